@@ -1,0 +1,31 @@
+"""One table row per target: everything about a chip that a kernel, the dispatcher or an error message needs to know."""
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Arch:
+  name: str
+  family: str          # the matrix unit's generation: the key of fragment.MATRIX
+  wave: int            # lanes of a wave
+  lds: int             # bytes of LDS a workgroup may have
+  vgprs: int           # vector registers (of one lane) a wave may have
+  bf16_pack: bool      # converts two fp32 to bf16 in one instruction
+  chips: str           # cards that have it
+
+  def __str__(self) -> str: return f"{self.name} ({self.chips})"
+
+ARCHS: dict[str, Arch] = {a.name: a for a in (
+  Arch("gfx942", "cdna3", 64, 65536, 512, False, "MI300X, MI308X, MI325X"),
+  Arch("gfx950", "cdna4", 64, 163840, 512, True, "MI350X, MI355X"),
+  Arch("gfx1100", "rdna3", 32, 65536, 256, False, "RX 7900 XTX, RX 7900 XT, W7900"),
+  Arch("gfx1101", "rdna3", 32, 65536, 256, False, "RX 7800 XT, RX 7700 XT"),
+  Arch("gfx1151", "rdna3", 32, 65536, 256, False, "Ryzen AI Max (Strix Halo)"),
+  Arch("gfx1200", "rdna4", 32, 65536, 256, False, "RX 9060 XT"),
+  Arch("gfx1201", "rdna4", 32, 65536, 256, False, "RX 9070 XT, RX 9070"),
+)}
+
+def get_arch(name:str) -> Arch:
+  """The row of `name`, such as "gfx942" or "gfx942:sramecc+:xnack-". Raises ValueError for a name that is not in the table."""
+  if (arch := ARCHS.get(name.split(":")[0])) is None:
+    raise ValueError(f"arch={name!r} has no matrix unit that these kernels know; supported: {', '.join(ARCHS)}")
+  return arch

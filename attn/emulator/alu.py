@@ -1,0 +1,93 @@
+"""What tinygrad's arithmetic UOps mean on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
+
+A value is an array whose last axis is the thread (length T, or 1 or absent where it is the same for every thread); a vector has its elements first.
+bfloat16 is kept as its 16 bits in uint16, as HIPRenderer's `unsigned short` does; arithmetic on it (only CUDARenderer emits any) goes through fp32.
+"""
+from __future__ import annotations
+from typing import Any, Callable
+import numpy as np
+from numpy.typing import NDArray
+from attn.tinygrad_compat import VECTORS, DType, Ops, dtypes
+
+Array = NDArray[Any]
+
+def numpy_dtype(dt:DType) -> np.dtype[Any]:
+  """The numpy type of one element of a value of tinygrad type `dt`."""
+  if dt in VECTORS: return np.dtype(VECTORS[dt][0])
+  if dt == dtypes.bfloat16: return np.dtype(np.uint16)
+  if dt.fmt is None: raise NotImplementedError(f"the emulator has no values of type {dt.name!r}")
+  return np.dtype(dt.fmt)
+
+def elements(dt:DType) -> int: return VECTORS[dt][1] if dt in VECTORS else 1
+
+def literal(value:Any, dt:DType) -> Array:
+  """A constant; of a vector type, the same in every element."""
+  to = numpy_dtype(dt)
+  if dt == dtypes.bfloat16: return float_to_bf16(np.float32(value))[()]
+  if dtypes.is_int(dt): value = (int(value) - dt.min) % 2**(8*to.itemsize) + dt.min
+  return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
+
+def stack(*xs:Array) -> Array:
+  """Scalars (T,) -> one vector (n, T); (n, 1) if all are the same for every thread."""
+  out = np.empty((len(xs), max(np.size(x) for x in xs)), xs[0].dtype)
+  for i, x in enumerate(xs): out[i] = x
+  return out
+
+# ***** bfloat16 *****
+
+def bf16_to_float(x:Array) -> Array: return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+def float_to_bf16(x:Array) -> Array:
+  """Round to nearest, ties to even, by adding half an ulp to the bits; a NaN keeps its upper bits and stays one."""
+  bits = np.asarray(x, np.float32).view(np.uint32)
+  rounded = (bits + np.uint32(0x7fff) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+  return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+
+# ***** conversions *****
+
+def _float_to_int(x:Array, to:np.dtype[Any]) -> Array:
+  """v_cvt_i32_f32 and its kin saturate and turn NaN into 0 (CDNA3 ISA section 12.8); types narrower than 32 bits are cut out of the 32-bit result."""
+  wide = to if to.itemsize >= 4 else np.dtype(np.int32)
+  info, real = np.iinfo(wide), np.asarray(x).astype(np.float64)
+  low, high = real <= float(info.min), real >= float(info.max)
+  inside = np.where(low | high | np.isnan(real), 0, real).astype(wide)
+  return np.where(high, wide.type(info.max), np.where(low, wide.type(info.min), inside)).astype(to)
+
+def cast(x:Array, src:DType, dst:DType) -> Array:
+  if src == dst: return x
+  if src == dtypes.bfloat16: return cast(bf16_to_float(x), dtypes.float, dst)
+  if dst == dtypes.bfloat16: return float_to_bf16(cast(x, src, dtypes.float))
+  to = numpy_dtype(dst)
+  if dtypes.is_float(src) and dtypes.is_int(dst): return _float_to_int(x, to)
+  return np.asarray(x).astype(to)
+
+def bitcast(x:Array, dst:DType) -> Array:
+  """The same bits as another type; a vector may get another number of elements."""
+  to, x = numpy_dtype(dst), np.asarray(x)
+  if x.dtype.itemsize == to.itemsize: return x.view(to)
+  rows = np.ascontiguousarray((x if x.ndim > 1 else x.reshape(1, -1)).T).view(to)   # (T, elements)
+  return np.ascontiguousarray(rows.T) if rows.shape[1] > 1 else rows[:, 0]
+
+# ***** arithmetic *****
+
+def _cdiv(x:Array, y:Array) -> Array:
+  safe = np.where(y == 0, np.ones_like(y), y)   # hardware does not trap: division by zero is just undefined
+  return (x - np.fmod(x, safe)) // safe
+
+def _cmod(x:Array, y:Array) -> Array: return np.fmod(x, np.where(y == 0, np.ones_like(y), y))
+
+ALU: dict[Ops, Callable[..., Array]] = {
+  Ops.SQRT: np.sqrt, Ops.RECIPROCAL: lambda x: np.divide(np.ones_like(x), x), Ops.NEG: np.negative, Ops.EXP2: np.exp2, Ops.LOG2: np.log2,
+  Ops.SIN: np.sin, Ops.TRUNC: np.trunc, Ops.AND: np.bitwise_and, Ops.XOR: np.bitwise_xor, Ops.OR: np.bitwise_or, Ops.ADD: np.add,
+  Ops.SUB: np.subtract, Ops.MUL: np.multiply, Ops.CMOD: _cmod, Ops.CDIV: _cdiv, Ops.CMPNE: np.not_equal, Ops.CMPLT: np.less, Ops.CMPEQ: np.equal,
+  Ops.SHR: lambda x, n: np.right_shift(x, np.asarray(n).astype(x.dtype)), Ops.SHL: lambda x, n: np.left_shift(x, np.asarray(n).astype(x.dtype)),
+  Ops.WHERE: np.where,
+}
+
+def alu(op:Ops, dt:DType, operand:DType) -> Callable[..., Array]:
+  """The function of an arithmetic UOp with result type `dt` and (last) operand type `operand`."""
+  if op not in ALU: raise NotImplementedError(f"the emulator does not know the operation {op}: HIPRenderer and CUDARenderer do not print it")
+  fn = ALU[op]
+  if operand != dtypes.bfloat16 or op is Ops.WHERE: return fn
+  if dt == dtypes.bool: return lambda *xs: fn(*map(bf16_to_float, xs))
+  return lambda *xs: float_to_bf16(fn(*map(bf16_to_float, xs)))

@@ -1,0 +1,84 @@
+"""tinygrad's device `EMU`: `DEV=EMU::gfx942` runs kernels as lowered for that chip in the emulator.
+
+The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and printed as for hardware; the "binary" is the pickled list of
+UOps that were printed. tinygrad lowers several kernels at a time in worker processes, which is why the binary has to hold all that it takes to run.
+fp8 is left out: tinygrad then emulates the type with integers, as on hardware without it.
+"""
+from __future__ import annotations
+from typing import Any
+from dataclasses import replace
+import hashlib, pickle, sys, zlib
+import numpy as np
+from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, HIPCCRenderer, NVCCRenderer, Program, Renderer, Target,
+                                  TinyELF, UOp, dtypes)
+from attn.emulator.machine import launch
+from attn.emulator.memory import Allocation, View
+from attn.emulator.plan import Plan, get_chip
+
+DEFAULT_ARCH = "gfx942"
+
+class UOpCompiler(Compiler):
+  """From source text to a binary; the UOps behind a text are what the renderer of this process has noted."""
+  printed: dict[str, list[UOp]] = {}
+  def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
+  def compile(self, src:str) -> bytes: return zlib.compress(pickle.dumps(self.printed[src]), 1)
+
+class _Emulated(Renderer):
+  """What the emulator changes about a renderer for hardware: the compiler, the LDS limit of the very chip, and no fp8."""
+  target: Target
+  def adapt(self) -> None:
+    self.compiler, self.shared_max = UOpCompiler(), get_chip(self.target.arch).lds
+    self.tensor_cores = [t for t in self.tensor_cores if t.dtype_in not in dtypes.fp8s and (t.dtype_in != dtypes.float or ALLOW_TF32)]
+  def supported_dtypes(self) -> set[DType]: return super().supported_dtypes() - set(dtypes.fp8s)
+  def render(self, uops:list[UOp]) -> str:
+    text = super().render(uops)
+    UOpCompiler.printed[text] = uops
+    return text
+
+class EmulatedHIPRenderer(_Emulated, HIPCCRenderer):
+  def __init__(self, target:Target):
+    HIPCCRenderer.__init__(self, target)
+    self.adapt()
+
+class EmulatedCUDARenderer(_Emulated, NVCCRenderer):
+  def __init__(self, target:Target):
+    NVCCRenderer.__init__(self, target)
+    self.adapt()
+
+class EMUProgram(Program["EMUDevice"]):
+  plans: dict[tuple[str, str, str], Plan] = {}   # EMU:0 and EMU:1 share them
+  def __init__(self, dev:EMUDevice, obj:TinyELF):
+    key = hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch
+    if key not in self.plans: self.plans[key] = Plan(pickle.loads(zlib.decompress(obj.lib)), obj.name, obj.target.arch)
+    self.plan = self.plans[key]
+  def __call__(self, *bufs:Any, global_size:tuple[int, int, int]=(1, 1, 1), local_size:tuple[int, int, int]|None=(1, 1, 1), vals:tuple[int, ...]=(),
+               wait:bool=False, **kwargs:Any) -> float|None:
+    seconds = launch(self.plan, list(bufs), vals, global_size, local_size or (1, 1, 1))
+    return seconds if wait else None
+
+class EMUAllocator(Allocator["EMUDevice"]):
+  def _alloc(self, size:int, options:BufferSpec) -> View: return View(Allocation(size), 0, size)
+  def _offset(self, buf:View, size:int, offset:int) -> View: return buf.sub(offset, size)
+  def _copyin(self, dest:View, src:memoryview) -> None: dest.fill(np.frombuffer(src, np.uint8))
+  def _copyout(self, dest:memoryview, src:View) -> None:
+    src.check_written()
+    dest[:] = memoryview(src.data)
+  def _transfer(self, dest:View, src:View, sz:int, src_dev:Any, dest_dev:Any) -> None: dest.sub(0, sz).fill(src.data[:sz], None if src.written is None else src.written[:sz])
+
+class EMUDevice(Compiled):
+  def __init__(self, device:str):
+    super().__init__(device, EMUAllocator(self), [EmulatedHIPRenderer, EmulatedCUDARenderer], EMUProgram, arch=DEFAULT_ARCH)
+    get_chip(self.target.arch)
+  @property
+  def target(self) -> Target: return DEV.target("EMU", arch=DEFAULT_ARCH)
+  def _select_renderer(self) -> Renderer:
+    # the arch may change while the device is open: with Context(DEV="EMU::gfx950")
+    target = self.target
+    if target not in self.cached_renderer:
+      get_chip(target.arch)
+      self.cached_renderer[target] = (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
+    return self.cached_renderer[target]
+
+def register() -> None:
+  """Makes `EMU` known to tinygrad, which looks a device up by the module tinygrad.runtime.ops_emu."""
+  sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

@@ -1,0 +1,203 @@
+"""The interpreter's state: a `Frame` is one run of a program over a range of workgroups, all their threads at once.
+
+Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so that a hardware wave is a run of consecutive threads.
+Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs to the longest.
+"""
+from __future__ import annotations
+from typing import TYPE_CHECKING, Any, Callable
+from dataclasses import dataclass
+import os, time
+import numpy as np
+from numpy.typing import NDArray
+from attn.tinygrad_compat import AddrSpace, UOp
+from attn.emulator.alu import elements, numpy_dtype
+from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds
+from attn.emulator.matrix import MatrixUnit
+from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
+if TYPE_CHECKING: from attn.emulator.plan import Address, Plan
+
+Array = NDArray[Any]
+GRID_LIMIT, WORKGROUP_LIMIT = (2**31-1, 65535, 65535), 1024
+WORKING_SET = 48 << 20   # bytes of values alive at a time that a range of workgroups is chosen for: small enough to stay near the caches
+
+@dataclass
+class Launch:
+  """What the last run of a program looked like."""
+  kernel: str
+  arch: str
+  workgroups: int
+  threads: int      # of a workgroup
+  lds: int          # bytes a workgroup
+  seconds: float = 0.0
+
+last_launch: list[Launch] = []
+
+class Frame:
+  def __init__(self, plan:Plan, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View], values:dict[UOp, int], checks:bool):
+    self.plan, self.first, self.workgroups, self.grid, self.local, self.checks = plan, first, workgroups, grid, local, checks
+    self.wave, self.pc = plan.chip.wave, 0
+    self.threads = threads = int(np.prod(local))
+    width = -(-threads//self.wave)*self.wave if plan.whole_waves else threads   # lanes that no thread fills stay inactive
+    self.width, self.waves, self.T = width, -(-width//self.wave), width*workgroups
+    self.workgroup_of = np.repeat(np.arange(workgroups, dtype=np.int64), width)
+    self.local_of = np.tile(np.arange(width, dtype=np.int32), workgroups)
+    self.wave_of = self.local_of//self.wave
+    self.mask: Array|None = None if width == threads else self.local_of < threads
+    self.valid, self.stack = self.mask, list[Array|None]()
+    self.everyone = np.ones(self.T, bool)
+    self.matrix_unit = MatrixUnit(plan.chip.family, plan.arch)
+    # barrier intervals, per workgroup: a number that all share, or one each
+    self.interval = np.ones(workgroups, np.int32)
+    self.stride = self.waves
+    self._next_interval(np.ones(workgroups, bool))
+    # values and memory
+    self.v: list[Any] = list(plan.constants)
+    for u, x in values.items(): self.v[plan.slot[u]] = numpy_dtype(u.dtype).type(x)
+    self.spaces: dict[UOp, Space] = {}
+    self.registers: dict[UOp, Registers] = {}
+    for u, view in params.items():
+      self.spaces[u] = Space(self, plan.names[u], view.data, view.size, written=flags_of(view, u in plan.stored))
+    for u in plan.buffers:
+      name, nbytes = plan.names[u], plan.nbytes(u)
+      if u.addrspace is AddrSpace.REG: self.registers[u] = Registers(self, name, u.max_numel(), numpy_dtype(u.dtype), elements(u.dtype))
+      else:
+        stride, unit = -(-nbytes//PADDING)*PADDING, plan.units.get(u, 4)
+        self.spaces[u] = Space(self, name, np.zeros(stride*workgroups, np.uint8), nbytes, stride,
+                               shadow=LdsShadow(self, unit, stride//unit) if checks else None)
+
+  def run(self) -> None:
+    pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
+    while pc < len(steps):
+      self.pc = pc
+      if (jump := steps[pc](self)) is None:
+        for slot in frees[pc]: v[slot] = None
+        pc += 1
+      else: pc = jump
+
+  # ***** threads *****
+
+  def special(self, kind:str, axis:int) -> Array:
+    """A SPECIAL: gidx (workgroup), lidx (thread in it) or idx (thread in the grid) along an axis."""
+    wg, size = self.workgroup_of + self.first, self.local[axis]
+    group = (wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis]).astype(np.int32)
+    thread = self.local_of // int(np.prod(self.local[:axis], dtype=np.int64)) % size
+    return group if kind == "g" else thread if kind == "l" else group*np.int32(size) + thread
+
+  def full(self, x:Any) -> Array:
+    """A value with one column for every thread."""
+    return np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
+
+  def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
+    """An error about the first of the `bad` threads."""
+    t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
+    wg, local, u = self.first + t//self.width, t % self.width, self.plan.uops[self.pc]
+    where = (wg % self.grid[0], wg//self.grid[0] % self.grid[1], wg//self.grid[0]//self.grid[1])
+    return kind(f"{self.plan.name}: {text(t)}; workgroup {where}, wave {local//self.wave}, lane {local % self.wave} "
+                f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
+
+  def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
+    """An index counted in parts of a chunk -> the same counted in chunks of `per` parts."""
+    bad = index % per != 0
+    if bad.any() and (active is None or (bad := bad & active).any()):
+      raise self.error(Misaligned, bad, lambda t: f"access of {per} elements at {name}[{self.full(index)[t]}] is not aligned to its width")
+    return index//per
+
+  # ***** divergence *****
+
+  def also(self, condition:Array) -> Array|None:
+    """The current mask and `condition`; None if all threads are active."""
+    m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
+    return None if m.all() else m
+  def push(self, mask:Array|None) -> None:
+    self.stack.append(self.mask)
+    self.mask = mask
+  def pop(self) -> None: self.mask = self.stack.pop()
+  def leave(self, end:int) -> int:
+    self.pop()
+    return end + 1
+
+  def iterate(self, slot:int, i:Any, bound:Array) -> bool:
+    """Sets a loop's variable to i; False if no thread has that iteration."""
+    self.v[slot] = i
+    if not np.shape(bound): return bool(i < bound)
+    self.mask = self.stack[-1]
+    self.mask = self.also(i < bound)
+    return self.mask is None or bool(self.mask.any())
+
+  def barrier(self) -> None:
+    reached = np.ones(self.workgroups, bool)
+    if self.mask is not None:
+      here = self.mask.reshape(self.workgroups, -1)
+      missing = (~here if self.valid is None else ~here & self.valid.reshape(here.shape)) & here.any(axis=1, keepdims=True)
+      if self.checks and missing.any():
+        raise self.error(DivergentBarrier, missing.ravel(), lambda t: "a barrier that other threads of the workgroup wait in is not reached by this thread")
+      reached = here.any(axis=1)
+    for s in self.spaces.values():
+      if s.shadow is not None: s.shadow.barrier(bool(reached.all()))
+    self._next_interval(reached)
+
+  def _next_interval(self, reached:Array) -> None:
+    self.interval = self.interval + reached.astype(np.int32)
+    same = bool((self.interval == self.interval[0]).all())
+    self.interval_of: Any = self.interval[0] if same else np.repeat(self.interval, self.width)
+    self.tag_floor: Any = self.interval_of*np.int32(self.stride)
+    self.tag = self.tag_floor + self.wave_of
+
+  def whole_waves_only(self) -> None:
+    """A matrix instruction takes part of all lanes of a wave, whatever EXEC says (CDNA3 ISA section 7.1); a wave of which only some lanes get there is an error."""
+    if self.mask is None or not self.checks: return
+    here = self.mask.reshape(-1, self.wave)
+    missing = ~here & here.any(axis=1, keepdims=True)
+    if missing.any(): raise self.error(DivergentMatrix, missing.ravel(), lambda t: "a matrix instruction that other lanes of the wave execute is not reached by this lane")
+
+  # ***** intrinsics.Lanes *****
+
+  @property
+  def active(self) -> Array: return self.everyone if self.mask is None else self.mask
+  def pointer(self, at:Address) -> Pointer|RegisterPointer:
+    if at.buffer in self.registers:
+      return RegisterPointer(self.registers[at.buffer], sum(int(self.v[s])*size for s, size in at.terms)//at.buffer.dtype.itemsize)
+    return Pointer(self.spaces[at.buffer], np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0))))
+  def load_bytes(self, pointer:Pointer, offset:Array, nbytes:int, gate:Array) -> Array: return pointer.load(offset, nbytes, np.broadcast_to(gate, self.T))
+  def store_bytes(self, pointer:Pointer, offset:Array, data:Array, gate:Array) -> None: pointer.store(offset, data, np.broadcast_to(gate, self.T))
+  def load_register(self, pointer:RegisterPointer, i:int) -> Array:
+    return self.full(pointer.array.load(np.asarray(pointer.first + i), self.mask))
+  def store_register(self, pointer:RegisterPointer, i:int, value:Array, gate:Array) -> None:
+    pointer.array.store(np.asarray(pointer.first + i), value, np.broadcast_to(gate, self.T))
+  def check_extent(self, pointer:Pointer, nbytes:Array) -> None:
+    bad = self.active & (nbytes > 0) & ((pointer.offset < 0) | (pointer.offset + nbytes > pointer.space.limit))
+    if bad.any():
+      raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on reaches beyond "
+                                                   f"{pointer.space.name} ({pointer.space.limit} bytes)")
+  def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
+    self.whole_waves_only()
+    return self.matrix_unit.instruction(name, a, b, c)
+
+def flags_of(view:View, stored:bool) -> Array|None:
+  """The written-flags a kernel has to mind: none where all is written, or where nobody has ever touched the buffer and the kernel does not store to it."""
+  if (written := view.written) is None or (not stored and (not view.base.touched or written.all())): return None
+  return written
+
+def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
+  """Runs a program on a grid of workgroups; the seconds it took."""
+  start = time.perf_counter()
+  grid, local = (*grid, 1, 1)[:3], (*local, 1, 1)[:3]
+  if any(g != int(g) for g in grid): raise LaunchLimit(f"{plan.name}: the grid {grid} is not made of whole workgroups")
+  grid = tuple(int(g) for g in grid)
+  if any(not 1 <= g <= limit for g, limit in zip(grid, GRID_LIMIT)): raise LaunchLimit(f"{plan.name}: the grid {grid} is beyond the limit {GRID_LIMIT}")
+  if (threads := int(np.prod(local))) > WORKGROUP_LIMIT: raise LaunchLimit(f"{plan.name}: a workgroup of {local} threads is beyond the limit of {WORKGROUP_LIMIT}")
+  params, count = dict(zip(plan.params, views)), int(np.prod(grid, dtype=np.int64))
+  checks = os.environ.get("ATTN_EMU_CHECKS", "1") != "0"
+  for u in plan.stored:
+    if u in params:
+      view = params[u]
+      view.base.touched = True
+      if view.written is not None: view.base.outputs[view.offset, view.size] = plan.name, plan.names[u], plan.stored[u]
+  at_once = max(1, WORKING_SET//max(1, threads*plan.live_bytes + 4*plan.lds))
+  with np.errstate(all="ignore"):
+    for first in range(0, count, at_once):
+      Frame(plan, first, min(at_once, count - first), grid, local, params, dict(zip(plan.variables, values)), checks).run()
+  for u in plan.stored:
+    if u in params: params[u].settle()
+  last_launch[:] = [Launch(plan.name, plan.arch, count, threads, plan.lds, time.perf_counter() - start)]
+  return last_launch[0].seconds

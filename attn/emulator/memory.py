@@ -1,0 +1,216 @@
+"""Memory of the emulated chip as plain bytes: device allocations, the buffers of a running kernel (global and LDS), and register arrays.
+
+An access is made of `chunk` bytes (element size times vector length) at an index counted in chunks: memory is viewed as an array of chunks and gathered or
+scattered for all threads at once. Any other type of the same bytes is just another view.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+import numpy as np
+from numpy.typing import NDArray
+from attn.emulator.checks import LdsShadow, Misaligned, OutOfBounds, UninitialisedRead, UnwrittenOutput
+if TYPE_CHECKING: from attn.emulator.machine import Frame
+
+Array = NDArray[Any]
+POISON, PADDING = 0xff, 64   # what fresh memory holds (NaN in every float type); LDS buffers are padded to a multiple of every chunk
+
+def chunk_type(nbytes:int) -> np.dtype[Any]:
+  """A numpy type of that many bytes that is copied and never interpreted."""
+  return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.get(nbytes, f"V{nbytes}"))
+
+def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
+  """Chunks (T,) -> values (T,), or vectors (n, T)."""
+  if n == 1: return raw.view(dtype)
+  return np.ascontiguousarray(np.atleast_1d(raw).view(dtype).reshape(-1, n).T)
+
+def to_chunks(x:Array, n:int, chunk:int) -> Array:
+  """Values (T,) or vectors (n, T) -> chunks (T,)."""
+  if n == 1 and x.ndim < 2: return np.asarray(x).view(chunk_type(chunk))
+  return np.ascontiguousarray(x.T).view(chunk_type(chunk))[..., 0]
+
+# ***** device allocations *****
+
+class Allocation:
+  """Device memory, with one flag per byte for "written since it was allocated" (None: all of it)."""
+  def __init__(self, size:int):
+    self.data = np.full(size, POISON, np.uint8)
+    self.written: Array|None = np.zeros(size, np.uint8)
+    self.touched = False                                        # has anybody ever written any of it?
+    self.outputs: dict[tuple[int, int], tuple[str, str, int]] = {}   # (offset, size) that a kernel stores to -> (kernel, buffer, element size)
+
+class View:
+  """`size` bytes of an allocation from `offset` on: what tinygrad holds as the opaque buffer."""
+  def __init__(self, base:Allocation, offset:int, size:int): self.base, self.offset, self.size = base, offset, size
+  def sub(self, offset:int, size:int) -> View: return View(self.base, self.offset + offset, size)
+  @property
+  def data(self) -> Array: return self.base.data[self.offset:self.offset + self.size]
+  @property
+  def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
+
+  def settle(self) -> None:
+    """Drops the flags once all of the allocation is written."""
+    if self.base.written is not None and self.base.written.all(): self.base.written = None
+
+  def fill(self, data:Array, written:Array|None=None) -> None:
+    """A copy into the memory; `written` are the flags of its source, where that has any."""
+    self.data[:] = data
+    if (mine := self.written) is not None: mine[:] = 1 if written is None else written
+    self.base.touched = True
+    self.settle()
+
+  def check_written(self) -> None:
+    """Raises if this range has an element that a kernel should have stored and nobody ever wrote."""
+    if (written := self.written) is None or written.all(): return
+    for (offset, size), (kernel, buffer, itemsize) in self.base.outputs.items():
+      missing = np.flatnonzero(self.base.written[max(offset, self.offset):min(offset+size, self.offset+self.size)] == 0)   # type: ignore[index]
+      if len(missing):
+        first = (int(missing[0]) + max(offset, self.offset) - offset)//itemsize
+        raise UnwrittenOutput(f"{kernel}: output element {buffer}[{first}] was never written ({len(missing)//itemsize} of {size//itemsize} elements were not)")
+
+# ***** buffers of a running kernel *****
+
+class Space:
+  """A buffer that threads address by index: a PARAM, or a LOCAL buffer with one copy per workgroup (`stride` bytes apart)."""
+  def __init__(self, f:Frame, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, shadow:LdsShadow|None=None):
+    self.f, self.name, self.data, self.limit, self.stride, self.written, self.shadow = f, name, data, limit, stride, written, shadow
+    self.kind = "LDS" if stride else "global memory"
+    self._views: dict[tuple[int, bool], Array] = {}
+    self._bases: dict[int, Array] = {}
+
+  def _view(self, chunk:int, flags:bool=False) -> Array:
+    if (v := self._views.get((chunk, flags))) is None:
+      source = self.written if flags else self.data
+      assert source is not None
+      v = self._views[chunk, flags] = source[:source.size//chunk*chunk].view(chunk_type(chunk))
+    return v
+
+  def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
+    """The position of each thread's chunk in the view, bounds-checked for the active threads and 0 for the others."""
+    if active is not None: index = index * active
+    limit = self.limit // chunk
+    if (index.view(_UNSIGNED[index.dtype.itemsize]).max() if index.shape else index.item() % 2**64) >= limit:
+      bad = np.broadcast_to((index < 0) | (index >= limit), self.f.T)
+      if active is None or (bad := bad & active).any():
+        raise self.f.error(OutOfBounds, bad, lambda t: f"{verb} {self.name}[{np.broadcast_to(index, self.f.T)[t]}] is out of bounds: "
+                                                       f"the {self.kind} buffer has {limit} elements of {chunk} bytes")
+    if not self.stride: return index
+    if (base := self._bases.get(chunk)) is None: base = self._bases[chunk] = self.f.workgroup_of * (self.stride//chunk)
+    return base + index
+
+  def load(self, index:Array, chunk:int, active:Array|None) -> Array:
+    at = self._at(index, chunk, active, "load of")
+    if len(view := self._view(chunk)) == 0: return np.zeros(self.f.T, view.dtype)
+    if self.f.checks:
+      if self.shadow is not None: self._note(self.shadow.on_read, at, chunk, active, "reads")
+      elif self.written is not None: self._check_flags(at, chunk, active)
+    return view.take(at)
+
+  def store(self, index:Array, chunk:int, values:Array, active:Array|None) -> None:
+    at = self._at(index, chunk, active, "store to")
+    if len(view := self._view(chunk)) == 0: return
+    if self.shadow is not None and self.f.checks: self._note(self.shadow.on_write, at, chunk, active, "writes")
+    at = np.broadcast_to(at, self.f.T)
+    if active is not None: at, values = at[active], np.broadcast_to(values, active.shape)[active]
+    view[at] = values
+    if self.written is not None:
+      flags = self._view(chunk, True)
+      flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
+
+  def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
+    bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)
+    if active is not None: bad = bad & active
+    if bad.any():
+      raise self.f.error(UninitialisedRead, bad, lambda t: f"load of {self.name}[{np.broadcast_to(at, self.f.T)[t]}] (elements of {chunk} bytes) reads "
+                                                           "global memory that nobody has written")
+
+  def _note(self, note:Any, at:Array, chunk:int, active:Array|None, verb:str) -> None:
+    shadow = self.shadow
+    assert shadow is not None
+    per, locations = chunk//shadow.unit, self.stride//shadow.unit
+    for part in range(per):
+      where = at if per == 1 else at*per + part
+      if (wrong := note(where, active)) is None: continue
+      error, bad, other = wrong
+      def text(t:int) -> str:
+        what = f"{verb} {self.name} at byte {where[t] % locations * shadow.unit} (element {at[t] % (self.stride//chunk)} of {chunk} bytes)"
+        if error is UninitialisedRead: return f"{what}, LDS that nobody has written"
+        return f"{what}, which wave {other[t]} has {'accessed' if verb == 'writes' else 'written'} with no barrier between: LDS race"
+      raise self.f.error(error, bad, text)
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+class Pointer:
+  """What an intrinsic gets for an INDEX: a buffer and a byte offset per thread."""
+  def __init__(self, space:Space, offset:Array): self.space, self.offset = space, offset
+
+  def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
+    """The addresses of an access in units of at most a dword or, where all are aligned to it, the whole access."""
+    at = np.broadcast_to(self.offset + offset, self.space.f.T)
+    unit = nbytes if not (at % nbytes)[gate].any() else min(nbytes & -nbytes, 4)
+    if (bad := gate & (at % unit != 0)).any():
+      raise self.space.f.error(Misaligned, bad, lambda t: f"access of {nbytes} bytes at byte {at[t]} of {self.space.name} is not aligned to {unit} bytes")
+    return at // unit, unit
+
+  def load(self, offset:Array, nbytes:int, gate:Array) -> Array:
+    at, unit = self.units(offset, nbytes, gate)
+    parts = [self.space.load(at + i, unit, gate) for i in range(nbytes//unit)]
+    raw = (parts[0] if len(parts) == 1 else np.stack(parts, -1)).view(np.uint8).reshape(-1, nbytes)
+    if not gate.all(): raw[~gate] = 0
+    return raw.T
+
+  def store(self, offset:Array, data:Array, gate:Array) -> None:
+    nbytes = data.shape[0]
+    at, unit = self.units(offset, nbytes, gate)
+    raw = np.ascontiguousarray(np.broadcast_to(data, (nbytes, self.space.f.T)).T).view(chunk_type(unit))
+    for i in range(nbytes//unit): self.space.store(at + i, unit, raw[:, i], gate)
+
+class Registers:
+  """A REG buffer: each element is a value of its own, so a store of all threads just rebinds it. `written`: None, the threads that have written, or True."""
+  def __init__(self, f:Frame, name:str, count:int, dtype:np.dtype[Any], lanes:int):
+    self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
+    self.values: list[Array] = [self.blank] * count
+    self.written: list[Array|bool] = [False] * count
+
+  def _index(self, index:Array, active:Array|None, verb:str, n:int=1) -> Array:
+    bad = (index < 0) | (index + n > len(self.values))
+    if active is not None: bad = bad & active
+    if bad.any():
+      raise self.f.error(OutOfBounds, np.broadcast_to(bad, self.f.T), lambda t: f"{verb} {self.name}[{np.broadcast_to(index, self.f.T)[t]}] is out of bounds: "
+                                                                                f"the register array has {len(self.values)} elements")
+    return index
+
+  def _check(self, i:int, active:Array|None) -> None:
+    if (w := self.written[i]) is True or not self.f.checks: return
+    bad = np.broadcast_to(~np.asarray(w), self.f.T)
+    if active is not None: bad = bad & active
+    if bad.any(): raise self.f.error(UninitialisedRead, bad, lambda t: f"load of {self.name}[{i}] reads a register that nobody has written")
+
+  def load(self, index:Array, active:Array|None) -> Array:
+    index = self._index(index, active, "load of")
+    if not index.shape:
+      self._check(int(index), active)
+      return self.values[int(index)]
+    out = np.broadcast_to(self.blank, self.blank.shape[:-1] + (self.f.T,)).copy()
+    for i in np.unique(index if active is None else index[active]):
+      here = (index == i) if active is None else (index == i) & active
+      self._check(int(i), here)
+      out[..., here] = np.broadcast_to(self.values[i], out.shape)[..., here]
+    return out
+
+  def store(self, index:Array, value:Array, active:Array|None) -> None:
+    index = self._index(index, active, "store to")
+    if not index.shape: return self._set(int(index), value, active)
+    for i in np.unique(index if active is None else index[active]):
+      self._set(int(i), value, (index == i) if active is None else (index == i) & active)
+
+  def _set(self, i:int, value:Array, active:Array|None) -> None:
+    if active is None: self.values[i], self.written[i] = value, True
+    else:
+      self.values[i] = np.where(active, value, self.values[i])
+      if self.written[i] is not True: self.written[i] = self.written[i] | active
+
+@dataclass(frozen=True)
+class RegisterPointer:
+  """A pointer to an element of a REG buffer, as an intrinsic gets it."""
+  array: Registers
+  first: int

@@ -1,0 +1,283 @@
+"""From a program's linear UOps to a list of closures that run it: `Plan`, made once per program. `machine.Frame` holds the values they work on."""
+from __future__ import annotations
+from typing import Any, Callable
+from dataclasses import dataclass
+import math
+import numpy as np
+from numpy.typing import NDArray
+from attn.intrinsics import MEANING
+from attn.tinygrad_compat import AddrSpace, DType, GroupOp, Ops, UOp, dtypes
+from attn.emulator.alu import alu, bitcast, cast, elements, literal, numpy_dtype, stack
+from attn.emulator.checks import LdsLimit
+from attn.emulator.machine import Frame
+from attn.emulator.memory import to_chunks, to_values
+
+Array = NDArray[Any]
+Step = Callable[[Frame], "int|None"]   # returns the next program counter where that is not simply the following one
+
+@dataclass(frozen=True)
+class Chip:
+  """What the emulator itself has to know about a target."""
+  family: str   # of the matrix unit
+  wave: int
+  lds: int      # bytes a workgroup may have
+
+CHIPS: dict[str, Chip] = {
+  "gfx942": Chip("cdna3", 64, 65536), "gfx950": Chip("cdna4", 64, 163840),
+  **{a: Chip("rdna3", 32, 65536) for a in ("gfx1100", "gfx1101", "gfx1151")}, **{a: Chip("rdna4", 32, 65536) for a in ("gfx1200", "gfx1201")},
+  **{a: Chip("nvidia", 32, 49152) for a in ("sm_80", "sm_86", "sm_89", "sm_90")},   # what a CUDA kernel may declare statically
+}
+
+def get_chip(arch:str) -> Chip:
+  if arch not in CHIPS: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(CHIPS)}")
+  return CHIPS[arch]
+
+@dataclass(frozen=True)
+class Address:
+  """A pointer as the plan knows it: the buffer, the type it points to, and the (slot, bytes per unit) of each index that was added."""
+  buffer: UOp
+  dtype: DType
+  terms: tuple[tuple[int, int], ...] = ()
+
+class Plan:
+  """A program compiled for the interpreter."""
+  def __init__(self, uops:list[UOp], name:str, arch:str):
+    self.name, self.arch, self.chip = name, arch, get_chip(arch)
+    self.steps: list[Step] = []
+    self.uops: list[UOp] = []                 # the UOp of each step, for error messages
+    self.slot: dict[UOp, int] = {}
+    self.constants: list[Any] = []            # the initial value of each slot
+    self.addresses: dict[UOp, Address] = {}
+    self.loops: dict[UOp, int] = {}           # RANGE -> its step
+    self.ends: dict[UOp, int] = {}            # RANGE -> the step of its END
+    self.params = sorted((u for u in uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU), key=lambda u: u.arg.slot)
+    self.variables = sorted((u for u in uops if u.op is Ops.PARAM and u.addrspace is AddrSpace.ALU), key=lambda u: u.arg.slot)
+    self.buffers = [u for u in uops if u.op is Ops.BUFFER]
+    self.names = {u: f"data{u.arg.slot}" if u.op is Ops.PARAM else f"{'lds' if u.addrspace is AddrSpace.LOCAL else 'reg'}{u.arg.slot}"
+                  for u in self.params + self.buffers}
+    self.whole_waves = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI, Ops.WMMA) for u in uops)   # lanes may talk to each other
+    self.loaded: set[UOp] = set()
+    self.stored: dict[UOp, int] = {}          # buffer -> bytes of an element as it is stored
+    self.units: dict[UOp, int] = {}           # LOCAL buffer -> the narrowest access in bytes
+    for u in uops: self._compile(u)
+    self.lds = sum(self.nbytes(u) for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
+    if self.lds > self.chip.lds:
+      each = ", ".join(f"{self.names[u]}: {self.nbytes(u)}" for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
+      raise LdsLimit(f"{name}: a workgroup wants {self.lds} bytes of LDS ({each}), {arch} has {self.chip.lds}")
+    self.frees, self.live_bytes = self._lifetimes(uops)
+
+  @staticmethod
+  def nbytes(u:UOp) -> int: return u.max_numel() * u.dtype.itemsize
+
+  # ***** slots *****
+
+  def _new(self, u:UOp, value:Any=None) -> int:
+    self.slot[u] = len(self.constants)
+    self.constants.append(value)
+    return self.slot[u]
+
+  def _emit(self, u:UOp, step:Step) -> None:
+    self.steps.append(step)
+    self.uops.append(u)
+
+  def _value(self, u:UOp, fn:Callable[..., Any], *srcs:UOp) -> None:
+    """A step that computes `u` from the values of `srcs`."""
+    ins, out = [self.slot[s] for s in srcs], self._new(u)
+    if len(ins) == 1:
+      a, = ins
+      def step(f:Frame) -> None: f.v[out] = fn(f.v[a])
+    elif len(ins) == 2:
+      a, b = ins
+      def step(f:Frame) -> None: f.v[out] = fn(f.v[a], f.v[b])
+    else:
+      def step(f:Frame) -> None: f.v[out] = fn(*[f.v[i] for i in ins])
+    self._emit(u, step)
+
+  # ***** one UOp *****
+
+  def _compile(self, u:UOp) -> None:
+    if u.op in (Ops.SINK, Ops.NOOP, Ops.GROUP) or (u.op is Ops.STACK and not u.src): return
+    if u.op is Ops.AFTER:
+      if u.src[0] in self.addresses: self.addresses[u] = self.addresses[u.src[0]]
+      elif u.src[0] in self.slot: self.slot[u] = self.slot[u.src[0]]
+      return
+    if u.op is Ops.PARAM and u.addrspace is AddrSpace.ALU: self._new(u)
+    elif u.op in (Ops.PARAM, Ops.BUFFER): self.addresses[u] = Address(u, u.dtype)
+    elif u.op is Ops.CONST: self._new(u, u.val)
+    elif u.op in (Ops.CAST, Ops.BITCAST) and u.src[0] in self.addresses:
+      self.addresses[u] = Address(self.addresses[u.src[0]].buffer, u.dtype, self.addresses[u.src[0]].terms)
+    elif u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0] in self.addresses:
+      at = self.addresses[u.src[0]]
+      self.addresses[u] = Address(at.buffer, u.dtype, at.terms + ((self.slot[u.src[1]], u.src[0].dtype.itemsize),))
+    elif (rule := _RULES.get(u.op)) is not None: rule(self, u)
+    elif u.op in GroupOp.ALU: self._value(u, alu(u.op, u.dtype, u.src[-1].dtype), *u.src)
+    else: raise NotImplementedError(f"{self.name}: the emulator does not run {u.op}")
+
+  def special(self, u:UOp) -> None:
+    out, kind, axis = self._new(u), u.arg[0], int(u.arg[-1])
+    self._emit(u, lambda f: f.v.__setitem__(out, f.special(kind, axis)))
+
+  def cast(self, u:UOp) -> None:
+    src, dst = u.src[0].dtype, u.dtype
+    if u.src[0].op is Ops.CONST: self._new(u, literal(u.src[0].val, dst))
+    else: self._value(u, lambda x: cast(x, src, dst), u.src[0])
+
+  def bitcast(self, u:UOp) -> None:
+    self._value(u, lambda x: bitcast(x, u.dtype), u.src[0])
+
+  def stack(self, u:UOp) -> None:
+    self._value(u, stack, *u.src)
+
+  def lane(self, u:UOp) -> None:
+    """INDEX of a value: one element of a vector."""
+    def step(x:Array, i:Array) -> Array:
+      if not np.shape(i): return x[int(i)]
+      return np.take_along_axis(np.broadcast_to(x, (x.shape[0], len(i))), np.asarray(i, np.int64)[None], 0)[0]
+    self._value(u, step, *u.src)
+
+  def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
+    """The index of an access in units of `chunk` bytes."""
+    if not at.terms: return lambda f, active: np.int64(0)
+    if len(at.terms) == 1 and at.terms[0][1] == chunk:
+      slot = at.terms[0][0]
+      return lambda f, active: f.v[slot]
+    name = self.names[at.buffer]
+    if len(at.terms) == 1 and chunk % at.terms[0][1] == 0:
+      slot, per = at.terms[0][0], chunk//at.terms[0][1]
+      return lambda f, active: f.aligned(f.v[slot], per, name, active)
+    return lambda f, active: f.aligned(sum(np.asarray(f.v[s], np.int64)*size for s, size in at.terms), chunk, name, active)
+
+  def _access(self, u:UOp) -> tuple[Address, int, int]:
+    """Of a LOAD or STORE: its address, the bytes of an access and the numbers in it."""
+    target, at = u.src[0], self.addresses[u.src[0]]
+    chunk = target.dtype.itemsize * target.max_numel()
+    if at.buffer.addrspace is AddrSpace.LOCAL: self.units[at.buffer] = math.gcd(self.units.get(at.buffer, 0), chunk)
+    return at, chunk, elements(target.dtype) * target.max_numel()
+
+  def load(self, u:UOp) -> None:
+    at, chunk, n = self._access(u)
+    gate, alt = (self.slot[u.src[2]], self.slot[u.src[1]]) if len(u.src) == 3 else (None, None)
+    buffer, dtype, out, count = at.buffer, numpy_dtype(u.dtype), self._new(u), u.max_numel()
+    if buffer.addrspace is AddrSpace.REG:
+      index = self._index(at, u.src[0].dtype.itemsize)
+      def step(f:Frame) -> None:
+        i, r = index(f, f.mask), f.registers[buffer]
+        f.v[out] = r.load(i, f.mask) if count == 1 else stack(*[r.load(i + j, f.mask) for j in range(count)])
+    else:
+      self.loaded.add(buffer)
+      index = self._index(at, chunk)
+      def step(f:Frame) -> None:
+        active = f.mask if gate is None else f.also(f.v[gate])
+        value = to_values(f.spaces[buffer].load(index(f, active), chunk, active), dtype, n)
+        f.v[out] = value if gate is None or active is None else np.where(f.v[gate], value, f.v[alt])
+    self._emit(u, step)
+
+  def store(self, u:UOp) -> None:
+    at, chunk, n = self._access(u)
+    buffer, value, count, dtype = at.buffer, self.slot[u.src[1]], u.src[0].max_numel(), numpy_dtype(u.src[0].dtype)
+    if buffer.addrspace is AddrSpace.REG:
+      index = self._index(at, u.src[0].dtype.itemsize)
+      def step(f:Frame) -> None:
+        i, r, x = index(f, f.mask), f.registers[buffer], f.v[value]
+        if count == 1: r.store(i, x, f.mask)
+        else:
+          for j in range(count): r.store(i + j, x[j], f.mask)
+    else:
+      self.stored[buffer] = u.src[0].dtype.itemsize
+      index = self._index(at, chunk)
+      def step(f:Frame) -> None:
+        raw = to_chunks(np.asarray(f.v[value], dtype), n, chunk)
+        f.spaces[buffer].store(index(f, f.mask), chunk, raw, f.mask)
+    self._emit(u, step)
+
+  def wmma(self, u:UOp) -> None:
+    dims, dtype, out = u.arg[0], {dtypes.float: "tfloat32"}.get(u.src[0].dtype, _NAMES.get(u.src[0].dtype, "")), _NAMES[u.dtype]
+    dtype = {"uint16": "bfloat16"}.get(dtype, dtype)
+    slots, dst = [self.slot[s] for s in u.src], self._new(u)
+    def step(f:Frame) -> None:
+      f.whole_waves_only()
+      f.v[dst] = f.matrix_unit.wmma(dims, dtype, *[f.full(f.v[s]) for s in slots], out)
+    self._emit(u, step)
+
+  def custom(self, u:UOp) -> None:
+    if (meaning := MEANING.get(u.arg)) is None:
+      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op} means: {u.arg!r}. Build it with attn.intrinsics.emit from an entry of "
+                                f"attn.intrinsics.TABLE, or set attn.intrinsics.MEANING[text] = a function (lanes, *sources) -> value")
+    args: list[Address|int] = [self.addresses[s] if s in self.addresses else self.slot[s] for s in u.src]
+    for a in args:
+      if isinstance(a, Address):
+        self.loaded.add(a.buffer)
+        self.stored.setdefault(a.buffer, a.dtype.itemsize)
+        self.units[a.buffer] = math.gcd(self.units.get(a.buffer, 0), 4)
+    out, dtype = self._new(u), None if u.dtype == dtypes.void else numpy_dtype(u.dtype)
+    def step(f:Frame) -> None:
+      got = meaning(f, *[f.pointer(a) if isinstance(a, Address) else f.full(f.v[a]) for a in args])
+      f.v[out] = literal(0, u.dtype) if got is None and dtype is not None else None if got is None else np.asarray(got, dtype)
+    self._emit(u, step)
+
+  # ***** control flow *****
+
+  def barrier(self, u:UOp) -> None: self._emit(u, lambda f: f.barrier())
+  def enter_if(self, u:UOp) -> None:
+    gate = self.slot[u.src[0]]
+    self._emit(u, lambda f: f.push(f.also(f.v[gate])))
+  def leave_if(self, u:UOp) -> None: self._emit(u, lambda f: f.pop())
+
+  def loop(self, u:UOp) -> None:
+    self.loops[u] = len(self.steps)
+    if u.dtype == dtypes.void: return self._emit(u, lambda f: f.push(f.mask))   # for (;;)
+    out, bound, number = self._new(u), self.slot[u.src[0]], numpy_dtype(u.dtype).type
+    def step(f:Frame) -> int|None:
+      f.push(f.mask)
+      return None if f.iterate(out, number(0), f.v[bound]) else f.leave(self.ends[u])
+    self._emit(u, step)
+
+  def end(self, u:UOp) -> None:
+    loop = u.src[1]
+    self.ends[loop], body = len(self.steps), self.loops[loop] + 1
+    if loop.dtype == dtypes.void:
+      again = self.slot[u.src[2]]
+      def step(f:Frame) -> int|None:
+        f.mask = f.also(f.v[again])
+        return body if f.mask is None or f.mask.any() else f.pop()
+    else:
+      out, bound = self.slot[loop], self.slot[loop.src[0]]
+      def step(f:Frame) -> int|None: return body if f.iterate(out, f.v[out] + f.v[out].dtype.type(1), f.v[bound]) else f.pop()
+    self._emit(u, step)
+
+  # ***** when a value dies *****
+
+  def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
+    """The slots to drop after each step, and the most bytes per thread alive at a time."""
+    position = {u: i for i, u in enumerate(self.uops)}
+    loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
+    born: dict[int, int] = {}
+    last: dict[int, int] = {}
+    size: dict[int, int] = {}
+    for u, i in position.items():
+      if u in self.slot:
+        born[self.slot[u]] = last[self.slot[u]] = i
+        size[self.slot[u]] = u.dtype.itemsize * (u.max_numel() if u._shape is not None else 1)
+      for s in u.src:
+        used = [t for t, _ in self.addresses[s].terms] if s in self.addresses else [self.slot[s]] if s in self.slot else []
+        if u.op is Ops.END and u.src[1] in self.slot: used += [self.slot[u.src[1]], *([self.slot[u.src[1].src[0]]])]
+        for slot in used:
+          outer = [end for start, end in loop_of if start <= i <= end and not start < born.get(slot, -1) <= end and not born.get(slot, -1) == start]
+          last[slot] = max(last.get(slot, 0), i, *outer)
+    frees: list[list[int]] = [[] for _ in self.steps]
+    for slot, i in last.items():
+      if slot in born: frees[i].append(slot)
+    registers = sum(self.nbytes(u) for u in self.buffers if u.addrspace is AddrSpace.REG)
+    alive = peak = 0
+    births = {i: slot for slot, i in born.items()}
+    for i in range(len(self.steps)):
+      peak = max(peak, alive := alive + size.get(births.get(i, -1), 0))
+      alive -= sum(size[s] for s in frees[i])
+    return frees, peak + registers
+
+_RULES: dict[Ops, Callable[[Plan, UOp], None]] = {
+  Ops.SPECIAL: Plan.special, Ops.CAST: Plan.cast, Ops.BITCAST: Plan.bitcast, Ops.STACK: Plan.stack, Ops.INDEX: Plan.lane, Ops.LOAD: Plan.load,
+  Ops.STORE: Plan.store, Ops.WMMA: Plan.wmma, Ops.CUSTOM: Plan.custom, Ops.CUSTOMI: Plan.custom, Ops.BARRIER: Plan.barrier, Ops.IF: Plan.enter_if,
+  Ops.ENDIF: Plan.leave_if, Ops.RANGE: Plan.loop, Ops.END: Plan.end,
+}
+_NAMES = {dtypes.half: "float16", dtypes.bfloat16: "bfloat16", dtypes.float: "float32", dtypes.int8: "int8", dtypes.int32: "int32", dtypes.uint16: "uint16"}

@@ -1,0 +1,67 @@
+"""How a matrix tile lies in (lane, element), as data: one row per matrix instruction.
+
+An AMD matrix instruction computes D[M][N] += A[M][K] B[K][N] over the lanes of a wave. A lane is (h, n): n = lane % N is its column, h = lane // N its
+lane group. Two facts about a layout are all that the kernels need (AMD Instinct MI300 ISA section 7.1, CDNA4 ISA section 7.1, RDNA3 ISA section 7.9,
+RDNA4 ISA section 7.9; AMD Matrix Instruction Calculator):
+- C and D: element i of lane (h, n) is row `c_row(h, i)`, column n. Rows come in blocks of `block` consecutive ones, dealt to the lane groups in turn.
+- A and B: lane (h, m) holds `operand` 16-bit elements of row (column) m, and element e of lane group h of A meets element e of lane group h of B. Which
+  k the ISA calls that pair does not matter: a contraction may be done in any order as long as both operands agree.
+RDNA3 is the exception: a lane holds all 16 elements of a row, and lanes 16-31 must repeat lanes 0-15 (`duplicated`).
+
+With S^T = K Q^T a query is a column: it stays in one lane, and the keys of a tile are that lane's elements. `key_of` says which. The same elements are
+then, packed to 16 bit, the B operand of O^T = V^T P^T, provided that V^T is laid out in that order of keys: P never leaves its lane (on RDNA3 the lane
+groups exchange halves).
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import TypeVar
+from attn.tinygrad_compat import UOp
+
+Int = TypeVar("Int", int, UOp)
+
+@dataclass(frozen=True)
+class Matrix:
+  """One matrix instruction on 16-bit inputs with fp32 accumulation."""
+  name: str          # the clang builtin after `__builtin_amdgcn_`
+  M: int
+  N: int
+  K: int
+  wave: int          # lanes
+  operand: int       # 16-bit elements of A (and of B) in a lane
+  block: int         # consecutive rows of C in a lane
+  operand_type: str  # the C type of the builtin's A and B
+  tail: str = ""     # further arguments of the builtin
+  duplicated: bool = False
+
+  @property
+  def groups(self) -> int: return self.wave // self.N             # lane groups
+  @property
+  def accumulator(self) -> int: return self.M*self.N // self.wave # fp32 elements of C in a lane
+  def c_row(self, h:Int, i:Int) -> Int:
+    """The row of C that lane group h holds as element i."""
+    return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
+  def key_of(self, h:Int, n:int) -> Int:
+    """The key that lane group h holds as its n-th score, over a column of S^T tiles."""
+    return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
+  def row_of(self, d:Int) -> Int:
+    """The row of A that must hold row d of V^T so that a lane's elements of O^T are consecutive d (and its stores wide)."""
+    tile, d = d//self.M*self.M, d%self.M
+    return tile + self.c_row(d//self.accumulator, d%self.accumulator)
+
+def _mfma(M:int, K:int, suffix:str, operand_type:str) -> Matrix:
+  return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, ", 0, 0, 0")
+
+def _wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
+  return Matrix(f"wmma_f32_16x16x16_{suffix}", 16, 16, 16, 32, operand, block, operand_type, duplicated=operand == 16)
+
+# (family, dtype) -> instructions, the preferred one first
+MATRIX: dict[tuple[str, str], tuple[Matrix, ...]] = {
+  ("cdna3", "float16"): (_mfma(32, 8, "f16", "_Float16"), _mfma(16, 16, "f16", "_Float16")),
+  ("cdna3", "bfloat16"): (_mfma(32, 8, "bf16_1k", "short"), _mfma(16, 16, "bf16_1k", "short")),
+  ("cdna4", "float16"): (_mfma(32, 16, "_f16", "_Float16"), _mfma(16, 32, "_f16", "_Float16")),
+  ("cdna4", "bfloat16"): (_mfma(32, 16, "_bf16", "__bf16"), _mfma(16, 32, "_bf16", "__bf16")),
+  ("rdna3", "float16"): (_wmma("f16_w32", "_Float16", 16, 1),),
+  ("rdna3", "bfloat16"): (_wmma("bf16_w32", "short", 16, 1),),
+  ("rdna4", "float16"): (_wmma("f16_w32_gfx12", "_Float16", 8, 8),),
+  ("rdna4", "bfloat16"): (_wmma("bf16_w32_gfx12", "short", 8, 8),),
+}

@@ -1,0 +1,321 @@
+"""Every operation that tinygrad has no UOp for: its HIP text, its CUDA text and its meaning in numpy, side by side, one entry each.
+
+An intrinsic becomes one `Ops.CUSTOM` whose text the renderer prints as it stands; the emulator finds the meaning again by that text (`MEANING`).
+Values are per lane: a scalar is an array (T,) over all T threads of the grid, a vector of n elements an array (n, T); threads of a workgroup are
+adjacent, the lanes of a wave too. See `tinygrad_compat.vector_dtype` for why a fragment is one value of a vector type.
+
+Traps of `Ops.CUSTOM` in tinygrad 0.14.0, all dealt with in `emit`: it needs an explicit dtype and at least one source (its shape is that of its
+sources); an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed; a void one vanishes.
+"""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass
+from typing import Any, Callable, Protocol
+import numpy as np
+from numpy.typing import NDArray
+from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
+
+Array = NDArray[Any]
+
+class Lanes(Protocol):
+  """What an intrinsic's numpy meaning may ask of the emulator that runs it."""
+  wave: int                 # lanes of a wave
+  active: Array             # (T,) bool: the threads that execute this operation
+  def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
+    """uint8 (nbytes, T) from `pointer` + `offset` bytes, per thread; bounds-checked where `gate` holds, zero where it does not."""
+  def store_bytes(self, pointer:Any, offset:Array, data:Array, gate:Array) -> None:
+    """uint8 (nbytes, T) to `pointer` + `offset` bytes, per thread, where `gate` holds; bounds-checked."""
+  def load_register(self, pointer:Any, i:int) -> Array:
+    """The i-th element of a register array from `pointer` on."""
+  def store_register(self, pointer:Any, i:int, value:Array, gate:Array) -> None:
+    """Sets that element in the threads where `gate` holds."""
+  def check_extent(self, pointer:Any, nbytes:Array) -> None:
+    """Raises where the `nbytes` from `pointer` on (a buffer descriptor's range) are not all inside the buffer."""
+  def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
+    """The matrix instruction `name` (a key of `attn.arch.MATRIX`), on register images as the ISA lays them out."""
+
+@dataclass(frozen=True)
+class Intrinsic:
+  hip: str|Callable[..., str]     # text with {0}, {1} for the sources; or a function of the result dtype and the static parameters that gives it
+  meaning: Callable[..., Array]   # (lanes, *sources, **static parameters) -> value
+
+MEANING: dict[str, Callable[..., Array]] = {} # printed text -> meaning (lanes, *sources)
+
+def _bits(x:Array, dtype:str) -> Array: return np.ascontiguousarray(x).view(dtype)
+
+# ***** numpy meanings *****
+
+def round_bf16(x:Array) -> Array:
+  """fp32 -> the bits (uint32, low 16) of the nearest bf16, ties to even; a NaN stays one."""
+  u = _bits(x.astype(np.float32), "uint32").astype(np.uint64)
+  r = ((u + 0x7fff + ((u >> 16) & 1)) >> 16).astype(np.uint32) & 0xffff
+  return np.where(np.isnan(x), np.uint32(0x7fc0), r)
+
+def round_fp16(x:Array) -> Array:
+  """fp32 -> the bits (uint32, low 16) of the nearest fp16, ties to even."""
+  with np.errstate(over="ignore", invalid="ignore"): return _bits(x.astype(np.float16), "uint16").astype(np.uint32)
+
+def widen(bits:Array, dtype:str) -> Array:
+  """The fp32 values of fp16 ("float16") or bf16 ("bfloat16") bits held in the low 16 bits of uint32."""
+  if dtype == "float16": return _bits((bits & 0xffff).astype(np.uint16), "float16").astype(np.float32)
+  return _bits((bits & 0xffff).astype(np.uint32) << np.uint32(16), "float32")
+
+def _pack(x:Array, dtype:str) -> Array:
+  r = round_fp16(x) if dtype == "float16" else round_bf16(x)
+  return r[0::2] | (r[1::2] << np.uint32(16))
+
+def _fma(x:Array, y:Array, z:Array) -> Array:   # one rounding: a product of two fp32 is exact in fp64
+  with np.errstate(over="ignore", invalid="ignore"): return (x.astype(np.float64)*y + z).astype(np.float32)
+
+def _exp2(x:Array) -> Array:   # v_exp_f32: 1 ulp, denormal inputs and outputs flushed to zero
+  with np.errstate(over="ignore", under="ignore"): r = np.exp2(x.astype(np.float64)).astype(np.float32)
+  return np.where(np.abs(r) < np.finfo(np.float32).tiny, np.float32(0), r)
+
+def _log2(x:Array) -> Array:
+  with np.errstate(divide="ignore", invalid="ignore"): return np.log2(x.astype(np.float64)).astype(np.float32)
+
+def _rcp(x:Array) -> Array:
+  with np.errstate(divide="ignore", invalid="ignore"): return (1/x.astype(np.float64)).astype(np.float32)
+
+def _from_lane(lanes:Lanes, x:Array, source:Array) -> Array:
+  """Each lane takes x from lane `source` (T,) of its own wave."""
+  base = np.arange(x.shape[-1]) // lanes.wave * lanes.wave
+  return x[..., base + source % lanes.wave]
+
+def _xor_lane(lanes:Lanes, x:Array, mask:int) -> Array: return _from_lane(lanes, x, np.arange(x.shape[-1]) ^ mask)
+
+def _bpermute(lanes:Lanes, address:Array, x:Array) -> Array: return _from_lane(lanes, x, address.astype(np.int64) >> 2)
+
+def _byte_perm(lanes:Lanes, hi:Array, lo:Array, selector:Array) -> Array:   # v_perm_b32: selector bytes 0-3 take from lo, 4-7 from hi
+  src = np.stack([(w >> np.uint32(8*i)) & np.uint32(0xff) for w in (lo, hi) for i in range(4)])
+  sel = [np.broadcast_to((selector >> np.uint32(8*i)) & np.uint32(0xff), lo.shape).astype(np.int64) for i in range(4)]
+  return sum((np.take_along_axis(src, s[None], 0)[0] << np.uint32(8*i) for i, s in enumerate(sel)), np.uint32(0)).astype(np.uint32)
+
+def _buffer_load(lanes:Lanes, pointer:Any, records:Array, offset:Array, width:int) -> Array:
+  """Raw buffer load: `width` bytes at `pointer` + `offset`, all zero where the range check fails (offset + width > records, unsigned)."""
+  records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
+  lanes.check_extent(pointer, records)
+  raw = lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records))
+  if width == 2: return raw[0].astype(np.uint32) | (raw[1].astype(np.uint32) << np.uint32(8))
+  words = np.ascontiguousarray(raw.reshape(width//4, 4, -1).transpose(0, 2, 1)).view(np.uint32)[..., 0]
+  return words if width > 4 else words[0]
+
+# ***** the table *****
+
+def _vec(element:str, n:int) -> str: return f"{element} __attribute__((ext_vector_type({n})))"
+
+def _each(fn:str) -> Callable[..., str]:
+  """A scalar function applied to each element of a vector, written out: an indexed loop over a vector would go through memory."""
+  return lambda out, n: f"({{{{ {out.name} v_ = {{0}}; ({out.name}){{{{{', '.join(fn.replace('@', f'v_[{i}]') for i in range(n))}}}}}; }}}})"
+
+def _build(out:DType, n:int) -> str: return f"(({out.name}){{{{{', '.join(f'{{{i}}}' for i in range(n))}}}}})"
+
+def _max_over(out:DType, n:int) -> str:
+  """max(...max(max(start, v[0]), v[1])..., v[n-1]): clang makes three-operand maxima of pairs."""
+  text = "{1}"
+  for i in range(n): text = f"__builtin_fmaxf({text}, v_[{i}])"
+  return f"({{{{ {_vec('float', n)} v_ = {{0}}; {text}; }}}})"
+
+def _mask(out:DType, offsets:tuple[int, ...], op:str) -> str:
+  """Elements whose key offset is beyond the limit become -inf; a select and not an addition, so that a NaN score there disappears too."""
+  i = _vec("int", n := len(offsets))
+  return f"({{{{ {i} i_ = {{{{{', '.join(map(str, offsets))}}}}}; (i_ {op} ({i})({{1}})) ? ({_vec('float', n)})(-__builtin_inff()) : {{0}}; }}}})"
+
+_H16 = {"float16": "_Float16", "bfloat16": "__bf16"}
+
+def _pack_text(out:DType, n:int, dtype:str, native:bool) -> str:
+  """Without a conversion instruction for bf16: add half an ulp (and the odd bit, for ties) to the fp32 pattern and keep its upper half."""
+  if native or dtype == "float16": return f"__builtin_bit_cast({out.name}, __builtin_convertvector({{0}}, {_vec(_H16[dtype], n)}))"
+  u = _vec("unsigned", n)
+  words = ", ".join(f"__builtin_amdgcn_perm(u_[{i+1}], u_[{i}], 0x07060302u)" for i in range(0, n, 2))
+  body = f"({out.name}){{{{{words}}}}}" if n > 2 else words
+  return f"({{{{ {u} u_ = __builtin_bit_cast({u}, {{0}}); u_ += 0x7fffu + ((u_ >> 16) & 1u); {body}; }}}})"
+
+# buffer resource descriptor, last dword: a raw buffer of 32-bit data whose range check counts bytes (MI300 ISA 9.1.5, RDNA3 ISA 8.1.5, RDNA4 ISA 9.1.5)
+_DESCRIPTOR = {"cdna3": 0x00027000, "cdna4": 0x00027000, "rdna3": 0x31004000, "rdna4": 0x31004000}
+
+def _buffer_load_text(out:DType, width:int, family:str) -> str:
+  load = (f"__builtin_amdgcn_raw_buffer_load_b{8*width}(__builtin_amdgcn_make_buffer_rsrc((void*)({{0}}), 0, {{1}}, 0x{_DESCRIPTOR[family]:08x}), "
+          "{2}, 0, 0)")
+  return f"(({out.name}){load})" if width == 2 else f"__builtin_bit_cast({out.name}, {load})"
+
+def _exponent_text(out:DType, n:int) -> str:
+  """One fma, unless some lane's bias is so large that its rounding would show: then the difference first, which is exact where it matters."""
+  exact = "({0} - (({1}) == -__builtin_inff() ? 0.0f : ({1})))*({3})"
+  return f"(({{4}}) ? {exact} : __builtin_elementwise_fma({{0}}, ({out.name})({{3}}), ({out.name})({{2}})))"
+
+def _exponent(lanes:Lanes, s:Array, reference:Array, bias:Array, scale:Array, large:Array, n:int) -> Array:
+  with np.errstate(invalid="ignore", over="ignore"):
+    return np.where(large, (s - np.where(reference == -np.inf, np.float32(0), reference))*scale, _fma(s, scale, bias))
+
+_SWAP16 = "__builtin_amdgcn_permlanex16({0}, {0}, 0x76543210u, 0xfedcba98u, false, false)"
+
+def _other_group_text(x:str, step:int, wave:int) -> str:
+  """x of the lane `step` further in the wave, round the end."""
+  if wave == 32: return f"__builtin_bit_cast(float, {_SWAP16.replace('{0}', f'__builtin_bit_cast(unsigned, {x})')})"
+  return (f"__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(((__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u)) + {step}u) & 63u) << 2, "
+          f"__builtin_bit_cast(int, {x})))")
+
+def _rescale_text(out:DType, accs:int, wave:int, groups:int, scale:float, above:float) -> str:
+  exchange = "".join(f" n_ = __builtin_fmaxf(n_, {_other_group_text('n_', step, wave)});" for step in _steps(wave, groups))
+  tiles = "".join(f" {{4}}[{i}] *= a_;" for i in range(accs))
+  return (f"({{{{ if (__builtin_expect(__builtin_amdgcn_ballot_w{wave}(({{0}} - *{{1}})*{scale!r}f > {above!r}f) != 0, 0)) {{{{ float o_ = *{{1}}, n_ = {{0}};{exchange}"
+          f" float s_ = n_ == -__builtin_inff() ? 0.0f : n_, a_ = __builtin_amdgcn_exp2f((o_ - s_)*{scale!r}f);"
+          f" *{{1}} = n_; *{{2}} = -s_*{scale!r}f; *{{3}} *= a_;{tiles} }}}} 0.0f; }}}})")
+
+def _steps(wave:int, groups:int) -> list[int]: return [wave//groups << i for i in range(groups.bit_length() - 1)]
+
+def _rescale(lanes:Lanes, m:Array, reference:Any, bias:Any, l:Any, acc:Any, accs:int, wave:int, groups:int, scale:float, above:float) -> Array:
+  c = np.float32(scale)
+  with np.errstate(invalid="ignore", over="ignore"):
+    old = lanes.load_register(reference, 0)
+    gate = lanes.active & _any_lane(lanes, (m - old)*c > np.float32(above), wave)
+    if not gate.any(): return np.zeros_like(m)
+    for step in _steps(wave, groups): m = np.fmax(m, _from_lane(lanes, m, np.arange(m.shape[-1]) + step))
+    safe = np.where(m == -np.inf, np.float32(0), m)
+    alpha = _exp2((old - safe)*c)
+    lanes.store_register(reference, 0, m, gate)
+    lanes.store_register(bias, 0, -safe*c, gate)
+    lanes.store_register(l, 0, lanes.load_register(l, 0)*alpha, gate)
+    for i in range(accs): lanes.store_register(acc, i, lanes.load_register(acc, i)*alpha, gate)
+  return np.zeros_like(m)
+
+def _any_lane(lanes:Lanes, x:Array, wave:int) -> Array: return np.repeat((x & lanes.active).reshape(-1, wave).any(1), wave)
+
+def _share_halves_text(out:DType, n:int) -> str:
+  u, other = _vec("unsigned", n), ", ".join(_SWAP16.replace("{0}", f"v_[{i}]") for i in range(n))
+  pick = [f"__builtin_shufflevector({a}, {b}, {', '.join(map(str, range(2*n)))})" for a, b in (("v_", "o_"), ("o_", "v_"))]
+  return f"({{{{ {u} v_ = {{0}}; {u} o_ = {{{{{other}}}}}; ({{1}}) ? {pick[0]} : {pick[1]}; }}}})"
+
+def _matrix_text(out:DType, matrix:Any) -> str:
+  a, b = (f"__builtin_bit_cast({_vec(matrix.operand_type, matrix.operand)}, {{{i}}})" for i in range(2))
+  return f"__builtin_amdgcn_{matrix.name}({a}, {b}, {{2}}{matrix.tail})"
+
+TABLE: dict[str, Intrinsic] = {
+  # vectors
+  "splat": Intrinsic(lambda out, n: f"(({out.name})({{0}}))", lambda lanes, x, n: np.broadcast_to(x, (n,) + x.shape)),
+  "build": Intrinsic(_build, lambda lanes, *xs, n: np.stack(xs)),
+  "extract": Intrinsic(lambda out, i: f"{{0}}[{i}]", lambda lanes, x, i: x[i]),
+  "concat": Intrinsic(lambda out, n: f"__builtin_shufflevector({{0}}, {{1}}, {', '.join(map(str, range(n)))})",
+                      lambda lanes, x, y, n: np.concatenate([x, y])),
+  "slice": Intrinsic(lambda out, start, n: f"__builtin_shufflevector({{0}}, {{0}}, {', '.join(str(start+i) for i in range(n))})",
+                     lambda lanes, x, start, n: x[start:start+n]),
+  # fp32 arithmetic, on vectors or scalars
+  "add": Intrinsic("({0} + {1})", lambda lanes, x, y: x + y),
+  "sub": Intrinsic("({0} - {1})", lambda lanes, x, y: x - y),
+  "mul": Intrinsic("({0} * {1})", lambda lanes, x, y: x * y),
+  "fma": Intrinsic("__builtin_elementwise_fma({0}, {1}, {2})", lambda lanes, x, y, z: _fma(x, y, z)),
+  "exp2": Intrinsic("__builtin_amdgcn_exp2f({0})", lambda lanes, x: _exp2(x)),
+  "exp2_each": Intrinsic(_each("__builtin_amdgcn_exp2f(@)"), lambda lanes, x, n: _exp2(x)),
+  "log2": Intrinsic("__builtin_amdgcn_logf({0})", lambda lanes, x: _log2(x)),
+  "rcp": Intrinsic("__builtin_amdgcn_rcpf({0})", lambda lanes, x: _rcp(x)),
+  "max": Intrinsic("__builtin_fmaxf({0}, {1})", lambda lanes, x, y: np.fmax(x, y)),
+  "max_over": Intrinsic(_max_over, lambda lanes, x, start, n: np.fmax(start, np.fmax.reduce(x, axis=0))),
+  "exponent": Intrinsic(_exponent_text, _exponent),
+  "mask_above": Intrinsic(lambda out, offsets: _mask(out, offsets, ">"),
+                          lambda lanes, x, limit, offsets: np.where(np.array(offsets)[:, None] > limit, np.float32(-np.inf), x)),
+  "mask_below": Intrinsic(lambda out, offsets: _mask(out, offsets, "<"),
+                          lambda lanes, x, limit, offsets: np.where(np.array(offsets)[:, None] < limit, np.float32(-np.inf), x)),
+  # conversion of n fp32 to n/2 dwords of two 16-bit floats, to nearest even
+  "pack": Intrinsic(_pack_text, lambda lanes, x, n, dtype, native: _pack(x, dtype)[0] if n == 2 else _pack(x, dtype)),
+  # across lanes
+  "bpermute": Intrinsic("__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute({0}, __builtin_bit_cast(int, {1})))", _bpermute),
+  "swap16": Intrinsic(f"__builtin_bit_cast(float, {_SWAP16.replace('{0}', '__builtin_bit_cast(unsigned, {0})')})", lambda lanes, x: _xor_lane(lanes, x, 16)),
+  "share_halves": Intrinsic(_share_halves_text, lambda lanes, x, low, n: np.concatenate([np.where(low, x, other := _xor_lane(lanes, x, 16)),
+                                                                                         np.where(low, other, x)])),
+  "any_lane": Intrinsic(lambda out, wave: f"(__builtin_amdgcn_ballot_w{wave}({{0}}) != 0)",
+                        _any_lane),
+  "rescale": Intrinsic(_rescale_text, _rescale),
+  # order
+  "opaque": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+v"(v_)); v_; }})', lambda lanes, x, _: x),
+  "sched_barrier": Intrinsic("({{ __builtin_amdgcn_sched_barrier(0); 0.0f; }})", lambda lanes, x: np.zeros(x.shape[-1], np.float32)),
+  # bits
+  "byte_perm": Intrinsic("__builtin_amdgcn_perm({0}, {1}, {2})", _byte_perm),
+  # memory; the last source only makes the renderer declare the buffer's element type, which it does for computed values alone
+  "buffer_load": Intrinsic(_buffer_load_text, lambda lanes, pointer, records, offset, _, width, family: _buffer_load(lanes, pointer, records, offset, width)),
+  # matrix unit
+  "matrix": Intrinsic(_matrix_text, lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c)),
+}
+
+# ***** emission *****
+
+def emit(name:str, out:DType, *srcs:UOp, **static:Any) -> UOp:
+  """One CUSTOM UOp for the intrinsic `name` with result dtype `out`; `static` are its compile-time parameters (they end up in the text)."""
+  entry = TABLE[name]
+  text = entry.hip if isinstance(entry.hip, str) else entry.hip(out=out, **static)
+  MEANING.setdefault(text, functools.partial(entry.meaning, **static))
+  return UOp(Ops.CUSTOM, out, srcs, text)
+
+def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n)
+def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
+def length(x:UOp) -> int: return VECTORS[x.dtype][1] if x.dtype in VECTORS else 1
+
+def splat(x:UOp|float, n:int) -> UOp: return emit("splat", f32(n), UOp.const(x, dtypes.float) if isinstance(x, (int, float)) else x, n=n)
+def build(*xs:UOp) -> UOp: return emit("build", u32(len(xs)) if xs[0].dtype == dtypes.uint else f32(len(xs)), *xs, n=len(xs))
+def extract(x:UOp, i:int) -> UOp: return emit("extract", dtypes.uint if VECTORS[x.dtype][0] == "uint32" else dtypes.float, x, i=i) if length(x) > 1 else x
+def concat(x:UOp, y:UOp) -> UOp: return emit("concat", vector_dtype(VECTORS[x.dtype][0], 2*length(x)), x, y, n=2*length(x))
+def slice_(x:UOp, start:int, n:int) -> UOp:
+  if n == 1: return extract(x, start)
+  return x if n == length(x) else emit("slice", vector_dtype(VECTORS[x.dtype][0], n), x, start=start, n=n)
+
+def add(x:UOp, y:UOp) -> UOp: return emit("add", x.dtype, x, y)
+def sub(x:UOp, y:UOp) -> UOp: return emit("sub", x.dtype, x, y)
+def mul(x:UOp, y:UOp|float) -> UOp: return emit("mul", x.dtype, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float))
+def exp2(x:UOp) -> UOp: return emit("exp2", x.dtype, x) if length(x) == 1 else emit("exp2_each", x.dtype, x, n=length(x))
+def log2(x:UOp) -> UOp: return emit("log2", x.dtype, x)
+def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)
+def max_(x:UOp, y:UOp) -> UOp: return emit("max", x.dtype, x, y)
+def max_over(x:UOp, start:UOp) -> UOp: return emit("max_over", dtypes.float, x, start, n=length(x))
+def exponent(s:UOp, reference:UOp, bias:UOp, scale:float, large:UOp) -> UOp:
+  """(s - reference)*scale of raw scores s, with bias = -reference*scale; `large` (uniform over the wave) says that bias is too large for one fma."""
+  return emit("exponent", s.dtype, s, reference, bias, UOp.const(scale, dtypes.float), large, n=length(s))
+def any_lane(x:UOp, wave:int) -> UOp:
+  """Whether x holds in any active lane of the wave: the same in all of them."""
+  return emit("any_lane", dtypes.bool, x, wave=wave)
+def rescale(m:UOp, reference:UOp, bias:UOp, l:UOp, acc:UOp, accs:int, matrix:Any, scale:float, above:float) -> UOp:
+  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where the maximum m of a lane's scores exceeds the
+  `reference` by more than `above` (times `scale`: in powers of two) in any lane of the wave, the reference of each row becomes the maximum over the lane
+  groups and l and the `accs` accumulators are scaled to it. The register operands are INDEXes. The value means nothing: store it to order what follows."""
+  return emit("rescale", dtypes.float, m, reference, bias, l, acc, accs=accs, wave=matrix.wave,
+              groups=matrix.groups, scale=scale, above=above)
+def opaque(x:UOp, trip:UOp) -> UOp:
+  """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
+  return emit("opaque", dtypes.int, x.cast(dtypes.int), trip.cast(dtypes.int))
+def sched_barrier(x:UOp) -> UOp:
+  """Nothing is scheduled across the point at which x is known: keeps loads from being started long before their use. A statement, like `rescale`."""
+  return emit("sched_barrier", dtypes.float, x)
+def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return emit("mask_above", x.dtype, x, limit.cast(dtypes.int), offsets=offsets)
+def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return emit("mask_below", x.dtype, x, limit.cast(dtypes.int), offsets=offsets)
+
+def pack(x:UOp, dtype:str, native_bf16:bool) -> UOp:
+  """n fp32 -> n/2 dwords of `dtype`, rounded to nearest even."""
+  return emit("pack", u32(length(x)//2), x, n=length(x), dtype=dtype, native=native_bf16)
+
+def from_lane(x:UOp, source:UOp) -> UOp:
+  """Each lane takes `x` from lane `source` of its wave (ds_bpermute_b32)."""
+  return emit("bpermute", dtypes.float, (source*4).cast(dtypes.int), x)
+def swap_halves(x:UOp) -> UOp:
+  """Lanes 0-15 and 16-31 of a wave of 32 exchange `x` (v_permlanex16_b32)."""
+  return emit("swap16", dtypes.float, x)
+def share_halves(x:UOp, low:UOp) -> UOp:
+  """Lanes l and l+16 both get lane l's vector followed by lane l+16's; `low` holds in lanes 0-15."""
+  return emit("share_halves", u32(2*length(x)), x, low, n=length(x))
+
+def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
+  """Four bytes picked from the eight of (hi, lo): byte value 0-3 of `selector` takes from lo, 4-7 from hi (v_perm_b32)."""
+  return emit("byte_perm", dtypes.uint, hi, lo, UOp.const(selector, dtypes.uint))
+
+OUT_OF_RANGE = 0x80000000   # an offset beyond any descriptor's range, which is at most 0x7ffffffe
+
+def buffer_load(base:UOp, records:UOp, offset:UOp, width:int, family:str) -> UOp:
+  """`width` (2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records` bytes: the memory
+  unit checks the range, so a masked lane costs no branch. Two bytes come in the low half of a dword."""
+  declare = UOp.const(0.0, base.dtype) if base.dtype in (dtypes.half, dtypes.bfloat16) else UOp.const(0, dtypes.int)
+  return emit("buffer_load", u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), declare, width=width, family=family)
+
+def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
+  """acc + A B by one matrix instruction (a row of `attn.fragment.MATRIX`); a and b are register images, two 16-bit elements a dword.
+
+  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's: an `Ops.WMMA` wants shaped operands,
+  which the devectorizer takes apart element by element, and names builtins that do not exist for the 32x32 shapes."""
+  return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

@@ -1,0 +1,110 @@
+"""python -m attn.isa: the machine code of kernels and what it costs. See docs/isa.md for the meaning of every figure."""
+from __future__ import annotations
+import json
+from pathlib import Path
+from typing import Any
+import click
+from rich.console import Console
+from attn.isa import compiler, costs, source, table
+from attn.isa.model import MODEL
+from attn.isa.disassemble import disassemble
+from attn.isa.report import Report, analyse
+
+class ReportByDefault(click.Group):
+  """`python -m attn.isa WHAT` is `python -m attn.isa report WHAT`."""
+  def parse_args(self, ctx:click.Context, args:list[str]) -> list[str]:
+    if args and args[0] not in self.commands and args[0] not in ("--help", "--version"): args = ["report", *args]
+    return super().parse_args(ctx, args)
+
+def _text_of(path:Path) -> str:
+  data = path.read_bytes()
+  return disassemble(data) if data[:4] == b"\x7fELF" else data.decode(errors="replace")
+
+def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
+  """The report on a file, or on one of our kernels by its word."""
+  path = Path(word)
+  if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)
+  if "/" not in word: raise ValueError(f"{word}: no such file")
+  return costs.report_of(source.Spec.parse(word))
+
+def _specs(arch:str|None, d:int|None, dtype:str, causal:bool) -> list[str]:
+  return [str(source.Spec(arch, d, dtype, source.MASKS[causal]))] if arch is not None and d is not None else []
+
+KERNEL_OPTIONS = [
+  click.option("--arch", type=click.Choice(list(MODEL)), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
+  click.option("--d", type=int, help="Head dimension."),
+  click.option("--dtype", type=click.Choice(source.DTYPES), default="float16", show_default=True),
+  click.option("--causal/--full", default=False, help="The mask. [default: full]"),
+]
+def kernel_options(command:Any) -> Any:
+  for option in reversed(KERNEL_OPTIONS): command = option(command)
+  return command
+
+@click.group(cls=ReportByDefault)
+@click.version_option(package_name="attn")
+def main() -> None:
+  """The machine code of kernels, without a GPU and without ROCm.
+
+  A kernel of ours is named by options or by a word, ARCH/D[/DTYPE[/MASK]]: `--arch gfx942 --d 128 --causal` is gfx942/128/float16/causal.
+  """
+
+@main.command()
+@click.argument("what", nargs=-1)
+@kernel_options
+@click.option("--dv", type=int, help="Head dimension of V in a file, where it differs.")
+@click.option("--kernel", help="The kernel in a file whose name contains this. [default: the one with the most matrix instructions]")
+@click.option("--queries", type=int, help="Queries of a wave, for a file.")
+@click.option("--lds", type=int, help="LDS bytes given at launch, for a file.")
+@click.option("--threads", type=int, help="Threads of a workgroup, for a file.")
+@click.option("--loop", type=int, default=0, help="Which loop, 0 for the one with the most matrix work.")
+@click.option("--every-block", is_flag=True, help="Count every block of the loop and not only its usual path.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--brief", is_flag=True, help="One line a kernel.")
+@click.option("--diff", is_flag=True, help="Compare two.")
+def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, dv:int|None, kernel:str|None, queries:int|None, lds:int|None,
+           threads:int|None, loop:int, every_block:bool, as_json:bool, brief:bool, diff:bool) -> None:
+  """Registers, hot loop and bounds of WHAT: .s files, llvm-objdump output, code objects, or kernels of ours."""
+  words = list(what) or _specs(arch, d, dtype, causal)
+  if not words: raise click.UsageError("name a file, a kernel such as gfx942/128/float16/causal, or --arch and --d")
+  if diff and len(words) != 2: raise click.UsageError("--diff compares two")
+  options = {"dv": dv, "kernel_name": kernel, "queries": queries, "lds": lds, "threads": threads, "rank": loop, "every_block": every_block}
+  reports = [_report(w, arch, d, options) for w in words]
+  if as_json: click.echo(json.dumps([r.json() for r in reports], indent=1))
+  else: Console(width=None if Console().is_terminal else 200).print(table.brief(reports) if brief else table.full(reports, change=diff))
+
+@main.command()
+@click.argument("what", required=False)
+@kernel_options
+@click.option("--hip", is_flag=True, help="The HIP source instead.")
+def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, hip:bool) -> None:
+  """Print the assembly of a kernel of ours, WHAT being its word, or of a HIP file for --arch."""
+  if what is not None and Path(what).is_file():
+    if arch is None: raise click.UsageError("--arch says for which chip the file is to be compiled")
+    click.echo(compiler.assembly(Path(what).read_text(), arch))
+    return
+  words = [what] if what is not None else _specs(arch, d, dtype, causal)
+  if not words: raise click.UsageError("name a kernel, such as gfx942/128/float16/causal, or --arch and --d")
+  spec = source.Spec.parse(words[0])
+  text = source.kernel_source(spec).text
+  click.echo(text if hip else compiler.assembly(text, spec.arch))
+
+@main.command("costs")
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite this file.")
+@click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fails where a line differs.")
+@click.option("--arch", multiple=True, type=click.Choice(list(MODEL)), help="Only these chips.")
+def costs_command(write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
+  """One line of costs for each of our kernels on each chip."""
+  lines = costs.lines_of([s for s in costs.SPECS if not arch or s.arch in arch])
+  if write is not None: write.write_text(costs.file_text(lines))
+  elif check is not None:
+    if changes:=costs.compare(check.read_text(), lines): raise click.ClickException("costs changed:\n" + "\n".join(changes))
+  else: click.echo(costs.file_text(lines), nl=False)
+
+@main.command()
+def version() -> None:
+  """The compiler in use."""
+  click.echo(compiler.toolchain().version)
+
+if __name__ == "__main__":
+  try: main(prog_name="python -m attn.isa")
+  except (ValueError, RuntimeError, NotImplementedError, compiler.CompileError) as e: raise SystemExit(f"python -m attn.isa: {e}") from None

@@ -1,0 +1,114 @@
+"""Code objects (ELF) -> text and metadata, in Python: for kernels that are not ours, or whose assembly text is gone.
+
+The instructions are decoded by the tables that tinygrad has of AMD's instruction sets; the text is in the form of `llvm-objdump -d`, which
+`parse.parse` reads, with the metadata of the note before it. Operands are written as tinygrad writes them, and not as an assembler wants them.
+"""
+from __future__ import annotations
+import struct
+from typing import Any
+from collections.abc import Iterator
+from attn.tinygrad_compat import decode_instruction, elf_loader
+
+# e_flags, low byte (LLVM, include/llvm/BinaryFormat/ELF.h: EF_AMDGPU_MACH)
+MACHINES = {0x41: "gfx1100", 0x46: "gfx1101", 0x4a: "gfx1151", 0x48: "gfx1200", 0x4c: "gfx942", 0x4e: "gfx1201", 0x4f: "gfx950"}
+LONGEST = 24   # bytes of the longest instruction
+
+def elf_arch(lib:bytes) -> str:
+  """The chip that an ELF was linked for."""
+  if lib[:4] != b"\x7fELF": raise ValueError("not an ELF: a bundle of code objects has to be unpacked first (clang-offload-bundler)")
+  machine, flags = struct.unpack_from("<H", lib, 18)[0], struct.unpack_from("<I", lib, 48)[0]
+  if machine != 0xe0: raise ValueError(f"an ELF of machine {machine:#x}, not of an AMD GPU")
+  if (arch:=MACHINES.get(flags & 0xff)) is None: raise ValueError(f"a code object of a chip that is not known here (e_flags {flags:#x})")
+  return arch
+
+# ***** metadata *****
+
+def _decode(data:bytes, at:int) -> tuple[Any, int]:
+  """One value of MessagePack (github.com/msgpack/msgpack/blob/master/spec.md), of the kinds in AMDGPU metadata: (value, where the next begins)."""
+  tag = data[at]
+  at += 1
+  def number(fmt:str) -> tuple[int, int]: return struct.unpack_from(fmt, data, at)[0], at + struct.calcsize(fmt)
+  if tag <= 0x7f: return tag, at
+  if tag >= 0xe0: return tag - 256, at
+  if tag in (0xc0, 0xc2, 0xc3): return {0xc0: None, 0xc2: False, 0xc3: True}[tag], at
+  if 0xcc <= tag <= 0xd3: return number(">" + "BHIQbhiq"[tag - 0xcc])
+  if 0x80 <= tag <= 0x8f or tag in (0xde, 0xdf):
+    n, at = (tag & 15, at) if tag <= 0x8f else number(">H" if tag == 0xde else ">I")
+    pairs = {}
+    for _ in range(n):
+      key, at = _decode(data, at)
+      pairs[key], at = _decode(data, at)
+    return pairs, at
+  if 0x90 <= tag <= 0x9f or tag in (0xdc, 0xdd):
+    n, at = (tag & 15, at) if tag <= 0x9f else number(">H" if tag == 0xdc else ">I")
+    items = []
+    for _ in range(n):
+      item, at = _decode(data, at)
+      items.append(item)
+    return items, at
+  if 0xa0 <= tag <= 0xbf or tag in (0xd9, 0xda, 0xdb):
+    n, at = (tag & 31, at) if tag <= 0xbf else number({0xd9: ">B", 0xda: ">H", 0xdb: ">I"}[tag])
+    return data[at:at + n].decode("utf-8", "replace"), at + n
+  raise ValueError(f"unexpected MessagePack tag {tag:#x}")
+
+def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
+  """The entries of amdhsa.kernels in the note (LLVM, AMDGPUUsage: "Code Object Metadata"; its type is NT_AMDGPU_METADATA, 32)."""
+  for section in elf_loader(lib)[1]:
+    data, at = section.content, 0
+    while section.name == ".note" and at + 12 <= len(data):
+      name_size, size, kind = struct.unpack_from("<III", data, at)
+      at += 12 + -(-name_size//4)*4
+      if kind == 32: return list(_decode(data, at)[0]["amdhsa.kernels"])
+      at += -(-size//4)*4
+  return []
+
+def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
+  """(name, address, contents) of what the symbol table names in a section."""
+  sections = elf_loader(lib)[1]
+  by_name = {s.name: s for s in sections}
+  table, names = (by_name[n].content for n in ((".symtab", ".strtab") if ".symtab" in by_name else (".dynsym", ".dynstr")))
+  found, base = [], by_name[section].header.sh_addr
+  for name, _, _, index, value, size in struct.iter_unpack("<IBBHQQ", table):
+    if size and index < len(sections) and sections[index].name == section:
+      found.append((names[name:names.index(b"\0", name)].decode(), value, by_name[section].content[value - base:value - base + size]))
+  return found
+
+def metadata_text(lib:bytes, arch:str) -> str:
+  """The counts among the metadata, as clang writes them in assembly text."""
+  descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
+  lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{arch}", "amdhsa.kernels:"]
+  for kernel in elf_metadata(lib):
+    lines += [f"  - .symbol: {kernel['.symbol']}", *(f"    {k}: {int(v)}" for k, v in kernel.items() if isinstance(v, int))]
+    # AMDGPUUsage, "Kernel Descriptor": compute_pgm_rsrc3, of gfx90a to gfx950 bits 5:0, where the AGPRs begin, in fours
+    if arch.startswith("gfx9"): lines.append(f"    .accum_offset: {4*((struct.unpack_from('<I', descriptors[kernel['.symbol']], 44)[0] & 63) + 1)}")
+  return "\n".join(lines) + "\n"
+
+# ***** code *****
+
+def _text(ins:Any) -> str:
+  """Mnemonic and operands of a decoded instruction."""
+  operands = str(ins).partition("(")[2].removesuffix(")")
+  if hasattr(ins, "opx"): return f"v_dual_{_name(ins.opx)} {operands} :: v_dual_{_name(ins.opy)}"
+  return f"{ins.op_name.lower()} {operands}" + (" lds" if getattr(ins, "lds", 0) else "")
+
+def _name(op:Any) -> str: return op.name.lower().removeprefix("v_dual_").removeprefix("v_")
+
+def _instructions(code:bytes, address:int, arch:str) -> Iterator[str]:
+  at = 0
+  while at < len(code):
+    word = int.from_bytes(code[at:at + 4], "little")
+    try: ins = decode_instruction(code[at:at + LONGEST], arch)
+    except ValueError: raise ValueError(f"cannot decode the instruction {word:08x} at {address + at:#x} for {arch}: "
+                                        "llvm-objdump -d of ROCm may, and this reads its output") from None
+    # the offset of a branch is in dwords, from the next instruction on: llvm-objdump prints it as it stands
+    text = _text(ins)
+    yield f"\t{text.split()[0]} {word & 0xffff}" + f" // {address + at:012X}: {word:08X}" if text.startswith(("s_branch", "s_cbranch")) else \
+          f"\t{text} // {address + at:012X}: {word:08X}"
+    at += ins.size()
+
+def disassemble(lib:bytes) -> str:
+  """The functions of a code object, with its metadata before them."""
+  arch = elf_arch(lib)
+  parts = [metadata_text(lib, arch)]
+  for name, address, code in symbols(lib, ".text"): parts += [f"\n{address:016x} <{name}>:", *_instructions(code, address, arch)]
+  return "\n".join(parts) + "\n"

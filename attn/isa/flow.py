@@ -1,0 +1,130 @@
+"""The control-flow graph of a kernel, its natural loops, and the path that a loop takes nearly always.
+
+Dominators by Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"; natural loops as in the Dragon Book, section 9.6.
+"""
+from __future__ import annotations
+from dataclasses import dataclass, field
+from collections.abc import Sequence
+from attn.isa.instruction import Instruction, matrix_shape
+
+@dataclass
+class Block:
+  labels: list[str] = field(default_factory=list)
+  instructions: list[Instruction] = field(default_factory=list)
+  successors: list[int] = field(default_factory=list)
+
+  @property
+  def flops(self) -> int: return sum(matrix_shape(x.op)[1] for x in self.instructions if x.kind == "matrix")
+  @property
+  def exponentials(self) -> int: return sum(x.kind == "exp" for x in self.instructions)
+
+@dataclass
+class Loop:
+  header: int
+  body: set[int]
+  latches: list[int]
+
+Way = tuple[int, int, int, tuple[int, ...]]   # to a block's end: matrix work, exponentials up to those needed, instructions, blocks
+
+_ENDS = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc")
+
+def blocks_of(code:Sequence[str|Instruction]) -> list[Block]:
+  """Basic blocks with their successors; block 0 is the entry."""
+  blocks = [Block()]
+  for x in code:
+    last = blocks[-1]
+    if isinstance(x, str):
+      if last.instructions: blocks.append(last:=Block())
+      last.labels.append(x)
+    else:
+      if last.instructions and last.instructions[-1].op.startswith(_ENDS): blocks.append(last:=Block())
+      last.instructions.append(x)
+  where = {label: i for i, block in enumerate(blocks) for label in block.labels}
+  for i, block in enumerate(blocks):
+    end = block.instructions[-1] if block.instructions else None
+    if end is not None and end.op.startswith(("s_branch", "s_cbranch")) and end.args and (target:=end.args.split(",")[-1].split()[0]) in where:
+      block.successors.append(where[target])
+    falls = end is None or not end.op.startswith(("s_branch", "s_endpgm", "s_setpc"))
+    if falls and i + 1 < len(blocks) and i + 1 not in block.successors: block.successors.append(i + 1)
+  return blocks
+
+def _postorder(start:int, successors:dict[int, list[int]]) -> list[int]:
+  order, seen, stack = [], {start}, [(start, iter(successors[start]))]
+  while stack:
+    node, rest = stack[-1]
+    if (nxt:=next((x for x in rest if x not in seen), None)) is None:
+      order.append(node)
+      stack.pop()
+    else:
+      seen.add(nxt)
+      stack.append((nxt, iter(successors[nxt])))
+  return order
+
+def loops_of(blocks:Sequence[Block]) -> list[Loop]:
+  """The natural loops, back edges to one header merged."""
+  order = _postorder(0, {i: b.successors for i, b in enumerate(blocks)})[::-1]
+  rank = {b: i for i, b in enumerate(order)}
+  predecessors: dict[int, list[int]] = {b: [] for b in order}
+  for b in order:
+    for s in blocks[b].successors: predecessors[s].append(b)
+  dominator = {0: 0}
+  def meet(x:int, y:int) -> int:
+    while x != y:
+      while rank[x] > rank[y]: x = dominator[x]
+      while rank[y] > rank[x]: y = dominator[y]
+    return x
+  changed = True
+  while changed:
+    changed = False
+    for b in order[1:]:
+      known = [p for p in predecessors[b] if p in dominator]
+      new = known[0]
+      for p in known[1:]: new = meet(new, p)
+      if dominator.get(b) != new: dominator[b], changed = new, True
+  def dominates(x:int, y:int) -> bool:
+    while rank[y] > rank[x]: y = dominator[y]
+    return x == y
+  loops: dict[int, Loop] = {}
+  for b in order:
+    for header in (s for s in blocks[b].successors if dominates(s, b)):
+      loop = loops.setdefault(header, Loop(header, {header}, []))
+      loop.latches.append(b)
+      stack = [b]
+      while stack:
+        if (x:=stack.pop()) not in loop.body:
+          loop.body.add(x)
+          stack += predecessors[x]
+  return list(loops.values())
+
+def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
+  """The innermost loops that hold matrix instructions, most floating point operations first, then fewest instructions: of a causal kernel's two loops
+  with the same matrices the one without a mask."""
+  flops = [b.flops for b in blocks]
+  loops = [(sum(flops[i] for i in loop.body), loop) for loop in loops_of(blocks)]
+  loops = [(f, loop) for f, loop in loops if f and not any(g and other.body < loop.body for g, other in loops)]
+  return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
+
+def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
+  """The cheapest way from a loop's header to its end that has all of the matrix work, and with it one exponential per score (97% of one: a side block
+  may hold some): what a trip runs but for rare side blocks, as a rescale of the accumulator that few trips need. Loops inside are passed once.
+  `flops_per_exp` is the matrix work that goes with one v_exp instruction, 0 if that is not known."""
+  inside = {b: [s for s in blocks[b].successors if s in loop.body and s != loop.header] for b in loop.body}
+  order = _postorder(loop.header, inside)[::-1]
+  rank = {b: i for i, b in enumerate(order)}
+  most = {b: 0 for b in order}        # matrix work of the best way to a block's end
+  for b in order:
+    most[b] += blocks[b].flops
+    for s in inside[b]:
+      if rank[s] > rank[b]: most[s] = max(most[s], most[b])
+  needed = int(0.97*max(most[b] for b in loop.latches)/flops_per_exp) if flops_per_exp else 0
+  ways: dict[int, list[Way]] = {b: [] for b in order}
+  ways[loop.header] = [(0, 0, 0, ())]
+  for b in order:
+    block, kept = blocks[b], list[Way]()
+    arrived = [(f + block.flops, min(needed, e + block.exponentials), n + len(block.instructions), (*path, b)) for f, e, n, path in ways[b]]
+    for way in sorted(arrived, key=lambda w: (-w[0], -w[1], w[2])):
+      if not any(k[1] >= way[1] and k[2] <= way[2] for k in kept): kept.append(way)   # kept ones have no less matrix work
+    ways[b] = kept
+    for s in inside[b]:
+      if rank[s] > rank[b]: ways[s] = ways[s] + kept
+  return list(max((w for b in loop.latches for w in ways[b]), key=lambda w: (w[0], w[1], -w[2]))[3])

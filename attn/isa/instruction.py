@@ -1,0 +1,71 @@
+"""What kind of work an AMDGPU instruction is, by its mnemonic."""
+from __future__ import annotations
+import re
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Instruction:
+  op: str      # mnemonic
+  args: str    # operands as written
+  text: str    # the whole line, without comments
+
+  @property
+  def kind(self) -> str: return kind_of(self.op, self.args)
+  @property
+  def name(self) -> str:
+    """The mnemonic without its encoding."""
+    return re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp|vi|gfx\w+)$", "", self.op)
+  @property
+  def dpp(self) -> bool: return re.search(r"row_|quad_perm|wave_|dpp|bank_mask", self.args) is not None
+
+# (kind, pattern on the mnemonic), the first that matches; loads to LDS are told by their operands, in kind_of
+_KINDS = [(kind, re.compile(pattern)) for kind, pattern in [
+  ("matrix", r"v_(mfma|smfmac|wmma|swmmac)_"),
+  ("lds_permute", r"ds_(bpermute|permute|swizzle)"),
+  ("lds_read", r"ds_(read|load)"),
+  ("lds_write", r"ds_(write|store)"),
+  ("lds_other", r"ds_"),
+  ("scratch", r"scratch_"),
+  ("load", r"(global|buffer|flat)_load"),
+  ("store", r"(global|buffer|flat)_.*store"),
+  ("memory_other", r"(global|buffer|flat)_"),
+  ("acc_move", r"v_accvgpr"),
+  ("lane", r"v_(permlane|readlane|writelane|readfirstlane)"),
+  ("exp", r"v_(s_)?exp"),
+  ("transcendental", r"v_(s_)?(log|rcp|rsq|sqrt|sin|cos|prng)_"),
+  ("nop", r"v_nop|s_(nop|delay_alu|sleep|clause)"),
+  ("packed", r"v_pk_"),
+  ("dual", r"v_dual_"),
+  ("valu", r"v_"),
+  ("wait", r"s_wait(cnt|_)"),
+  ("barrier", r"s_barrier"),
+  ("branch", r"s_(branch|cbranch|setpc|swappc|endpgm|getpc)"),
+  ("hint", r"s_(setprio|sched|iglp|set_)"),
+  ("scalar_load", r"s_(load|buffer_load|dcache)"),
+  ("salu", r"s_"),
+  ("other", r""),
+]]
+KINDS = [kind for kind, _ in _KINDS] + ["load_to_lds"]
+VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # all of the vector ALU but transcendentals and matrices
+
+def kind_of(op:str, args:str="") -> str:
+  kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
+  return "load_to_lds" if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)) else kind
+
+_SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
+
+def matrix_shape(op:str) -> tuple[str, int]:
+  """(shape, floating point operations) of a matrix instruction: ("32x32x8", 16384)."""
+  if (m:=_SHAPE.search(op)) is None: return "?", 0
+  rows, columns, depth, blocks = (int(x or 1) for x in m.groups())
+  return f"{rows}x{columns}x{depth}" + (f"_{blocks}b" if blocks > 1 else ""), 2*rows*columns*depth*blocks
+
+def access_bytes(op:str) -> int:
+  """Bytes per lane that a memory instruction moves."""
+  twice = 2 if re.search(r"read2|write2|load_2addr|store_2addr", op) else 1
+  if m:=re.search(r"dwordx(\d)", op): return 4*int(m[1])*twice
+  if m:=re.search(r"_b(\d+)", op): return int(m[1])//8*twice
+  if "dword" in op: return 4
+  if m:=re.search(r"_[ui](\d+)", op): return int(m[1])//8*twice
+  if "short" in op or "d16" in op: return 2
+  return 1 if "byte" in op else 4

@@ -1,0 +1,172 @@
+"""What a kernel costs: its registers and LDS, and the work of one trip through its hot loop, with two bounds on the use of the matrix unit.
+
+    report = analyse(assembly_text, d=128)      # any .s, or llvm-objdump -d output with arch="gfx942"
+    print(report.loop.serial)
+
+The hot loop is the innermost one with the most matrix work. What is counted is its usual path (`flow.usual_path`): a causal kernel's loop without the
+mask, no rare side blocks. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks.
+"""
+from __future__ import annotations
+import dataclasses, re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+from collections.abc import Sequence
+from attn.isa.flow import blocks_of, matrix_loops, usual_path
+from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matrix_shape
+from attn.isa.model import Pipes, pipes
+from attn.isa.parse import Kernel, parse
+
+@dataclass(frozen=True)
+class Resources:
+  """What a wave and a workgroup hold; None where the text doesn't say (a bare disassembly)."""
+  vgpr: int|None
+  agpr: int|None
+  sgpr: int|None
+  vgpr_spills: int|None
+  sgpr_spills: int|None
+  scratch: int|None            # bytes per lane
+  lds: int|None                # bytes per workgroup
+  threads: int|None            # per workgroup
+  waves_by_registers: int|None # waves per SIMD
+  waves_by_lds: float|None
+
+@dataclass(frozen=True)
+class HotLoop:
+  """One trip of one wave."""
+  label: str
+  instructions: int                 # on the usual path
+  instructions_in_all: int          # in every block of the loop
+  kinds: dict[str, int]             # instruction.KINDS -> count
+  matrix: dict[str, int]            # instruction -> count
+  lds_read: dict[str, int]          # "b128" -> count
+  lds_write: dict[str, int]
+  load_widths: dict[str, int]
+  dpp: int                          # vector instructions that also read across lanes
+  conversions: int
+  flops: int                        # of the matrix instructions
+  cycles: dict[str, float]          # matrix, vector, transcendental, lds: of one SIMD
+  unpublished: dict[str, int]       # matrix shapes with no cycle count in the model, timed at the chip's peak
+  overlap: float                    # matrix cycles / those of the busiest pipe
+  serial: float                     # matrix cycles / those of matrix, vector and transcendental after one another
+  # per score: None where the head dimension is not known
+  scores: float|None                # query x key elements per trip
+  queries: int|None                 # per wave
+  keys: float|None                  # per trip
+  valu_per_score: float|None        # of a lane's share
+  exp_per_score: float|None
+  lds_bytes_per_score: float|None
+
+  @property
+  def valu(self) -> int: return sum(self.kinds[k] for k in VECTOR)
+
+@dataclass(frozen=True)
+class Report:
+  name: str
+  arch: str
+  d: int|None
+  resources: Resources
+  loops: int                        # innermost loops with matrix instructions
+  loop: HotLoop|None
+
+  def json(self) -> dict[str, Any]:
+    found = dataclasses.asdict(self)
+    if self.loop is not None: found["loop"]["valu"] = self.loop.valu
+    return found
+
+# ***** resources *****
+
+def _round_up(x:int, granule:int) -> int: return -(-x//granule)*granule
+
+def waves_by_registers(cu:Pipes, registers:int) -> int:
+  return min(cu.max_waves, cu.registers//max(_round_up(registers, cu.register_granule), 1)) if registers else cu.max_waves
+
+def waves_by_lds(cu:Pipes, lds:int, threads:int, whole_processor:bool) -> float:
+  """Waves per SIMD. RDNA in CU mode (-mcumode, as tinygrad and we compile): a workgroup's LDS lies in the half of its own CU; in workgroup processor
+  mode the two CUs share both halves (RDNA3 ISA, section 2.3)."""
+  cus = 2 if whole_processor else 1
+  groups = cus*cu.lds_bytes//_round_up(lds, cu.lds_granule)
+  return min(cu.max_waves, groups*-(-threads//cu.wave)/(cus*cu.simds))
+
+def resources_of(kernel:Kernel, cu:Pipes, lds:int|None=None, threads:int|None=None) -> Resources:
+  """`lds` and `threads` override what the kernel declares (LDS that is given at launch)."""
+  def known(*names:str) -> int|None: return next((kernel.metadata[n] for n in names if n in kernel.metadata), None)
+  total, agpr = known("vgpr_count", "amdhsa_next_free_vgpr"), known("agpr_count")
+  offset = known("amdhsa_accum_offset", "accum_offset")   # gfx90a+: the one register file, AGPRs behind the VGPRs
+  if agpr is None and total is not None: agpr = max(0, total - offset) if offset is not None else 0
+  vgpr = offset if agpr and offset is not None else total
+  declared = known("group_segment_fixed_size", "amdhsa_group_segment_fixed_size")
+  lds = lds if lds is not None else declared
+  threads = threads or known("max_flat_workgroup_size")
+  whole = bool(known("workgroup_processor_mode", "amdhsa_workgroup_processor_mode"))
+  return Resources(vgpr, agpr, known("sgpr_count", "amdhsa_next_free_sgpr"), known("vgpr_spill_count"), known("sgpr_spill_count"),
+                   known("private_segment_fixed_size", "amdhsa_private_segment_fixed_size"), lds, threads,
+                   waves_by_registers(cu, total) if total is not None else None, waves_by_lds(cu, lds, threads, whole) if lds and threads else None)
+
+# ***** the loop *****
+
+def _widths(instructions:Sequence[Instruction]) -> dict[str, int]:
+  return dict(sorted(Counter(f"b{8*access_bytes(x.op)}" for x in instructions).items(), key=lambda w: int(w[0][1:])))
+
+def matrix_cycles(instructions:Sequence[Instruction], cu:Pipes) -> tuple[float, Counter[str]]:
+  """(cycles, shapes that the model doesn't know and that are timed at the chip's peak)"""
+  cycles, unknown = 0.0, Counter[str]()
+  for x in instructions:
+    shape, flops = matrix_shape(x.op)
+    if shape not in cu.matrix or "f8f6f4" in x.op: unknown[shape] += 1
+    cycles += cu.matrix.get(shape, flops*cu.simds/cu.flops)
+  return cycles, unknown
+
+def measure(label:str, trip:Sequence[Instruction], in_all:int, cu:Pipes, d:int|None, dv:int|None, queries:int|None) -> HotLoop:
+  """Counts and bounds of the instructions of one trip."""
+  by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
+  for x in trip: by_kind[x.kind].append(x)
+  n = {k: len(v) for k, v in by_kind.items()}
+  valu, transcendentals = sum(n[k] for k in VECTOR), n["exp"] + n["transcendental"]
+  matrix, unpublished = matrix_cycles(by_kind["matrix"], cu)
+  def moved(*kinds:str) -> int:   # less than a dword still takes a whole bank
+    return sum(max(4, access_bytes(x.op)) for k in kinds for x in by_kind[k])
+  read, written = moved("lds_read"), moved("lds_write", "load_to_lds")
+  # one wave on each SIMD: all of them share the LDS
+  lds = cu.wave*cu.simds*((read + 4*n["lds_permute"])/cu.lds_read + written/cu.lds_write)
+  vector, slow = float(valu*cu.valu), float(transcendentals*cu.trans)
+  if cu.coissue: busiest = max(matrix, vector + slow + n["matrix"]*cu.matrix_issue, lds)
+  else: busiest = max(matrix + vector + transcendentals*cu.valu, slow, lds)   # transcendentals have a unit of their own and take one issue slot
+  flops = sum(matrix_shape(x.op)[1] for x in by_kind["matrix"])
+  scores = flops/(2*(d + (dv or d))) if d else None
+  share = scores/cu.wave if scores else None
+  def per_score(x:float) -> float|None: return x/share if share else None
+  return HotLoop(label, len(trip), in_all, n, dict(Counter(x.name.removeprefix("v_") for x in by_kind["matrix"])), _widths(by_kind["lds_read"]),
+                 _widths(by_kind["lds_write"]), _widths(by_kind["load"] + by_kind["load_to_lds"]),
+                 sum(x.dpp for k in VECTOR for x in by_kind[k]), sum(x.op.startswith("v_cvt") for k in VECTOR for x in by_kind[k]), flops,
+                 {"matrix": matrix, "vector": vector, "transcendental": slow, "lds": lds}, dict(unpublished), matrix/busiest,
+                 matrix/(matrix + vector + slow), scores, queries, scores/queries if scores and queries else None, per_score(valu),
+                 per_score(n["exp"]), per_score(read + written))
+
+def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
+  """The kernel whose name contains `name`, else the one with the most matrix instructions."""
+  if not kernels: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
+  if (found:=next((k for k in kernels if name is None or name in k.name), None)) is None:
+    raise ValueError(f"no kernel named {name!r}: there are {', '.join(k.name for k in kernels)}")
+  return found
+
+def hot_loop(kernel:Kernel, cu:Pipes, d:int|None=None, dv:int|None=None, every_block:bool=False,
+             rank:int=0) -> tuple[str, list[Instruction], int, int]|None:
+  """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the most matrix work, or the `rank`-th most."""
+  blocks = blocks_of(kernel.code)
+  loops = matrix_loops(blocks)
+  if rank >= len(loops): return None
+  loop = loops[rank]
+  path = sorted(loop.body) if every_block else usual_path(blocks, loop, 2.0*(d + (dv or d))*cu.wave if d else 0)
+  return (" ".join(blocks[loop.header].labels), [x for b in path for x in blocks[b].instructions],
+          sum(len(blocks[b].instructions) for b in loop.body), len(loops))
+
+def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
+            threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None) -> Report:
+  """The report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded), `queries` a wave's."""
+  kernel = pick_kernel(parse(text, arch), kernel_name)
+  if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
+  cu = pipes(re.split(r"[:+-]", kernel.arch)[0])
+  found = hot_loop(kernel, cu, d, dv, every_block, rank)
+  loop = measure(found[0], found[1], found[2], cu, d, dv, queries) if found is not None else None
+  return Report(title or kernel.name, kernel.arch, d, resources_of(kernel, cu, lds, threads), found[3] if found is not None else 0, loop)

@@ -1,0 +1,153 @@
+"""An upper bound on TFLOP/s from problem, tile and chip, and what others measured. Bounds, not measurements.
+
+    bound = roofline(problem, tile, CHIPS["MI300X"], overlap=report.loop.overlap)
+
+The time of a problem is at least each of
+  compute   the busiest compute unit's share of the tiles that the kernel computes (masked and padded parts too), at the chip's dense rate and with
+            the matrix unit used as far as the hot loop lets it
+  memory    every tensor once through the memory's bandwidth
+and useful operations over that time are the bound. Not modelled: caches, latency, prologue and epilogue, power and clocks under load.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from collections.abc import Iterable
+from attn.isa.model import Pipes, pipes
+from attn.kernels.tiles import Tile, ceildiv, contraction, round_up
+from attn.problem import Problem
+
+@dataclass(frozen=True)
+class Chip:
+  name: str
+  arch: str
+  cus: int
+  ghz: float        # peak engine clock
+  gbs: float        # memory, GB/s
+  @property
+  def pipes(self) -> Pipes: return pipes(self.arch)
+  @property
+  def peak(self) -> float:
+    """Dense 16-bit TFLOP/s."""
+    return self.cus*self.pipes.flops*self.ghz/1e3
+  @property
+  def lds_bytes(self) -> int: return self.pipes.lds_bytes
+
+# AMD's data sheets and product pages: compute units, peak engine (boost) clock, memory bandwidth. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits.
+# MI308X has 80 of MI300X's compute units; its clock is that of the 188 TFLOP/s that it is sold with.
+CHIPS: dict[str, Chip] = {c.name: c for c in (
+  Chip("MI300X", "gfx942", 304, 2.1, 5300),
+  Chip("MI325X", "gfx942", 304, 2.1, 6000),
+  Chip("MI308X", "gfx942", 80, 1.15, 5300),
+  Chip("MI350X", "gfx950", 256, 2.2, 8000),
+  Chip("MI355X", "gfx950", 256, 2.4, 8000),
+  Chip("RX 7900 XTX", "gfx1100", 96, 2.5, 960),
+  Chip("RX 7800 XT", "gfx1101", 60, 2.43, 624),
+  Chip("Strix Halo", "gfx1151", 40, 2.9, 256),
+  Chip("RX 9060 XT", "gfx1200", 32, 3.13, 320),
+  Chip("RX 9070 XT", "gfx1201", 64, 2.97, 645),
+)}
+
+def chips_of(arch:str) -> list[Chip]: return [c for c in CHIPS.values() if c.arch == arch.split(":")[0]]
+
+@dataclass(frozen=True)
+class Roofline:
+  chip: Chip
+  utilisation: float     # of the matrix unit in the hot loop, as given
+  balance: float         # mean load of the compute units / that of the busiest: the tail of the grid
+  useful: float          # scores that count / scores that are computed, and head dimensions likewise
+  compute_seconds: float
+  memory_seconds: float
+  tflops: float          # the bound
+  @property
+  def limit(self) -> str: return "memory" if self.memory_seconds > self.compute_seconds else "compute"
+  @property
+  def intensity(self) -> float:
+    """Operations per byte of memory traffic."""
+    return self.tflops*1e3*max(self.compute_seconds, self.memory_seconds)/(self.memory_seconds*self.chip.gbs)
+
+def trips(p:Problem, tile:Tile) -> list[int]:
+  """Key tiles that each query block of a head walks over."""
+  left, right = p.window
+  found = []
+  for first in range(0, p.Sq, tile.block_m):
+    last = min(first + tile.block_m, p.Sq) - 1
+    begin = max(0, first + p.offset - left) if left >= 0 else 0
+    end = min(p.Sk, last + p.offset + right + 1) if right >= 0 else p.Sk
+    found.append(max(0, ceildiv(end, tile.block_n) - begin//tile.block_n))
+  return found
+
+def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
+  """A lower bound on the time of the busiest of `machines` that share `copies` jobs of each size: of the machines*k + 1 longest jobs some machine
+  gets k + 1, so at least the k + 1 shortest of those; and never less than the mean."""
+  jobs = sorted(sizes, reverse=True)
+  count, total = len(jobs)*copies, sum(jobs)*copies
+  found = ceildiv(total, machines)
+  for k in range((count - 1)//machines + 1):
+    last = machines*k
+    found = max(found, sum(jobs[(last - i)//copies] for i in range(k + 1)))
+  return found
+
+def roofline(p:Problem, tile:Tile, chip:Chip, overlap:float=1.0) -> Roofline:
+  """The bound for `p` with `tile`. `overlap` is the bound on the use of the matrix unit in the hot loop (HotLoop.overlap, or .serial for what a loop
+  without any overlap would get)."""
+  cu = chip.pipes
+  # a workgroup of fewer waves than SIMDs leaves room for others beside it at full speed
+  beside = max(1, cu.simds//tile.waves)
+  blocks, machines = trips(p, tile), chip.cus*beside
+  depth, width = contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M)
+  per_trip = 2*tile.block_m*tile.block_n*(depth + width)
+  total, busiest = sum(blocks)*p.B*p.H, makespan(blocks, p.B*p.H, machines)
+  compute = busiest*per_trip/(chip.peak*1e12/machines*overlap)
+  size, out_size = 2, 4 if p.out_dtype == "float32" else 2
+  moved = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out_size) + p.Hkv*p.Sk*(p.D + p.Dv)*size)
+  memory = moved/(chip.gbs*1e9)
+  return Roofline(chip, overlap, total/(busiest*machines) if busiest else 1.0, p.flops/(total*per_trip) if total else 0.0, compute, memory,
+                  p.flops/max(compute, memory)/1e12)
+
+# ***** what others measured *****
+
+@dataclass(frozen=True)
+class Published:
+  """A forward measurement; None: not stated, or any."""
+  chip: str
+  kernel: str
+  tflops: float
+  causal: bool
+  d: int|None
+  s: int|None
+  dtype: str|None = None
+  b: int|None = None
+  h: int|None = None
+  hkv: int|None = None
+
+def _series(chip:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
+            hkv:int|None=None) -> list[Published]:
+  """kernel -> (full, causal)"""
+  return [Published(chip, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
+          for causal, value in zip((False, True), pair, strict=True) if value is not None]
+
+PUBLISHED: list[Published] = [
+  *_series("MI355X", {"HipKittens": (1304, 1188), "AITER": (1283, 1247)}, 128, 16384, "bfloat16", 16, 16),
+  *_series("MI355X", {"AITER assembly": (1390, 1278)}, 128, 8192, "bfloat16", 4, 64, 8),
+  *_series("MI355X", {"FlyDSL dual-wave": (None, 1134), "OPUS": (None, 1135), "AITER assembly": (None, 1185)}, 128, 8192, "bfloat16", 16, 64),
+  *_series("MI355X", {"FlyDSL dual-wave": (None, 1237)}, 128, 8192, "bfloat16", 16, 64, 8),
+  *_series("MI355X", {"HipKittens": (969, 862), "AITER": (777, 596)}, 64, 16384, "bfloat16"),
+  *_series("MI355X", {"Composable Kernel": (908, 903), "Triton": (988, 750), "PyTorch": (873, 762)}, 128, 16384),
+  *_series("MI300X", {"AITER assembly, RNE": (480, None), "AITER assembly, RTNA": (501, None), "AITER assembly, RTZ": (544, None),
+                      "MoonMath, RNE": (564, None), "MoonMath, RTNA": (574, None), "MoonMath, RTZ": (584, None), "Modular MAX": (399, None)},
+           128, 16384, "bfloat16", 4, 16),
+  *_series("MI325X", {"AITER assembly": (None, 639), "Composable Kernel": (None, 420), "FlyDSL": (None, 391)}, 128, 8192, "float16", 1, 64),
+  *_series("MI308X", {"AITER assembly": (None, 131), "Composable Kernel": (None, 94), "FlyDSL": (None, 96)}, 128, 8192, "float16", 1, 64),
+  *_series("RX 9070 XT", {"hand assembly": (103, None), "AITER FlyDSL": (100, None), "PyTorch SDPA": (51, None)}, 128, 4096, h=24),
+  *_series("RX 7900 XTX", {"ROCm FlashAttention-2 port": (48, None)}, 64, 2048, b=8),
+]
+
+def published(p:Problem, chip:Chip) -> list[Published]:
+  """What others measured on `chip` for the shape of `p`, the fastest first; a figure whose source leaves a dimension open fits every value of it."""
+  causal = p.window == (-1, 0)
+  if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []
+  asked = {"d": p.D, "s": p.Sq, "dtype": p.dtype, "b": p.B, "h": p.H, "hkv": p.Hkv}
+  def fits(x:Published) -> bool:
+    # where only the query heads are stated there are as many of keys and values
+    stated = {**{k: getattr(x, k) for k in asked}, "hkv": x.hkv if x.hkv is not None else x.h}
+    return x.chip == chip.name and x.causal == causal and all(v is None or v == asked[k] for k, v in stated.items())
+  return sorted((x for x in PUBLISHED if fits(x)), key=lambda x: -x.tflops)

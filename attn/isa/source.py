@@ -1,0 +1,58 @@
+"""Our kernels by name: which source a word such as gfx942/128/float16/causal stands for. The one place where attn.isa meets the kernels."""
+from __future__ import annotations
+from dataclasses import dataclass
+from attn.arch import get_arch
+from attn.dispatch import choose_tile
+from attn.isa.model import MODEL
+from attn.kernels.forward import forward
+from attn.kernels.tiles import contraction, round_up
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp, dtypes, render
+
+DTYPES = ("float16", "bfloat16")
+MASKS = ("full", "causal")
+
+@dataclass(frozen=True, order=True)
+class Spec:
+  """A kernel of ours."""
+  arch: str
+  d: int
+  dtype: str = "float16"
+  mask: str = "full"
+
+  def __post_init__(self) -> None:
+    for name, value, known in (("arch", self.arch, tuple(MODEL)), ("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS)):
+      if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
+
+  def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}"
+
+  @classmethod
+  def parse(cls, word:str) -> Spec:
+    """gfx942/128[/float16[/causal]]"""
+    arch, d, *rest = word.split("/")
+    if not d.isdigit() or len(rest) > 2: raise ValueError(f"{word!r} is no kernel: expected ARCH/D[/DTYPE[/MASK]], as gfx942/128/bfloat16/causal")
+    return cls(arch, int(d), *rest)
+
+@dataclass(frozen=True)
+class Source:
+  """A kernel's HIP text, and what its machine code doesn't say."""
+  text: str
+  d: int         # head dimension of q and k as computed (padded)
+  dv: int        # of v
+  queries: int   # of a wave
+  block_m: int   # queries of a workgroup
+
+LENGTH, HEADS = 4096, 8   # whole tiles on every chip: what is counted is the loop, which no further head or key changes
+
+def problem_of(spec:Spec) -> Problem:
+  return Problem(1, HEADS, HEADS, LENGTH, LENGTH, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype,
+                 window=(-1, 0 if spec.mask == "causal" else -1), softmax_scale=spec.d**-0.5)
+
+def kernel_source(spec:Spec) -> Source:
+  """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
+  p, arch = problem_of(spec), get_arch(spec.arch)
+  tile = choose_tile(p, arch)
+  dtype = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16}[spec.dtype]
+  tensors = [UOp.placeholder((p.B, p.H, p.Sq, p.D), dtype, slot) for slot in range(4)]
+  return Source(render(forward(p, arch, tile)(*tensors), spec.arch), contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
+                tile.q_tiles*tile.matrix.N, tile.block_m)

@@ -1,0 +1,94 @@
+"""Reports as tables: every figure of a few kernels side by side, their difference, or one line a kernel."""
+from __future__ import annotations
+from collections.abc import Callable, Sequence
+from rich.table import Table
+from attn.isa.report import HotLoop, Report
+from attn.isa.roofline import chips_of, published, roofline
+from attn.kernels.tiles import Tile
+from attn.problem import Problem
+
+Value = int|float|str|None
+
+def _listed(counts:dict[str, int]) -> str: return " + ".join(f"{n} x {name}" for name, n in counts.items()) or "0"
+def _kind(*kinds:str) -> Callable[[HotLoop], Value]: return lambda x: sum(x.kinds[k] for k in kinds)
+def _cycles(pipe:str) -> Callable[[HotLoop], Value]: return lambda x: x.cycles[pipe]
+
+# docs/isa.md says what each row is
+RESOURCES: dict[str, Callable[[Report], Value]] = {
+  "VGPR": lambda r: r.resources.vgpr, "AGPR": lambda r: r.resources.agpr, "SGPR": lambda r: r.resources.sgpr,
+  "VGPR spills": lambda r: r.resources.vgpr_spills, "SGPR spills": lambda r: r.resources.sgpr_spills, "scratch bytes": lambda r: r.resources.scratch,
+  "LDS bytes": lambda r: r.resources.lds, "threads": lambda r: r.resources.threads,
+  "waves/SIMD by registers": lambda r: r.resources.waves_by_registers, "waves/SIMD by LDS": lambda r: r.resources.waves_by_lds,
+}
+LOOP: dict[str, Callable[[HotLoop], Value]] = {
+  "instructions": lambda x: x.instructions, "with side blocks": lambda x: x.instructions_in_all,
+  "matrix": lambda x: _listed(x.matrix), "exp": _kind("exp"), "other transcendental": _kind("transcendental"),
+  "VALU": lambda x: x.valu, "  of it packed": _kind("packed"), "  of it dual": _kind("dual"), "  of it AGPR moves": _kind("acc_move"),
+  "  of it cross-lane": _kind("lane"), "  of it DPP": lambda x: x.dpp, "  of it conversions": lambda x: x.conversions,
+  "LDS permute": _kind("lds_permute"), "LDS reads": lambda x: _listed(x.lds_read), "LDS writes": lambda x: _listed(x.lds_write),
+  "global loads": lambda x: _listed(x.load_widths), "  of them to LDS": _kind("load_to_lds"), "global stores": _kind("store"),
+  "scratch accesses": _kind("scratch"), "SALU": _kind("salu"), "scalar loads": _kind("scalar_load"), "branches": _kind("branch"),
+  "waits": _kind("wait"), "barriers": _kind("barrier"), "nops and hints": _kind("nop", "hint"), "other": _kind("other", "memory_other", "lds_other"),
+}
+BOUNDS: dict[str, Callable[[HotLoop], Value]] = {
+  "scores per trip": lambda x: x.scores, "  queries": lambda x: x.queries, "  keys": lambda x: x.keys,
+  "VALU/elt": lambda x: x.valu_per_score, "exp/elt": lambda x: x.exp_per_score, "LDSB/elt": lambda x: x.lds_bytes_per_score,
+  "matrix cycles": _cycles("matrix"), "vector cycles": _cycles("vector"), "transcendental cycles": _cycles("transcendental"),
+  "LDS cycles": _cycles("lds"),
+  "overlap %": lambda x: 100*x.overlap, "serial %": lambda x: 100*x.serial,
+}
+
+def show(value:Value) -> str:
+  if value is None: return "?"
+  if isinstance(value, float): return f"{value:.0f}" if value == int(value) and value >= 10 else f"{value:.2f}" if value < 20 else f"{value:.1f}"
+  return str(value)
+
+def rows_of(reports:Sequence[Report]) -> list[tuple[str, list[tuple[str, list[Value]]]]]:
+  """(heading, [(row's name, a value per report)])"""
+  def of_loop(table:dict[str, Callable[[HotLoop], Value]]) -> list[tuple[str, list[Value]]]:
+    return [(name, [f(r.loop) if r.loop is not None else None for r in reports]) for name, f in table.items()]
+  return [("resources", [(name, [f(r) for r in reports]) for name, f in RESOURCES.items()]), ("hot loop, one trip of a wave", of_loop(LOOP)),
+          ("bound, not measured", of_loop(BOUNDS))]
+
+def _change(a:Value, b:Value) -> str:
+  if isinstance(a, (int, float)) and isinstance(b, (int, float)): return f"{b - a:+.2f}".rstrip("0").rstrip(".") if abs(b - a) >= 0.005 else ""
+  return "" if a == b else "differs"
+
+def full(reports:Sequence[Report], change:bool=False) -> Table:
+  """One column a kernel; with `change` (of two) a last one with what the second has more."""
+  table = Table("", *(f"{r.name}\n{r.arch}" for r in reports), *(["change"] if change else []))
+  for heading, rows in rows_of(reports):
+    table.add_section()
+    table.add_row(f"[bold]{heading}")
+    for name, values in rows:
+      table.add_row(name, *map(show, values), *([_change(values[0], values[1])] if change else []))
+  return table
+
+def brief(reports:Sequence[Report]) -> Table:
+  """One line a kernel."""
+  table = Table("kernel", "arch", *BRIEF)
+  for r in reports: table.add_row(r.name, r.arch, *brief_cells(r))
+  return table
+
+BRIEF = ("regs", "spill", "LDS", "waves", "by LDS", "mat", "VALU/elt", "exp/elt", "LDSB/elt", "overlap", "serial")
+
+def brief_cells(r:Report) -> list[str]:
+  """The cells under BRIEF: waves per SIMD by registers and by LDS, the others as docs/isa.md has them."""
+  held, x = r.resources, r.loop
+  cells = [f"{show(held.vgpr)}+{show(held.agpr)}", show(held.vgpr_spills), show(held.lds), show(held.waves_by_registers),
+           f"{held.waves_by_lds:g}" if held.waves_by_lds is not None else "?"]
+  if x is None: return cells + ["no loop"] + [""]*(len(BRIEF) - len(cells) - 1)
+  names = {name.removeprefix("mfma_f32_").removeprefix("wmma_f32_"): n for name, n in x.matrix.items()}
+  return cells + [_listed(names), *(f"{v:.2f}" if v is not None else "?" for v in (x.valu_per_score, x.exp_per_score)),
+                  f"{x.lds_bytes_per_score:.1f}" if x.lds_bytes_per_score is not None else "?", f"{100*x.overlap:.0f}%", f"{100*x.serial:.0f}%"]
+
+def bounds(p:Problem, tile:Tile, report:Report) -> Table:
+  """What a problem may reach on each card that has the chip of `report`, and what others measured for that shape there."""
+  table = Table("card", "peak TFLOP/s", "bound", "serial", "limit", "tail", "useful work", "published", title="bound, not measured")
+  if (loop:=report.loop) is None: return table
+  for chip in chips_of(report.arch):
+    upper, serial = roofline(p, tile, chip, loop.overlap), roofline(p, tile, chip, loop.serial)
+    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in published(p, chip)) or "-"
+    table.add_row(chip.name, f"{chip.peak:.0f}", f"{upper.tflops:.0f}", f"{serial.tflops:.0f}", upper.limit, f"{100*upper.balance:.0f}%",
+                  f"{100*upper.useful:.0f}%", others)
+  return table

@@ -1,0 +1,1 @@
+"""The UOp programs, one algorithm a file."""

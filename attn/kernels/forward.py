@@ -1,0 +1,270 @@
+"""Flash attention forward: one program for every AMD matrix unit.
+
+A workgroup owns one head and BLOCK_M queries and walks over the keys in tiles of BLOCK_N, with the online softmax (Milakov and Gimelshein 2018,
+arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). It computes S^T = K Q^T and O^T = V^T P^T: a query is a lane, see attn/fragment.py.
+Per trip: the K and V tiles, loaded one trip ahead into registers, go to LDS (V transposed); the loads of the next trip start; then the matrix work.
+"""
+from __future__ import annotations
+import itertools, math
+from dataclasses import dataclass, fields, replace
+from typing import Callable
+from attn import intrinsics as hw
+from attn.arch import Arch
+from attn.kernels.tiles import UNIT, Lane, LdsTile, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
+from attn.problem import Problem
+from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+NEG_INF = -math.inf
+FENCE_UNITS = 8  # units of K between two fences of a fenced tile
+LARGE = 2.0**20   # a bias beyond it has a rounding error that shows in exp2
+
+def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int]:
+  """Distances, in elements, of batches, heads and rows of a contiguous tensor in `layout`."""
+  return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
+
+def lds_bytes(p:Problem, tile:Tile) -> int:
+  """LDS that `forward` takes for the K and the V^T tile, and for Q where it is kept there."""
+  depth = contraction(tile.matrix, p.D)//UNIT
+  return 16*(LdsTile.size(tile.block_n + (tile.block_m if tile.q_in_lds else 0), depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT))
+
+# ***** the parts of a trip *****
+
+@dataclass(frozen=True)
+class State:
+  """What crosses trips: O^T accumulators, per query tile the reference m that the exponents of raw scores are taken from, bias = -m*softmax_scale*log2(e)
+  (0 while m is -inf) and the lane's part of the row sum l; and the tiles on their way."""
+  acc: UOp
+  m: UOp
+  bias: UOp
+  l: UOp
+  k: UOp            # this thread's part of the next K tile
+  v: UOp            # and of the next V tile
+  k_lds: LdsTile
+  v_lds: LdsTile
+  def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
+
+@dataclass(frozen=True)
+class Staging:
+  """Which part of a K or V tile a thread carries from global memory to LDS: its `items`, each (row or rows, unit, gate)."""
+  rows: int
+  units: int
+  threads: int
+  thread: UOp
+  group: int = 1       # rows that one item takes, to be transposed
+  @property
+  def items(self) -> int: return ceildiv(self.rows//self.group*self.units, self.threads)
+  def item(self, j:int) -> tuple[UOp, UOp, UOp]:
+    """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their LDS stores then fill a row."""
+    index, groups = self.thread + j*self.threads, self.rows//self.group
+    gate = index < groups*self.units
+    if self.group == 1: return index//self.units, index%self.units, gate
+    fast = math.gcd(groups, 8)
+    return index//(fast*self.units)*fast + index%fast, index//fast%self.units, gate
+
+def transpose(rows:list[UOp]) -> list[UOp]:
+  """Four rows of eight 16-bit elements -> eight columns of four (dword pairs)."""
+  columns = []
+  for w in range(4):
+    r0, r1, r2, r3 = [hw.extract(r, w) for r in rows]
+    for selector in (0x05040100, 0x07060302): columns.append(hw.build(hw.byte_perm(r1, r0, selector), hw.byte_perm(r3, r2, selector)))
+  return columns
+
+def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
+  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse."""
+  mat, waves, q_tiles, block_n = tile.matrix, tile.waves, tile.q_tiles, tile.block_n
+  depth, width = contraction(mat, p.D), round_up(p.Dv, mat.M)
+  k_tiles, d_tiles = block_n//mat.M, width//mat.M
+  scores = k_tiles*mat.accumulator                       # of a lane, per query tile and trip
+  q_blocks, (left, right) = ceildiv(p.Sq, tile.block_m), p.window
+  to_log2 = p.softmax_scale*LOG2E
+
+  def kernel(o:UOp, *args:UOp) -> UOp:
+    lse, q, k, v = args if p.return_lse else (None, *args)
+
+    # ***** ranges *****
+    axes = itertools.count(4)                            # ids of the loops
+    q_block = UOp.range(q_blocks, 0, AxisType.GLOBAL)    # heads vary fastest over workgroups: the blocks of a head share an XCD's cache
+    head = UOp.range(p.B*p.H, 1, AxisType.GLOBAL)
+    lane = UOp.range(mat.wave, 2, AxisType.WARP)
+    wave = UOp.range(waves, 3, AxisType.WARP)              # as a LOCAL axis tinygrad would split it where % divides it
+    at, batch, q_head = Lane(lane, wave, mat), head//p.H, head%p.H
+    kv_head = q_head//(p.H//p.Hkv)
+    first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m   # under a causal mask the long blocks start first
+    last_query = first_query + tile.block_m - 1
+    in_block = [(wave*q_tiles + t)*mat.N + at.n for t in range(q_tiles)]
+    queries = [first_query + i for i in in_block]
+
+    def rows(buffer:UOp, h:UOp, heads:int, length:int, columns:int) -> Rows:
+      sb, sh, ss = strides(p.layout, heads, length, columns)
+      return Rows(flat(buffer), batch*sb + h*sh, ss, length, columns, arch.family)
+    q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq, p.D), rows(k, kv_head, p.Hkv, p.Sk, p.D), rows(v, kv_head, p.Hkv, p.Sk, p.Dv)
+
+    # ***** placeholders *****
+    q_lds = LdsTile.create(tile.block_m, depth//UNIT, 7)
+    k_stage = Staging(block_n, depth//UNIT, tile.threads, at.thread)
+    v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, group=4)
+    nothing = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
+    def registers(n:int, slot:int, lanes:int=1) -> UOp: return UOp.placeholder((n,), hw.f32(lanes), slot, AddrSpace.REG)
+    state = State(registers(q_tiles*d_tiles, 2, mat.accumulator), registers(q_tiles, 3), registers(q_tiles, 4), registers(q_tiles, 8),
+                  UOp.placeholder((k_stage.items,), hw.u32(4), 5, AddrSpace.REG), UOp.placeholder((4*v_stage.items,), hw.u32(4), 6, AddrSpace.REG),
+                  LdsTile.create(block_n, depth//UNIT, 0), LdsTile.create(width, block_n//UNIT, 1))
+
+    # ***** Q: the B operand of S^T, kept in registers, or in LDS where they would not hold it *****
+    q_units = [[q_rows.load_units(first_query, tile.block_m, i, u) for u in units_of(mat, depth, at.h)] for i in in_block]
+    if tile.q_in_lds:
+      own = at.h.eq(0) if mat.duplicated else UOp.const(True)
+      stores = [q_lds.store(i, u, x, own) for i, xs in zip(in_block, q_units) for u, x in zip(units_of(mat, depth, at.h), xs)]
+      q_kept = q_lds.after(UOp.group(*stores))
+    def q_operands(t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
+      """The operands of each query tile for some of the units of the contraction."""
+      if not tile.q_in_lds: return [operands(mat, units[steps]) for units in q_units]
+      return [operands(mat, [q_kept.after(*after).load(row, u) for u in units_of(mat, depth, at.h)[steps]]) for row in (hw.opaque(i, t) for i in in_block)]
+
+    # ***** the key tiles a block sees, and those of them that no mask touches *****
+    seen = UOp.const(p.Sk) if right < 0 else (last_query + p.offset + right + 1).maximum(0).minimum(p.Sk)
+    unseen = UOp.const(0) if left < 0 else (first_query + p.offset - left).maximum(0).minimum(p.Sk)
+    begin, end = unseen//block_n, (seen + block_n - 1)//block_n
+    full_begin = begin if left < 0 else ((last_query + p.offset - left).maximum(0) + block_n - 1)//block_n
+    full_end = UOp.const(p.Sk//block_n) if right < 0 else (first_query + p.offset + right + 1).maximum(0).minimum(p.Sk)//block_n
+    full_begin = full_begin.minimum(end)
+    full_end = full_end.maximum(full_begin).minimum(end)
+
+    # ***** global -> registers -> LDS *****
+    def fetch(s:State, t:UOp) -> list[UOp]:
+      stores = []
+      for j in range(k_stage.items):
+        row, unit, gate = k_stage.item(j)
+        stores.append(s.k[j].store(k_rows.load_units(t*block_n, block_n, row, unit, gate)))
+      for j in range(v_stage.items):
+        quad, unit, gate = v_stage.item(j)
+        for i in range(4):    # slot quad*4 + i of a row of V^T: unit quad//2 belongs to lane group quad//2 % groups
+          slot_unit, slot = quad//2, quad%2*4 + i
+          n = slot_unit//mat.groups*UNIT + slot
+          row = n//mat.accumulator*mat.M + mat.c_row(slot_unit%mat.groups, n%mat.accumulator)
+          stores.append(s.v[4*j + i].store(v_rows.load_units(t*block_n, block_n, row, unit, gate)))
+      return stores
+
+    def to_lds(s:State) -> list[UOp]:
+      stores = []
+      for j in range(k_stage.items):
+        row, unit, gate = k_stage.item(j)
+        stores.append(s.k_lds.store(row, unit, s.k[j].load(), gate))
+      for j in range(v_stage.items):
+        quad, unit, gate = v_stage.item(j)
+        for i, column in enumerate(transpose([s.v[4*j + i].load() for i in range(4)])):
+          stores.append(s.v_lds.store_half(mat.row_of(unit*UNIT + i), quad, column, gate))
+      return stores
+
+    # ***** softmax over the lanes that share a query *****
+    def over_groups(x:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp:
+      if mat.wave == 32: return op(x, hw.swap_halves(x))
+      step = mat.N
+      while step < mat.wave: x, step = op(x, hw.from_lane(x, (lane + step)%mat.wave)), 2*step
+      return x
+
+    def mask(s:list[UOp], query:UOp, t:UOp) -> list[UOp]:
+      offsets = [tuple(mat.key_of(0, kt*mat.accumulator + i) for i in range(mat.accumulator)) for kt in range(k_tiles)]
+      here = t*block_n + at.h*mat.block
+      above = UOp.const(p.Sk - 1) - here if right < 0 else (query + p.offset + right).minimum(p.Sk - 1) - here
+      s = [hw.mask_above(x, above, off) for x, off in zip(s, offsets)]
+      return s if left < 0 else [hw.mask_below(x, query + p.offset - left - here, off) for x, off in zip(s, offsets)]
+
+    def row_sum(x:list[UOp]) -> UOp:
+      while len(x) > 1: x = [hw.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
+      while (n := hw.length(x[0])) > 1: x = [hw.add(hw.slice_(x[0], 0, n//2), hw.slice_(x[0], n//2, n//2))]
+      return x[0]
+
+    def rescale(s:State, qt:int, x:list[UOp]) -> State:
+      """Moves the reference m of a row, with l and the accumulators, when its scores have outgrown it; else P stays below 2^rescale_above as it is."""
+      m = s.m[qt].load()
+      for scores in x: m = hw.max_over(scores, m)
+      return s.after(nothing[0].store(hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], d_tiles, mat, to_log2, tile.rescale_above)))
+
+    # ***** one trip *****
+    def trip(s:State, t:UOp, masked:bool) -> UOp:
+      staged = UOp.group(*to_lds(s))
+      k_tile, v_tile = s.k_lds.after(staged), s.v_lds.after(staged)    # a barrier: every wave's part is there
+      stores = fetch(replace(s, k=s.k.after(staged), v=s.v.after(staged)), t + 1)
+      s_tiles = [[hw.splat(0.0, mat.accumulator)]*k_tiles for _ in range(q_tiles)]
+      k_units = units_of(mat, depth, at.h)
+      for kt, first in itertools.product(range(k_tiles), range(0, len(k_units), FENCE_UNITS)):
+        steps = slice(first, first + FENCE_UNITS)
+        fence = [nothing[0].store(hw.sched_barrier(s_tiles[-1][kt - (first == 0)]))] if tile.fenced and (kt or first) else []
+        k_operands = operands(mat, [k_tile.after(*fence).load(kt*mat.M + at.n, u) for u in k_units[steps]])
+        for a, *bs in zip(k_operands, *q_operands(t, steps, *fence)):
+          for qt, b in enumerate(bs): s_tiles[qt][kt] = hw.shaped_wmma(mat, a, b, s_tiles[qt][kt])
+      p_operands = []
+      for qt, x in enumerate(s_tiles):
+        if masked: x = mask(x, queries[qt], t)
+        s = rescale(s, qt, x)
+        m, bias = s.m[qt].load(), s.bias[qt].load()
+        large = hw.any_lane((bias > LARGE) | (bias < -LARGE), mat.wave)
+        x = [hw.exp2(hw.exponent(y, m, bias, to_log2, large)) for y in x]
+        stores.append(s.l[qt].store(hw.add(s.l[qt].load(), row_sum(x))))
+        packed = [hw.pack(y, p.dtype, arch.bf16_pack) for y in x]
+        if mat.accumulator < UNIT: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
+        units = [hw.slice_(y, i, UNIT//2) for y in packed for i in range(0, hw.length(y), UNIT//2)]
+        p_operands.append([hw.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units))
+      accs = [[s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
+      for dt in range(d_tiles):
+        if tile.fenced: v_tile = v_tile.after(nothing[0].store(hw.sched_barrier(accs[-1][dt - 1] if dt else p_operands[-1][-1])))
+        v_operands = operands(mat, [v_tile.load(dt*mat.M + at.n, u) for u in units_of(mat, block_n, at.h)])
+        for a, *bs in zip(v_operands, *p_operands):
+          for qt, b in enumerate(bs): accs[qt][dt] = hw.shaped_wmma(mat, a, b, accs[qt][dt])
+      stores += [s.acc[qt*d_tiles + dt].store(accs[qt][dt]) for qt in range(q_tiles) for dt in range(d_tiles)]
+      return UOp.group(*stores)
+
+    def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
+      count = (last - first).simplify()
+      if count.vmax <= 0: return s
+      r = UOp.range(count, next(axes), AxisType.LOOP)
+      inside = s.after(r)
+      return s.after(trip(inside, first + r, masked).end(r))
+
+    # ***** all of it *****
+    start = [state.acc[i].store(hw.splat(0.0, mat.accumulator)) for i in range(q_tiles*d_tiles)]
+    start += [x[qt].store(UOp.const(value, dtypes.float)) for x, value in ((state.m, NEG_INF), (state.bias, 0.0), (state.l, 0.0)) for qt in range(q_tiles)]
+    done = state.after(UOp.group(*start, *fetch(state, begin)))
+    if left >= 0: done = trips(done, begin, full_begin, masked=True)
+    done = trips(done, full_begin, full_end, masked=False)
+    done = trips(done, full_end, end, masked=True)
+
+    # ***** O = O^T / l, LSE = softmax_scale * m + ln l *****
+    outputs = []
+    for qt, query in enumerate(queries):
+      m, total = done.m[qt].load(), over_groups(done.l[qt].load(), hw.add)
+      inverse = total.eq(0.0).where(0.0, hw.rcp(total))
+      if lse is not None:
+        value = total.eq(0.0).where(NEG_INF, hw.add(hw.mul(m, p.softmax_scale), hw.mul(hw.log2(total), LN2)))
+        outputs.append(flat(lse)[(head*p.Sq + query).valid((at.h.eq(0)) & (query < p.Sq))].store(value))
+      for dt in range(d_tiles):
+        values = hw.mul(done.acc[qt*d_tiles + dt].load(), inverse)
+        outputs += store_row(p, arch, flat(o), batch, q_head, query, values, dt*mat.M + at.h*mat.accumulator)
+    name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}"
+    return UOp.group(*outputs).end(q_block, head, lane, wave).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)))
+  return kernel
+
+def store_row(p:Problem, arch:Arch, o:UOp, batch:UOp, head:UOp, query:UOp, values:UOp, column:UOp) -> list[UOp]:
+  """Stores consecutive elements of a row of O, from `column` on, converted to the output dtype: 16 (or 8) bytes at a time where rows are so aligned."""
+  sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
+  index, there, n = batch*sb + head*sh + query*ss + column, query < p.Sq, hw.length(values)
+  size = 4 if p.out_dtype == "float32" else 2
+  words = values if size == 4 else hw.pack(values, p.out_dtype, arch.bf16_pack)   # dwords of the row
+  wide = min(16//size, n)                                                          # elements of a store
+  if p.Dv % wide == 0:
+    kind = hw.f32 if size == 4 else hw.u32
+    view, per = o.bitcast(kind(wide*size//4)), wide*size//4
+    return [view[((index + i)//wide).valid(there & (column + i < p.Dv))].store(hw.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
+  if size == 4: return [o[(index + i).valid(there & (column + i < p.Dv))].store(hw.extract(values, i)) for i in range(n)]
+  stores = []
+  for i in range(n):
+    half = (hw.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
+    stores.append(o[(index + i).valid(there & (column + i < p.Dv))].store(half))
+  return stores
+
+def estimates(p:Problem) -> Estimates:
+  """What tinygrad's DEBUG=2 line needs: floating-point operations, and bytes moved when every tensor is touched once."""
+  size, out = 2, 4 if p.out_dtype == "float32" else 2
+  memory = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out) + p.Hkv*p.Sk*(p.D + p.Dv)*size)
+  return Estimates(ops=p.flops, lds=memory, mem=memory)

@@ -1,0 +1,116 @@
+"""Moving tiles: global memory -> registers -> LDS -> matrix operands. What a kernel shares with its neighbours, apart from the algorithm itself."""
+from __future__ import annotations
+from dataclasses import dataclass
+from attn import intrinsics as hw
+from attn.fragment import Matrix
+from attn.tinygrad_compat import AddrSpace, Ops, UOp
+
+UNIT = 8   # 16-bit elements of 16 bytes, the widest access of LDS and of global memory
+
+def ceildiv(a:int, b:int) -> int: return -(-a//b)
+def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
+
+@dataclass(frozen=True)
+class Tile:
+  """How a kernel divides the work on one chip."""
+  matrix: Matrix
+  waves: int         # waves of a workgroup, each with its own queries
+  q_tiles: int       # tiles of matrix.N queries of a wave: they share the K and V operands
+  block_n: int       # keys of a trip
+  q_in_lds: bool = False       # Q is read from LDS in every trip instead of being kept in registers
+  fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
+  rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
+
+  @property
+  def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.N
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
+
+@dataclass(frozen=True)
+class Lane:
+  """Where a thread stands: `n` its column of the matrix tile, `h` its lane group, `thread` its number in the workgroup."""
+  lane: UOp
+  wave: UOp
+  matrix: Matrix
+  @property
+  def n(self) -> UOp: return self.lane % self.matrix.N
+  @property
+  def h(self) -> UOp: return self.lane // self.matrix.N
+  @property
+  def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
+
+# ***** matrix operands *****
+# A contraction is read in units of 8 elements. Lane group h owns every groups-th unit; where lanes are duplicated each lane reads all of them.
+
+def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
+  """The units of a contraction of `length` elements that a lane reads, in the order of the matrix instructions that use them."""
+  if matrix.duplicated: return [UOp.const(u) for u in range(length//UNIT)]
+  return [u*matrix.groups + h for u in range(length//(UNIT*matrix.groups))]
+
+def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
+  """Register images of 16-byte units -> the operands of successive matrix instructions."""
+  if matrix.operand < UNIT: return [hw.slice_(u, i, matrix.operand//2) for u in units for i in range(0, UNIT//2, matrix.operand//2)]
+  if matrix.operand == UNIT: return units
+  return [hw.concat(lo, hi) for lo, hi in zip(units[0::2], units[1::2])]
+
+def contraction(matrix:Matrix, length:int) -> int:
+  """`length` rounded up to what whole units of every lane group cover."""
+  return round_up(length, 2*UNIT if matrix.duplicated else UNIT*matrix.groups)
+
+# ***** LDS *****
+
+@dataclass(frozen=True)
+class LdsTile:
+  """A tile of rows of 16-byte units in LDS. The row stride is an odd number of units, so that eight neighbouring rows lie in different banks."""
+  buffer: UOp
+  units: int
+  @property
+  def stride(self) -> int: return self.units | 1
+  @staticmethod
+  def size(rows:int, units:int) -> int: return rows*(units | 1)
+  @staticmethod
+  def create(rows:int, units:int, slot:int) -> LdsTile:
+    return LdsTile(UOp.placeholder((LdsTile.size(rows, units),), hw.u32(4), slot, AddrSpace.LOCAL), units)
+
+  def after(self, *deps:UOp) -> LdsTile: return LdsTile(self.buffer.after(*deps), self.units)
+  def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[row*self.stride + unit].load()
+  def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[(row*self.stride + unit).valid(gate)].store(value)
+  def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
+    """Stores 8 bytes at the `half`-th half unit of a row."""
+    return self.buffer.bitcast(hw.u32(2))[(row*(2*self.stride) + half).valid(gate)].store(value)
+
+# ***** global memory *****
+
+def flat(placeholder:UOp) -> UOp:
+  """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow to lower.)"""
+  while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
+  return placeholder.flatten()
+
+@dataclass(frozen=True)
+class Rows:
+  """The rows of one head of q, k or v in global memory: `base` the flat index of row 0, `stride` the distance of rows, both in elements."""
+  buffer: UOp
+  base: UOp
+  stride: int
+  count: int|UOp     # rows there are
+  width: int         # elements of a row
+  family: str
+
+  def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
+    """Eight elements at row `first` + `row`, column 8*`unit`, of which rows beyond the last and columns beyond the width read as zero.
+
+    `first` is uniform over the workgroup, `row` < `rows` is not. A row whose units are not all 16-byte aligned is read element by element.
+    """
+    left = (self.count - first).maximum(0).minimum(rows)
+    records = ((left - 1)*self.stride + self.width).maximum(0)*2
+    base = self.buffer[(self.base + first*self.stride)]
+    offset = (row*self.stride + unit*UNIT)*2
+    if self.width % UNIT == 0 and self.stride % UNIT == 0:
+      inside = unit < self.width//UNIT if gate is None else gate & (unit < self.width//UNIT)
+      return hw.buffer_load(base, records, inside.where(offset, hw.OUT_OF_RANGE), 16, self.family)
+    elements = []
+    for i in range(UNIT):
+      inside = unit*UNIT + i < self.width if gate is None else gate & (unit*UNIT + i < self.width)
+      elements.append(hw.buffer_load(base, records, inside.where(offset + 2*i, hw.OUT_OF_RANGE), 2, self.family))
+    return hw.build(*[hw.byte_perm(hi, lo, 0x05040100) for lo, hi in zip(elements[0::2], elements[1::2])])

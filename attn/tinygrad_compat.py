@@ -1,0 +1,92 @@
+"""The one module that imports tinygrad internals. tinygrad's kernel API is alpha: it is pinned to one version, and test/test_compat.py
+pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
+"""
+from __future__ import annotations
+import functools, importlib.metadata
+from typing import Any
+from tinygrad import Device, Tensor
+from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups
+from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
+from tinygrad.codegen.late.linearizer import linearize
+from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
+from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.engine.realize import compile_linear, run_linear
+from tinygrad.helpers import ALLOW_TF32, DEV, Context, GlobalCounters, Target
+from tinygrad.renderer import Estimates, Renderer
+from tinygrad.renderer.cstyle import CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
+from tinygrad.runtime.support.elf import elf_loader
+from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
+
+__all__ = ["ALLOW_TF32", "Allocator", "AddrSpace", "AxisType", "Buffer", "BufferSpec", "Compiled", "CompileError", "Compiler", "Context", "CUDARenderer", "DEV", "DType", "Device",
+           "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo", "NVCCRenderer", "Ops", "Program", "ProgramInfo", "Renderer", "Target",
+           "Tensor", "TinyELF", "UOp", "VECTORS", "compiled", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "elf_loader", "exec_alu", "lower", "opened_devices", "render", "vector_dtype"]
+
+TINYGRAD_VERSION = "0.14.0"
+
+# **** vector-typed values ****
+# A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
+# goes with the number of UOps. A dtype's name is printed as it stands, so the C type itself is the name; every pass sees a scalar of a strange dtype.
+class VectorDType(DType):
+  """A class of its own, so that a compile worker that unpickles one imports this module."""
+  def __repr__(self) -> str: return f"VectorDType({self.name!r})"
+
+VECTORS: dict[DType, tuple[str, int]] = {}   # dtype -> (numpy element type, lanes)
+_ELEMENT = {"float32": ("float", 32), "uint32": ("unsigned", 32)}
+
+@functools.cache
+def vector_dtype(element:str, n:int, cuda:bool=False) -> DType:
+  """The dtype of a register vector of `n` elements ("float32" or "uint32"), as clang (HIP) or nvcc (CUDA: n of 2 or 4) spells it."""
+  ctype, bits = _ELEMENT[element]
+  name = f"{ {'float': 'float', 'unsigned': 'uint'}[ctype] }{n}" if cuda else f"{ctype} __attribute__((ext_vector_type({n})))"
+  dtype = VectorDType(20, bits*n, name, None)
+  VECTORS[dtype] = (element, n)
+  return dtype
+
+# **** lowering without a device ****
+def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
+  """A kernel's AST (a SINK) -> the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
+  with Context(ALLOW_DEVICE_USAGE=0): return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
+
+def render(sink:UOp, arch:str) -> str:
+  """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""
+  renderer = NVCCRenderer(Target("CUDA", "NVCC", arch)) if arch.startswith("sm_") else HIPCCRenderer(Target("AMD", "HIPCC", arch))
+  return renderer.render(lower(sink, renderer))
+
+# **** machine code (attn/isa) ****
+# exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)
+double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), expand)
+                                         for op, expand in ((Ops.LOG2, xlog2), (Ops.EXP2, xexp2))])
+
+def decode_instruction(data:bytes, arch:str) -> Any:
+  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: they have cdna3 with cdna4, rdna3 and rdna4.
+  Raises ValueError for one that is not in them."""
+  from tinygrad.renderer.amd import decode_inst
+  from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
+  from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER
+  family = "cdna" if arch.startswith("gfx9") else "rdna4" if arch.startswith("gfx12") else "rdna3"
+  try: return decode_inst(data, family)
+  except ValueError:
+    # tinygrad's search leaves out the buffer instructions of RDNA, though it has their tables
+    form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(family)
+    if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[family]: raise
+    return form.from_bytes(data)
+
+def opened_devices(name:str) -> list[Compiled]:
+  """The devices of kind `name` that this process has opened."""
+  return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
+
+# **** timing (bench.py) ****
+def compiled(*outputs:Tensor) -> UOp:
+  """The schedule that computes `outputs` from tensors that are already there, lowered and compiled."""
+  return compile_linear(outputs[0].schedule_linear(*outputs[1:]))
+
+def device_seconds(schedule:UOp) -> float:
+  """Runs a compiled schedule; the time that the device says it took."""
+  before = GlobalCounters.time_sum_s
+  run_linear(schedule, jit=True, wait=True)
+  return GlobalCounters.time_sum_s - before
+
+def check_version() -> None:
+  """Raises ImportError, in one sentence, when the installed tinygrad is not the version that this package was written for."""
+  if (found:=importlib.metadata.version("tinygrad")) != TINYGRAD_VERSION:
+    raise ImportError(f"attn needs tinygrad=={TINYGRAD_VERSION} but {found} is installed: tinygrad's kernel API is alpha and changes between versions")

@@ -1,0 +1,239 @@
+"""Flash attention on a GPU, or on the emulator where there is none: checks the result and prints what it took. Settings come from the environment.
+
+    DEV=EMU::gfx950 B=2 H=8 HKV=2 N=300 D=64 CAUSAL=1 DTYPE=bf16 python bench.py
+
+DEV        AMD, or EMU::<arch>           B, H, HKV  batch, query heads, key/value heads   N, SK    queries, keys     D, DV  head dimensions
+DTYPE      float16, bfloat16             OUT_DTYPE  the same or float32                   LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
+CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
+VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes, of which the others set what they set
+ISA        1: bounds from the machine code                                                CSV      a file for the table
+FIGURES    1: the README's figures about the emulator's speed, and nothing else
+"""
+from __future__ import annotations
+import csv, math, os, statistics, subprocess, sys, time
+from dataclasses import dataclass, replace
+from typing import Any, Mapping, Sequence
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from tinygrad import Context, Device, Tensor, dtypes, getenv
+from attn.api import default_arch, flash_attention_fn, kernel_of
+from attn.arch import get_arch
+from attn.dispatch import choose_tile
+from attn.emulator.checks import EmulatorError
+from attn.kernels.tiles import contraction, round_up
+from attn.problem import LAYOUTS, Problem, problem_of
+from attn.reference import Verdict, exact, judge, rounded, same
+from attn.tinygrad_compat import UOp, compiled, device_seconds, render
+
+NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+OUT_NAMES = {**NAMES, "float": "float32", "fp32": "float32", "float32": "float32"}
+TYPES = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
+MASKS: dict[str, bool|str] = {"0": False, "1": True, "bottom-right": "bottom-right", "top-left": "top-left"}
+ON_THE_EMULATOR = {"B": 1, "H": 8, "N": 256, "D": 128, "CNT": 1}
+ON_A_GPU = {"B": 4, "H": 16, "N": 4096, "D": 128, "CNT": 20}
+SWEEP: list[dict[str, Any]] = [
+  {"D": 64}, {"D": 128}, {"D": 256}, {"D": 80}, {"CAUSAL": "1"}, {"CAUSAL": "top-left", "N": 100, "SK": 333}, {"N": 1, "SK": 777}, {"H": 8, "HKV": 2},
+  {"H": 7, "HKV": 1, "CAUSAL": "1"}, {"WINDOW": "64,0"}, {"LAYOUT": "bshd"}, {"DTYPE": "bfloat16"}, {"DTYPE": "bfloat16", "OUT_DTYPE": "float32"}]
+SAMPLE = 1 << 24   # scores that VERIFY=1 computes in float64, at most
+
+class BadSetting(Exception): pass
+
+# ***** settings *****
+
+@dataclass(frozen=True)
+class Settings:
+  problem: Problem
+  causal: bool|str
+  window: tuple[int, int]
+  count: int
+  seed: int
+  verify: int
+
+def number(name:str, default:int, least:int=1) -> int:
+  try: value = int(text := getenv(name, str(default)))
+  except ValueError: raise BadSetting(f"{name}={text!r}: must be a whole number, at least {least}") from None
+  if value < least: raise BadSetting(f"{name}={value}: must be at least {least}")
+  return value
+
+def choice(name:str, default:str, values:Mapping[str, Any]) -> Any:
+  if (text := getenv(name, default)) not in values: raise BadSetting(f"{name}={text!r}: must be one of {', '.join(values)}")
+  return values[text]
+
+def flag(name:str) -> bool: return choice(name, "0", {"0": False, "1": True})
+
+def pair(name:str, default:str) -> tuple[int, int]:
+  try: left, right = map(int, (text := getenv(name, default)).split(","))
+  except ValueError: raise BadSetting(f"{name}={text!r}: must be left,right, such as 128,0; -1 for all keys on that side") from None
+  return left, right
+
+def settings(default:Mapping[str, Any]) -> Settings:
+  """What the environment asks for, over `default`."""
+  B, H, N, D = (number(name, default[name]) for name in ("B", "H", "N", "D"))
+  HKV, SK, DV = number("HKV", default.get("HKV", H)), number("SK", default.get("SK", N)), number("DV", default.get("DV", D))
+  dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
+  out = choice("OUT_DTYPE", default.get("OUT_DTYPE", dtype), OUT_NAMES)
+  layout = choice("LAYOUT", default.get("LAYOUT", "bhsd"), {name: name for name in LAYOUTS})
+  causal, window, lse = choice("CAUSAL", default.get("CAUSAL", "0"), MASKS), pair("WINDOW", default.get("WINDOW", "-1,-1")), flag("LSE")
+  if H % HKV: raise BadSetting(f"HKV={HKV}: must divide H={H}")
+  q, k, v, o, lse_shape = shapes(B, H, HKV, N, SK, D, DV, layout)
+  p = problem_of(o, q, k, v, dtypes=[out, dtype, dtype, dtype, "float32"], lse=lse_shape if lse else None, causal=causal, window=window, layout=layout)
+  return Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0), number("VERIFY", 1, 0))
+
+def find_device() -> str:
+  """DEV, or AMD where there is such a GPU, or the emulator."""
+  if not (device := getenv("DEV", "")):
+    try: return Device["AMD"].device
+    except Exception: print("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942")   # whatever its absence looks like on this system
+    return "EMU::gfx942"
+  if Device.DEFAULT not in ("AMD", "HIP", "EMU"): raise BadSetting(f"DEV={device!r}: must be AMD, or EMU::<arch> to emulate, such as EMU::gfx942")
+  try: Device[Device.DEFAULT]
+  except ValueError: raise
+  except Exception as e: raise BadSetting(f"DEV={device!r}: it does not open: {'; '.join(map(str, getattr(e, 'exceptions', [e])))}") from None
+  return device
+
+# ***** tensors *****
+
+def arrange(x:np.ndarray, layout:str) -> np.ndarray:
+  """(B, H, S, D) in `layout`."""
+  return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
+
+def restore(x:np.ndarray, p:Problem) -> np.ndarray: return x.swapaxes(1, 2) if p.layout == "bshd" else x.reshape(p.B, p.H, p.Sq, p.Dv)
+
+def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> list[tuple[int, ...]]:
+  """Of q, k, v, o and lse."""
+  four = [(B, H, N, D), (B, HKV, SK, D), (B, HKV, SK, DV), (B, H, N, DV)]
+  return [arrange(np.empty(x, np.bool_), layout).shape for x in four] + [(B*H, N) if layout == "nsd" else (B, H, N)]
+
+def shapes_of(p:Problem) -> list[tuple[int, ...]]: return shapes(p.B, p.H, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, p.layout)
+
+def to_tensor(x:np.ndarray, dtype:str) -> Tensor:
+  if dtype == "float16": return Tensor(np.ascontiguousarray(x, np.float16)).realize()
+  return Tensor((np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)).bitcast(dtypes.bfloat16).realize()
+
+def to_array(t:Tensor) -> np.ndarray:
+  return t.numpy() if t.dtype != dtypes.bfloat16 else (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
+
+# ***** one problem *****
+
+def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
+  """Holds the outputs (o, or o and lse) to the contract; all arrays begin (B, H). The worse verdict, and the part of the rows that was looked at."""
+  (q, k, v), rows = inputs, max(1, min(p.Sq, SAMPLE//4//p.Sk))
+  parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
+  step = 1 if everything else math.ceil(len(parts)/max(1, SAMPLE//(rows*p.Sk)))
+  seen: list[tuple[list[np.ndarray], ...]] = [([], [], []) for _ in outputs]   # of each output: what came, exact, same
+  for b, h, here in parts[::step]:
+    kv = slice(h//(p.H//p.Hkv), h//(p.H//p.Hkv) + 1)
+    args = (q[b, h:h+1, here], k[b, kv], v[b, kv], p.softmax_scale, p.window, p.offset + here.start)
+    columns = ([x[b, h:h+1, here] for x in outputs], exact(*args), same(*args, dtype=p.dtype, out_dtype=p.out_dtype))
+    for into, values in zip(seen, zip(*columns)):
+      for column, x in zip(into, values): column.append(x.reshape(-1))
+  verdicts = [judge(*map(np.concatenate, columns)) for columns in seen]
+  return max(verdicts, key=lambda x: (not x.ok, x.error)), len(parts[::step])/len(parts)
+
+def bench(s:Settings) -> dict[str, Any]:
+  """Runs one problem; a row of the table."""
+  p, arch, rng = s.problem, get_arch(default_arch()), np.random.default_rng(s.seed)
+  inputs = [rounded(rng.standard_normal((p.B, h, n, d), np.float32), p.dtype)
+            for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
+  tensors, (*_, o_shape, lse_shape) = [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], shapes_of(p)
+  outs = [Tensor.empty(*o_shape, dtype=TYPES[p.out_dtype])] + [Tensor.empty(*lse_shape, dtype=dtypes.float)]*p.return_lse
+  start = time.perf_counter()
+  fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
+  results = Tensor.custom_kernel(*outs, *tensors, fxn=fxn)[:len(outs)]
+  schedule = compiled(*results)
+  row: dict[str, Any] = {"shape": describe(s), "arch": arch.name, "tile": str(choose_tile(p, arch)), "lowering s": time.perf_counter() - start}
+  emulated, times = Device.DEFAULT == "EMU", []
+  for _ in range(s.count):
+    start = time.perf_counter()
+    seconds = device_seconds(schedule)
+    times.append(time.perf_counter() - start if emulated else seconds)
+  best, median = min(times), statistics.median(times)
+  if emulated: row["emulated s"] = median
+  else: row |= {"ms best": best*1e3, "median": median*1e3, "TFLOP/s best": p.flops/best/1e12, "of median": p.flops/median/1e12}
+  if s.verify == 0: return row
+  o, *lse = (to_array(t) for t in results)
+  verdict, part = verify(p, inputs, [restore(o, p), *(x.reshape(p.B, p.H, p.Sq) for x in lse)], s.verify > 1)
+  verdict_text = "ok" if verdict.ok else verdict.pattern or "WRONG"
+  return row | {"error": verdict.error, "limit": verdict.limit, "rows checked": f"{100*part:.0f}%", "verdict": verdict_text}
+
+def describe(s:Settings) -> str:
+  p = s.problem
+  heads, width = (f"{a}" if a == b else f"{a}/{b}" for a, b in ((p.H, p.Hkv), (p.D, p.Dv)))
+  mask = {False: "", "top-left": " causal top-left"}.get(s.causal, " causal") + ("" if s.window == (-1, -1) else f" window {s.window[0]},{s.window[1]}")
+  types = p.dtype if p.dtype == p.out_dtype else f"{p.dtype}->{p.out_dtype}"
+  return f"B{p.B} H{heads} {p.Sq}x{p.Sk} D{width} {types} {p.layout}{mask}{' lse' if p.return_lse else ''}"
+
+def show(title:str, rows:Sequence[Mapping[str, Any]]) -> None:
+  table = Table(*rows[0], title=title, title_justify="left")
+  for row in rows: table.add_row(*((f"{x:.0f}" if x >= 1000 else f"{x:.3g}") if isinstance(x, float) else str(x) for x in row.values()))
+  console().print(table)
+
+def console() -> Console: return Console(width=None if sys.stdout.isatty() else 200)
+
+# ***** bounds *****
+
+def show_bounds(s:Settings) -> None:
+  """What the machine code of the kernel and the chip's data sheet allow."""
+  try: from attn.isa import compiler, report, roofline, table
+  except ImportError as e: raise BadSetting(f"ISA=1: needs the package {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
+  p, arch = s.problem, get_arch(default_arch())
+  tile, (q, k, v, o, lse) = choose_tile(p, arch), shapes_of(p)
+  tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
+  source = render(kernel_of(p, arch.name)(*(UOp.placeholder(shape, TYPES[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
+  found = report.analyse(compiler.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
+                         queries=tile.q_tiles*tile.matrix.N)
+  console().print(table.brief([found]))
+  use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
+  rows = []
+  for chip in roofline.chips_of(arch.name):
+    overlapped, serial = (roofline.roofline(p, tile, chip, x) for x in use)
+    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, chip)[:3])
+    rows.append({"chip": chip.name, "peak": chip.peak, "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
+                 "CUs busy": f"{100*overlapped.balance:.0f}%", "measured by others": others or "nothing for this shape"})
+  show("bound, not measured (TFLOP/s)", rows)
+
+# ***** the README's figures *****
+
+FIRST_CALL = """
+import numpy as np
+from tinygrad import Tensor, dtypes
+from attn import flash_attention
+q, k, v = (Tensor(np.random.default_rng(i).standard_normal((1, 2, 256, 64)).astype(np.float16)) for i in range(3))
+Tensor.empty(1, 2, 256, 64, dtype=dtypes.half).custom_kernel(q, k, v, fxn=flash_attention)[0].numpy()
+"""
+
+def show_figures() -> None:
+  start = time.perf_counter()
+  subprocess.run([sys.executable, "-c", FIRST_CALL], env={**os.environ, "DEV": "EMU::gfx942"}, check=True)
+  first = time.perf_counter() - start
+  with Context(DEV="EMU::gfx942"): row = bench(settings({**ON_THE_EMULATOR, "N": 1024}))
+  print(f"measured on this machine, {os.cpu_count()} CPUs:")
+  print(f"  emulation, checks on     {row['emulated s']:.2f} s   {row['shape']} on {row['arch']}: {row['verdict']}")
+  print(f"  lowering of the same     {row['lowering s']:.2f} s")
+  print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
+
+def main() -> int:
+  if flag("FIGURES"):
+    show_figures()
+    return 0
+  with Context(DEV=(device := find_device())):
+    default, sweep = ON_THE_EMULATOR if Device.DEFAULT == "EMU" else ON_A_GPU, flag("SWEEP")
+    todo = [settings({**default, **x}) for x in (SWEEP if sweep else [{}])]
+    rows = [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
+    show(f"flash attention forward, DEV={device}", rows)
+    for s in todo if flag("ISA") else []: show_bounds(s)
+  if path := getenv("CSV", ""):
+    with open(path, "w", newline="") as f:
+      writer = csv.DictWriter(f, list(rows[0]))
+      writer.writeheader()
+      writer.writerows(rows)
+  return int(any(row.get("verdict", "ok") != "ok" for row in rows))
+
+if __name__ == "__main__":
+  try: sys.exit(main())
+  except EmulatorError as e: sys.exit(f"bench.py: the emulator stopped the kernel: {e}")
+  except (BadSetting, ValueError, NotImplementedError) as e:
+    print(f"bench.py: {e}", file=sys.stderr)
+    sys.exit(2)

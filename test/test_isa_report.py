@@ -1,0 +1,281 @@
+"""Reading machine code: the classes of instructions, the graph and its loops, the usual path, the counts and bounds, the command line."""
+import json, os, sys
+import pytest
+from click.testing import CliRunner
+from attn.isa import costs, source
+from attn.isa.__main__ import main
+from attn.isa.compiler import assemble, assembly
+from attn.isa.costs import defects
+from attn.isa.disassemble import disassemble, elf_arch
+from attn.isa.flow import blocks_of, loops_of, matrix_loops, usual_path
+from attn.isa.instruction import access_bytes, kind_of, matrix_shape
+from attn.isa.model import MODEL
+from attn.isa.parse import parse
+from attn.isa.report import analyse, waves_by_lds, waves_by_registers
+sys.path.insert(0, os.path.dirname(__file__))
+from isa_sample import ARCHES, KEYS, UNITS, sample
+
+# ***** instructions *****
+
+@pytest.mark.parametrize("text, kind", [
+  ("v_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]", "matrix"), ("v_wmma_f32_16x16x16_f16 v[0:7], v[0:7], v[8:15], v[0:7]", "matrix"),
+  ("v_exp_f32_e32 v0, v1", "exp"), ("v_s_exp_f32 s0, s1", "exp"), ("v_rcp_f32_e32 v0, v1", "transcendental"), ("v_log_f32_e32 v0, v1", "transcendental"),
+  ("v_pk_mul_f32 v[0:1], v[0:1], v[2:3]", "packed"), ("v_dual_mul_f32 v0, v1, v2 :: v_dual_add_f32 v3, v4, v5", "dual"),
+  ("v_add_f32_e32 v0, v1, v2", "valu"), ("v_max3_f32 v0, v1, v2, v3", "valu"), ("v_accvgpr_read_b32 v0, a0", "acc_move"),
+  ("v_permlane32_swap_b32_e32 v0, v1", "lane"), ("v_readfirstlane_b32 s0, v0", "lane"), ("ds_bpermute_b32 v0, v1, v2", "lds_permute"),
+  ("ds_read_b128 v[0:3], v4", "lds_read"), ("ds_load_b128 v[0:3], v4", "lds_read"), ("ds_read_b64_tr_b16 v[0:1], v4", "lds_read"),
+  ("ds_write_b64 v0, v[1:2]", "lds_write"), ("ds_store_b128 v0, v[1:4]", "lds_write"),
+  ("global_load_dwordx4 v[0:3], v[0:1], off", "load"), ("buffer_load_dwordx4 v0, s[0:3], 0 offen lds", "load_to_lds"),
+  ("global_load_lds_dwordx4 v[0:1], off", "load_to_lds"), ("buffer_load_b128 v[0:3], v4, s[0:3], 0 offen", "load"),
+  ("global_store_b128 v[0:1], v[2:5], off", "store"), ("scratch_load_b32 v0, off, s0", "scratch"), 
+  ("buffer_inv sc1", "memory_other"),
+  ("s_waitcnt lgkmcnt(0)", "wait"), ("s_wait_dscnt 0x0", "wait"), ("s_wait_alu 0xfffe", "wait"),
+  ("s_barrier", "barrier"), ("s_barrier_signal -1", "barrier"),
+  ("s_cbranch_scc1 .LBB0_1", "branch"), ("s_endpgm", "branch"), ("s_setprio 1", "hint"), ("s_sched_barrier 0", "hint"), ("s_nop 0", "nop"),
+  ("s_delay_alu instid0(VALU_DEP_1)", "nop"), ("s_load_dwordx4 s[0:3], s[0:1], 0x0", "scalar_load"), ("s_add_i32 s0, s0, 1", "salu")])
+def test_kinds(text, kind):
+  op, _, args = text.partition(" ")
+  assert kind_of(op, args) == kind
+
+@pytest.mark.parametrize("op, size", [("ds_read_b128", 16), ("ds_read2_b64", 16), ("ds_load_2addr_b32", 8), ("ds_read2st64_b32", 8), ("ds_read_u16", 2),
+                                      ("ds_read_u16_d16_hi", 2), ("ds_write_b16", 2), ("ds_write_b8", 1), ("global_load_dwordx4", 16),
+                                      ("global_load_dword", 4), ("buffer_load_b96", 12), ("global_load_ushort", 2), ("ds_read_b64_tr_b16", 8)])
+def test_bytes_of_an_access(op, size): assert access_bytes(op) == size
+
+@pytest.mark.parametrize("op, shape, flops", [("v_mfma_f32_32x32x8_f16", "32x32x8", 16384), ("v_mfma_f32_16x16x32_bf16", "16x16x32", 16384),
+                                              ("v_mfma_f32_32x32x4_2b_f16", "32x32x4_2b", 16384), ("v_wmma_f32_16x16x16_f16", "16x16x16", 8192)])
+def test_shape_of_a_matrix_instruction(op, shape, flops): assert matrix_shape(op) == (shape, flops)
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_cycles_of_a_shape_are_the_chips_peak_or_its_half(arch):
+  """A published cycle count can't be faster than the published peak; the older shapes of gfx950 run at half of it."""
+  cu = MODEL[arch]
+  for shape, cycles in cu.matrix.items():
+    rate = matrix_shape(f"_{shape}_")[1]/cycles*cu.simds/cu.flops
+    fp8 = shape in (("32x32x16", "16x16x32") if arch == "gfx942" else ("32x32x64", "16x16x128"))
+    assert rate == pytest.approx(2 if fp8 else rate) and rate in (0.25, 0.5, 1, 2), (shape, rate)
+
+# ***** graph *****
+
+def block_names(text:str):
+  kernel = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--gfx942\"\nk:\n{text}\n.type k,@function")[0]
+  return blocks_of(kernel.code)
+
+MATRIX = "v_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]\n"
+EXP = "v_exp_f32_e32 v0, v1\n"
+FLOPS_PER_EXP = 4*64*64   # D=64, 64 lanes: one 32x32x8 goes with one v_exp
+
+def test_a_loop_is_found_and_a_branch_out_of_it_is_not():
+  blocks = block_names(f"s_mov_b32 s0, 0\n.LBB0_1:\n{MATRIX}s_cbranch_scc1 .LBB0_3\ns_add_i32 s0, s0, 1\ns_cbranch_scc0 .LBB0_1\n.LBB0_3:\ns_endpgm")
+  loop, = loops_of(blocks)
+  assert [blocks[i].labels for i in sorted(loop.body)] == [[".LBB0_1"], []] and blocks[loop.header].labels == [".LBB0_1"]
+
+def test_of_nested_loops_the_inner_one_with_matrices_counts():
+  blocks = block_names(f".LBB0_1:\n.LBB0_2:\n{MATRIX}s_cbranch_scc0 .LBB0_2\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
+  assert [blocks[x.header].labels for x in matrix_loops(blocks)] == [["k", ".LBB0_1", ".LBB0_2"]]   # one header: the two back edges are one loop
+  blocks = block_names(f".LBB0_1:\ns_nop 0\n.LBB0_2:\n{MATRIX}s_cbranch_scc0 .LBB0_2\n.LBB0_3:\ns_nop 0\n"
+                       "s_cbranch_scc0 .LBB0_3\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
+  assert len(loops_of(blocks)) == 3 and [blocks[x.header].labels for x in matrix_loops(blocks)] == [[".LBB0_2"]]
+
+def test_of_equal_loops_the_shorter_one_counts():
+  """The loop without the mask."""
+  blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MATRIX}s_cbranch_scc0 .LBB0_1\n.LBB0_2:\n{MATRIX}s_cbranch_scc0 .LBB0_2\ns_endpgm")
+  assert blocks[matrix_loops(blocks)[0].header].labels == [".LBB0_2"]
+
+def path_of(text:str) -> list[str]:
+  blocks = block_names(text)
+  return [x.op for b in usual_path(blocks, matrix_loops(blocks)[0], FLOPS_PER_EXP) for x in blocks[b].instructions]
+
+def test_a_rare_side_block_is_left_out():
+  path = path_of(f".LBB0_1:\n{MATRIX*4}s_cbranch_vccz .LBB0_2\n{EXP}v_mul_f32 v2, v2, v0\n.LBB0_2:\n{EXP*4}s_cbranch_scc0 .LBB0_1\ns_endpgm")
+  assert path.count("v_exp_f32_e32") == 4 and "v_mul_f32" not in path
+
+def test_a_block_with_the_exponentials_is_not_left_out():
+  """The softmax behind an s_cbranch_execz that is never taken."""
+  path = path_of(f".LBB0_1:\n{MATRIX*4}s_cbranch_execz .LBB0_2\n{EXP*4}v_mul_f32 v2, v2, v0\n.LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
+  assert "v_exp_f32_e32" in path and "v_mul_f32" in path
+
+def test_a_block_with_matrix_work_is_not_left_out():
+  path = path_of(f".LBB0_1:\n{MATRIX*4}{EXP}s_cbranch_vccz .LBB0_2\n{MATRIX*4}\n.LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
+  assert path.count("v_mfma_f32_32x32x8_f16") == 8
+
+def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
+  """One half of a loop body with a mask, one without."""
+  path = path_of(f".LBB0_1:\ns_cbranch_vccz .LBB0_2\n{MATRIX*4}{EXP*4}v_cndmask_b32 v0, v1, v2, vcc\ns_branch .LBB0_3\n.LBB0_2:\n{MATRIX*4}{EXP*4}\n"
+                 ".LBB0_3:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
+  assert "v_cndmask_b32" not in path and path.count("v_mfma_f32_32x32x8_f16") == 4
+
+# ***** reports *****
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_work_of_a_trip_is_known(arch, d):
+  """The counts that follow from the source: matrix instructions, scores, exponentials, LDS traffic; and the bounds from the counts."""
+  u, cu = UNITS[arch], MODEL[arch]
+  report = analyse(assembly(sample(arch, d), arch), d=d, queries=u.m)
+  loop, held = report.loop, report.resources
+  assert report.arch == arch and loop.kinds["matrix"] == sum(loop.matrix.values()) == 2*KEYS*d//(u.m*u.k)
+  assert loop.scores == u.m*KEYS and loop.keys == KEYS and loop.exp_per_score == 1.0
+  assert loop.kinds["barrier"] >= 2 and loop.instructions < loop.instructions_in_all   # the rescale is a side block
+  reads, writes = (sum(n*int(w[1:])//8 for w, n in x.items()) for x in (loop.lds_read, loop.lds_write))
+  assert reads == loop.kinds["matrix"]*u.lanes*2 and loop.kinds["lds_permute"] == 1
+  share = u.m*KEYS/u.wave
+  assert loop.valu_per_score == pytest.approx(loop.valu/share) and loop.lds_bytes_per_score == pytest.approx((reads + writes)/share)
+  cycles = loop.cycles
+  assert cycles["matrix"] == loop.flops/(cu.flops/cu.simds)   # the samples use each chip's full-rate shape
+  assert loop.serial == pytest.approx(cycles["matrix"]/sum(cycles[x] for x in ("matrix", "vector", "transcendental"))) and loop.serial < loop.overlap <= 1
+  assert held.lds == 2*(KEYS*(d+8) + d*(KEYS+8)) and held.vgpr_spills == held.scratch == 0 and held.waves_by_registers >= 1
+
+def test_the_numbers_of_a_kernel_that_can_be_counted_by_hand():
+  text = (".amdgcn_target \"amdgcn-amd-amdhsa--gfx942\"\n.type k,@function\nk:\n.LBB0_1:\n" + MATRIX*8 + EXP*2 + "v_rcp_f32_e32 v0, v1\n" +
+          "v_pk_mul_f32 v[0:1], v[0:1], v[2:3]\nv_mov_b32_dpp v0, v1 row_shr:1 row_mask:0xf bank_mask:0xf\nv_cvt_f16_f32_e32 v0, v1\n" +
+          "ds_read_b128 v[0:3], v4\nds_write_b16 v0, v1\nbuffer_load_dwordx4 v0, s[0:3], 0 offen lds\nds_bpermute_b32 v0, v1, v2\n" +
+          "s_cbranch_scc0 .LBB0_1\ns_endpgm\n")
+  loop = analyse(text, d=64).loop
+  assert (loop.kinds["matrix"], loop.kinds["exp"], loop.kinds["transcendental"], loop.valu, loop.dpp, loop.conversions) == (8, 2, 1, 3, 1, 1)
+  assert loop.flops == 8*16384 and loop.scores == 8*16384/(4*64) and loop.exp_per_score == 2/8
+  # CDNA3: 32 cycles a 32x32x8, 4 a vector instruction, 16 a transcendental; LDS 64 lanes x 4 SIMDs at 128 bytes a clock; a 2-byte write counts as 4
+  assert loop.cycles == {"matrix": 256, "vector": 12, "transcendental": 48, "lds": 256*(16 + 4)/128 + 256*(4 + 16)/128}
+  assert loop.overlap == 1 and loop.serial == 256/(256 + 12 + 48)
+  assert loop.lds_bytes_per_score == (16 + 4 + 16)/8
+
+def test_rdna_shares_its_issue_between_matrix_and_vector():
+  text = (".amdgcn_target \"amdgcn-amd-amdhsa--gfx1100\"\n.type k,@function\nk:\n.LBB0_1:\n" +
+          "v_wmma_f32_16x16x16_f16 v[0:7], v[0:7], v[8:15], v[0:7]\n"*4 + EXP*2 + "v_add_f32_e32 v0, v1, v2\n"*10 + "s_cbranch_scc0 .LBB0_1\ns_endpgm\n")
+  loop = analyse(text, d=64).loop
+  assert loop.overlap == 128/(128 + 10 + 2) and loop.serial == 128/(128 + 10 + 8)
+
+@pytest.mark.parametrize("arch, registers, waves", [("gfx942", 128, 4), ("gfx942", 129, 3), ("gfx942", 256, 2), ("gfx942", 264, 1), ("gfx942", 8, 8),
+                                                    ("gfx1100", 256, 5), ("gfx1100", 96, 16), ("gfx1100", 97, 12), ("gfx1201", 192, 8)])
+def test_waves_by_registers(arch, registers, waves): assert waves_by_registers(MODEL[arch], registers) == waves
+
+@pytest.mark.parametrize("arch, lds, threads, whole, waves", [
+  ("gfx942", 32768, 256, False, 2), ("gfx942", 32769, 256, False, 1), ("gfx942", 65536, 512, False, 2), ("gfx950", 65536, 256, False, 2),
+  ("gfx950", 81920, 256, False, 2), ("gfx1100", 40960, 128, False, 2), ("gfx1100", 40960, 128, True, 3), ("gfx1100", 1024, 128, False, 16)])
+def test_waves_by_lds(arch, lds, threads, whole, waves): assert waves_by_lds(MODEL[arch], lds, threads, whole) == waves
+
+def test_a_spill_is_seen():
+  source_ = sample("gfx1100", 128).replace("(1, 128)))", "(1, 128), amdgpu_waves_per_eu(12, 12)))")
+  held = analyse(assembly(source_, "gfx1100"), d=128).resources
+  assert held.vgpr_spills > 0 and held.scratch > 0
+
+def test_text_without_a_kernel_is_an_error():
+  with pytest.raises(ValueError, match="no AMDGPU code"): analyse("hello", arch="gfx942")
+  with pytest.raises(ValueError, match="chip"): analyse("k:\n s_endpgm\n")
+  with pytest.raises(ValueError, match="no machine model for 'gfx906'"): analyse("k:\n s_endpgm\n", arch="gfx906")
+  with pytest.raises(ValueError, match="there are k"): analyse("k:\n s_endpgm\n", arch="gfx942", kernel_name="other")
+
+def test_a_kernel_without_a_matrix_loop_has_resources_only():
+  report = analyse(".type k,@function\nk:\n s_endpgm\n", arch="gfx942")
+  assert report.loop is None and report.loops == 0
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_code_object_gives_the_report_of_its_text(arch):
+  text = assembly(sample(arch), arch)
+  lib = assemble(text, arch)
+  assert elf_arch(lib) == arch
+  a, b = analyse(text, d=64), analyse(disassemble(lib), d=64)
+  same = ("kinds", "matrix", "lds_read", "lds_write", "load_widths", "dpp", "conversions", "cycles")
+  assert a.resources == b.resources and all(getattr(a.loop, x) == getattr(b.loop, x) for x in same)
+
+def test_agprs_are_told_from_vgprs():
+  """A wave of more than 256 registers on CDNA: in the text and in the code object."""
+  text = assembly(sample("gfx950", 256), "gfx950")
+  held = analyse(text, d=256).resources
+  text = text.replace("    .agpr_count:     0", "    .agpr_count:     16")
+  text = text.replace(f".amdhsa_accum_offset {held.vgpr + -held.vgpr % 4}", ".amdhsa_accum_offset 128")
+  changed = analyse(text, d=256).resources
+  assert changed.vgpr == 128 and changed.agpr == 16
+  assert changed == analyse(disassemble(assemble(text, "gfx950")), d=256).resources
+
+def test_llvm_objdump_text_is_read():
+  """Branches are numbers there, with the target in the comment or to be computed."""
+  dump = ("\nkernel.co:\tfile format elf64-amdgpu\n\n0000000000001600 <k>:\n"
+          "\tv_mov_b32_e32 v0, 0                                        // 000000001600: 7E000280\n"
+          "\tv_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]     // 000000001604: D3CC0000 04020500\n"
+          "\tv_exp_f32_e32 v1, v2                                        // 00000000160C: 7E024102\n"
+          "\ts_cbranch_scc0 {}\n\ts_endpgm                                // 000000001614: BF810000\n")
+  for branch in ("65532 // 000000001610: BF84FFFC <k+0x4>", "65532 // 000000001610: BF84FFFC"):
+    loop = analyse(dump.format(branch), "gfx942", 64).loop
+    assert loop.instructions == 3 and loop.kinds["matrix"] == loop.kinds["exp"] == 1
+
+# ***** what no kernel should hold *****
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("change, said", [({}, None), ({"exp": "__ocml_exp2_f32"}, "v_ldexp after an exp"),
+                                          ({"maximum": "x > y ? x : y"}, "compare and select"), ({"maximum": "y < x ? x : y"}, "compare and select")])
+def test_slow_idioms_are_found(arch, change, said):
+  found = defects(parse(assembly(sample(arch, **change), arch))[0])
+  assert not found if said is None else len(found) >= 30 and all(x.startswith(said) for x in found)
+
+def test_idioms_in_dual_issue_are_found():
+  text = ("k:\nv_cmp_gt_f32_e32 vcc_lo, v1, v2\nv_dual_mov_b32 v9, v8 :: v_dual_cndmask_b32 v3, v2, v1\nv_exp_f32_e32 v4, v4\nv_mov_b32 v5, v6\n"
+          "v_ldexp_f32 v4, v4, v7\ns_endpgm")
+  assert len(defects(parse(text, "gfx1100")[0])) == 2
+
+def test_selects_that_are_no_maximum_are_not_found():
+  text = ("k:\nv_cmp_gt_f32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v3, v4, v5, vcc\nv_cmp_lt_i32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v3, v1, v2, vcc\n"
+          "v_exp_f32_e32 v4, v4\nv_exp_f32_e32 v4, v5\nv_mov_b32 v4, v1\nv_ldexp_f32 v5, v4, v7\ns_endpgm")
+  assert defects(parse(text, "gfx942")[0]) == []
+
+# ***** the command, and the file of costs *****
+
+@pytest.fixture
+def ours(monkeypatch):
+  """The samples in the place of our kernels."""
+  def kernel_source(spec):
+    return source.Source(sample(spec.arch, spec.d, maximum="x > y ? x : y" if spec.mask == "causal" else "__builtin_fmaxf(x, y)"), spec.d, spec.d,
+                         UNITS[spec.arch].m, 4*UNITS[spec.arch].m)
+  monkeypatch.setattr(source, "kernel_source", kernel_source)
+
+def run(*args, ok=True) -> str:
+  done = CliRunner().invoke(main, [str(a) for a in args])
+  assert (done.exit_code == 0) == ok, done.output
+  if done.exception is not None and not isinstance(done.exception, SystemExit): raise done.exception
+  return done.output
+
+def test_a_kernel_by_options_and_by_its_word(ours):
+  by_options = json.loads(run("--arch", "gfx942", "--d", 64, "--causal", "--json"))
+  assert by_options == json.loads(run("gfx942/64/float16/causal", "--json"))
+  assert by_options[0]["name"] == "gfx942/64/float16/causal" and by_options[0]["loop"]["queries"] == 32
+
+def test_the_table_names_every_figure(ours):
+  shown = run("gfx942/64", "gfx1100/64")
+  for name in ("VGPR", "waves/SIMD by LDS", "32 x mfma_f32_32x32x8_f16", "VALU/elt", "bound, not measured", "overlap %", "serial %"): assert name in shown
+  assert len(run("--brief", "gfx942/64", "gfx1100/64").splitlines()) == 6
+
+def test_a_file_and_a_difference(ours, tmp_path):
+  text, lib = tmp_path/"a.s", tmp_path/"b.co"
+  text.write_text(assembly(sample("gfx942"), "gfx942"))
+  lib.write_bytes(assemble(assembly(sample("gfx942", maximum="x > y ? x : y"), "gfx942"), "gfx942"))
+  lines = run("--diff", text, lib, "--d", 64).splitlines()
+  assert "change" in "".join(lines[:4])
+  valu = next(x for x in lines if "VALU  " in x).split("│")
+  assert int(valu[3]) - int(valu[2]) == float(valu[4]) > 20
+
+def test_errors_say_what_is_wrong(ours, tmp_path):
+  assert "name a file" in run("report", ok=False) and "Usage" in run(ok=False)
+  assert "compares two" in run("--diff", "gfx942/64", ok=False)
+  for word, said in (("nothing.s", "no such file"), ("gfx906/64", "arch 'gfx906'"), ("gfx942/64/float8", "dtype 'float8'"),
+                     ("gfx942/x", "is no kernel")):
+    with pytest.raises(ValueError, match=said): run(word, ok=False)
+  (tmp_path/"bundle.co").write_bytes(b"\x7fELF" + bytes(60))
+  with pytest.raises(ValueError, match="not of an AMD GPU"): run(tmp_path/"bundle.co", ok=False)
+
+def test_assembly_and_source_are_printed(ours):
+  assert "v_mfma" in run("asm", "gfx942/64") and "__builtin_amdgcn_mfma" in run("asm", "gfx942/64", "--hip")
+
+def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_path):
+  specs = [source.Spec("gfx942", 64), source.Spec("gfx1100", 64), source.Spec("gfx942", 64, mask="causal")]
+  monkeypatch.setattr(costs, "SPECS", specs)
+  file = tmp_path/"costs.txt"
+  run("costs", "--write", file)
+  assert [x.split("|")[0].strip() for x in file.read_text().splitlines()[2:]] == [str(s) for s in specs]
+  assert file.read_text().splitlines()[0].startswith("#") and "not measurements" in file.read_text()
+  run("costs", "--check", file)
+  assert costs.compare(file.read_text(), costs.lines_of(specs)) == []
+  monkeypatch.setattr(source, "kernel_source", lambda s: source.Source(sample(s.arch, s.d, exp="__ocml_exp2_f32"), s.d, s.d, 32, 128))
+  changes = costs.compare(file.read_text(), costs.lines_of(specs))
+  assert any("VALU/elt was" in c for c in changes) and all(c.startswith(tuple(map(str, specs))) for c in changes)
+  assert "costs changed" in run("costs", "--check", file, ok=False)
+  assert costs.compare("", costs.lines_of(specs[:1])) == ["gfx942/64/float16/full: not in the file"]
