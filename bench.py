@@ -5,7 +5,7 @@
 DEV        AMD, or EMU::<arch>           B, H, HKV  batch, query heads, key/value heads   N, SK    queries, keys     D, DV  head dimensions
 DTYPE      float16, bfloat16             OUT_DTYPE  the same or float32                   LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
-VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes, of which the others set what they set
+VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds from the machine code                                                CSV      a file for the table
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
@@ -78,14 +78,15 @@ def settings(default:Mapping[str, Any]) -> Settings:
   causal, window, lse = choice("CAUSAL", default.get("CAUSAL", "0"), MASKS), pair("WINDOW", default.get("WINDOW", "-1,-1")), flag("LSE")
   if H % HKV: raise BadSetting(f"HKV={HKV}: must divide H={H}")
   q, k, v, o, lse_shape = shapes(B, H, HKV, N, SK, D, DV, layout)
-  p = problem_of(o, q, k, v, dtypes=[out, dtype, dtype, dtype, "float32"], lse=lse_shape if lse else None, causal=causal, window=window, layout=layout)
+  p = problem_of(o, q, k, v, dtypes=[out, *[dtype]*3, "float32"], lse=lse_shape if lse else None, causal=causal, window=window, layout=layout)
   return Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0), number("VERIFY", 1, 0))
 
 def find_device() -> str:
   """DEV, or AMD where there is such a GPU, or the emulator."""
   if not (device := getenv("DEV", "")):
     try: return Device["AMD"].device
-    except Exception: print("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942")   # whatever its absence looks like on this system
+    except Exception:   # whatever its absence looks like on this system
+      print("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942")
     return "EMU::gfx942"
   if Device.DEFAULT not in ("AMD", "HIP", "EMU"): raise BadSetting(f"DEV={device!r}: must be AMD, or EMU::<arch> to emulate, such as EMU::gfx942")
   try: Device[Device.DEFAULT]
@@ -161,7 +162,8 @@ def bench(s:Settings) -> dict[str, Any]:
 def describe(s:Settings) -> str:
   p = s.problem
   heads, width = (f"{a}" if a == b else f"{a}/{b}" for a, b in ((p.H, p.Hkv), (p.D, p.Dv)))
-  mask = {False: "", "top-left": " causal top-left"}.get(s.causal, " causal") + ("" if s.window == (-1, -1) else f" window {s.window[0]},{s.window[1]}")
+  mask = {False: "", "top-left": " causal top-left"}.get(s.causal, " causal")
+  if s.window != (-1, -1): mask += f" window {s.window[0]},{s.window[1]}"
   types = p.dtype if p.dtype == p.out_dtype else f"{p.dtype}->{p.out_dtype}"
   return f"B{p.B} H{heads} {p.Sq}x{p.Sk} D{width} {types} {p.layout}{mask}{' lse' if p.return_lse else ''}"
 
@@ -177,7 +179,7 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 def show_bounds(s:Settings) -> None:
   """What the machine code of the kernel and the chip's data sheet allow."""
   try: from attn.isa import compiler, report, roofline, table
-  except ImportError as e: raise BadSetting(f"ISA=1: needs the package {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
+  except ImportError as e: raise BadSetting(f"ISA=1: needs {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
   p, arch = s.problem, get_arch(default_arch())
   tile, (q, k, v, o, lse) = choose_tile(p, arch), shapes_of(p)
   tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
@@ -218,13 +220,15 @@ def main() -> int:
   if flag("FIGURES"):
     show_figures()
     return 0
+  if (path := getenv("CSV", "")) and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+    raise BadSetting(f"CSV={path!r}: must be a file in a directory that can be written to")
   with Context(DEV=(device := find_device())):
     default, sweep = ON_THE_EMULATOR if Device.DEFAULT == "EMU" else ON_A_GPU, flag("SWEEP")
     todo = [settings({**default, **x}) for x in (SWEEP if sweep else [{}])]
     rows = [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
     show(f"flash attention forward, DEV={device}", rows)
     for s in todo if flag("ISA") else []: show_bounds(s)
-  if path := getenv("CSV", ""):
+  if path:
     with open(path, "w", newline="") as f:
       writer = csv.DictWriter(f, list(rows[0]))
       writer.writeheader()

@@ -17,20 +17,22 @@ class Candidate:
   q_in_lds: bool = False
   fenced: bool = False
   matrix: int = 0        # index into fragment.MATRIX of the family and dtype
+  fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
 
 # best first; the first one that fits is taken
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-  "cdna3": (Candidate(192, 4, 1, 64), Candidate(256, 4, 1, 32)),
-  "cdna4": (Candidate(256, 4, 1, 64),),
+  "cdna3": (Candidate(128, 8, 1, 64, fills=256), Candidate(192, 4, 1, 64), Candidate(256, 4, 1, 32)),
+  "cdna4": (Candidate(128, 8, 1, 64, fills=256), Candidate(256, 4, 1, 64)),
   "rdna3": (Candidate(64, 4, 1, 64, fenced=True), Candidate(128, 8, 1, 32, fenced=True), Candidate(192, 4, 1, 16, fenced=True),
             Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True)),
   "rdna4": (Candidate(64, 4, 2, 32, fenced=True), Candidate(128, 4, 1, 64, fenced=True), Candidate(192, 4, 1, 32, fenced=True),
             Candidate(256, 4, 1, 16, fenced=True)),
 }
 
-def fits(p:Problem, arch:Arch, tile:Tile, up_to:int) -> str|None:
-  """None if `tile` runs on `arch`, else why not."""
-  if max(p.D, p.Dv) > up_to: return f"tile {tile} has the registers for D and Dv up to {up_to}"
+def fits(p:Problem, arch:Arch, tile:Tile, c:Candidate) -> str|None:
+  """None if `tile` is for this problem on `arch`, else why not."""
+  if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
+  if (blocks := p.B*p.H*ceildiv(p.Sq, tile.block_m)) < c.fills: return f"tile {tile} makes {blocks} workgroups, {c.fills} are wanted to fill the chip"
   if (need := forward.lds_bytes(p, tile)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
@@ -42,6 +44,6 @@ def choose_tile(p:Problem, arch:Arch) -> Tile:
     q_tiles = c.q_tiles if p.Sq > mat.N else 1
     waves = min(c.waves, ceildiv(p.Sq, mat.N*q_tiles))      # no wave without a query
     tile = Tile(mat, waves, q_tiles, c.block_n, c.q_in_lds, c.fenced)
-    if (reason := fits(p, arch, tile, c.up_to)) is None: return tile
+    if (reason := fits(p, arch, tile, c)) is None: return tile
     reasons.append(reason)
   raise NotImplementedError(f"no tile of the forward kernel fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")

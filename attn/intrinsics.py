@@ -250,7 +250,7 @@ def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float3
 def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
 def length(x:UOp) -> int: return VECTORS[x.dtype][1] if x.dtype in VECTORS else 1
 
-def splat(x:UOp|float, n:int) -> UOp: return emit("splat", f32(n), UOp.const(x, dtypes.float) if isinstance(x, (int, float)) else x, n=n)
+def splat(x:float, n:int) -> UOp: return UOp.const(x, dtypes.float) if n == 1 else emit("splat", f32(n), UOp.const(x, dtypes.float), n=n)
 def build(*xs:UOp) -> UOp: return emit("build", u32(len(xs)) if xs[0].dtype == dtypes.uint else f32(len(xs)), *xs, n=len(xs))
 def extract(x:UOp, i:int) -> UOp: return emit("extract", dtypes.uint if VECTORS[x.dtype][0] == "uint32" else dtypes.float, x, i=i) if length(x) > 1 else x
 def concat(x:UOp, y:UOp) -> UOp: return emit("concat", vector_dtype(VECTORS[x.dtype][0], 2*length(x)), x, y, n=2*length(x))

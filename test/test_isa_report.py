@@ -19,7 +19,8 @@ from isa_sample import ARCHES, KEYS, UNITS, sample
 
 @pytest.mark.parametrize("text, kind", [
   ("v_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]", "matrix"), ("v_wmma_f32_16x16x16_f16 v[0:7], v[0:7], v[8:15], v[0:7]", "matrix"),
-  ("v_exp_f32_e32 v0, v1", "exp"), ("v_s_exp_f32 s0, s1", "exp"), ("v_rcp_f32_e32 v0, v1", "transcendental"), ("v_log_f32_e32 v0, v1", "transcendental"),
+  ("v_exp_f32_e32 v0, v1", "exp"), ("v_s_exp_f32 s0, s1", "exp"), ("v_rcp_f32_e32 v0, v1", "transcendental"),
+  ("v_log_f32_e32 v0, v1", "transcendental"),
   ("v_pk_mul_f32 v[0:1], v[0:1], v[2:3]", "packed"), ("v_dual_mul_f32 v0, v1, v2 :: v_dual_add_f32 v3, v4, v5", "dual"),
   ("v_add_f32_e32 v0, v1, v2", "valu"), ("v_max3_f32 v0, v1, v2, v3", "valu"), ("v_accvgpr_read_b32 v0, a0", "acc_move"),
   ("v_permlane32_swap_b32_e32 v0, v1", "lane"), ("v_readfirstlane_b32 s0, v0", "lane"), ("ds_bpermute_b32 v0, v1, v2", "lds_permute"),
@@ -27,7 +28,7 @@ from isa_sample import ARCHES, KEYS, UNITS, sample
   ("ds_write_b64 v0, v[1:2]", "lds_write"), ("ds_store_b128 v0, v[1:4]", "lds_write"),
   ("global_load_dwordx4 v[0:3], v[0:1], off", "load"), ("buffer_load_dwordx4 v0, s[0:3], 0 offen lds", "load_to_lds"),
   ("global_load_lds_dwordx4 v[0:1], off", "load_to_lds"), ("buffer_load_b128 v[0:3], v4, s[0:3], 0 offen", "load"),
-  ("global_store_b128 v[0:1], v[2:5], off", "store"), ("scratch_load_b32 v0, off, s0", "scratch"), 
+  ("global_store_b128 v[0:1], v[2:5], off", "store"), ("scratch_load_b32 v0, off, s0", "scratch"),
   ("buffer_inv sc1", "memory_other"),
   ("s_waitcnt lgkmcnt(0)", "wait"), ("s_wait_dscnt 0x0", "wait"), ("s_wait_alu 0xfffe", "wait"),
   ("s_barrier", "barrier"), ("s_barrier_signal -1", "barrier"),
@@ -37,7 +38,8 @@ def test_kinds(text, kind):
   op, _, args = text.partition(" ")
   assert kind_of(op, args) == kind
 
-@pytest.mark.parametrize("op, size", [("ds_read_b128", 16), ("ds_read2_b64", 16), ("ds_load_2addr_b32", 8), ("ds_read2st64_b32", 8), ("ds_read_u16", 2),
+@pytest.mark.parametrize("op, size", [("ds_read_b128", 16), ("ds_read2_b64", 16), ("ds_load_2addr_b32", 8), ("ds_read2st64_b32", 8),
+                                      ("ds_read_u16", 2),
                                       ("ds_read_u16_d16_hi", 2), ("ds_write_b16", 2), ("ds_write_b8", 1), ("global_load_dwordx4", 16),
                                       ("global_load_dword", 4), ("buffer_load_b96", 12), ("global_load_ushort", 2), ("ds_read_b64_tr_b16", 8)])
 def test_bytes_of_an_access(op, size): assert access_bytes(op) == size
@@ -123,7 +125,8 @@ def test_the_work_of_a_trip_is_known(arch, d):
   assert loop.valu_per_score == pytest.approx(loop.valu/share) and loop.lds_bytes_per_score == pytest.approx((reads + writes)/share)
   cycles = loop.cycles
   assert cycles["matrix"] == loop.flops/(cu.flops/cu.simds)   # the samples use each chip's full-rate shape
-  assert loop.serial == pytest.approx(cycles["matrix"]/sum(cycles[x] for x in ("matrix", "vector", "transcendental"))) and loop.serial < loop.overlap <= 1
+  assert loop.serial == pytest.approx(cycles["matrix"]/sum(cycles[x] for x in ("matrix", "vector", "transcendental")))
+  assert loop.serial < loop.overlap <= 1
   assert held.lds == 2*(KEYS*(d+8) + d*(KEYS+8)) and held.vgpr_spills == held.scratch == 0 and held.waves_by_registers >= 1
 
 def test_the_numbers_of_a_kernel_that_can_be_counted_by_hand():
@@ -141,7 +144,8 @@ def test_the_numbers_of_a_kernel_that_can_be_counted_by_hand():
 
 def test_rdna_shares_its_issue_between_matrix_and_vector():
   text = (".amdgcn_target \"amdgcn-amd-amdhsa--gfx1100\"\n.type k,@function\nk:\n.LBB0_1:\n" +
-          "v_wmma_f32_16x16x16_f16 v[0:7], v[0:7], v[8:15], v[0:7]\n"*4 + EXP*2 + "v_add_f32_e32 v0, v1, v2\n"*10 + "s_cbranch_scc0 .LBB0_1\ns_endpgm\n")
+          "v_wmma_f32_16x16x16_f16 v[0:7], v[0:7], v[8:15], v[0:7]\n"*4 + EXP*2 + "v_add_f32_e32 v0, v1, v2\n"*10 +
+          "s_cbranch_scc0 .LBB0_1\ns_endpgm\n")
   loop = analyse(text, d=64).loop
   assert loop.overlap == 128/(128 + 10 + 2) and loop.serial == 128/(128 + 10 + 8)
 
@@ -155,8 +159,8 @@ def test_waves_by_registers(arch, registers, waves): assert waves_by_registers(M
 def test_waves_by_lds(arch, lds, threads, whole, waves): assert waves_by_lds(MODEL[arch], lds, threads, whole) == waves
 
 def test_a_spill_is_seen():
-  source_ = sample("gfx1100", 128).replace("(1, 128)))", "(1, 128), amdgpu_waves_per_eu(12, 12)))")
-  held = analyse(assembly(source_, "gfx1100"), d=128).resources
+  source_ = sample("gfx942", 128).replace("(1, 256)))", "(1, 1024)))")   # sixteen waves share the registers
+  held = analyse(assembly(source_, "gfx942"), d=128).resources
   assert held.vgpr_spills > 0 and held.scratch > 0
 
 def test_text_without_a_kernel_is_an_error():
@@ -182,7 +186,7 @@ def test_agprs_are_told_from_vgprs():
   """A wave of more than 256 registers on CDNA: in the text and in the code object."""
   text = assembly(sample("gfx950", 256), "gfx950")
   held = analyse(text, d=256).resources
-  text = text.replace("    .agpr_count:     0", "    .agpr_count:     16")
+  text = text.replace(".agpr_count:     0", ".agpr_count:     16")
   text = text.replace(f".amdhsa_accum_offset {held.vgpr + -held.vgpr % 4}", ".amdhsa_accum_offset 128")
   changed = analyse(text, d=256).resources
   assert changed.vgpr == 128 and changed.agpr == 16
@@ -241,7 +245,8 @@ def test_a_kernel_by_options_and_by_its_word(ours):
 
 def test_the_table_names_every_figure(ours):
   shown = run("gfx942/64", "gfx1100/64")
-  for name in ("VGPR", "waves/SIMD by LDS", "32 x mfma_f32_32x32x8_f16", "VALU/elt", "bound, not measured", "overlap %", "serial %"): assert name in shown
+  for name in ("VGPR", "waves/SIMD by LDS", "32 x mfma_f32_32x32x8_f16", "VALU/elt", "bound, not measured", "overlap %", "serial %"):
+    assert name in shown
   assert len(run("--brief", "gfx942/64", "gfx1100/64").splitlines()) == 6
 
 def test_a_file_and_a_difference(ours, tmp_path):

@@ -31,8 +31,8 @@ def _metadata(text:str) -> dict[str, dict[str, int]]:
     found[m[1]] = {k: int(v) for k, v in re.findall(r"\.(amdhsa_\w+)\s+(\d+)\s*$", m[2], re.M)}
   yaml = text[i:] if (i:=text.find("amdhsa.kernels")) >= 0 else ""
   for part in re.split(r"(?m)^  - ", yaml)[1:]:
-    if (m:=re.search(r"\.symbol:\s+['\"]?([^\s'\"]+)\.kd", part)) is None: continue
-    found.setdefault(m[1], {}).update({k: int(v[1]) for k in _COUNTS if (v:=re.search(rf"\.{k}:\s+(\d+)", part)) is not None})
+    if (symbol:=re.search(r"\.symbol:\s+['\"]?([^\s'\"]+)\.kd", part)) is None: continue
+    found.setdefault(symbol[1], {}).update({k: int(v[1]) for k in _COUNTS if (v:=re.search(rf"\.{k}:\s+(\d+)", part)) is not None})
   return found
 
 def _instruction(text:str) -> Instruction:

@@ -152,7 +152,7 @@ def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
 
 def hot_loop(kernel:Kernel, cu:Pipes, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0) -> tuple[str, list[Instruction], int, int]|None:
-  """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the most matrix work, or the `rank`-th most."""
+  """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the `rank`-th most matrix work."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   if rank >= len(loops): return None

@@ -33,7 +33,8 @@ def lds_bytes(p:Problem, tile:Tile) -> int:
 @dataclass(frozen=True)
 class State:
   """What crosses trips: O^T accumulators, per query tile the reference m that the exponents of raw scores are taken from, bias = -m*softmax_scale*log2(e)
-  (0 while m is -inf) and the lane's part of the row sum l; and the tiles on their way."""
+  (0 while m is -inf) and the lane's part of the row sum l (two numbers to add);
+  and the tiles on their way."""
   acc: UOp
   m: UOp
   bias: UOp
@@ -106,7 +107,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, group=4)
     nothing = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
     def registers(n:int, slot:int, lanes:int=1) -> UOp: return UOp.placeholder((n,), hw.f32(lanes), slot, AddrSpace.REG)
-    state = State(registers(q_tiles*d_tiles, 2, mat.accumulator), registers(q_tiles, 3), registers(q_tiles, 4), registers(q_tiles, 8),
+    state = State(registers(q_tiles*d_tiles, 2, mat.accumulator), registers(q_tiles, 3), registers(q_tiles, 4), registers(q_tiles, 8, 2),
                   UOp.placeholder((k_stage.items,), hw.u32(4), 5, AddrSpace.REG), UOp.placeholder((4*v_stage.items,), hw.u32(4), 6, AddrSpace.REG),
                   LdsTile.create(block_n, depth//UNIT, 0), LdsTile.create(width, block_n//UNIT, 1))
 
@@ -171,8 +172,9 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       return s if left < 0 else [hw.mask_below(x, query + p.offset - left - here, off) for x, off in zip(s, offsets)]
 
     def row_sum(x:list[UOp]) -> UOp:
+      """The sums of the even and of the odd elements: packed additions all the way."""
       while len(x) > 1: x = [hw.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
-      while (n := hw.length(x[0])) > 1: x = [hw.add(hw.slice_(x[0], 0, n//2), hw.slice_(x[0], n//2, n//2))]
+      while (n := hw.length(x[0])) > 2: x = [hw.add(hw.slice_(x[0], 0, n//2), hw.slice_(x[0], n//2, n//2))]
       return x[0]
 
     def rescale(s:State, qt:int, x:list[UOp]) -> State:
@@ -224,7 +226,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
 
     # ***** all of it *****
     start = [state.acc[i].store(hw.splat(0.0, mat.accumulator)) for i in range(q_tiles*d_tiles)]
-    start += [x[qt].store(UOp.const(value, dtypes.float)) for x, value in ((state.m, NEG_INF), (state.bias, 0.0), (state.l, 0.0)) for qt in range(q_tiles)]
+    start += [x[qt].store(hw.splat(value, n)) for x, value, n in ((state.m, NEG_INF, 1), (state.bias, 0.0, 1), (state.l, 0.0, 2)) for qt in range(q_tiles)]
     done = state.after(UOp.group(*start, *fetch(state, begin)))
     if left >= 0: done = trips(done, begin, full_begin, masked=True)
     done = trips(done, full_begin, full_end, masked=False)
@@ -233,7 +235,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     # ***** O = O^T / l, LSE = softmax_scale * m + ln l *****
     outputs = []
     for qt, query in enumerate(queries):
-      m, total = done.m[qt].load(), over_groups(done.l[qt].load(), hw.add)
+      m, sums = done.m[qt].load(), done.l[qt].load()
+      total = over_groups(hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add)
       inverse = total.eq(0.0).where(0.0, hw.rcp(total))
       if lse is not None:
         value = total.eq(0.0).where(NEG_INF, hw.add(hw.mul(m, p.softmax_scale), hw.mul(hw.log2(total), LN2)))
