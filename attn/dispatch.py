@@ -1,9 +1,11 @@
 """Which kernel and tile a problem gets on a chip, by predicates that carry the reason for a no."""
 from __future__ import annotations
-from dataclasses import dataclass
-from attn.arch import Arch
+import functools, os
+from dataclasses import dataclass, replace
+from typing import Callable
+from attn.arch import ARCHS, Arch
 from attn.fragment import MATRIX
-from attn.kernels import forward
+from attn.kernels import forward, split_kv
 from attn.kernels.tiles import Tile, ceildiv
 from attn.problem import Problem
 
@@ -21,29 +23,110 @@ class Candidate:
 
 # best first; the first one that fits is taken
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-  "cdna3": (Candidate(128, 8, 1, 64, fills=256), Candidate(192, 4, 1, 64), Candidate(256, 4, 1, 32)),
-  "cdna4": (Candidate(128, 8, 1, 64, fills=256), Candidate(256, 4, 1, 64)),
+  "cdna3": (Candidate(64, 8, 1, 128, fills=256), Candidate(128, 8, 1, 64, fills=256), Candidate(192, 4, 1, 64), Candidate(256, 4, 1, 32)),
+  "cdna4": (Candidate(64, 8, 1, 128, fills=256), Candidate(128, 8, 1, 64, fills=256), Candidate(256, 4, 1, 64)),
   "rdna3": (Candidate(64, 4, 1, 64, fenced=True), Candidate(128, 8, 1, 32, fenced=True), Candidate(192, 4, 1, 16, fenced=True),
             Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True)),
   "rdna4": (Candidate(64, 4, 2, 32, fenced=True), Candidate(128, 4, 1, 64, fenced=True), Candidate(192, 4, 1, 32, fenced=True),
             Candidate(256, 4, 1, 16, fenced=True)),
 }
 
+MATRIX_DTYPES = ("float16", "bfloat16")
+MAX_D = 256            # a row of O^T is held in registers
+
 def fits(p:Problem, arch:Arch, tile:Tile, c:Candidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
   if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
-  if (blocks := p.B*p.H*ceildiv(p.Sq, tile.block_m)) < c.fills: return f"tile {tile} makes {blocks} workgroups, {c.fills} are wanted to fill the chip"
+  if (blocks := split_kv.workgroups(p, tile)) < c.fills: return f"tile {tile} makes {blocks} workgroups, {c.fills} are wanted to fill the chip"
   if (need := forward.lds_bytes(p, tile)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
 def choose_tile(p:Problem, arch:Arch) -> Tile:
   """The first candidate tile that fits. Raises NotImplementedError, with every reason, when none does."""
+  if (reason := no_matrix(p, arch)) is not None: raise NotImplementedError(reason)
   reasons = []
   for c in CANDIDATES[arch.family]:
     mat = MATRIX[arch.family, p.dtype][c.matrix]
-    q_tiles = c.q_tiles if p.Sq > mat.N else 1
-    waves = min(c.waves, ceildiv(p.Sq, mat.N*q_tiles))      # no wave without a query
-    tile = Tile(mat, waves, q_tiles, c.block_n, c.q_in_lds, c.fenced)
+    pack = p.H > p.Hkv and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
+    rows = p.Sq*(p.H//p.Hkv if pack else 1)
+    q_tiles = c.q_tiles if rows > mat.N else 1
+    waves = min(c.waves, ceildiv(rows, mat.N*q_tiles))      # no wave without a query
+    tile = Tile(mat, waves, q_tiles, c.block_n, c.q_in_lds, c.fenced, pack)
     if (reason := fits(p, arch, tile, c)) is None: return tile
     reasons.append(reason)
   raise NotImplementedError(f"no tile of the forward kernel fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
+
+# ***** which kernel *****
+
+@dataclass(frozen=True)
+class Work:
+  """How a kernel divides a problem: its tile (None: tinygrad's own schedule) and into how many key ranges."""
+  tile: Tile|None
+  splits: int = 1
+
+@dataclass(frozen=True)
+class Choice:
+  """The kernel that computes a problem, and why those before it in KERNELS don't."""
+  kernel: str
+  work: Work
+  arch: Arch|None
+  refused: tuple[tuple[str, str], ...]    # (kernel, reason)
+  def why_not(self, kernel:str) -> str|None:
+    """The reason for which `kernel` was not chosen, None if it was."""
+    return dict(self.refused).get(kernel)
+  def __str__(self) -> str:
+    split = (", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else "") + (f", {self.work.splits} splits" if self.work.splits > 1 else ", no split")
+    where = "any device" if self.arch is None else str(self.arch)
+    lines = [f"{self.kernel} on {where}: " + ("scheduled by tinygrad" if self.work.tile is None else f"tile {self.work.tile}{split}")]
+    return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
+
+def no_matrix(p:Problem, arch:Arch|None) -> str|None:
+  """Why no kernel made of matrix instructions takes `p` on `arch`, or None."""
+  if arch is None: return f"the device has no matrix unit that the kernels know; they know {', '.join(ARCHS)}"
+  if arch.family not in CANDIDATES: return f"{arch.name}: there is no tile for its matrix unit; there are tiles for {', '.join(CANDIDATES)}"
+  if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
+  for name in ("D", "Dv"):
+    if (value := getattr(p, name)) > MAX_D: return f"{name}={value}: a row is held in registers, up to {MAX_D}"
+  return None
+
+def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
+  if arch is None or (reason := no_matrix(p, arch)) is not None: return no_matrix(p, arch) or "no matrix unit"
+  try:
+    tile = choose_tile(p, arch)
+    forward.check_range(p, tile)
+  except NotImplementedError as e: return str(e)
+  if (asked := min(p.num_splits, split_kv.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
+  return Work(tile)
+
+def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
+  if p.num_splits == 1: return "num_splits=1 asks for no split"
+  work = takes_forward(replace(p, num_splits=1), arch)
+  if isinstance(work, str) or arch is None or work.tile is None: return work if isinstance(work, str) else "no matrix unit"
+  if (splits := split_kv.resolve(p, arch, work.tile).num_splits) > 1: return Work(work.tile, splits)
+  blocks = f"{split_kv.workgroups(p, work.tile)} workgroups, {split_kv.key_tiles(p, work.tile)} key tiles, {arch.cus} compute units"
+  return f"no split is {'possible' if p.num_splits else 'the fastest'}: {blocks}"
+
+def takes_three_pass(p:Problem, arch:Arch|None) -> Work|str:
+  if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
+  return Work(None)
+
+# best first; the first that takes the problem gets it
+KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {"split_kv": takes_split_kv, "forward": takes_forward, "three_pass": takes_three_pass}
+
+def choose(p:Problem, arch:Arch|None) -> Choice:
+  """The first kernel that takes `p` on `arch` (None: a chip without a matrix unit), or the one that ATTN_KERNEL names.
+
+  Raises NotImplementedError, with every reason, when none does or that one doesn't, and ValueError for an ATTN_KERNEL that does not exist."""
+  return _choose(p, arch, os.environ.get("ATTN_KERNEL", ""))
+
+@functools.cache
+def _choose(p:Problem, arch:Arch|None, forced:str) -> Choice:
+  if forced and forced not in KERNELS: raise ValueError(f"ATTN_KERNEL={forced!r}: must be one of {', '.join(KERNELS)}")
+  refused = []
+  for name, takes in KERNELS.items():
+    work = takes(p, arch)
+    if isinstance(work, str): refused.append((name, work))
+    elif forced and name != forced: refused.append((name, f"ATTN_KERNEL={forced} forces another"))
+    else: return Choice(name, work, arch, tuple(refused))
+  if forced: raise NotImplementedError(f"ATTN_KERNEL={forced}: {dict(refused)[forced]}")
+  raise NotImplementedError(f"no kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in refused)}")

@@ -65,3 +65,34 @@ MATRIX: dict[tuple[str, str], tuple[Matrix, ...]] = {
   ("rdna4", "float16"): (_wmma("f16_w32_gfx12", "_Float16", 8, 8),),
   ("rdna4", "bfloat16"): (_wmma("bf16_w32_gfx12", "short", 8, 8),),
 }
+
+# ***** NVIDIA *****
+
+@dataclass(frozen=True)
+class Mma:
+  """mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulation (PTX ISA 9.7.14.5.8), and where ldmatrix.x4 (9.7.14.5.15) finds its operands.
+
+  With S = Q K^T and O = P V a query is a row: a lane has part of rows g = lane//4 and g + 8, of C the columns 2*(lane%4) and the next in each. The C
+  fragments of two neighbouring tiles, packed, are the A fragment of their 16 columns: P never leaves its lane. K is read as it lies in memory, V through the
+  transposition that ldmatrix does.
+  """
+  name: str       # as the emulator knows it
+  ptx: str        # the type of A and B
+  M: int = 16
+  N: int = 8
+  K: int = 16
+  wave: int = 32
+  def c_row(self, lane:Int, i:int) -> Int: return lane//4 + i*8     # i: which of the two rows
+  def c_column(self, lane:Int) -> Int: return lane%4*2
+  # (row, unit of 8 columns) of the address that a lane gives
+  def a_address(self, lane:Int) -> tuple[Int, Int]:
+    """A of 16 rows and 16 columns, from rows of A: a uint4."""
+    return lane%16, lane//16
+  def b_address(self, lane:Int) -> tuple[Int, Int]:
+    """B of two tiles, from 16 rows of B^T (keys) and 16 of their columns (the contraction): the halves of a uint4."""
+    return lane//16*8 + lane%8, lane//8%2
+  def b_transposed_address(self, lane:Int) -> tuple[Int, Int]:
+    """B of two tiles, from 16 rows of B (the contraction) and 16 of their columns, transposed on the way."""
+    return lane%16, lane//16
+
+MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}

@@ -36,7 +36,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Intrinsic:
-  hip: str|Callable[..., str]     # text with {0}, {1} for the sources; or a function of the result dtype and the static parameters that gives it
+  text: str|Callable[..., str]    # HIP (or CUDA) with {0}, {1} for the sources; or a function of the result dtype and the static parameters that gives it
   meaning: Callable[..., Array]   # (lanes, *sources, **static parameters) -> value
 
 MEANING: dict[str, Callable[..., Array]] = {} # printed text -> meaning (lanes, *sources)
@@ -120,6 +120,27 @@ def _mask(out:DType, offsets:tuple[int, ...], op:str) -> str:
   """Elements whose key offset is beyond the limit become -inf; a select and not an addition, so that a NaN score there disappears too."""
   i = _vec("int", n := len(offsets))
   return f"({{{{ {i} i_ = {{{{{', '.join(map(str, offsets))}}}}}; (i_ {op} ({i})({{1}})) ? ({_vec('float', n)})(-__builtin_inff()) : {{0}}; }}}})"
+
+def _softcap_text(out:DType, n:int) -> str:
+  """a*tanh(b*x) as a - 2a/(1 + exp2(c*x)), with c = 2*log2(e)*b: 1 and -1 are met exactly at the ends."""
+  return _each("__builtin_fmaf(a_, __builtin_amdgcn_rcpf(1.0f + __builtin_amdgcn_exp2f(@*({1}))), ({2}))")(out, n).replace("({{ ", "({{ float a_ = -2.0f*({2}); ", 1)
+
+def _softcap(lanes:Lanes, x:Array, inner:Array, outer:Array, n:int) -> Array:
+  with np.errstate(over="ignore"): return _fma(np.float32(-2)*outer, _rcp(np.float32(1) + _exp2(x*inner)), outer)
+
+def _alibi_text(out:DType, offsets:tuple[int, ...]) -> str:
+  away = f"__builtin_elementwise_abs(({out.name})((float)({{2}})) - ({out.name}){{{{{', '.join(f'{x}.0f' for x in offsets)}}}}})"
+  return f"__builtin_elementwise_fma(({out.name})({{1}}), {away}, {{0}})"
+
+def _widen_text(out:DType, n:int, dtype:str) -> str:
+  """n 16-bit floats, in the low half of a dword where there is but one."""
+  if n == 1: return "__builtin_bit_cast(float, {0} << 16)" if dtype == "bfloat16" else "((float)__builtin_bit_cast(_Float16, (unsigned short)({0})))"
+  return f"__builtin_convertvector(__builtin_bit_cast({_vec(_H16[dtype], n)}, {{0}}), {out.name})"
+
+def _widen(bits:Array, n:int, dtype:str) -> Array:
+  if n == 1: return widen(bits, dtype)
+  words = bits if bits.ndim > 1 else bits[None]
+  return np.stack([widen(words[i//2] >> np.uint32(16*(i % 2)), dtype) for i in range(n)])
 
 _H16 = {"float16": "_Float16", "bfloat16": "__bf16"}
 
@@ -216,17 +237,24 @@ TABLE: dict[str, Intrinsic] = {
                           lambda lanes, x, limit, offsets: np.where(np.array(offsets)[:, None] > limit, np.float32(-np.inf), x)),
   "mask_below": Intrinsic(lambda out, offsets: _mask(out, offsets, "<"),
                           lambda lanes, x, limit, offsets: np.where(np.array(offsets)[:, None] < limit, np.float32(-np.inf), x)),
+  "softcap": Intrinsic(_softcap_text, _softcap),
+  "alibi": Intrinsic(_alibi_text, lambda lanes, x, slope, distance, offsets:
+                     _fma(slope, np.abs(distance.astype(np.float32) - np.array(offsets, np.float32)[:, None]), x)),
   # conversion of n fp32 to n/2 dwords of two 16-bit floats, to nearest even
   "pack": Intrinsic(_pack_text, lambda lanes, x, n, dtype, native: _pack(x, dtype)[0] if n == 2 else _pack(x, dtype)),
+  "widen": Intrinsic(_widen_text, lambda lanes, bits, n, dtype: _widen(bits, n, dtype)),
+  "as_float": Intrinsic(lambda out: f"__builtin_bit_cast({out.name}, {{0}})", lambda lanes, bits: _bits(bits, "float32")),
   # across lanes
   "bpermute": Intrinsic("__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute({0}, __builtin_bit_cast(int, {1})))", _bpermute),
   "swap16": Intrinsic(f"__builtin_bit_cast(float, {_SWAP16.replace('{0}', '__builtin_bit_cast(unsigned, {0})')})", lambda lanes, x: _xor_lane(lanes, x, 16)),
   "share_halves": Intrinsic(_share_halves_text, lambda lanes, x, low, n: np.concatenate([np.where(low, x, other := _xor_lane(lanes, x, 16)),
                                                                                          np.where(low, other, x)])),
+  "uniform": Intrinsic("__builtin_amdgcn_readfirstlane({0})", lambda lanes, x: x),
   "any_lane": Intrinsic(lambda out, wave: f"(__builtin_amdgcn_ballot_w{wave}({{0}}) != 0)",
                         _any_lane),
   "rescale": Intrinsic(_rescale_text, _rescale),
   # order
+  "opaque_uniform": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+s"(v_)); v_; }})', lambda lanes, x: x),
   "opaque": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+v"(v_)); v_; }})', lambda lanes, x, _: x),
   "sched_barrier": Intrinsic("({{ __builtin_amdgcn_sched_barrier(0); 0.0f; }})", lambda lanes, x: np.zeros(x.shape[-1], np.float32)),
   # bits
@@ -239,10 +267,11 @@ TABLE: dict[str, Intrinsic] = {
 
 # ***** emission *****
 
-def emit(name:str, out:DType, *srcs:UOp, **static:Any) -> UOp:
-  """One CUSTOM UOp for the intrinsic `name` with result dtype `out`; `static` are its compile-time parameters (they end up in the text)."""
-  entry = TABLE[name]
-  text = entry.hip if isinstance(entry.hip, str) else entry.hip(out=out, **static)
+def emit(name:str, out:DType, *srcs:UOp, **static:Any) -> UOp: return express(TABLE[name], out, *srcs, **static)
+
+def express(entry:Intrinsic, out:DType, *srcs:UOp, **static:Any) -> UOp:
+  """One CUSTOM UOp for an intrinsic with result dtype `out`; `static` are its compile-time parameters (they end up in the text)."""
+  text = entry.text if isinstance(entry.text, str) else entry.text(out=out, **static)
   MEANING.setdefault(text, functools.partial(entry.meaning, **static))
   return UOp(Ops.CUSTOM, out, srcs, text)
 
@@ -263,6 +292,7 @@ def sub(x:UOp, y:UOp) -> UOp: return emit("sub", x.dtype, x, y)
 def mul(x:UOp, y:UOp|float) -> UOp: return emit("mul", x.dtype, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float))
 def exp2(x:UOp) -> UOp: return emit("exp2", x.dtype, x) if length(x) == 1 else emit("exp2_each", x.dtype, x, n=length(x))
 def log2(x:UOp) -> UOp: return emit("log2", x.dtype, x)
+def fma(x:UOp, y:float, z:UOp) -> UOp: return emit("fma", z.dtype, x, splat(y, length(z)), z)
 def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)
 def max_(x:UOp, y:UOp) -> UOp: return emit("max", x.dtype, x, y)
 def max_over(x:UOp, start:UOp) -> UOp: return emit("max_over", dtypes.float, x, start, n=length(x))
@@ -281,15 +311,34 @@ def rescale(m:UOp, reference:UOp, bias:UOp, l:UOp, acc:UOp, accs:int, matrix:Any
 def opaque(x:UOp, trip:UOp) -> UOp:
   """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
   return emit("opaque", dtypes.int, x.cast(dtypes.int), trip.cast(dtypes.int))
+def opaque_uniform(x:UOp) -> UOp:
+  """The integer x, the same in the whole workgroup, in a way that neither tinygrad nor the compiler can tell."""
+  return emit("opaque_uniform", dtypes.int, x.cast(dtypes.int))
 def sched_barrier(x:UOp) -> UOp:
   """Nothing is scheduled across the point at which x is known: keeps loads from being started long before their use. A statement, like `rescale`."""
   return emit("sched_barrier", dtypes.float, x)
+def softcap(x:UOp, inner:float, outer:float) -> UOp:
+  """outer * tanh(x * inner / (2*log2(e)))."""
+  return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), n=length(x))
+def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
+  """x + slope*|distance - offset|, with an offset per element."""
+  return emit("alibi", x.dtype, x, slope, distance.cast(dtypes.int), offsets=offsets)
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return emit("mask_above", x.dtype, x, limit.cast(dtypes.int), offsets=offsets)
 def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return emit("mask_below", x.dtype, x, limit.cast(dtypes.int), offsets=offsets)
 
 def pack(x:UOp, dtype:str, native_bf16:bool) -> UOp:
   """n fp32 -> n/2 dwords of `dtype`, rounded to nearest even."""
   return emit("pack", u32(length(x)//2), x, n=length(x), dtype=dtype, native=native_bf16)
+
+def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
+  """n 16-bit floats, two a dword (a single one in the low half), as fp32."""
+  return emit("widen", f32(n), x, n=n, dtype=dtype)
+def as_float(x:UOp) -> UOp:
+  """Dwords as the fp32 they are."""
+  return emit("as_float", f32(length(x)), x)
+def uniform(x:UOp) -> UOp:
+  """The integer x, which all lanes hold, told to the compiler to be uniform (v_readfirstlane_b32): it goes to a scalar register."""
+  return emit("uniform", dtypes.int, x.cast(dtypes.int))
 
 def from_lane(x:UOp, source:UOp) -> UOp:
   """Each lane takes `x` from lane `source` of its wave (ds_bpermute_b32)."""

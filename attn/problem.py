@@ -2,21 +2,37 @@
 from __future__ import annotations
 import math
 from dataclasses import dataclass, field
-from typing import Sequence
+from typing import Any, Sequence
 
-DTYPES = ("float16", "bfloat16")
-OUT_DTYPES = ("float16", "bfloat16", "float32")
-LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)"}
+DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
+LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same", "top-left": "query i sees keys j <= i"}
-MAX_D = 256
+MAX_SPLITS = 256
+EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")   # optional input tensors, in the order a kernel takes them
 
 @dataclass(frozen=True)
 class Problem:
-  """One attention problem: O = softmax(softmax_scale * Q K^T + mask) V.
+  """One attention problem: O = softmax(score) V, where score is, for the keys that a query sees, -inf for the others,
 
-  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq), in the order of `layout`. Query head h reads key/value
-  head h // (H // Hkv). `window` = (left, right): query i sees keys j with i + offset - left <= j <= i + offset + right, -1 for no bound; causal is
-  (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or 0 (top-left).
+    score = cap(softmax_scale * Q K^T) - alibi_slopes * |i + offset - j| + bias       cap(x) = softcap * tanh(x / softcap), or x where softcap is 0
+
+  (the options of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118; ALiBi: arXiv 2108.12409; sinks: arXiv 2309.17453).
+
+  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`. Query head h reads
+  key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with i + offset - left <= j <= i + offset + right, -1 for no bound; causal
+  is (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or 0 (`top_left`).
+
+  Options, all off by default:
+    softcap      > 0, in the units of scaled scores
+    alibi        tensor alibi_slopes float32 (H), or (B, H) where alibi_batched
+    bias         tensor bias, of bias_dtype, added to the scores: per dimension of (B, H, Sq, Sk) whether it has that size (True) or 1
+    sinks        tensor sinks float32 (H): one more logit of a head, in the softmax's denominator only (and so in lse)
+    kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] and no others; Sk is the length of the buffer
+    sk_variable  (name, min, max) of a tinygrad Variable: the number of keys there are, in all batches; Sk is the length of the buffer
+    varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q); tensors cu_seqlens_q and
+                 cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1]; Sq and Sk are the lengths of the longest
+    num_splits   key ranges that workgroups of their own take (attn/kernels/split_kv.py): 1 is no split; 0 is for `split_kv.resolve` to choose
+  Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0 where `top_left`).
   """
   B: int
   H: int
@@ -32,17 +48,69 @@ class Problem:
   offset: int = 0
   softmax_scale: float = field(default=0.0)
   return_lse: bool = False
+  top_left: bool = False
+  softcap: float = 0.0
+  alibi: bool = False
+  alibi_batched: bool = False
+  bias: tuple[bool, bool, bool, bool]|None = None
+  bias_dtype: str = "float32"
+  sinks: bool = False
+  kv_lengths: bool = False
+  sk_variable: tuple[str, int, int]|None = None
+  total_q: int = 0
+  total_k: int = 0
+  num_splits: int = 1
 
   def __post_init__(self) -> None:
     for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"):
       if (value := getattr(self, name)) < 1: raise ValueError(f"{name}={value}: every dimension must be at least 1")
     if self.H % self.Hkv: raise ValueError(f"H={self.H} query heads are not a multiple of Hkv={self.Hkv} key/value heads")
-    for name in ("D", "Dv"):
-      if (value := getattr(self, name)) > MAX_D: raise NotImplementedError(f"{name}={value}: the matrix kernels hold a row in registers, up to {MAX_D}")
     if self.dtype not in DTYPES: raise NotImplementedError(f"dtype={self.dtype!r}: q, k and v must be one of {', '.join(DTYPES)}")
     if self.out_dtype not in OUT_DTYPES: raise NotImplementedError(f"output dtype {self.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
     if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
       raise ValueError(f"softmax_scale={self.softmax_scale}: must be finite and positive")
+    if not (math.isfinite(self.softcap) and self.softcap >= 0): raise ValueError(f"softcap={self.softcap}: must be finite and positive, or 0 for none")
+    if self.alibi_batched and not self.alibi: raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
+    if self.bias is not None and self.bias_dtype not in OUT_DTYPES: raise NotImplementedError(f"bias_dtype={self.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
+    if self.num_splits < 0: raise ValueError(f"num_splits={self.num_splits}: must be 0 (chosen by a heuristic), 1 (no split) or the number of splits")
+    if self.num_splits > MAX_SPLITS: raise ValueError(f"num_splits={self.num_splits}: at most {MAX_SPLITS}")
+    if self.varlen:
+      for name, option in (("bias", self.bias), ("kv_lengths", self.kv_lengths), ("sk_variable", self.sk_variable)):
+        if option: raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens and have no (B, H, Sq, Sk) bias")
+      for name in ("total_q", "total_k"):
+        if (value := getattr(self, name)) < 1: raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
+    elif self.total_q or self.total_k: raise ValueError(f"total_q={self.total_q}, total_k={self.total_k} are for layout='thd' only, not {self.layout!r}")
+    if self.sk_variable is not None:
+      name, low, high = self.sk_variable
+      if self.kv_lengths: raise ValueError(f"sk_variable={self.sk_variable} with kv_lengths: one or the other says how many keys there are")
+      if not 0 <= low <= high <= self.Sk: raise ValueError(f"sk_variable={self.sk_variable}: ({name!r}, min, max) must lie in 0..Sk={self.Sk}")
+
+  @property
+  def varlen(self) -> bool: return self.layout == "thd"
+  @property
+  def rows(self) -> int:
+    """Rows of the output, over batches and heads: the elements of lse."""
+    return self.H*(self.total_q if self.varlen else self.B*self.Sq)
+  @property
+  def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of every tensor of the problem, in the order in which a kernel takes them: o, lse where wanted, q, k, v, and the extras present."""
+    def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
+      return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width), "nsd": (self.B*heads, length, width),
+              "thd": (total, heads, width)}[self.layout]
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {"o": (of(self.H, self.Sq, self.total_q, self.Dv), self.out_dtype)}
+    if self.return_lse:
+      tensors["lse"] = {"nsd": (self.B*self.H, self.Sq), "thd": (self.H, self.total_q)}.get(self.layout, (self.B, self.H, self.Sq)), "float32"
+    tensors["q"] = of(self.H, self.Sq, self.total_q, self.D), self.dtype
+    tensors["k"] = of(self.Hkv, self.Sk, self.total_k, self.D), self.dtype
+    tensors["v"] = of(self.Hkv, self.Sk, self.total_k, self.Dv), self.dtype
+    if self.alibi: tensors["alibi_slopes"] = (self.B, self.H) if self.alibi_batched else (self.H,), "float32"
+    if self.bias is not None:
+      b, h, i, j = (n if there else 1 for n, there in zip((self.B, self.H, self.Sq, self.Sk), self.bias))
+      tensors["bias"] = (b, h, i, j), self.bias_dtype
+    if self.sinks: tensors["sinks"] = (self.H,), "float32"
+    if self.kv_lengths: tensors["kv_lengths"] = (self.B,), "int32"
+    if self.varlen: tensors["cu_seqlens_q"] = tensors["cu_seqlens_k"] = (self.B + 1,), "int32"
+    return tensors
 
   @property
   def flops(self) -> int:
@@ -53,16 +121,22 @@ class Problem:
     return 2*self.B*self.H*visible*(self.D + self.Dv)
 
 def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int]:
-  """(B, H, S, D) of a tensor given in `layout`; (B*H, S, D) is taken as B=1."""
-  if len(shape) != (3 if layout == "nsd" else 4):
+  """(B, H, S, D) of a tensor given in `layout`; (B*H, S, D) and (total, H, D) are taken as B=1."""
+  if len(shape) != (3 if layout in ("nsd", "thd") else 4):
     raise ValueError(f"{name} has shape {tuple(shape)}; layout={layout!r} needs {LAYOUTS[layout]}")
   if layout == "nsd": return 1, shape[0], shape[1], shape[2]
+  if layout == "thd": return 1, shape[1], shape[0], shape[2]
   b, x, y, d = shape
   return (b, x, y, d) if layout == "bhsd" else (b, y, x, d)
 
 def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int], *, dtypes:Sequence[str], lse:Sequence[int]|None=None,
-               causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None, layout:str="bhsd") -> Problem:
+               causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None, layout:str="bhsd", softcap:float=0.0,
+               extras:dict[str, tuple[Sequence[int], str]]|None=None, sk_variable:tuple[str, int, int]|None=None, max_seqlen_q:int|None=None,
+               max_seqlen_k:int|None=None, num_splits:int=1) -> Problem:
   """The Problem that the shapes of o, q, k, v (and lse) pose; `dtypes` are the dtype names of (o, q, k, v[, lse]).
+
+  `extras`: (shape, dtype name) of each optional tensor there is, by its name in `EXTRAS`. `max_seqlen_q` and `max_seqlen_k`: the longest sequence of
+  layout "thd" (by default as long as all of them together: right, but with workgroups that find nothing to do). The other options are Problem's.
 
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported.
   """
@@ -70,6 +144,7 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   if causal not in CAUSAL: raise ValueError(f"causal={causal!r}: must be one of {', '.join(repr(c) for c in CAUSAL)}")
   if len(window) != 2 or any(not isinstance(w, int) or w < -1 for w in window):
     raise ValueError(f"window={window!r}: must be (left, right), each -1 (no bound) or the number of further keys seen on that side")
+  varlen, extras = layout == "thd", extras or {}
   B, H, Sq, D = _dims("q", q, layout)
   Bk, Hkv, Sk, Dk = _dims("k", k, layout)
   Bv, Hv, Sv, Dv = _dims("v", v, layout)
@@ -78,11 +153,44 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
     if got != want: raise ValueError(f"{name} has shape {tuple(k if name == 'k' else v)}: its {why.split(' of ')[0]} is {got} but the {why} is {want}")
   if _dims("o", o, layout) != (B, H, Sq, Dv): raise ValueError(f"o has shape {tuple(o)}: q {tuple(q)} and v {tuple(v)} give an output of "
                                                               f"B={B}, H={H}, Sq={Sq}, Dv={Dv} in layout {layout!r}")
-  if lse is not None and tuple(lse) != (want_lse := (H, Sq) if layout == "nsd" else (B, H, Sq)):
+  if lse is not None and tuple(lse) != (want_lse := {"nsd": (H, Sq), "thd": (H, Sq)}.get(layout, (B, H, Sq))):
     raise ValueError(f"lse has shape {tuple(lse)}: must be {want_lse}, whatever the layout")
   if lse is not None and dtypes[4] != "float32": raise ValueError(f"lse has dtype {dtypes[4]}: must be float32")
   if len(set(dtypes[1:4])) != 1: raise ValueError(f"q, k and v have dtypes {', '.join(dtypes[1:4])}: all three must be the same")
   if causal and (window[1] > 0): raise ValueError(f"causal={causal!r} with window={window!r}: causal allows no key on the right")
   scale = softmax_scale if softmax_scale is not None else 1/math.sqrt(D)
-  return Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout, (window[0], 0) if causal else window,
-                 0 if causal == "top-left" else Sk - Sq, scale, lse is not None)
+  options: dict[str, Any] = {"softcap": softcap, "sk_variable": sk_variable, "num_splits": num_splits, "top_left": causal == "top-left"}
+  if varlen:
+    options |= {"total_q": Sq, "total_k": Sk}
+    B, Sq, Sk = _sequences(extras), _longest("max_seqlen_q", max_seqlen_q, Sq), _longest("max_seqlen_k", max_seqlen_k, Sk)
+  elif max_seqlen_q is not None or max_seqlen_k is not None:
+    raise ValueError(f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are for layout='thd' only, not {layout!r}")
+  p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout, (window[0], 0) if causal else window, 0 if causal == "top-left" else Sk - Sq, scale,
+              lse is not None, **options, **_extras(extras, B, H, Sq, Sk))
+  for name, given in extras.items():
+    if name not in p.shapes: raise ValueError(f"{name} with layout={layout!r}: it belongs to layout='thd'")
+    if (tuple(given[0]), given[1]) != p.shapes[name]:
+      raise ValueError(f"{name} has shape {tuple(given[0])} and dtype {given[1]}: must be {p.shapes[name][0]} and {p.shapes[name][1]}")
+  return p
+
+def _sequences(extras:dict[str, tuple[Sequence[int], str]]) -> int:
+  for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
+    if len(extras[name][0]) != 1 or extras[name][0][0] < 2: raise ValueError(f"{name} has shape {tuple(extras[name][0])}: must be (sequences + 1,), of one at least")
+  return extras["cu_seqlens_q"][0][0] - 1
+
+def _longest(name:str, value:int|None, total:int) -> int:
+  if value is not None and not 1 <= value <= total: raise ValueError(f"{name}={value}: must lie between 1 and the {total} rows of all sequences")
+  return total if value is None else value
+
+def _extras(extras:dict[str, tuple[Sequence[int], str]], B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
+  """The fields of Problem that say which optional tensors there are."""
+  if unknown := [name for name in extras if name not in EXTRAS]: raise ValueError(f"{unknown[0]}: no such tensor; there are {', '.join(EXTRAS)}")
+  fields: dict[str, Any] = {"alibi": "alibi_slopes" in extras, "sinks": "sinks" in extras, "kv_lengths": "kv_lengths" in extras}
+  if "alibi_slopes" in extras: fields["alibi_batched"] = len(extras["alibi_slopes"][0]) == 2
+  if "bias" in extras:
+    shape, dtype = extras["bias"]
+    if len(shape) != 4 or any(n not in (1, full) for n, full in zip(shape, (B, H, Sq, Sk))):
+      raise ValueError(f"bias has shape {tuple(shape)}: must be four dimensions that broadcast to (B, H, Sq, Sk) = {(B, H, Sq, Sk)}")
+    fields |= {"bias": tuple(n == full for n, full in zip(shape, (B, H, Sq, Sk))), "bias_dtype": dtype}
+  return fields

@@ -6,7 +6,7 @@ that the dtypes force (fp32 scores and sums, P and O rounded), every element of 
 and be NaN, +inf or -inf exactly where `exact` is.
 """
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 from numpy.typing import NDArray
@@ -25,24 +25,51 @@ def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
   (left, right), i, j = window, np.arange(Sq)[:, None] + offset, np.arange(Sk)[None]
   return ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
 
-def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0) -> tuple[Array, Array]:
-  """(o, lse) of q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv) in float64. A row that sees no key gives 0 and -inf."""
-  return _attention(q, k, v, scale, window, offset, np.float64, None)
+@dataclass(frozen=True)
+class Options:
+  """What may change the scores, or which keys there are; the arrays broadcast to (B, H, Sq, Sk). See attn.problem.Problem for the formula.
 
-def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, *, dtype:str, out_dtype:str) -> tuple[Array, Array]:
+  softcap: 0 for none; alibi_slopes (H) or (B, H); bias (B|1, H|1, Sq|1, Sk|1); sinks (H); kv_lengths (B), which moves the diagonal unless `top_left`.
+  """
+  softcap: float = 0.0
+  alibi_slopes: Array|None = None
+  bias: Array|None = None
+  sinks: Array|None = None
+  kv_lengths: Array|None = None
+  top_left: bool = False
+
+PLAIN = Options()
+
+def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN) -> tuple[Array, Array]:
+  """(o, lse) of q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv) in float64. A row that sees no key gives 0 and -inf."""
+  return _attention(q, k, v, scale, window, offset, np.float64, None, options)
+
+def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
+         out_dtype:str) -> tuple[Array, Array]:
   """The textbook computation in fp32 with P rounded to `dtype` and O to `out_dtype`."""
-  o, lse = _attention(q, k, v, scale, window, offset, np.float32, dtype)
+  o, lse = _attention(q, k, v, scale, window, offset, np.float32, dtype, options)
   return rounded(o, out_dtype), lse
 
-def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, p_dtype:str|None) -> tuple[Array, Array]:
-  ratio = q.shape[-3]//k.shape[-3]
+def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, p_dtype:str|None, x:Options) -> tuple[Array, Array]:
+  if x.kv_lengths is not None:   # each batch by itself, with the keys it has
+    one = lambda b, n: _attention(q[b:b+1], k[b:b+1, :, :n], v[b:b+1, :, :n], scale, window, offset if x.top_left else offset + n - k.shape[-2], work, p_dtype,
+                                  replace(x, kv_lengths=None, alibi_slopes=x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1],
+                                          bias=x.bias if x.bias is None else x.bias[min(b, len(x.bias) - 1):][:1, :, :, :max(n, 1) if x.bias.shape[-1] > 1 else 1]))
+    parts = [one(b, int(n)) for b, n in enumerate(x.kv_lengths)]
+    return np.concatenate([o for o, _ in parts]), np.concatenate([lse for _, lse in parts])
+  ratio, (Sq, Sk) = q.shape[-3]//k.shape[-3], (q.shape[-2], k.shape[-2])
   q, k, v = q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
   with np.errstate(all="ignore"):
     s = (q @ k.swapaxes(-1, -2))*work(scale)
-    s = np.where(visible(q.shape[-2], k.shape[-2], window, offset), s, work(-np.inf))
-    m = np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf)
-    p = np.exp(s - np.where(m == -np.inf, work(0), m))
-    total = p.sum(-1, keepdims=True)
+    if x.softcap: s = work(x.softcap)*np.tanh(s/work(x.softcap))
+    if x.alibi_slopes is not None: s = s - x.alibi_slopes.astype(work)[..., None, None]*np.abs(np.arange(Sq)[:, None] + offset - np.arange(Sk)).astype(work)
+    if x.bias is not None: s = s + x.bias[..., :Sk].astype(work)
+    s = np.where(visible(Sq, Sk, window, offset), s, work(-np.inf))
+    sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
+    m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
+    safe = np.where(m == -np.inf, work(0), m)
+    p = np.exp(s - safe)
+    total = p.sum(-1, keepdims=True) + np.exp(sink - safe)
     p = np.where(total == 0, work(0), p/total)
     o = (p if p_dtype is None else rounded(p, p_dtype)).astype(work) @ v
     lse = np.where(total == 0, -np.inf, m + np.log(total))[..., 0]
@@ -59,8 +86,10 @@ class Verdict:
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit
   def __str__(self) -> str: return self.pattern or f"max error {self.error:.2e} at {self.where}, limit {self.limit:.2e}"
 
-def judge(out:Array, exact_:Array, same_:Array) -> Verdict:
-  """Holds `out` to the contract."""
+LSE_ULPS = 2.0**-22   # an lse is a sum of a large and a small fp32 term: two units in the last place of its own size are allowed besides
+
+def judge(out:Array, exact_:Array, same_:Array, relative:float=0.0) -> Verdict:
+  """Holds `out` to the contract; `relative` times the exact value's size is allowed besides (LSE_ULPS for an lse)."""
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(exact_)).any():
       at = tuple(int(i) for i in np.argwhere(wrong)[0])
@@ -68,5 +97,6 @@ def judge(out:Array, exact_:Array, same_:Array) -> Verdict:
   finite = np.isfinite(exact_)
   difference = np.where(finite, np.abs(out.astype(np.float64) - np.where(finite, exact_, 0)), 0)
   rounding = np.where(finite & np.isfinite(same_), np.abs(same_.astype(np.float64) - np.where(finite, exact_, 0)), 0)
-  at = np.unravel_index(int(difference.argmax()), difference.shape)
-  return Verdict(float(difference[at]), 2*float(rounding.max()) + 1e-5, tuple(int(i) for i in at))
+  limit = 2*rounding.max() + 1e-5 + relative*np.abs(np.where(finite, exact_, 0))
+  at = np.unravel_index(int((difference - limit).argmax()), difference.shape)
+  return Verdict(float(difference[at]), float(limit[at]), tuple(int(i) for i in at))

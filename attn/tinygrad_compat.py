@@ -2,7 +2,7 @@
 pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 """
 from __future__ import annotations
-import functools, importlib.metadata
+import functools, re
 from typing import Any
 from tinygrad import Device, Tensor
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups
@@ -11,17 +11,16 @@ from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.engine.realize import compile_linear, run_linear
-from tinygrad.helpers import ALLOW_TF32, DEV, Context, GlobalCounters, Target
+from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
 
-__all__ = ["ALLOW_TF32", "Allocator", "AddrSpace", "AxisType", "Buffer", "BufferSpec", "Compiled", "CompileError", "Compiler", "Context", "CUDARenderer", "DEV", "DType", "Device",
-           "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo", "NVCCRenderer", "Ops", "Program", "ProgramInfo", "Renderer", "Target",
-           "Tensor", "TinyELF", "UOp", "VECTORS", "compiled", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "elf_loader", "exec_alu", "lower", "opened_devices", "render", "vector_dtype"]
-
-TINYGRAD_VERSION = "0.14.0"
+__all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled", "Compiler",
+           "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo", "NVCCRenderer", "Ops",
+           "Program", "ProgramInfo", "Renderer", "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "compiled", "decode_instruction", "device_seconds",
+           "double_transcendentals", "dtypes", "elf_loader", "exec_alu", "lower", "opened_devices", "render", "vector_dtype"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -49,8 +48,38 @@ def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
 
 def render(sink:UOp, arch:str) -> str:
   """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""
-  renderer = NVCCRenderer(Target("CUDA", "NVCC", arch)) if arch.startswith("sm_") else HIPCCRenderer(Target("AMD", "HIPCC", arch))
+  renderer = DynamicNVCCRenderer(Target("CUDA", "NVCC", arch)) if arch.startswith("sm_") else HIPCCRenderer(Target("AMD", "HIPCC", arch))
   return renderer.render(lower(sink, renderer))
+
+# **** CUDA kernels with more than 48 KB of shared memory ****
+# It must be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does the latter two given
+# `smem`, which nothing in tinygrad gives it: here the kernel's name carries the number.
+STATIC_SHARED = 49152
+
+def dynamic_shared_name(name:str, nbytes:int) -> str:
+  """The name of a kernel that has `nbytes` of shared memory, in one buffer."""
+  return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
+
+class _DynamicShared(Renderer):
+  def render_buffer(self, x:UOp) -> str:
+    text = super().render_buffer(x)   # type: ignore[misc]
+    if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
+    return f"extern {text[:text.rindex('[')]}[];"
+
+class DynamicCUDARenderer(_DynamicShared, CUDARenderer): pass
+class DynamicNVCCRenderer(_DynamicShared, NVCCRenderer): pass
+
+def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
+  from tinygrad.runtime.ops_cuda import CUDAProgram
+  return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
+
+def allow_dynamic_shared(device:str) -> None:
+  """From now on the CUDA device `device` compiles and launches kernels named by `dynamic_shared_name`."""
+  dev = Device[device]
+  if dev.runtime_t is dynamic_shared_program: return
+  dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]
+  dev.renderers = [{CUDARenderer: DynamicCUDARenderer, NVCCRenderer: DynamicNVCCRenderer}.get(r, r) for r in dev.renderers]   # type: ignore[call-overload]
+  dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("DYNAMIC").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
 
 # **** machine code (attn/isa) ****
 # exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)
@@ -85,8 +114,3 @@ def device_seconds(schedule:UOp) -> float:
   before = GlobalCounters.time_sum_s
   run_linear(schedule, jit=True, wait=True)
   return GlobalCounters.time_sum_s - before
-
-def check_version() -> None:
-  """Raises ImportError, in one sentence, when the installed tinygrad is not the version that this package was written for."""
-  if (found:=importlib.metadata.version("tinygrad")) != TINYGRAD_VERSION:
-    raise ImportError(f"attn needs tinygrad=={TINYGRAD_VERSION} but {found} is installed: tinygrad's kernel API is alpha and changes between versions")

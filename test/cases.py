@@ -1,11 +1,17 @@
 """Inputs and checks that the kernel tests share."""
 from __future__ import annotations
+import functools
 from dataclasses import dataclass
 from typing import Any, Callable
 import numpy as np
 from attn import flash_attention_fn
+from attn.arch import get_arch
+from attn.dispatch import choose_tile
+from attn.kernels.forward import arguments, forward
+from attn.kernels.split_kv import combine, combine_arguments
+from attn.kernels.tiles import Tile
 from attn.problem import Problem, problem_of
-from attn.reference import exact, judge, rounded, same
+from attn.reference import LSE_ULPS, Options, exact, judge, rounded, same
 from attn.tinygrad_compat import DEV, Context, Device, Tensor, dtypes
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each matrix unit
@@ -20,13 +26,16 @@ class Inputs:
 def normal(p:Problem, seed:int=0) -> Inputs:
   rng = np.random.default_rng(seed)
   draw = lambda *shape: rounded(rng.standard_normal(shape, dtype=np.float32), p.dtype)
+  if p.varlen: return Inputs(draw(1, p.H, p.total_q, p.D), draw(1, p.Hkv, p.total_k, p.D), draw(1, p.Hkv, p.total_k, p.Dv))
   return Inputs(draw(p.B, p.H, p.Sq, p.D), draw(p.B, p.Hkv, p.Sk, p.D), draw(p.B, p.Hkv, p.Sk, p.Dv))
 
 def arrange(x:np.ndarray, layout:str) -> np.ndarray:
   """(B, H, S, D) -> `layout`."""
+  if layout == "thd": return x[0].swapaxes(0, 1)
   return x if layout == "bhsd" else x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:])
 
-def restore(x:np.ndarray, layout:str, shape:tuple[int, ...]) -> np.ndarray: return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(shape)
+def restore(x:np.ndarray, layout:str, shape:tuple[int, ...]) -> np.ndarray:
+  return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def tensor(x:np.ndarray, dtype:str, device:str="EMU") -> Tensor:
   if dtype == "bfloat16": return Tensor((np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16), device=device).bitcast(dtypes.bfloat16)
@@ -37,11 +46,13 @@ def array(t:Tensor) -> np.ndarray:
   return (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
 
 def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=64, Dv:int|None=None, dtype:str="float16", out_dtype:str|None=None,
-            layout:str="bhsd", lse:bool=True, **options:Any) -> Problem:
+            layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32", **options:Any) -> Problem:
+  """`extras` has the optional tensors of Problem by name; of layout "thd", Sq and Sk are the rows of all sequences."""
   Hkv, Sk, Dv = Hkv or H, Sk or Sq, Dv or D
-  shape = lambda h, s, d: (B*h, s, d) if layout == "nsd" else (B, s, h, d) if layout == "bshd" else (B, h, s, d)
+  shape = lambda h, s, d: {"nsd": (B*h, s, d), "bshd": (B, s, h, d), "thd": (s, h, d)}.get(layout, (B, h, s, d))
   return problem_of(shape(H, Sq, Dv), shape(H, Sq, D), shape(Hkv, Sk, D), shape(Hkv, Sk, Dv), dtypes=[out_dtype or dtype, dtype, dtype, dtype, "float32"],
-                    lse=((B*H, Sq) if layout == "nsd" else (B, H, Sq)) if lse else None, layout=layout, **options)
+                    lse={"nsd": (B*H, Sq), "thd": (H, Sq)}.get(layout, (B, H, Sq)) if lse else None, layout=layout, **options,
+                    extras={n: (x.shape, bias_dtype if n == "bias" else "int32" if x.dtype == np.int32 else "float32") for n, x in (extras or {}).items()})
 
 def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.ndarray|None]:
   """o (B, H, Sq, Dv) and lse of the kernel under test, on the emulator."""
@@ -56,6 +67,64 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
     o = restore(array(results[0]), p.layout, (p.B, p.H, p.Sq, p.Dv))
     return o, results[1].numpy().reshape(p.B, p.H, p.Sq) if p.return_lse else None
 
+# ***** the kernels themselves, with every option *****
+
+@functools.lru_cache(maxsize=None)
+def _kernels(p:Problem, arch:str, tile:Tile) -> tuple[Callable[..., Any], Callable[..., Any]|None]:
+  a = get_arch(arch)
+  return forward(p, a, tile), combine(p, a, p.num_splits) if p.num_splits > 1 else None
+
+def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
+  """o (B, H, Sq, Dv) and lse of the forward kernel, and of `combine` where p has splits, on the emulator; of layout "thd", (1, H, total_q, Dv)."""
+  tile = tile or choose_tile(p, get_arch(arch))
+  first, second = _kernels(p, arch, tile)
+  with Context(DEV=f"EMU::{arch}"):
+    given = {n: tensor(arrange(a, p.layout), p.dtype) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
+    given |= {n: Tensor(a, device="EMU") if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32") for n, a in extras.items()}
+    for t in given.values(): t.realize()
+    empty = lambda shape, dtype: Tensor.empty(*shape, dtype=DTYPES[dtype], device="EMU")
+    names = arguments(p)
+    outputs = {n: empty(*names[n]) for n in names if n not in given}
+    results = Tensor.custom_kernel(*[{**outputs, **given}[n] for n in names], fxn=first)
+    done = dict(zip(names, results))
+    if second is not None:
+      names = combine_arguments(p)
+      done |= {n: empty(*names[n]) for n in names if n in ("o", "lse")} | ({"sinks": given["sinks"]} if p.sinks else {})
+      done |= dict(zip(names, Tensor.custom_kernel(*[done[n] for n in names], fxn=second)))
+    Tensor.realize(done["o"], *[done[n] for n in ("lse",) if n in done])
+    B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
+    o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
+    return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
+
+def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+  """[(exact o, o by the textbook), (exact lse, lse by the textbook)]; packed sequences one at a time."""
+  options = {n: extras[n] for n in ("alibi_slopes", "bias", "sinks", "kv_lengths") if n in extras}
+  def both(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    o = Options(softcap=p.softcap, top_left=p.top_left, **{**options, **more})
+    return list(zip(exact(q, k, v, p.softmax_scale, p.window, offset, o),
+                    same(q, k, v, p.softmax_scale, p.window, offset, o, dtype=p.dtype, out_dtype=p.out_dtype), strict=True))
+  if not p.varlen: return both(x.q, x.k, x.v, p.offset)
+  parts = []
+  q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
+  for b in range(p.B):
+    q, k, v = x.q[:, :, q_ends[b]:q_ends[b+1]], x.k[:, :, k_ends[b]:k_ends[b+1]], x.v[:, :, k_ends[b]:k_ends[b+1]]
+    slopes = {"alibi_slopes": extras["alibi_slopes"][b]} if p.alibi_batched else {}
+    parts.append(both(q, k, v, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes))
+  return [tuple(np.concatenate([part[i][j] for part in parts], axis=2) for j in range(2)) for i in range(2)]   # type: ignore[misc]
+
+def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Tile], Tile]|None=None, extras:dict[str, np.ndarray]|None=None,
+                  **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
+  """Poses the problem, with any of its options, runs the kernels, holds o and lse to the contract and returns them. `tile` may change the chosen one."""
+  p = problem(extras=extras, **parameters)
+  chosen = choose_tile(p, get_arch(arch))
+  if tile is not None: chosen = tile(chosen)
+  x = make(p)
+  o, lse = run_kernels(p, x, arch, extras or {}, chosen)
+  (want, text), (want_lse, text_lse) = expected(p, x, extras or {})
+  assert (verdict := judge(o, want, text)).ok, f"o: {verdict}"
+  if lse is not None: assert (verdict := judge(lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+  return o, lse
+
 def check(arch:str, make:Callable[[Problem], Inputs]=normal, **parameters:Any) -> None:
   """Poses the problem, runs the kernel, and holds o and lse to the contract."""
   p = problem(**parameters)
@@ -65,4 +134,4 @@ def check(arch:str, make:Callable[[Problem], Inputs]=normal, **parameters:Any) -
   want, want_lse = exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)
   text, text_lse = same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
   assert (verdict := judge(o, want, text)).ok, f"o: {verdict}"
-  if lse is not None: assert (verdict := judge(lse, want_lse, text_lse)).ok, f"lse: {verdict}"
+  if lse is not None: assert (verdict := judge(lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"

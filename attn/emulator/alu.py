@@ -23,7 +23,7 @@ def elements(dt:DType) -> int: return VECTORS[dt][1] if dt in VECTORS else 1
 def literal(value:Any, dt:DType) -> Array:
   """A constant; of a vector type, the same in every element."""
   to = numpy_dtype(dt)
-  if dt == dtypes.bfloat16: return float_to_bf16(np.float32(value))[()]
+  if dt == dtypes.bfloat16: return float_to_bf16(np.asarray(value, np.float32))[()]
   if dtypes.is_int(dt): value = (int(value) - dt.min) % 2**(8*to.itemsize) + dt.min
   return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
 

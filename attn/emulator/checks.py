@@ -2,18 +2,20 @@
 
 - `OutOfBounds`: a load or store outside its buffer (global, LDS or register array), by an active, ungated thread.
 - `Misaligned`: a vector access whose address is no multiple of its width; the C cast that the renderer prints promises alignment.
-- `LdsRace`: between two barriers one wave writes an LDS location that another wave reads or writes. Waves run in any order on hardware; lanes of one
-  wave run in lockstep, so accesses of one wave are ordered. Reads by several waves are fine.
-- `UninitialisedRead`: a read of LDS, of a register or of global memory that nobody wrote. Global memory counts from the allocation on, and only once
-  somebody has begun to write the buffer: a buffer that nobody ever touched (`Tensor.empty`, the buffers that BEAM times with) reads as bytes 0xff (NaN).
+- `LdsRace`: between two barriers one wave writes an LDS location that another wave reads or writes. Waves run in any order on hardware; lanes of
+  one wave run in lockstep, so accesses of one wave are ordered. Reads by several waves are fine.
+- `UninitialisedRead`: a read of LDS, of a register or of global memory that nobody wrote. Global memory counts from the allocation on, and only
+  once somebody has begun to write the buffer: one that nobody ever touched (`Tensor.empty`, the buffers that BEAM times with) reads as bytes 0xff
+  (NaN).
 - `DivergentBarrier`: a barrier that some threads of a workgroup reach and others do not.
 - `DivergentMatrix`: a matrix instruction that some lanes of a wave execute and others do not.
 - `LdsLimit`, `LaunchLimit`: a workgroup's LDS, a grid or a workgroup that the chip does not have.
-- `UnwrittenOutput`: a buffer that a kernel stores to is copied to the host while some of its elements were never written by anyone. A host that copies
-  out a buffer untouched by kernels gets what it asked for.
+- `UnwrittenOutput`: a buffer that a kernel stores to is copied to the host while some of its elements were never written by anyone. A host that
+  copies out a buffer untouched by kernels gets what it asked for.
 """
 from __future__ import annotations
 from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 if TYPE_CHECKING: from attn.emulator.machine import Frame
@@ -32,11 +34,19 @@ class LdsLimit(EmulatorError): pass
 class LaunchLimit(EmulatorError): pass
 class UnwrittenOutput(EmulatorError): pass
 
+@dataclass
+class Finding:
+  """What is wrong with an access: for which threads, and for a race which wave did what at the same location."""
+  error: type[EmulatorError]
+  threads: Array
+  other: Array|None = None
+  verb: str = ""
+
 class LdsShadow:
   """Who wrote and who read each location of a LOCAL buffer since the last barrier. A location is `unit` bytes: the narrowest access in the kernel.
 
-  `writer` holds interval * stride + wave of the last write (0: never written), `reader` one plane per wave with the interval of its last read. Intervals
-  are counted from 1, per workgroup: a barrier that only some workgroups reach ends the interval of those alone."""
+  `writer` holds interval * stride + wave of the last write (0: never written), `reader` one plane per wave with the interval of its last read.
+  Intervals are counted per workgroup: a barrier that only some workgroups reach ends the interval of those alone."""
   def __init__(self, f:Frame, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
@@ -50,33 +60,35 @@ class LdsShadow:
     if not self.complete and self.written: self.complete = bool(self.writer.all())
     if everyone: self.written = self.read = False
 
-  def on_read(self, at:Array, active:Array|None) -> tuple[type[EmulatorError], Array, Array]|None:
-    """Notes the read of locations `at` (T,); returns (error, offending threads, the other wave of each) if it is wrong."""
+  def on_read(self, at:Array, active:Array|None) -> Finding|None:
+    """Notes the read of locations `at` (T,); returns what is wrong with it."""
     f, self.read = self.f, True
     if not (self.complete and not self.written):
       tag = self.writer[at]
-      if not self.complete and (bad := _some(tag == 0, active)) is not None: return UninitialisedRead, bad, bad
+      if not self.complete and (bad := _some(tag == 0, active)) is not None: return Finding(UninitialisedRead, bad)
       if self.written and self.waves > 1 and (bad := _some((tag >= f.tag_floor) & (tag != f.tag), active)) is not None:
-        return LdsRace, bad, tag % f.stride
+        return Finding(LdsRace, bad, tag % f.stride, "written")
     if self.reader is not None:
       if active is None: self.reader[self.plane + at] = f.interval_of
       else: self.reader[(self.plane + at)[active]] = np.broadcast_to(f.interval_of, active.shape)[active]
     return None
 
-  def on_write(self, at:Array, active:Array|None) -> tuple[type[EmulatorError], Array, Array]|None:
+  def on_write(self, at:Array, active:Array|None) -> Finding|None:
     f = self.f
     if self.waves > 1:
       if self.written:
         tag = self.writer[at]
-        if (bad := _some((tag >= f.tag_floor) & (tag != f.tag), active)) is not None: return LdsRace, bad, tag % f.stride
+        if (bad := _some((tag >= f.tag_floor) & (tag != f.tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
       if self.read and self.reader is not None:
         for wave in range(self.waves):
           seen = self.reader[wave*self.total + at] == f.interval_of
-          if seen.any() and (bad := _some(seen & (f.wave_of != wave), active)) is not None: return LdsRace, bad, np.full_like(f.wave_of, wave)
+          if seen.any() and (bad := _some(seen & (f.wave_of != wave), active)) is not None:
+            return Finding(LdsRace, bad, np.full_like(f.wave_of, wave), "read")
     self.written = True
     if active is None: self.writer[at] = f.tag
     else: self.writer[at[active]] = f.tag[active]
-    if self.waves > 1 and (bad := _some(self.writer[at] != f.tag, active)) is not None: return LdsRace, bad, self.writer[at] % f.stride
+    if self.waves > 1 and (bad := _some(self.writer[at] != f.tag, active)) is not None:
+      return Finding(LdsRace, bad, self.writer[at] % f.stride, "written")
     return None
 
 def _some(bad:Array, active:Array|None) -> Array|None:

@@ -1,16 +1,15 @@
 """tinygrad's device `EMU`: `DEV=EMU::gfx942` runs kernels as lowered for that chip in the emulator.
 
-The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and printed as for hardware; the "binary" is the pickled list of
-UOps that were printed. tinygrad lowers several kernels at a time in worker processes, which is why the binary has to hold all that it takes to run.
-fp8 is left out: tinygrad then emulates the type with integers, as on hardware without it.
+The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and printed as for hardware; the "binary" is the pickled
+list of UOps that were printed. tinygrad lowers several kernels at a time in worker processes, which is why the binary has to hold all that it takes
+to run. fp8 is left out: tinygrad then emulates the type with integers, as on hardware without it.
 """
 from __future__ import annotations
-from typing import Any
-from dataclasses import replace
+from typing import Any, ClassVar
 import hashlib, pickle, sys, zlib
 import numpy as np
-from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, HIPCCRenderer, NVCCRenderer, Program, Renderer, Target,
-                                  TinyELF, UOp, dtypes)
+from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, HIPCCRenderer, NVCCRenderer, Program, Renderer,
+                                  Target, TinyELF, UOp, dtypes)
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan, get_chip
@@ -19,26 +18,31 @@ DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
   """From source text to a binary; the UOps behind a text are what the renderer of this process has noted."""
-  printed: dict[str, list[UOp]] = {}
+  printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
+  @classmethod
+  def note(cls, text:str, uops:list[UOp]) -> None:
+    while len(cls.printed) >= 64: cls.printed.pop(next(iter(cls.printed)))
+    cls.printed[text] = uops
   def compile(self, src:str) -> bytes: return zlib.compress(pickle.dumps(self.printed[src]), 1)
 
 class _Emulated(Renderer):
-  """What the emulator changes about a renderer for hardware: the compiler, the LDS limit of the very chip, and no fp8."""
+  """What the emulator changes about a renderer for hardware: the compiler, and no fp8."""
   target: Target
   def adapt(self) -> None:
-    self.compiler, self.shared_max = UOpCompiler(), get_chip(self.target.arch).lds
+    self.compiler = UOpCompiler()
     self.tensor_cores = [t for t in self.tensor_cores if t.dtype_in not in dtypes.fp8s and (t.dtype_in != dtypes.float or ALLOW_TF32)]
   def supported_dtypes(self) -> set[DType]: return super().supported_dtypes() - set(dtypes.fp8s)
   def render(self, uops:list[UOp]) -> str:
     text = super().render(uops)
-    UOpCompiler.printed[text] = uops
+    UOpCompiler.note(text, uops)
     return text
 
 class EmulatedHIPRenderer(_Emulated, HIPCCRenderer):
   def __init__(self, target:Target):
     HIPCCRenderer.__init__(self, target)
     self.adapt()
+    self.shared_max = get_chip(target.arch).lds   # tinygrad has one limit for all
 
 class EmulatedCUDARenderer(_Emulated, NVCCRenderer):
   def __init__(self, target:Target):
@@ -46,7 +50,7 @@ class EmulatedCUDARenderer(_Emulated, NVCCRenderer):
     self.adapt()
 
 class EMUProgram(Program["EMUDevice"]):
-  plans: dict[tuple[str, str, str], Plan] = {}   # EMU:0 and EMU:1 share them
+  plans: ClassVar[dict[tuple[str, str, str], Plan]] = {}   # EMU:0 and EMU:1 share them
   def __init__(self, dev:EMUDevice, obj:TinyELF):
     key = hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch
     if key not in self.plans: self.plans[key] = Plan(pickle.loads(zlib.decompress(obj.lib)), obj.name, obj.target.arch)
@@ -62,8 +66,10 @@ class EMUAllocator(Allocator["EMUDevice"]):
   def _copyin(self, dest:View, src:memoryview) -> None: dest.fill(np.frombuffer(src, np.uint8))
   def _copyout(self, dest:memoryview, src:View) -> None:
     src.check_written()
-    dest[:] = memoryview(src.data)
-  def _transfer(self, dest:View, src:View, sz:int, src_dev:Any, dest_dev:Any) -> None: dest.sub(0, sz).fill(src.data[:sz], None if src.written is None else src.written[:sz])
+    np.frombuffer(dest, np.uint8)[:] = src.data
+  def _transfer(self, dest:View, src:View, sz:int, src_dev:Any, dest_dev:Any) -> None:
+    source = src.sub(0, sz)
+    dest.sub(0, sz).fill(source.data, source.written)
 
 class EMUDevice(Compiled):
   def __init__(self, device:str):

@@ -1,16 +1,18 @@
 """The interpreter's state: a `Frame` is one run of a program over a range of workgroups, all their threads at once.
 
-Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so that a hardware wave is a run of consecutive threads.
-Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs to the longest.
+Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so a hardware wave is a run of consecutive threads.
+Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs to the
+longest of them.
 """
 from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import os, time
 import numpy as np
 from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
+from attn.emulator.banks import BankCounter, BankUse
 from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds
 from attn.emulator.matrix import MatrixUnit
 from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
@@ -19,6 +21,7 @@ if TYPE_CHECKING: from attn.emulator.plan import Address, Plan
 Array = NDArray[Any]
 GRID_LIMIT, WORKGROUP_LIMIT = (2**31-1, 65535, 65535), 1024
 WORKING_SET = 48 << 20   # bytes of values alive at a time that a range of workgroups is chosen for: small enough to stay near the caches
+OVERHEAD = 64            # bytes per thread of the frame itself: who is which thread, wave and workgroup
 
 @dataclass
 class Launch:
@@ -29,15 +32,21 @@ class Launch:
   threads: int      # of a workgroup
   lds: int          # bytes a workgroup
   seconds: float = 0.0
+  bank_conflicts: list[BankUse] = field(default_factory=list)   # with ATTN_EMU_BANKS=1: one entry per LDS buffer, direction and width of access
 
-last_launch: list[Launch] = []
+_last: list[Launch] = []
+
+def last_run() -> Launch|None:
+  """What the last kernel that ran looked like; None before the first."""
+  return _last[0] if _last else None
 
 class Frame:
-  def __init__(self, plan:Plan, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View], values:dict[UOp, int], checks:bool):
-    self.plan, self.first, self.workgroups, self.grid, self.local, self.checks = plan, first, workgroups, grid, local, checks
+  def __init__(self, plan:Plan, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View], values:dict[UOp, int],
+               checks:bool=True, banks:BankCounter|None=None):
+    self.plan, self.first, self.workgroups, self.grid, self.local, self.checks, self.banks = plan, first, workgroups, grid, local, checks, banks
     self.wave, self.pc = plan.chip.wave, 0
     self.threads = threads = int(np.prod(local))
-    width = -(-threads//self.wave)*self.wave if plan.whole_waves else threads   # lanes that no thread fills stay inactive
+    width = -(-threads//self.wave)*self.wave if plan.whole_waves or banks is not None else threads   # lanes that no thread fills stay inactive
     self.width, self.waves, self.T = width, -(-width//self.wave), width*workgroups
     self.workgroup_of = np.repeat(np.arange(workgroups, dtype=np.int64), width)
     self.local_of = np.tile(np.arange(width, dtype=np.int32), workgroups)
@@ -83,6 +92,10 @@ class Frame:
     thread = self.local_of // int(np.prod(self.local[:axis], dtype=np.int64)) % size
     return group if kind == "g" else thread if kind == "l" else group*np.int32(size) + thread
 
+  def offset(self, at:Address) -> Array:
+    """The byte offset of an address from the start of its buffer."""
+    return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
+
   def full(self, x:Any) -> Array:
     """A value with one column for every thread."""
     return np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
@@ -112,9 +125,10 @@ class Frame:
     self.stack.append(self.mask)
     self.mask = mask
   def pop(self) -> None: self.mask = self.stack.pop()
-  def leave(self, end:int) -> int:
+  def leave(self, to:int|None=None) -> int|None:
+    """Ends a loop; `to` is the step to go on with, if it is not the next one."""
     self.pop()
-    return end + 1
+    return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
     """Sets a loop's variable to i; False if no thread has that iteration."""
@@ -130,8 +144,8 @@ class Frame:
       here = self.mask.reshape(self.workgroups, -1)
       missing = (~here if self.valid is None else ~here & self.valid.reshape(here.shape)) & here.any(axis=1, keepdims=True)
       if self.checks and missing.any():
-        raise self.error(DivergentBarrier, missing.ravel(), lambda t: "a barrier that other threads of the workgroup wait in is not reached by this thread")
-      reached = here.any(axis=1)
+        raise self.error(DivergentBarrier, missing.ravel(), lambda t: "this thread does not reach a barrier that others of its workgroup wait in")
+      reached = np.asarray(here.any(axis=1))
     for s in self.spaces.values():
       if s.shadow is not None: s.shadow.barrier(bool(reached.all()))
     self._next_interval(reached)
@@ -144,11 +158,12 @@ class Frame:
     self.tag = self.tag_floor + self.wave_of
 
   def whole_waves_only(self) -> None:
-    """A matrix instruction takes part of all lanes of a wave, whatever EXEC says (CDNA3 ISA section 7.1); a wave of which only some lanes get there is an error."""
+    """A matrix instruction works on all lanes of a wave, whatever EXEC says (CDNA3 ISA section 7): an error if only some of them get there."""
     if self.mask is None or not self.checks: return
     here = self.mask.reshape(-1, self.wave)
     missing = ~here & here.any(axis=1, keepdims=True)
-    if missing.any(): raise self.error(DivergentMatrix, missing.ravel(), lambda t: "a matrix instruction that other lanes of the wave execute is not reached by this lane")
+    if missing.any():
+      raise self.error(DivergentMatrix, missing.ravel(), lambda t: "this lane does not reach a matrix instruction that others of its wave execute")
 
   # ***** intrinsics.Lanes *****
 
@@ -157,9 +172,11 @@ class Frame:
   def pointer(self, at:Address) -> Pointer|RegisterPointer:
     if at.buffer in self.registers:
       return RegisterPointer(self.registers[at.buffer], sum(int(self.v[s])*size for s, size in at.terms)//at.buffer.dtype.itemsize)
-    return Pointer(self.spaces[at.buffer], np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0))))
-  def load_bytes(self, pointer:Pointer, offset:Array, nbytes:int, gate:Array) -> Array: return pointer.load(offset, nbytes, np.broadcast_to(gate, self.T))
-  def store_bytes(self, pointer:Pointer, offset:Array, data:Array, gate:Array) -> None: pointer.store(offset, data, np.broadcast_to(gate, self.T))
+    return Pointer(self.spaces[at.buffer], self.offset(at))
+  def load_bytes(self, pointer:Pointer, offset:Array, nbytes:int, gate:Array) -> Array:
+    return pointer.load(offset, nbytes, np.broadcast_to(gate, self.T))
+  def store_bytes(self, pointer:Pointer, offset:Array, data:Array, gate:Array) -> None:
+    pointer.store(offset, data, np.broadcast_to(gate, self.T))
   def load_register(self, pointer:RegisterPointer, i:int) -> Array:
     return self.full(pointer.array.load(np.asarray(pointer.first + i), self.mask))
   def store_register(self, pointer:RegisterPointer, i:int, value:Array, gate:Array) -> None:
@@ -167,14 +184,14 @@ class Frame:
   def check_extent(self, pointer:Pointer, nbytes:Array) -> None:
     bad = self.active & (nbytes > 0) & ((pointer.offset < 0) | (pointer.offset + nbytes > pointer.space.limit))
     if bad.any():
-      raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on reaches beyond "
-                                                   f"{pointer.space.name} ({pointer.space.limit} bytes)")
+      raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
+                                                   f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     self.whole_waves_only()
     return self.matrix_unit.instruction(name, a, b, c)
 
 def flags_of(view:View, stored:bool) -> Array|None:
-  """The written-flags a kernel has to mind: none where all is written, or where nobody has ever touched the buffer and the kernel does not store to it."""
+  """The written-flags that a kernel has to mind: none where all is written, nor where it only reads a buffer that nobody has ever touched."""
   if (written := view.written) is None or (not stored and (not view.base.touched or written.all())): return None
   return written
 
@@ -184,8 +201,9 @@ def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, 
   grid, local = (*grid, 1, 1)[:3], (*local, 1, 1)[:3]
   if any(g != int(g) for g in grid): raise LaunchLimit(f"{plan.name}: the grid {grid} is not made of whole workgroups")
   grid = tuple(int(g) for g in grid)
-  if any(not 1 <= g <= limit for g, limit in zip(grid, GRID_LIMIT)): raise LaunchLimit(f"{plan.name}: the grid {grid} is beyond the limit {GRID_LIMIT}")
-  if (threads := int(np.prod(local))) > WORKGROUP_LIMIT: raise LaunchLimit(f"{plan.name}: a workgroup of {local} threads is beyond the limit of {WORKGROUP_LIMIT}")
+  if any(not 1 <= g <= limit for g, limit in zip(grid, GRID_LIMIT)): raise LaunchLimit(f"{plan.name}: the grid {grid} is not within {GRID_LIMIT}")
+  if (threads := int(np.prod(local))) > WORKGROUP_LIMIT:
+    raise LaunchLimit(f"{plan.name}: a workgroup of {local} threads is beyond the limit of {WORKGROUP_LIMIT}")
   params, count = dict(zip(plan.params, views)), int(np.prod(grid, dtype=np.int64))
   checks = os.environ.get("ATTN_EMU_CHECKS", "1") != "0"
   for u in plan.stored:
@@ -193,11 +211,14 @@ def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, 
       view = params[u]
       view.base.touched = True
       if view.written is not None: view.base.outputs[view.offset, view.size] = plan.name, plan.names[u], plan.stored[u]
-  at_once = max(1, WORKING_SET//max(1, threads*plan.live_bytes + 4*plan.lds))
+  banks = BankCounter(plan.chip.family, plan.chip.wave) if os.environ.get("ATTN_EMU_BANKS", "0") != "0" else None
+  waves = -(-threads//plan.chip.wave)
+  at_once = max(1, WORKING_SET//(threads*(plan.live_bytes + OVERHEAD) + plan.lds*(waves + 2)))
   with np.errstate(all="ignore"):
     for first in range(0, count, at_once):
-      Frame(plan, first, min(at_once, count - first), grid, local, params, dict(zip(plan.variables, values)), checks).run()
+      Frame(plan, first, min(at_once, count - first), grid, local, params, dict(zip(plan.variables, values)), checks, banks).run()
   for u in plan.stored:
     if u in params: params[u].settle()
-  last_launch[:] = [Launch(plan.name, plan.arch, count, threads, plan.lds, time.perf_counter() - start)]
-  return last_launch[0].seconds
+  seconds = time.perf_counter() - start
+  _last[:] = [Launch(plan.name, plan.arch, count, threads, plan.lds, seconds, list(banks.uses.values()) if banks is not None else [])]
+  return seconds

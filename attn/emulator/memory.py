@@ -1,14 +1,14 @@
 """Memory of the emulated chip as plain bytes: device allocations, the buffers of a running kernel (global and LDS), and register arrays.
 
-An access is made of `chunk` bytes (element size times vector length) at an index counted in chunks: memory is viewed as an array of chunks and gathered or
-scattered for all threads at once. Any other type of the same bytes is just another view.
+An access is made of `chunk` bytes (element size times vector length) at an index counted in chunks: memory is viewed as an array of chunks, which
+is gathered or scattered for all threads at once. Any other type of the same bytes is just another view.
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 import numpy as np
 from numpy.typing import NDArray
-from attn.emulator.checks import LdsShadow, Misaligned, OutOfBounds, UninitialisedRead, UnwrittenOutput
+from attn.emulator.checks import Finding, LdsShadow, Misaligned, OutOfBounds, UninitialisedRead, UnwrittenOutput
 if TYPE_CHECKING: from attn.emulator.machine import Frame
 
 Array = NDArray[Any]
@@ -65,7 +65,8 @@ class View:
       missing = np.flatnonzero(self.base.written[max(offset, self.offset):min(offset+size, self.offset+self.size)] == 0)   # type: ignore[index]
       if len(missing):
         first = (int(missing[0]) + max(offset, self.offset) - offset)//itemsize
-        raise UnwrittenOutput(f"{kernel}: output element {buffer}[{first}] was never written ({len(missing)//itemsize} of {size//itemsize} elements were not)")
+        raise UnwrittenOutput(f"{kernel}: output element {buffer}[{first}] was never written (nor were others, "
+                              f"{len(missing)//itemsize} of {size//itemsize} in all)")
 
 # ***** buffers of a running kernel *****
 
@@ -99,6 +100,7 @@ class Space:
 
   def load(self, index:Array, chunk:int, active:Array|None) -> Array:
     at = self._at(index, chunk, active, "load of")
+    if self.stride and self.f.banks is not None: self.f.banks.count(self.name, True, at % (self.stride//chunk)*chunk, chunk, active)
     if len(view := self._view(chunk)) == 0: return np.zeros(self.f.T, view.dtype)
     if self.f.checks:
       if self.shadow is not None: self._note(self.shadow.on_read, at, chunk, active, "reads")
@@ -107,6 +109,7 @@ class Space:
 
   def store(self, index:Array, chunk:int, values:Array, active:Array|None) -> None:
     at = self._at(index, chunk, active, "store to")
+    if self.stride and self.f.banks is not None: self.f.banks.count(self.name, False, at % (self.stride//chunk)*chunk, chunk, active)
     if len(view := self._view(chunk)) == 0: return
     if self.shadow is not None and self.f.checks: self._note(self.shadow.on_write, at, chunk, active, "writes")
     at = np.broadcast_to(at, self.f.T)
@@ -120,22 +123,21 @@ class Space:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)
     if active is not None: bad = bad & active
     if bad.any():
-      raise self.f.error(UninitialisedRead, bad, lambda t: f"load of {self.name}[{np.broadcast_to(at, self.f.T)[t]}] (elements of {chunk} bytes) reads "
-                                                           "global memory that nobody has written")
+      raise self.f.error(UninitialisedRead, bad, lambda t: f"load of {self.name}[{np.broadcast_to(at, self.f.T)[t]}] (elements of {chunk} bytes) "
+                                                           "reads global memory that nobody has written")
 
-  def _note(self, note:Any, at:Array, chunk:int, active:Array|None, verb:str) -> None:
+  def _note(self, note:Callable[[Array, Array|None], Finding|None], at:Array, chunk:int, active:Array|None, verb:str) -> None:
     shadow = self.shadow
     assert shadow is not None
-    per, locations = chunk//shadow.unit, self.stride//shadow.unit
+    per, locations = max(1, chunk//shadow.unit), self.stride//shadow.unit
     for part in range(per):
-      where = at if per == 1 else at*per + part
+      where = at if chunk == shadow.unit else at*chunk//shadow.unit + part
       if (wrong := note(where, active)) is None: continue
-      error, bad, other = wrong
       def text(t:int) -> str:
         what = f"{verb} {self.name} at byte {where[t] % locations * shadow.unit} (element {at[t] % (self.stride//chunk)} of {chunk} bytes)"
-        if error is UninitialisedRead: return f"{what}, LDS that nobody has written"
-        return f"{what}, which wave {other[t]} has {'accessed' if verb == 'writes' else 'written'} with no barrier between: LDS race"
-      raise self.f.error(error, bad, text)
+        if wrong.other is None: return f"{what}, LDS that nobody has written"
+        return f"{what}, which wave {wrong.other[t]} has {wrong.verb} with no barrier between: LDS race"
+      raise self.f.error(wrong.error, wrong.threads, text)
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -148,14 +150,15 @@ class Pointer:
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
     unit = nbytes if not (at % nbytes)[gate].any() else min(nbytes & -nbytes, 4)
     if (bad := gate & (at % unit != 0)).any():
-      raise self.space.f.error(Misaligned, bad, lambda t: f"access of {nbytes} bytes at byte {at[t]} of {self.space.name} is not aligned to {unit} bytes")
+      raise self.space.f.error(Misaligned, bad, lambda t: f"access of {nbytes} bytes at byte {at[t]} of {self.space.name} is not aligned to {unit}")
     return at // unit, unit
 
   def load(self, offset:Array, nbytes:int, gate:Array) -> Array:
     at, unit = self.units(offset, nbytes, gate)
-    parts = [self.space.load(at + i, unit, gate) for i in range(nbytes//unit)]
+    active = None if gate.all() else gate
+    parts = [self.space.load(at + i, unit, active) for i in range(nbytes//unit)]
     raw = (parts[0] if len(parts) == 1 else np.stack(parts, -1)).view(np.uint8).reshape(-1, nbytes)
-    if not gate.all(): raw[~gate] = 0
+    if active is not None: raw[~active] = 0
     return raw.T
 
   def store(self, offset:Array, data:Array, gate:Array) -> None:
@@ -165,18 +168,19 @@ class Pointer:
     for i in range(nbytes//unit): self.space.store(at + i, unit, raw[:, i], gate)
 
 class Registers:
-  """A REG buffer: each element is a value of its own, so a store of all threads just rebinds it. `written`: None, the threads that have written, or True."""
+  """A REG buffer. Each element is a value of its own, so a store by all threads just rebinds it; `written` are the threads that have, all or none."""
   def __init__(self, f:Frame, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
     self.written: list[Array|bool] = [False] * count
 
-  def _index(self, index:Array, active:Array|None, verb:str, n:int=1) -> Array:
-    bad = (index < 0) | (index + n > len(self.values))
+  def _index(self, index:Array, active:Array|None, verb:str) -> Array:
+    if not index.shape and 0 <= index < len(self.values): return index
+    bad = (index < 0) | (index >= len(self.values))
     if active is not None: bad = bad & active
     if bad.any():
-      raise self.f.error(OutOfBounds, np.broadcast_to(bad, self.f.T), lambda t: f"{verb} {self.name}[{np.broadcast_to(index, self.f.T)[t]}] is out of bounds: "
-                                                                                f"the register array has {len(self.values)} elements")
+      raise self.f.error(OutOfBounds, bad, lambda t: f"{verb} {self.name}[{np.broadcast_to(index, self.f.T)[t]}] is out of bounds: "
+                                                     f"the register array has {len(self.values)} elements")
     return index
 
   def _check(self, i:int, active:Array|None) -> None:
@@ -204,8 +208,8 @@ class Registers:
       self._set(int(i), value, (index == i) if active is None else (index == i) & active)
 
   def _set(self, i:int, value:Array, active:Array|None) -> None:
-    if active is None: self.values[i], self.written[i] = value, True
-    else:
+    if active is None or active.all(): self.values[i], self.written[i] = value, True
+    elif active.any():
       self.values[i] = np.where(active, value, self.values[i])
       if self.written[i] is not True: self.written[i] = self.written[i] | active
 

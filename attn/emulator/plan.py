@@ -25,7 +25,7 @@ class Chip:
 CHIPS: dict[str, Chip] = {
   "gfx942": Chip("cdna3", 64, 65536), "gfx950": Chip("cdna4", 64, 163840),
   **{a: Chip("rdna3", 32, 65536) for a in ("gfx1100", "gfx1101", "gfx1151")}, **{a: Chip("rdna4", 32, 65536) for a in ("gfx1200", "gfx1201")},
-  **{a: Chip("nvidia", 32, 49152) for a in ("sm_80", "sm_86", "sm_89", "sm_90")},   # what a CUDA kernel may declare statically
+  "sm_80": Chip("nvidia", 32, 166912), "sm_86": Chip("nvidia", 32, 101376), "sm_89": Chip("nvidia", 32, 101376), "sm_90": Chip("nvidia", 32, 232448),
 }
 
 def get_chip(arch:str) -> Chip:
@@ -76,13 +76,17 @@ class Plan:
     self.constants.append(value)
     return self.slot[u]
 
+  def _slot(self, u:UOp) -> int:
+    if u in self.addresses: raise ValueError(f"{self.name}: an address in {self.names[self.addresses[u].buffer]} is used as a number: .load() it")
+    return self.slot[u]
+
   def _emit(self, u:UOp, step:Step) -> None:
     self.steps.append(step)
     self.uops.append(u)
 
   def _value(self, u:UOp, fn:Callable[..., Any], *srcs:UOp) -> None:
     """A step that computes `u` from the values of `srcs`."""
-    ins, out = [self.slot[s] for s in srcs], self._new(u)
+    ins, out = [self._slot(s) for s in srcs], self._new(u)
     if len(ins) == 1:
       a, = ins
       def step(f:Frame) -> None: f.v[out] = fn(f.v[a])
@@ -108,7 +112,7 @@ class Plan:
       self.addresses[u] = Address(self.addresses[u.src[0]].buffer, u.dtype, self.addresses[u.src[0]].terms)
     elif u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0] in self.addresses:
       at = self.addresses[u.src[0]]
-      self.addresses[u] = Address(at.buffer, u.dtype, at.terms + ((self.slot[u.src[1]], u.src[0].dtype.itemsize),))
+      self.addresses[u] = Address(at.buffer, u.dtype, at.terms + ((self._slot(u.src[1]), u.src[0].dtype.itemsize),))
     elif (rule := _RULES.get(u.op)) is not None: rule(self, u)
     elif u.op in GroupOp.ALU: self._value(u, alu(u.op, u.dtype, u.src[-1].dtype), *u.src)
     else: raise NotImplementedError(f"{self.name}: the emulator does not run {u.op}")
@@ -137,7 +141,7 @@ class Plan:
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
     """The index of an access in units of `chunk` bytes."""
-    if not at.terms: return lambda f, active: np.int64(0)
+    if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]
       return lambda f, active: f.v[slot]
@@ -145,7 +149,7 @@ class Plan:
     if len(at.terms) == 1 and chunk % at.terms[0][1] == 0:
       slot, per = at.terms[0][0], chunk//at.terms[0][1]
       return lambda f, active: f.aligned(f.v[slot], per, name, active)
-    return lambda f, active: f.aligned(sum(np.asarray(f.v[s], np.int64)*size for s, size in at.terms), chunk, name, active)
+    return lambda f, active: f.aligned(f.offset(at), chunk, name, active)
 
   def _access(self, u:UOp) -> tuple[Address, int, int]:
     """Of a LOAD or STORE: its address, the bytes of an access and the numbers in it."""
@@ -156,7 +160,7 @@ class Plan:
 
   def load(self, u:UOp) -> None:
     at, chunk, n = self._access(u)
-    gate, alt = (self.slot[u.src[2]], self.slot[u.src[1]]) if len(u.src) == 3 else (None, None)
+    gate, alt = (self.slot[u.src[2]], self.slot[u.src[1]]) if len(u.src) == 3 else (None, -1)
     buffer, dtype, out, count = at.buffer, numpy_dtype(u.dtype), self._new(u), u.max_numel()
     if buffer.addrspace is AddrSpace.REG:
       index = self._index(at, u.src[0].dtype.itemsize)
@@ -174,7 +178,7 @@ class Plan:
 
   def store(self, u:UOp) -> None:
     at, chunk, n = self._access(u)
-    buffer, value, count, dtype = at.buffer, self.slot[u.src[1]], u.src[0].max_numel(), numpy_dtype(u.src[0].dtype)
+    buffer, value, count, dtype = at.buffer, self._slot(u.src[1]), u.src[0].max_numel(), numpy_dtype(u.src[0].dtype)
     if buffer.addrspace is AddrSpace.REG:
       index = self._index(at, u.src[0].dtype.itemsize)
       def step(f:Frame) -> None:
@@ -191,18 +195,18 @@ class Plan:
     self._emit(u, step)
 
   def wmma(self, u:UOp) -> None:
-    dims, dtype, out = u.arg[0], {dtypes.float: "tfloat32"}.get(u.src[0].dtype, _NAMES.get(u.src[0].dtype, "")), _NAMES[u.dtype]
-    dtype = {"uint16": "bfloat16"}.get(dtype, dtype)
-    slots, dst = [self.slot[s] for s in u.src], self._new(u)
+    dims, dtype, out = u.arg[0], "tfloat32" if u.arg[1] == dtypes.float else _NAMES[u.arg[1]], _NAMES[u.dtype]
+    slots, dst = [self._slot(s) for s in u.src], self._new(u)
     def step(f:Frame) -> None:
       f.whole_waves_only()
-      f.v[dst] = f.matrix_unit.wmma(dims, dtype, *[f.full(f.v[s]) for s in slots], out)
+      a, b, c = [f.full(f.v[s]) for s in slots]
+      f.v[dst] = f.matrix_unit.wmma(dims, dtype, a, b, c, out)
     self._emit(u, step)
 
   def custom(self, u:UOp) -> None:
     if (meaning := MEANING.get(u.arg)) is None:
-      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op} means: {u.arg!r}. Build it with attn.intrinsics.emit from an entry of "
-                                f"attn.intrinsics.TABLE, or set attn.intrinsics.MEANING[text] = a function (lanes, *sources) -> value")
+      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op.name} means: {u.arg!r}. Build it with attn.intrinsics.emit "
+                                "from an entry of attn.intrinsics.TABLE, or set attn.intrinsics.MEANING[text] to a function (lanes, *sources)")
     args: list[Address|int] = [self.addresses[s] if s in self.addresses else self.slot[s] for s in u.src]
     for a in args:
       if isinstance(a, Address):
@@ -229,7 +233,7 @@ class Plan:
     out, bound, number = self._new(u), self.slot[u.src[0]], numpy_dtype(u.dtype).type
     def step(f:Frame) -> int|None:
       f.push(f.mask)
-      return None if f.iterate(out, number(0), f.v[bound]) else f.leave(self.ends[u])
+      return None if f.iterate(out, number(0), f.v[bound]) else f.leave(self.ends[u] + 1)
     self._emit(u, step)
 
   def end(self, u:UOp) -> None:
@@ -239,10 +243,10 @@ class Plan:
       again = self.slot[u.src[2]]
       def step(f:Frame) -> int|None:
         f.mask = f.also(f.v[again])
-        return body if f.mask is None or f.mask.any() else f.pop()
+        return body if f.mask is None or f.mask.any() else f.leave()
     else:
       out, bound = self.slot[loop], self.slot[loop.src[0]]
-      def step(f:Frame) -> int|None: return body if f.iterate(out, f.v[out] + f.v[out].dtype.type(1), f.v[bound]) else f.pop()
+      def step(f:Frame) -> int|None: return body if f.iterate(out, f.v[out] + f.v[out].dtype.type(1), f.v[bound]) else f.leave()
     self._emit(u, step)
 
   # ***** when a value dies *****
@@ -260,9 +264,9 @@ class Plan:
         size[self.slot[u]] = u.dtype.itemsize * (u.max_numel() if u._shape is not None else 1)
       for s in u.src:
         used = [t for t, _ in self.addresses[s].terms] if s in self.addresses else [self.slot[s]] if s in self.slot else []
-        if u.op is Ops.END and u.src[1] in self.slot: used += [self.slot[u.src[1]], *([self.slot[u.src[1].src[0]]])]
+        if u.op is Ops.END and u.src[1] in self.slot: used += [self.slot[u.src[1]], self.slot[u.src[1].src[0]]]
         for slot in used:
-          outer = [end for start, end in loop_of if start <= i <= end and not start < born.get(slot, -1) <= end and not born.get(slot, -1) == start]
+          outer = [end for start, end in loop_of if start <= i <= end and not start <= born.get(slot, -1) <= end]
           last[slot] = max(last.get(slot, 0), i, *outer)
     frees: list[list[int]] = [[] for _ in self.steps]
     for slot, i in last.items():
@@ -280,4 +284,4 @@ _RULES: dict[Ops, Callable[[Plan, UOp], None]] = {
   Ops.STORE: Plan.store, Ops.WMMA: Plan.wmma, Ops.CUSTOM: Plan.custom, Ops.CUSTOMI: Plan.custom, Ops.BARRIER: Plan.barrier, Ops.IF: Plan.enter_if,
   Ops.ENDIF: Plan.leave_if, Ops.RANGE: Plan.loop, Ops.END: Plan.end,
 }
-_NAMES = {dtypes.half: "float16", dtypes.bfloat16: "bfloat16", dtypes.float: "float32", dtypes.int8: "int8", dtypes.int32: "int32", dtypes.uint16: "uint16"}
+_NAMES = {dtypes.half: "float16", dtypes.bfloat16: "bfloat16", dtypes.float: "float32", dtypes.int8: "int8", dtypes.int32: "int32"}

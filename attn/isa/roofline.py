@@ -32,11 +32,12 @@ class Chip:
   def lds_bytes(self) -> int: return self.pipes.lds_bytes
 
 # AMD's data sheets and product pages: compute units, peak engine (boost) clock, memory bandwidth. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits.
-# MI308X has 80 of MI300X's compute units; its clock is that of the 188 TFLOP/s that it is sold with.
+# MI308X has 80 of MI300X's compute units and no public data sheet: its clock is the higher of two that are told (1.15 GHz is that of the 188 TFLOP/s
+# it is said to have), since this is a bound from above.
 CHIPS: dict[str, Chip] = {c.name: c for c in (
   Chip("MI300X", "gfx942", 304, 2.1, 5300),
   Chip("MI325X", "gfx942", 304, 2.1, 6000),
-  Chip("MI308X", "gfx942", 80, 1.15, 5300),
+  Chip("MI308X", "gfx942", 80, 1.42, 5300),
   Chip("MI350X", "gfx950", 256, 2.2, 8000),
   Chip("MI355X", "gfx950", 256, 2.4, 8000),
   Chip("RX 7900 XTX", "gfx1100", 96, 2.5, 960),

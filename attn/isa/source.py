@@ -42,7 +42,7 @@ class Source:
   queries: int   # of a wave
   block_m: int   # queries of a workgroup
 
-LENGTH, HEADS = 4096, 8   # whole tiles on every chip: what is counted is the loop, which no further head or key changes
+LENGTH, HEADS = 4096, 32   # whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
 
 def problem_of(spec:Spec) -> Problem:
   return Problem(1, HEADS, HEADS, LENGTH, LENGTH, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype,

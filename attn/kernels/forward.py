@@ -10,18 +10,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
-from attn.kernels.tiles import UNIT, Lane, LdsTile, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
+from attn.kernels.blocks import extent, key_blocks, strides
+from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
+from attn.kernels.tiles import UNIT, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
 
-LOG2E, LN2 = math.log2(math.e), math.log(2)
-NEG_INF = -math.inf
+OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
 FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 LARGE = 2.0**20   # a bias beyond it has a rounding error that shows in exp2
-
-def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int]:
-  """Distances, in elements, of batches, heads and rows of a contiguous tensor in `layout`."""
-  return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
   """LDS that `forward` takes for the K and the V^T tile, and for Q where it is kept there."""
@@ -32,9 +29,8 @@ def lds_bytes(p:Problem, tile:Tile) -> int:
 
 @dataclass(frozen=True)
 class State:
-  """What crosses trips: O^T accumulators, per query tile the reference m that the exponents of raw scores are taken from, bias = -m*softmax_scale*log2(e)
-  (0 while m is -inf) and the lane's part of the row sum l (two numbers to add);
-  and the tiles on their way."""
+  """What crosses trips: O^T accumulators, per query tile the reference m that the exponents of scores are taken from, bias = -m*Scores.to_log2 (0 while m
+  is -inf) and the lane's part of the row sum l (two numbers to add); and the tiles on their way."""
   acc: UOp
   m: UOp
   bias: UOp
@@ -71,35 +67,64 @@ def transpose(rows:list[UOp]) -> list[UOp]:
     for selector in (0x05040100, 0x07060302): columns.append(hw.build(hw.byte_perm(r1, r0, selector), hw.byte_perm(r3, r2, selector)))
   return columns
 
+def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+  """(shape, dtype) of the tensors that `forward` takes, by name and in order: those of `p.shapes`, or for a part of the keys (p.num_splits > 1) float32
+  o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq) in place of o and lse, whatever the layout ("thd": (G, H, total_q, Dv)), and no sinks."""
+  if p.num_splits == 1: return p.shapes
+  rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
+  return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
+          **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
+
 def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse."""
-  mat, waves, q_tiles, block_n = tile.matrix, tile.waves, tile.q_tiles, tile.block_n
+  """The kernel of problem `p` as a function of its placeholders, which are those of `arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v) when
+  p.return_lse, (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors that there are, in the order of `problem.EXTRAS`.
+
+  With p.num_splits = G > 1 each workgroup takes one of G key ranges and writes the O and the LSE of those keys alone: `split_kv.combine` makes one of them.
+  With p.sk_variable the kernel has that Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`.
+  Raises ValueError where p.num_splits is still 0, and NotImplementedError for tensors beyond what a buffer descriptor addresses.
+  """
+  if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
+  mat, waves, q_tiles, block_n, splits = tile.matrix, tile.waves, tile.q_tiles, tile.block_n, p.num_splits
   depth, width = contraction(mat, p.D), round_up(p.Dv, mat.M)
   k_tiles, d_tiles = block_n//mat.M, width//mat.M
-  scores = k_tiles*mat.accumulator                       # of a lane, per query tile and trip
-  q_blocks, (left, right) = ceildiv(p.Sq, tile.block_m), p.window
-  to_log2 = p.softmax_scale*LOG2E
+  group = p.H//p.Hkv if tile.pack_gqa else 1             # query heads of a workgroup: row r of its block is query r//group of head r%group
+  q_blocks, (left, right), names = ceildiv(p.Sq*group, tile.block_m), p.window, arguments(p)
+  check_range(p, tile)
 
-  def kernel(o:UOp, *args:UOp) -> UOp:
-    lse, q, k, v = args if p.return_lse else (None, *args)
+  def kernel(*args:UOp) -> UOp:
+    if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
+    given = dict(zip(names, args))
+    o, lse, q, k, v = given.get("o", args[0]), given.get("lse", given.get("lse_partial")), given["q"], given["k"], given["v"]
 
     # ***** ranges *****
     axes = itertools.count(4)                            # ids of the loops
     q_block = UOp.range(q_blocks, 0, AxisType.GLOBAL)    # heads vary fastest over workgroups: the blocks of a head share an XCD's cache
-    head = UOp.range(p.B*p.H, 1, AxisType.GLOBAL)
+    head = UOp.range(p.B*p.H//group, 1, AxisType.GLOBAL)
     lane = UOp.range(mat.wave, 2, AxisType.WARP)
     wave = UOp.range(waves, 3, AxisType.WARP)              # as a LOCAL axis tinygrad would split it where % divides it
-    at, batch, q_head = Lane(lane, wave, mat), head//p.H, head%p.H
-    kv_head = q_head//(p.H//p.Hkv)
-    first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m   # under a causal mask the long blocks start first
-    last_query = first_query + tile.block_m - 1
+    split = [UOp.range(splits, next(axes), AxisType.GLOBAL)] if splits > 1 else []
+    at, batch, first_head = Lane(lane, wave, mat), head//(p.H//group), head%(p.H//group)*group
+    kv_head = first_head//(p.H//p.Hkv)
+    first_row = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m   # under a causal mask the long blocks start first
+    first_query, last_query = first_row//group, (first_row + tile.block_m - 1)//group
     in_block = [(wave*q_tiles + t)*mat.N + at.n for t in range(q_tiles)]
-    queries = [first_query + i for i in in_block]
 
-    def rows(buffer:UOp, h:UOp, heads:int, length:int, columns:int) -> Rows:
+    # ***** the sequence, its rows, and the key tiles that a block sees *****
+    sequence = extent(p, batch, given)
+    def rows(buffer:UOp, h:UOp, heads:int, length:int, columns:int, start:int|UOp, count:int|UOp) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, columns)
-      return Rows(flat(buffer), batch*sb + h*sh, ss, length, columns, arch.family)
-    q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq, p.D), rows(k, kv_head, p.Hkv, p.Sk, p.D), rows(v, kv_head, p.Hkv, p.Sk, p.Dv)
+      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, arch.family)
+    q_rows = rows(q, first_head, p.H, p.Sq, p.D, sequence.q_start, sequence.n_q)
+    k_rows = rows(k, kv_head, p.Hkv, p.Sk, p.D, sequence.k_start, sequence.n_k)
+    v_rows = rows(v, kv_head, p.Hkv, p.Sk, p.Dv, sequence.k_start, sequence.n_k)
+    if group > 1:
+      head_stride = strides(p.layout, p.H, p.Sq, p.D)[1]
+      reach = ((UOp.const(0) + sequence.n_q - 1)*q_rows.stride + (group - 1)*head_stride + p.D).maximum(0)*2
+      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, arch.family, group, head_stride, reach)
+    queries = [Row(batch, first_head + (first_row + i)%group, (first_row + i)//group, first_row + i < sequence.n_q*group) for i in in_block]
+    scores = Scores(p, at, block_n, arch.family, sequence, Row(batch, first_head, first_query, UOp.const(True)), given.get("alibi_slopes"), given.get("bias"))
+    blocks = key_blocks(p, sequence, first_query, last_query, block_n)
+    for s in split: blocks = blocks.share(s, splits)
 
     # ***** placeholders *****
     q_lds = LdsTile.create(tile.block_m, depth//UNIT, 7)
@@ -112,7 +137,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
                   LdsTile.create(block_n, depth//UNIT, 0), LdsTile.create(width, block_n//UNIT, 1))
 
     # ***** Q: the B operand of S^T, kept in registers, or in LDS where they would not hold it *****
-    q_units = [[q_rows.load_units(first_query, tile.block_m, i, u) for u in units_of(mat, depth, at.h)] for i in in_block]
+    q_units = [[q_rows.load_units(first_row, tile.block_m, i, u) for u in units_of(mat, depth, at.h)] for i in in_block]
     if tile.q_in_lds:
       own = at.h.eq(0) if mat.duplicated else UOp.const(True)
       stores = [q_lds.store(i, u, x, own) for i, xs in zip(in_block, q_units) for u, x in zip(units_of(mat, depth, at.h), xs)]
@@ -121,15 +146,6 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       """The operands of each query tile for some of the units of the contraction."""
       if not tile.q_in_lds: return [operands(mat, units[steps]) for units in q_units]
       return [operands(mat, [q_kept.after(*after).load(row, u) for u in units_of(mat, depth, at.h)[steps]]) for row in (hw.opaque(i, t) for i in in_block)]
-
-    # ***** the key tiles a block sees, and those of them that no mask touches *****
-    seen = UOp.const(p.Sk) if right < 0 else (last_query + p.offset + right + 1).maximum(0).minimum(p.Sk)
-    unseen = UOp.const(0) if left < 0 else (first_query + p.offset - left).maximum(0).minimum(p.Sk)
-    begin, end = unseen//block_n, (seen + block_n - 1)//block_n
-    full_begin = begin if left < 0 else ((last_query + p.offset - left).maximum(0) + block_n - 1)//block_n
-    full_end = UOp.const(p.Sk//block_n) if right < 0 else (first_query + p.offset + right + 1).maximum(0).minimum(p.Sk)//block_n
-    full_begin = full_begin.minimum(end)
-    full_end = full_end.maximum(full_begin).minimum(end)
 
     # ***** global -> registers -> LDS *****
     def fetch(s:State, t:UOp) -> list[UOp]:
@@ -164,13 +180,6 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       while step < mat.wave: x, step = op(x, hw.from_lane(x, (lane + step)%mat.wave)), 2*step
       return x
 
-    def mask(s:list[UOp], query:UOp, t:UOp) -> list[UOp]:
-      offsets = [tuple(mat.key_of(0, kt*mat.accumulator + i) for i in range(mat.accumulator)) for kt in range(k_tiles)]
-      here = t*block_n + at.h*mat.block
-      above = UOp.const(p.Sk - 1) - here if right < 0 else (query + p.offset + right).minimum(p.Sk - 1) - here
-      s = [hw.mask_above(x, above, off) for x, off in zip(s, offsets)]
-      return s if left < 0 else [hw.mask_below(x, query + p.offset - left - here, off) for x, off in zip(s, offsets)]
-
     def row_sum(x:list[UOp]) -> UOp:
       """The sums of the even and of the odd elements: packed additions all the way."""
       while len(x) > 1: x = [hw.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
@@ -180,8 +189,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     def rescale(s:State, qt:int, x:list[UOp]) -> State:
       """Moves the reference m of a row, with l and the accumulators, when its scores have outgrown it; else P stays below 2^rescale_above as it is."""
       m = s.m[qt].load()
-      for scores in x: m = hw.max_over(scores, m)
-      return s.after(nothing[0].store(hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], d_tiles, mat, to_log2, tile.rescale_above)))
+      for y in x: m = hw.max_over(y, m)
+      return s.after(nothing[0].store(hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], d_tiles, mat, scores.to_log2, tile.rescale_above)))
 
     # ***** one trip *****
     def trip(s:State, t:UOp, masked:bool) -> UOp:
@@ -198,11 +207,12 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
           for qt, b in enumerate(bs): s_tiles[qt][kt] = hw.shaped_wmma(mat, a, b, s_tiles[qt][kt])
       p_operands = []
       for qt, x in enumerate(s_tiles):
-        if masked: x = mask(x, queries[qt], t)
+        x = scores.modify(x, queries[qt], t)
+        if masked: x = scores.mask(x, queries[qt], t)
         s = rescale(s, qt, x)
         m, bias = s.m[qt].load(), s.bias[qt].load()
         large = hw.any_lane((bias > LARGE) | (bias < -LARGE), mat.wave)
-        x = [hw.exp2(hw.exponent(y, m, bias, to_log2, large)) for y in x]
+        x = [hw.exp2(hw.exponent(y, m, bias, scores.to_log2, large)) for y in x]
         stores.append(s.l[qt].store(hw.add(s.l[qt].load(), row_sum(x))))
         packed = [hw.pack(y, p.dtype, arch.bf16_pack) for y in x]
         if mat.accumulator < UNIT: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
@@ -220,6 +230,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
       count = (last - first).simplify()
       if count.vmax <= 0: return s
+      if count.vmax == 1: count = hw.opaque_uniform(count)    # tinygrad places values from outside into a loop of at most one trip
       r = UOp.range(count, next(axes), AxisType.LOOP)
       inside = s.after(r)
       return s.after(trip(inside, first + r, masked).end(r))
@@ -227,43 +238,64 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     # ***** all of it *****
     start = [state.acc[i].store(hw.splat(0.0, mat.accumulator)) for i in range(q_tiles*d_tiles)]
     start += [x[qt].store(hw.splat(value, n)) for x, value, n in ((state.m, NEG_INF, 1), (state.bias, 0.0, 1), (state.l, 0.0, 2)) for qt in range(q_tiles)]
-    done = state.after(UOp.group(*start, *fetch(state, begin)))
-    if left >= 0: done = trips(done, begin, full_begin, masked=True)
-    done = trips(done, full_begin, full_end, masked=False)
-    done = trips(done, full_end, end, masked=True)
+    done = state.after(UOp.group(*start, *fetch(state, blocks.begin)))
+    if left >= 0: done = trips(done, blocks.begin, blocks.full_begin, masked=True)
+    done = trips(done, blocks.full_begin, blocks.full_end, masked=False)
+    done = trips(done, blocks.full_end, blocks.end, masked=True)
 
-    # ***** O = O^T / l, LSE = softmax_scale * m + ln l *****
+    # ***** O = O^T / l, LSE = m + ln l *****
     outputs = []
-    for qt, query in enumerate(queries):
+    for qt, row in enumerate(queries):
       m, sums = done.m[qt].load(), done.l[qt].load()
       total = over_groups(hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add)
-      inverse = total.eq(0.0).where(0.0, hw.rcp(total))
-      if lse is not None:
-        value = total.eq(0.0).where(NEG_INF, hw.add(hw.mul(m, p.softmax_scale), hw.mul(hw.log2(total), LN2)))
-        outputs.append(flat(lse)[(head*p.Sq + query).valid((at.h.eq(0)) & (query < p.Sq))].store(value))
+      factor, log_sum = finish(m, total, scores, flat(given["sinks"])[row.head].load() if "sinks" in given else None)
+      number = row.head*p.total_q + sequence.q_start + row.query if p.varlen else (batch*p.H + row.head)*p.Sq + row.query    # of the row, in lse
+      if splits > 1: number = split[0]*p.rows + number
+      if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
+      sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
+      begin = batch*sb + row.head*sh + (sequence.q_start + row.query)*ss if splits == 1 else number*p.Dv
       for dt in range(d_tiles):
-        values = hw.mul(done.acc[qt*d_tiles + dt].load(), inverse)
-        outputs += store_row(p, arch, flat(o), batch, q_head, query, values, dt*mat.M + at.h*mat.accumulator)
-    name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}"
-    return UOp.group(*outputs).end(q_block, head, lane, wave).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)))
+        values = hw.mul(done.acc[qt*d_tiles + dt].load(), factor)
+        outputs += store_row(arch, flat(o), names["o" if splits == 1 else "o_partial"][1], p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
+    name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
+    return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)), tag=OPTIMISED)
   return kernel
 
-def store_row(p:Problem, arch:Arch, o:UOp, batch:UOp, head:UOp, query:UOp, values:UOp, column:UOp) -> list[UOp]:
-  """Stores consecutive elements of a row of O, from `column` on, converted to the output dtype: 16 (or 8) bytes at a time where rows are so aligned."""
-  sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
-  index, there, n = batch*sb + head*sh + query*ss + column, query < p.Sq, hw.length(values)
-  size = 4 if p.out_dtype == "float32" else 2
-  words = values if size == 4 else hw.pack(values, p.out_dtype, arch.bf16_pack)   # dwords of the row
+def check_range(p:Problem, tile:Tile) -> None:
+  """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""
+  heads = p.H//p.Hkv if tile.pack_gqa else 1
+  queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
+  reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*2, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
+  for name, nbytes in reads.items():
+    if nbytes > MAX_RECORDS: raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
+
+def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
+  """(what O^T is to be multiplied by, LSE) of a row with sum `total` relative to the reference `m`. A sink is one more term of the sum."""
+  if sink is None:
+    inverse = total.eq(0.0).where(0.0, hw.rcp(total))
+    return inverse, total.eq(0.0).where(NEG_INF, hw.add(hw.mul(m, scores.to_natural), hw.mul(hw.log2(total), LN2)))
+  m = hw.mul(m, scores.to_natural)
+  top = hw.max_(m, sink)
+  safe = top.eq(NEG_INF).where(0.0, top)
+  weight = hw.exp2(hw.mul(hw.sub(m, safe), LOG2E))
+  total = hw.add(hw.mul(total, weight), hw.exp2(hw.mul(hw.sub(sink, safe), LOG2E)))
+  return total.eq(0.0).where(0.0, hw.mul(weight, hw.rcp(total))), total.eq(0.0).where(NEG_INF, hw.add(safe, hw.mul(hw.log2(total), LN2)))
+
+def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
+  """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at a time
+  where rows are so aligned."""
+  index, n, size = begin + column, hw.length(values), 4 if dtype == "float32" else 2
+  words = values if size == 4 else hw.pack(values if n > 1 else hw.build(values, values), dtype, arch.bf16_pack)   # dwords of the row
   wide = min(16//size, n)                                                          # elements of a store
-  if p.Dv % wide == 0:
+  if length % wide == 0 and wide*size >= 4:
     kind = hw.f32 if size == 4 else hw.u32
     view, per = o.bitcast(kind(wide*size//4)), wide*size//4
-    return [view[((index + i)//wide).valid(there & (column + i < p.Dv))].store(hw.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
-  if size == 4: return [o[(index + i).valid(there & (column + i < p.Dv))].store(hw.extract(values, i)) for i in range(n)]
+    return [view[((index + i)//wide).valid(there & (column + i < length))].store(hw.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
+  if size == 4: return [o[(index + i).valid(there & (column + i < length))].store(hw.extract(values, i)) for i in range(n)]
   stores = []
   for i in range(n):
     half = (hw.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
-    stores.append(o[(index + i).valid(there & (column + i < p.Dv))].store(half))
+    stores.append(o[(index + i).valid(there & (column + i < length))].store(half))
   return stores
 
 def estimates(p:Problem) -> Estimates:

@@ -19,6 +19,7 @@ class Tile:
   block_n: int       # keys of a trip
   q_in_lds: bool = False       # Q is read from LDS in every trip instead of being kept in registers
   fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
+  pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
 
   @property
@@ -104,8 +105,12 @@ class Rows:
     """
     left = (self.count - first).maximum(0).minimum(rows)
     records = ((left - 1)*self.stride + self.width).maximum(0)*2
-    base = self.buffer[(self.base + first*self.stride)]
-    offset = (row*self.stride + unit*UNIT)*2
+    if records.simplify().op is not Ops.CONST: records = hw.uniform(records)    # clang may compute it in vector registers and then load in a loop
+    return self._load(self.buffer[(self.base + first*self.stride)], records, row*self.stride, unit, gate)
+
+  def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
+    """Eight elements from `start` + 8*`unit` on, of which those that `gate` or the width excludes read as zero."""
+    offset = (start + unit*UNIT)*2
     if self.width % UNIT == 0 and self.stride % UNIT == 0:
       inside = unit < self.width//UNIT if gate is None else gate & (unit < self.width//UNIT)
       return hw.buffer_load(base, records, inside.where(offset, hw.OUT_OF_RANGE), 16, self.family)
@@ -114,3 +119,16 @@ class Rows:
       inside = unit*UNIT + i < self.width if gate is None else gate & (unit*UNIT + i < self.width)
       elements.append(hw.buffer_load(base, records, inside.where(offset + 2*i, hw.OUT_OF_RANGE), 2, self.family))
     return hw.build(*[hw.byte_perm(hi, lo, 0x05040100) for lo, hi in zip(elements[0::2], elements[1::2])])
+
+@dataclass(frozen=True)
+class PackedRows(Rows):
+  """The rows of `heads` neighbouring heads as one list: row r is row r//heads of head r%heads. `count` counts them all."""
+  heads: int
+  head_stride: int
+  extent: UOp        # bytes from the first row of the first head to the end of the last row of the last one
+
+  def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
+    packed = first + row
+    there = packed < self.count if gate is None else gate & (packed < self.count)
+    start = packed//self.heads*self.stride + packed%self.heads*self.head_stride
+    return self._load(self.buffer[self.base], self.extent, start, unit, there)

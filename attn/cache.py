@@ -1,0 +1,71 @@
+"""The key/value cache of decoding: buffers of a fixed capacity, of which each batch has filled some rows. New rows are appended in place and attended to in
+the same call; what lies in the cache beyond a length has no effect, NaN included."""
+from __future__ import annotations
+import functools
+from typing import Any
+from attn.api import CheckedKernel, Kernel, attention, known, lengths, static_shape
+from attn.kernels.append import Append, append
+from attn.placement import AXES, local_shape, placement_of
+from attn.problem import LAYOUTS
+from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
+
+Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Variable, or int32 (B)
+
+def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType=dtypes.half, layout:str="bhsd",
+                   device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
+  """A cache for `capacity` rows of `width` elements for each batch and key/value head: (k_cache, v_cache) of zeros, in `layout` "bhsd" or "bshd"."""
+  if layout not in ("bhsd", "bshd"): raise ValueError(f"layout={layout!r}: must be 'bhsd' or 'bshd'")
+  shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
+  k, v = (Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize() for _ in range(2))
+  return k, v
+
+def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
+  """(rows, capacity). Raises ValueError where `new` doesn't fit into `cache`."""
+  rows = AXES[layout].index("rows")
+  got, want = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
+  if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
+  if len(got) != len(want) or got[:rows] + got[rows+1:] != want[:rows] + want[rows+1:]:
+    raise ValueError(f"{name}_new has shape {got}: must be that of {name}_cache, {want}, but for the number of rows, axis {rows}")
+  if new.dtype != cache.dtype: raise ValueError(f"{name}_new has dtype {new.dtype}: must be that of {name}_cache, {cache.dtype}")
+  if new.device != cache.device or new.uop.axis != cache.uop.axis:
+    raise ValueError(f"{name}_new is on {new.device}, sharded along axis {new.uop.axis}: must be as {name}_cache, on {cache.device}, along {cache.uop.axis}")
+  if got[rows] > want[rows]: raise ValueError(f"{name}_new has {got[rows]} rows: {name}_cache holds {want[rows]}")
+  return got[rows], want[rows]
+
+@functools.cache
+def _kernel(name:str, a:Append) -> Kernel:
+  program = append(a)
+  return lambda *placeholders: CheckedKernel(program(*placeholders), (name,))
+
+def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, layout:str="bhsd") -> Tensor:
+  """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
+
+  k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must be whole buffers.
+  An overflow that the host knows of raises ValueError: cache_seqlens + new > capacity for an int, or for the largest value of a Variable. One that only
+  the device knows, in a Tensor, writes nothing beyond the cache: the rows that don't fit are dropped, and the length returned is the capacity.
+  """
+  if layout not in LAYOUTS or layout == "thd": raise ValueError(f"layout={layout!r}: must be one of 'bhsd', 'bshd', 'nsd'")
+  (new, capacity), (new_v, capacity_v) = _check("k", k_new, k_cache, layout), _check("v", v_new, v_cache, layout)
+  if (new, capacity) != (new_v, capacity_v):
+    raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
+  if (n := known(cache_seqlens)) is not None and n + new > capacity:
+    raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
+  sizes = [dict(zip(AXES[layout], local_shape(cache))) for cache in (k_cache, v_cache)]
+  start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, placement_of(k_cache, k_cache, v_cache, layout), "cache_seqlens")
+  for name, rows, cache, size in (("k_cache", k_new, k_cache, sizes[0]), ("v_cache", v_new, v_cache, sizes[1])):
+    fxn = _kernel(name, Append(size.get("batch", 1), size["heads"], new, capacity, size["width"], layout))
+    cache.replace(Tensor.custom_kernel(cache, rows.contiguous(), start, fxn=fxn)[0])
+  return (start + new).maximum(0).minimum(capacity).contiguous()
+
+def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, causal:bool|str=True,
+                            layout:str="bhsd", **options:Any) -> Any:
+  """Appends k_new and v_new to the caches, in place, as `append_kv` does, and attends over the cache_seqlens + new rows that each batch has then.
+
+  q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those of
+  `attention`, but for kv_lengths; so is what is returned. Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or
+  as a Tensor.
+  """
+  for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k"):
+    if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")
+  n = append_kv(k_new, v_new, k_cache, v_cache, cache_seqlens, layout=layout)
+  return attention(q, k_cache, v_cache, causal=causal, layout=layout, kv_lengths=n, **options)

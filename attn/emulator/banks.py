@@ -1,0 +1,61 @@
+"""LDS bank conflicts, counted per buffer and width of access when ATTN_EMU_BANKS=1.
+
+LDS has 32 banks of 4 bytes; CDNA4 has 64 for reads. The lanes of a wave are served in phases, each of as many lanes as fill the banks once; in a
+phase every bank gives one dword a cycle, lanes that want the same dword share it, and a phase takes as many cycles as the busiest bank has
+different dwords. A phase is a run of consecutive lanes, but for 16-byte reads on CDNA. Sources: AMD's article "Avoiding LDS bank conflicts on AMD
+GPUs using CK-Tile" (2025) for CDNA3; HipKittens (arXiv 2511.08083), which measured the phases of MI355X, for CDNA4. The phases of RDNA and NVIDIA
+are assumed to be consecutive.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Any
+import functools
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+@dataclass
+class BankUse:
+  """All accesses of one width to one buffer: how many phases had work, and how many cycles they took; the difference is lost to conflicts."""
+  buffer: str
+  verb: str
+  nbytes: int
+  phases: int = 0
+  cycles: int = 0
+  @property
+  def conflicts(self) -> int: return self.cycles - self.phases
+
+def _runs(*starts:int) -> list[int]: return [s + i for s in starts for i in range(4)]
+
+_READ_B128: dict[str, tuple[list[int], ...]] = {   # family -> the phases of half a wave
+  "cdna3": (_runs(0, 20), _runs(4, 16), _runs(8, 28), _runs(12, 24)),
+  "cdna4": (_runs(0, 12, 20, 24), _runs(4, 8, 16, 28)),
+}
+
+@functools.cache
+def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
+  """The number of banks, and the lanes of each phase of an access of `nbytes` a lane."""
+  banks = 64 if family == "cdna4" and read else 32
+  if read and nbytes == 16 and family in _READ_B128:
+    return banks, np.array([[half + lane for lane in group] for half in (0, 32) for group in _READ_B128[family]])
+  return banks, np.arange(wave).reshape(-1, min(wave, banks*4//max(nbytes, 4)))
+
+class BankCounter:
+  def __init__(self, family:str, wave:int):
+    self.family, self.wave, self.uses = family, wave, dict[tuple[str, str, int], BankUse]()
+  def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
+    """Counts one access: the byte `address` (T,) of each thread."""
+    verb = "read" if read else "write"
+    use = self.uses.setdefault((buffer, verb, nbytes), BankUse(buffer, verb, nbytes))
+    banks, groups = phases(self.family, self.wave, read, nbytes)
+    def by_phase(x:Array) -> Array: return x.reshape(-1, self.wave)[:, groups].reshape(-1, groups.shape[1])
+    dwords = (by_phase(address)[:, :, None]//4 + np.arange(max(1, nbytes//4))).reshape(-1, groups.shape[1]*max(1, nbytes//4))
+    if active is not None: dwords = np.where(np.repeat(by_phase(active), max(1, nbytes//4), axis=1), dwords, -1)
+    dwords = np.sort(dwords, axis=1)
+    first = dwords >= 0
+    first[:, 1:] &= dwords[:, 1:] != dwords[:, :-1]                                   # one of each dword
+    slot = np.arange(len(dwords))[:, None]*banks + dwords % banks
+    busiest = np.bincount(slot[first], minlength=len(dwords)*banks).reshape(-1, banks).max(axis=1)
+    use.phases += int((busiest > 0).sum())
+    use.cycles += int(busiest.sum())

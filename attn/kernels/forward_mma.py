@@ -1,0 +1,222 @@
+"""Flash attention forward on NVIDIA's mma.sync (sm_80 and later): the algorithm of attn/kernels/forward.py with the query on the rows.
+
+A block owns one head and BLOCK_M queries, a warp 16 or 32 of them, and walks over the keys in tiles of BLOCK_N: S = Q K^T, the online softmax, O += P V
+(FlashAttention-2, arXiv 2307.08691, algorithm 1). K and V tiles come by cp.async into a ring of `stages` in shared memory, so that one barrier a trip is
+enough: it says that a tile is there and that the one before it is no longer read. Operands are read by ldmatrix, V transposed on the way. A row of shared
+memory is an odd number of 16-byte units long: the eight rows of a matrix then lie in different banks, and every address is one register and a constant.
+"""
+from __future__ import annotations
+import itertools
+from dataclasses import dataclass, fields
+from typing import Callable
+from attn import intrinsics_cuda as hw
+from attn.arch import Arch
+from attn.fragment import Mma
+from attn.kernels.blocks import extent, key_blocks, strides
+from attn.kernels.forward import OPTIMISED, estimates
+from attn.kernels.scores import LN2, LOG2E, NEG_INF
+from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
+from attn.problem import Problem
+from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
+
+CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in L2
+
+@dataclass(frozen=True)
+class MmaTile:
+  """How the kernel divides the work on one chip."""
+  matrix: Mma
+  waves: int                   # warps of a block, each with its own queries
+  q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
+  block_n: int                 # keys of a trip
+  stages: int = 2              # K and V tiles in shared memory
+  q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
+  rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two
+
+  @property
+  def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.M
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
+
+def row_units(width:int) -> int:
+  """16-byte units of a row of shared memory that holds `width` elements, a multiple of 16: an odd number."""
+  return width//UNIT + 1
+
+def lds_bytes(p:Problem, tile:MmaTile) -> int:
+  k_row, v_row = row_units(round_up(p.D, tile.matrix.K)), row_units(round_up(p.Dv, tile.matrix.K))
+  return 16*(tile.block_m*k_row + tile.stages*tile.block_n*(k_row + v_row))
+
+@dataclass(frozen=True)
+class State:
+  """What crosses trips: O accumulators, per query tile the reference m of its rows, bias = -m*softmax_scale*log2(e), the lane's part of the row sums l; the
+  scores of a trip; shared memory; and a dummy that statements are stored to."""
+  acc: UOp
+  m: UOp
+  bias: UOp
+  l: UOp
+  scores: UOp
+  shared: UOp
+  nothing: UOp
+  def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
+  @property
+  def order(self) -> UOp:
+    """A value that is there when all statements before are done."""
+    return self.nothing[0].load()
+  def do(self, statement:UOp) -> UOp: return self.nothing[0].store(statement)
+
+def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
+  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse."""
+  mat, q_tiles, block_n, stages = tile.matrix, tile.q_tiles, tile.block_n, tile.stages
+  depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)
+  k_tiles, d_tiles = block_n//mat.N, width//mat.N
+  k_row, v_row = row_units(depth), row_units(width)
+  q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
+  to_log2 = p.softmax_scale*LOG2E
+  # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
+  together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or right >= 0 and 2*n*p.Sk*(p.D + p.Dv) <= CACHED*(p.H//p.Hkv)))
+
+  def kernel(o:UOp, *args:UOp) -> UOp:
+    lse, q, k, v = args if p.return_lse else (None, *args)
+
+    # ***** ranges *****
+    axes = itertools.count(5)                                        # ids of the loops
+    head_group = UOp.range(heads//together, 0, AxisType.GLOBAL)
+    q_block = UOp.range(q_blocks, 1, AxisType.GLOBAL)
+    head_in_group = UOp.range(together, 2, AxisType.GLOBAL)          # varies fastest over blocks
+    lane = UOp.range(mat.wave, 3, AxisType.WARP)
+    wave = UOp.range(tile.waves, 4, AxisType.WARP)
+    thread, head = wave*mat.wave + lane, head_group*together + head_in_group
+    batch, q_head = head//p.H, head%p.H
+    kv_head, x = q_head//(p.H//p.Hkv), extent(p, batch, {})
+    first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
+    in_block = [(wave*q_tiles + t)*mat.M for t in range(q_tiles)]    # first rows of the warp's query tiles
+    queries = [[first_query + i + mat.c_row(lane, r) for r in range(hw.ROWS)] for i in in_block]
+
+    # ***** placeholders *****
+    def registers(n:int, slot:int, dtype=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
+    start = State(registers(q_tiles*d_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2), registers(q_tiles, 5, hw.F2),
+                  registers(q_tiles*k_tiles, 6, hw.F4), UOp.placeholder((lds_bytes(p, tile)//16,), hw.U4, 0, AddrSpace.LOCAL), registers(1, 7))
+    k_base, v_base = tile.block_m*k_row, tile.block_m*k_row + stages*block_n*k_row
+    def k_at(t:UOp) -> UOp: return k_base + t%stages*(block_n*k_row)
+    def v_at(t:UOp) -> UOp: return v_base + t%stages*(block_n*v_row)
+
+    # ***** global -> shared memory *****
+    def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, rows:int, columns:int, stride:int, to:UOp|int) -> list[UOp]:
+      """`rows` rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
+      tensor_head, tensor_heads, length = (kv_head, p.Hkv, p.Sk) if kv else (q_head, p.H, p.Sq)
+      sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
+      units, statements = stride - 1, []
+      for j in range(ceildiv(rows*units, tile.threads)):
+        index = thread + j*tile.threads
+        row, unit = index//units, index%units
+        left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
+        nbytes = (first + row < there).where(left_over, 0)
+        at = batch*sb + tensor_head*sh + (first + row)*ss + unit*UNIT
+        statements.append(s.do(hw.copy(s.shared[to + row*stride + unit], flat(source)[at], nbytes, index < rows*units, columns % UNIT == 0)))
+      return statements
+
+    blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
+    last_key = (blocks.end*block_n).minimum(x.n_k)
+    def fetch_tile(s:State, t:UOp) -> UOp:
+      copies = fetch(s, k, True, last_key, t*block_n, block_n, p.D, k_row, k_at(t)) + fetch(s, v, True, last_key, t*block_n, block_n, p.Dv, v_row, v_at(t))
+      s = s.after(UOp.group(*copies))
+      return s.do(hw.commit(s.order))
+
+    # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
+    def q_operand(s:State, qt:int, step:int) -> UOp:
+      row, unit = mat.a_address(lane)
+      return hw.ldmatrix(s.shared[(in_block[qt] + row)*k_row + 2*step + unit])
+
+    # ***** one trip *****
+    def arrived(s:State, but:int) -> State:
+      """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
+      return s.after(UOp(Ops.BARRIER, dtypes.void, (s.do(hw.wait(s.order, but)),)))
+
+    def mask(s:list[UOp], qt:int, t:UOp) -> list[UOp]:
+      here, columns = t*block_n + mat.c_column(lane), [kt*mat.N for kt in range(k_tiles)]
+      above = [(x.n_k - 1 if right < 0 else (query + x.offset + right).minimum(x.n_k - 1)) - here for query in queries[qt]]
+      s = [hw.mask_above(y, (above[0], above[1]), c) for y, c in zip(s, columns)]
+      if left < 0: return s
+      below = [query + x.offset - left - here for query in queries[qt]]
+      return [hw.mask_below(y, (below[0], below[1]), c) for y, c in zip(s, columns)]
+
+    def trip(s:State, t:UOp, masked:bool) -> UOp:
+      s = arrived(s, stages - 2)
+      s = s.after(fetch_tile(s, t + stages - 1))
+      tiles = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)]
+      row, unit = mat.b_address(lane)
+      for step in range(depth//mat.K):
+        a = [q_operand(s, qt, step) if tile.q_in_lds else q_kept[qt][step] for qt in range(q_tiles)]
+        for pair in range(k_tiles//2):
+          b = hw.ldmatrix(s.shared[k_at(t) + (pair*16 + row)*k_row + 2*step + unit])
+          for qt, half in itertools.product(range(q_tiles), range(2)):
+            tiles[qt][2*pair + half] = hw.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
+      if masked: tiles = [mask(y, qt, t) for qt, y in enumerate(tiles)]
+      s = s.after(UOp.group(*[s.scores[qt*k_tiles + kt].store(y) for qt, ys in enumerate(tiles) for kt, y in enumerate(ys)]))
+      for qt, ys in enumerate(tiles):
+        m = s.m[qt].load()
+        for y in ys: m = hw.row_max(y, m)
+        s = s.after(s.do(hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], s.scores[qt*k_tiles], d_tiles, k_tiles, to_log2, tile.rescale_above)))
+      accs = [[s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
+      sums = [s.l[qt].load() for qt in range(q_tiles)]
+      row, unit = mat.b_transposed_address(lane)
+      for step in range(block_n//mat.K):
+        a = []
+        for qt in range(q_tiles):
+          pair = [hw.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
+          for y in pair: sums[qt] = hw.row_sum(y, sums[qt])
+          a.append(hw.pack_a(pair[0], pair[1], p.dtype))
+        for pair_of_tiles in range(d_tiles//2):
+          b = hw.ldmatrix(s.shared[v_at(t) + (step*16 + row)*v_row + 2*pair_of_tiles + unit], transposed=True)
+          for qt, half in itertools.product(range(q_tiles), range(2)):
+            accs[qt][2*pair_of_tiles + half] = hw.mma(mat, a[qt], b, half, accs[qt][2*pair_of_tiles + half])
+      return UOp.group(*[s.acc[qt*d_tiles + dt].store(y) for qt, ys in enumerate(accs) for dt, y in enumerate(ys)],
+                       *[s.l[qt].store(y) for qt, y in enumerate(sums)])
+
+    def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
+      count = (last - first).simplify()
+      if count.vmax <= 0: return s
+      if count.vmax == 1: count = hw.opaque(count)    # tinygrad places values from outside into a loop of at most one trip
+      r = UOp.range(count, next(axes), AxisType.LOOP)
+      inside = s.after(r)
+      return s.after(trip(inside, first + r, masked).end(r))
+
+    # ***** all of it *****
+    zero = [start.nothing[0].store(UOp.const(0.0, dtypes.float))] + [start.acc[i].store(hw.zero(UOp.const(0.0, dtypes.float))) for i in range(q_tiles*d_tiles)]
+    zero += [y[qt].store(hw.rows(value)) for y, value in ((start.m, NEG_INF), (start.bias, 0.0), (start.l, 0.0)) for qt in range(q_tiles)]
+    s = start.after(UOp.group(*zero))
+    s = s.after(UOp.group(*fetch(s, q, False, p.Sq, first_query, tile.block_m, p.D, k_row, 0)))
+    s = s.after(s.do(hw.commit(s.order)))
+    for i in range(stages - 1): s = s.after(fetch_tile(s, blocks.begin + i))
+    s = arrived(s, stages - 1)
+    q_kept = [] if tile.q_in_lds else [[q_operand(s, qt, step) for step in range(depth//mat.K)] for qt in range(q_tiles)]
+    if left >= 0: s = trips(s, blocks.begin, blocks.full_begin, masked=True)
+    s = trips(s, blocks.full_begin, blocks.full_end, masked=False)
+    s = trips(s, blocks.full_end, blocks.end, masked=True)
+
+    # ***** O = O / l, LSE = softmax_scale * m + ln l *****
+    outputs = []
+    for qt in range(q_tiles):
+      for r, query in enumerate(queries[qt]):
+        m, total = hw.element(s.m[qt].load(), r), hw.element(s.l[qt].load(), r)
+        for step in (1, 2): total = total + hw.xor_lane(total, step)
+        inverse = total.eq(0.0).where(0.0, total.reciprocal())
+        if lse is not None:
+          value = total.eq(0.0).where(NEG_INF, m*p.softmax_scale + total.log2()*LN2)
+          outputs.append(flat(lse)[(head*p.Sq + query).valid((lane%4).eq(0) & (query < p.Sq))].store(value))
+        for dt in range(d_tiles):
+          values = [hw.element(s.acc[qt*d_tiles + dt].load(), 2*r + i)*inverse for i in range(2)]
+          outputs += store_pair(p, flat(o), batch, q_head, query, dt*mat.N + mat.c_column(lane), values)
+    name = dynamic_shared_name(f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}", lds_bytes(p, tile))
+    info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
+    return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave).sink(arg=info, tag=OPTIMISED)
+  return kernel
+
+def store_pair(p:Problem, o:UOp, batch:UOp, head:UOp, query:UOp, column:UOp, values:list[UOp]) -> list[UOp]:
+  """Stores two neighbouring elements of a row of O, converted to the output dtype: at once where rows are so aligned."""
+  sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
+  index, there = batch*sb + head*sh + query*ss + column, query < p.Sq
+  if p.out_dtype == "float32": return [o[(index + i).valid(there & (column + i < p.Dv))].store(y) for i, y in enumerate(values)]
+  word = hw.pack(values[0], values[1], p.out_dtype)
+  if p.Dv % 2 == 0: return [o.bitcast(dtypes.uint)[(index//2).valid(there & (column < p.Dv))].store(word)]
+  return [o[(index + i).valid(there & (column + i < p.Dv))].store((word >> (16*i)).cast(dtypes.ushort).bitcast(o.dtype)) for i in range(2)]

@@ -1,0 +1,89 @@
+"""From raw scores Q K^T to what the softmax takes: softcap, ALiBi, bias, then the masks.
+
+Without the first three, scores stay raw: the softmax takes differences first and folds softmax_scale * log2(e) in with its fma. With any of them, scores
+are mapped to base-2 logarithms here, in fp32, and the softmax works on those with a factor of 1.
+"""
+from __future__ import annotations
+import math
+from dataclasses import dataclass
+from attn import intrinsics as hw
+from attn.kernels.blocks import Extent
+from attn.kernels.tiles import Lane, flat
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+NEG_INF = -math.inf
+MAX_RECORDS = 0x7ffffff0   # bytes of the largest range of a buffer descriptor
+
+@dataclass(frozen=True)
+class Row:
+  """A query of one head, as a lane has it; `there` says whether it exists (the last block may reach beyond the queries)."""
+  batch: UOp
+  head: UOp
+  query: UOp
+  there: UOp
+
+@dataclass(frozen=True)
+class Scores:
+  """The scores of one trip as a lane holds them: a list of vectors, element n of them all being key `tile*block_n + matrix.key_of(h, n)`."""
+  p: Problem
+  at: Lane
+  block_n: int
+  family: str
+  extent: Extent
+  first: Row         # the workgroup's first query and head: uniform
+  slopes: UOp|None
+  bias: UOp|None
+
+  @property
+  def raw(self) -> bool: return not self.p.softcap and self.slopes is None and self.bias is None
+  @property
+  def to_log2(self) -> float:
+    """What the softmax multiplies scores by to have base-2 logarithms."""
+    return self.p.softmax_scale*LOG2E if self.raw else 1.0
+  @property
+  def to_natural(self) -> float: return self.p.softmax_scale if self.raw else LN2
+  @property
+  def keys(self) -> list[tuple[int, ...]]:
+    """The keys of each vector in lane group 0; those of lane group h lie h*matrix.block further on."""
+    mat = self.at.matrix
+    return [tuple(mat.key_of(0, kt*mat.accumulator + i) for i in range(mat.accumulator)) for kt in range(self.block_n//mat.M)]
+  def begin(self, tile:UOp) -> UOp: return tile*self.block_n + self.at.h*self.at.matrix.block
+
+  def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
+    """Raw scores -> base-2 logarithms: log2(e) * (cap(softmax_scale*x) - slope*|i + offset - j| + bias), see Problem."""
+    p = self.p
+    if self.raw: return x
+    if p.softcap: x = [hw.softcap(y, 2*LOG2E*p.softmax_scale/p.softcap, p.softcap*LOG2E) for y in x]
+    else: x = [hw.mul(y, p.softmax_scale*LOG2E) for y in x]
+    if self.slopes is not None:
+      slope = hw.mul(flat(self.slopes)[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
+      distance = row.query + self.extent.offset - self.begin(tile)
+      x = [hw.alibi(y, slope, distance, keys) for y, keys in zip(x, self.keys)]
+    if self.bias is not None: x = [hw.fma(b, LOG2E, y) for b, y in zip(self.load_bias(self.bias, row, tile), x)]
+    return x
+
+  def load_bias(self, bias:UOp, row:Row, tile:UOp) -> list[UOp]:
+    """The bias of a lane's scores in fp32; zero beyond the end of the tensor, and any of its elements where a mask will take the score away."""
+    p, size, mat = self.p, 4 if self.p.bias_dtype == "float32" else 2, self.at.matrix
+    shape = p.shapes["bias"][0]
+    b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # distances, 0 where the bias is broadcast
+    start = self.first.batch*b + self.first.head*h + self.first.query*i + tile*(self.block_n*j)
+    records = (math.prod(shape) - start).maximum(0).minimum(MAX_RECORDS//size)*size
+    lane = (row.head - self.first.head)*h + (row.query - self.first.query)*i + self.at.h*(mat.block*j)
+    chunk = math.gcd(shape[3], mat.block, 16//size) if j else 1                          # neighbouring keys that one load may take
+    def load(key:int) -> list[UOp]:
+      words = hw.buffer_load(flat(bias)[start], records, (lane + key*j)*size, chunk*size, self.family)
+      values = hw.as_float(words) if size == 4 else hw.widen_to_float(words, chunk, p.bias_dtype)
+      return [hw.extract(values, n) for n in range(chunk)]
+    if not j: return [hw.build(*load(0)*len(self.keys[0]))]*len(self.keys)
+    return [hw.build(*[y for key in keys[::chunk] for y in load(key)]) for keys in self.keys]
+
+  def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
+    """-inf at the keys that there are not, or that the query does not see."""
+    (left, right), offset, n_k, here = self.p.window, self.extent.offset, self.extent.n_k, self.begin(tile)
+    last = n_k - 1 if isinstance(n_k, UOp) else UOp.const(n_k - 1)
+    above = last - here if right < 0 else (row.query + offset + right).minimum(last) - here
+    x = [hw.mask_above(y, above, keys) for y, keys in zip(x, self.keys)]
+    return x if left < 0 else [hw.mask_below(y, row.query + offset - left - here, keys) for y, keys in zip(x, self.keys)]

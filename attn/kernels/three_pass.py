@@ -1,0 +1,92 @@
+"""The fallback: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P V, everything in fp32.
+
+Written in tensor operations, which tinygrad schedules as its own kernels: any dtype, any head dimension, any length, any device, every option, and sharded
+tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the other kernels are there to avoid.
+"""
+from __future__ import annotations
+import math
+from dataclasses import dataclass
+from attn.tinygrad_compat import Tensor
+
+NEG_INF = -math.inf
+
+@dataclass(frozen=True)
+class Extent:
+  """Which keys there are for a query, and where both stand in their sequences: `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) or None for all,
+  query positions (.., Sq, 1), counted so that a causal query sees the keys up to its own, and key positions (1, Sk)."""
+  belongs: Tensor|None
+  query: Tensor
+  key: Tensor
+  member: Tensor|None = None   # (sequences, Sq): whether a query is of a sequence
+
+def _lengths(Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None) -> Extent:
+  """Every batch by itself, its keys those below its length."""
+  i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
+  if kv_lengths is None: return Extent(None, i + offset, j)
+  n = kv_lengths.reshape(-1, 1, 1, 1, 1).maximum(0).minimum(Sk)
+  return Extent(j < n, i if top_left else i + n - Sq, j)
+
+def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor) -> Extent:
+  """Sequences one after another in a single batch: a query sees keys of its own. Tokens beyond the last sequence belong to none."""
+  def inside(cu:Tensor, n:int) -> Tensor:
+    t = Tensor.arange(n).reshape(1, n)
+    return (t >= cu[:-1].reshape(-1, 1)) & (t < cu[1:].reshape(-1, 1))     # (sequences, tokens)
+  def each(of:Tensor, values:Tensor) -> Tensor: return of.where(values.reshape(-1, 1), 0).sum(0)
+  in_q, in_k = inside(cu_q, Sq), inside(cu_k, Sk)
+  number_q, number_k = (each(of, Tensor.arange(1, of.shape[0] + 1)) for of in (in_q, in_k))
+  shift = each(in_q, (cu_k[1:] - cu_k[:-1]) - (cu_q[1:] - cu_q[:-1])) if not top_left else 0
+  i = Tensor.arange(Sq) - each(in_q, cu_q[:-1]) + shift
+  j = Tensor.arange(Sk) - each(in_k, cu_k[:-1])
+  return Extent((number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0), i.reshape(Sq, 1), j.reshape(1, Sk), in_q)
+
+def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0, softcap:float=0.0,
+               alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
+               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None) -> tuple[Tensor, Tensor]:
+  """(o, lse), both float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and -inf.
+
+  q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that decides:
+  `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, softcap*tanh(score/softcap), minus slope*distance,
+  plus bias, then masked. `sinks` (H) are scores of one more key that has no value; lse counts it.
+  """
+  B, H, Sq, _ = map(int, q.shape)
+  Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
+  grouped = (B, Hkv, H//Hkv)                               # query heads that share keys lie side by side
+  def per_head(x:Tensor) -> Tensor:
+    """(H) or (B, H) -> broadcastable to the scores."""
+    return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
+  if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(Sq, Sk, top_left, offset, kv_lengths)
+  else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k)
+
+  # ***** S *****
+  s = (q.float().reshape(*grouped, Sq, -1) @ k.float().unsqueeze(2).transpose(-1, -2))*softmax_scale
+  if softcap: s = (s/softcap).tanh()*softcap
+  if alibi_slopes is not None:
+    slopes = per_head(alibi_slopes)
+    if at.member is not None: slopes = at.member.reshape(-1, 1, 1, Sq, 1).where(slopes, 0.0).sum(0, keepdim=True)   # each query that of its sequence
+    s = s - slopes*(at.query - at.key).abs().float()
+  if bias is not None:
+    heads = (Hkv, H//Hkv) if bias.shape[1] == H else (1, 1)
+    s = s + bias.float().reshape(bias.shape[0], *heads, *bias.shape[2:])
+  left, right = window
+  seen = [] if at.belongs is None else [at.belongs]
+  if left >= 0: seen.append(at.key >= at.query - left)
+  if right >= 0: seen.append(at.key <= at.query + right)
+  for condition in seen: s = condition.where(s, NEG_INF)
+
+  # ***** P *****
+  m = s.max(-1, keepdim=True)
+  if sinks is not None: m = m.maximum(per_head(sinks))
+  m = (m == NEG_INF).where(0.0, m)
+  p = (s - m).exp()
+  total = p.sum(-1, keepdim=True)
+  if sinks is not None: total = total + (per_head(sinks) - m).exp()
+
+  # ***** O *****
+  values = v.float().unsqueeze(2)
+  if at.belongs is None: o = p @ values
+  elif cu_seqlens_q is None: o = p @ at.belongs.reshape(-1, 1, 1, Sk, 1).where(values, 0.0)
+  else:   # what another sequence holds, NaN included, must not come in through a P of 0
+    o = at.belongs.unsqueeze(-1).where(p.unsqueeze(-1)*values.unsqueeze(-3), 0.0).sum(-2)
+  o = (total == 0).where(0.0, o/total)
+  lse = (total == 0).where(NEG_INF, m + total.log())
+  return o.reshape(B, H, Sq, Dv), lse.reshape(B, H, Sq)

@@ -1,0 +1,54 @@
+"""`attention` on the emulator, held to the contract: what the tests of the API share."""
+from __future__ import annotations
+import contextlib
+from typing import Any, Callable, Iterator
+import numpy as np
+import pytest
+import attn
+from attn.kernels.three_pass import three_pass  # noqa: F401
+from attn.problem import Problem
+from attn.reference import LSE_ULPS, judge
+from attn.tinygrad_compat import Context, Tensor, dtypes
+from cases import DTYPES, Inputs, arrange, array, expected, normal, problem, restore, tensor
+
+BITS = {"float16": (np.uint16, np.float16), "float32": (np.uint32, np.float32)}
+
+@contextlib.contextmanager
+def emulated(arch:str, kernel:str="") -> Iterator[None]:
+  """DEV is the emulator of `arch`, and ATTN_KERNEL is `kernel`."""
+  with Context(DEV=f"EMU::{arch}"), pytest.MonkeyPatch.context() as patch:
+    patch.setenv("ATTN_KERNEL", kernel)
+    yield
+
+def draw(*shape:int, dtype:str="float16", seed:int=0) -> Tensor:
+  return tensor(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), dtype).realize()
+
+def whole(t:Tensor) -> Tensor:
+  """A tensor, from however many devices, on the first: tinygrad would take several to the CPU."""
+  return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
+
+def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
+  return Tensor(x, device="EMU") if x.dtype == np.int32 else tensor(x, bias_dtype if name == "bias" else "float32")
+
+def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
+                    place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:
+  """Poses the problem to `attention`, holds o and lse to the contract and returns them as (B, H, Sq, Dv) and (B, H, Sq). `place` may move a tensor by name."""
+  extras = extras or {}
+  p = problem(extras=extras, **parameters)
+  x, call = make(p), {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__}
+  with emulated(arch, kernel):
+    q, k, v = (place(name, tensor(arrange(a, p.layout), p.dtype)) for name, a in (("q", x.q), ("k", x.k), ("v", x.v)))
+    o, lse = attn.attention(q, k, v, return_lse=True, out_dtype=DTYPES[p.out_dtype], **call,
+                            **{name: place(name, extra(name, a, p.bias_dtype)) for name, a in extras.items()})
+    assert (o.device, o.uop.axis) == (q.device, q.uop.axis) and o.dtype == DTYPES[p.out_dtype]
+    o, lse = whole(o), whole(lse)
+    Tensor.realize(o, lse)
+    B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
+    got, got_lse = restore(array(o), p.layout, (B, p.H, length, p.Dv)), lse.numpy().reshape(B, p.H, length)
+  (want, text), (want_lse, text_lse) = expected(p, x, extras)
+  assert (verdict := judge(got, want, text)).ok, f"o: {verdict}"
+  assert (verdict := judge(got_lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+  return got, got_lse
+
+def int32(*values:int) -> np.ndarray: return np.array(values, np.int32)
+def floats(*shape:int, seed:int=1) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

@@ -1,0 +1,120 @@
+"""bench.py from the outside: what it prints, its exit status, and that a bad setting is one clear line."""
+import csv, os, re, subprocess, sys
+from pathlib import Path
+import numpy as np
+import pytest
+import bench
+from attn.problem import Problem
+from attn.reference import exact
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = {"DEV": "EMU::gfx942", "H": "2", "N": "64", "D": "32"}
+CLEAN = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LANG", "VIRTUAL_ENV", "XDG_CACHE_HOME")}
+
+def run(*program:str, **settings:str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run([sys.executable, *(program or ["bench.py"])], capture_output=True, text=True, timeout=120, cwd=ROOT, env=CLEAN | settings)
+
+def rows(path:Path) -> list[dict[str, str]]:
+  with path.open() as f: return list(csv.DictReader(f))
+
+def test_without_settings() -> None:
+  """No GPU here: it says so, takes gfx942, and checks."""
+  result = run()
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.startswith("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942\n") or "TFLOP/s" in result.stdout
+  assert re.search(r"gfx942 .*128x64 4 waves.*100%.* ok ", result.stdout) and "emulated s" in result.stdout and "limit" in result.stdout
+
+@pytest.mark.parametrize(("settings", "shape", "tile"), [
+  ({"DEV": "EMU::gfx950", "DTYPE": "bf16", "CAUSAL": "1", "HKV": "1", "LSE": "1"}, "B1 H2/1 64x64 D32 bfloat16 bhsd causal lse", "32x32x16"),
+  ({"DEV": "EMU::gfx1100", "LAYOUT": "bshd", "SK": "99", "OUT_DTYPE": "float"}, "B1 H2 64x99 D32 float16->float32 bshd", "16x16x16"),
+  ({"DEV": "EMU::gfx1201", "LAYOUT": "nsd", "B": "2", "DV": "48", "CAUSAL": "top-left", "SEED": "3", "LSE": "1"},
+   "B2 H2 64x64 D32/48 float16 nsd causal top-left lse", "16x16x16"),
+  ({"WINDOW": "16,-1", "CNT": "2", "VERIFY": "2"}, "B1 H2 64x64 D32 float16 bhsd window 16,-1", "32x32x8"),
+])
+def test_settings(settings:dict[str, str], shape:str, tile:str, tmp_path:Path) -> None:
+  result = run(**SMALL | settings, CSV=str(tmp_path/"table.csv"))
+  assert result.returncode == 0, result.stdout + result.stderr
+  row, = rows(tmp_path/"table.csv")
+  assert row["shape"] == shape and tile in row["tile"] and row["verdict"] == "ok" and 0 < float(row["error"]) <= float(row["limit"])
+  assert float(row["lowering s"]) > 0 and float(row["emulated s"]) > 0
+
+def test_sweep_shows_progress(tmp_path:Path) -> None:
+  """What is set holds for every shape of the list; here that leaves few different ones."""
+  result = run(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
+               WINDOW="-1,-1", SK="64")
+  assert result.returncode == 0, result.stderr
+  assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in result.stderr
+
+def test_bounds() -> None:
+  pytest.importorskip("ziglang")
+  result = run(**SMALL | {"DEV": "EMU::gfx1201", "D": "64"}, ISA="1")
+  assert result.returncode == 0, result.stderr
+  assert "bound, not measured" in result.stdout and "RX 9070 XT" in result.stdout and "overlap" in result.stdout
+
+@pytest.mark.parametrize(("settings", "line"), [
+  ({"B": "x"}, "B='x': must be a whole number, at least 1"),
+  ({"N": "0"}, "N=0: must be at least 1"),
+  ({"D": "300"}, "D=300"),
+  ({"H": "4", "HKV": "3"}, "HKV=3: must divide H=4"),
+  ({"DTYPE": "float64"}, "DTYPE='float64': must be one of half, fp16, float16, bf16, bfloat16"),
+  ({"OUT_DTYPE": "int8"}, "OUT_DTYPE='int8': must be one of"),
+  ({"CAUSAL": "maybe"}, "CAUSAL='maybe': must be one of 0, 1, bottom-right, top-left"),
+  ({"LAYOUT": "dhsb"}, "LAYOUT='dhsb': must be one of bhsd, bshd, nsd"),
+  ({"WINDOW": "3"}, "WINDOW='3': must be left,right"),
+  ({"VERIFY": "yes"}, "VERIFY='yes': must be a whole number"),
+  ({"CNT": "0"}, "CNT=0: must be at least 1"),
+  ({"SEED": "-1"}, "SEED=-1: must be at least 0"),
+  ({"LSE": "2"}, "LSE='2': must be one of 0, 1"),
+  ({"CSV": "/no/such/folder/x.csv"}, "CSV='/no/such/folder/x.csv': must be a file"),
+])
+def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  """What is wrong, naming the setting, its value and what is supported."""
+  for name, value in (SMALL | settings).items(): monkeypatch.setenv(name, value)
+  bench.getenv.cache_clear()
+  monkeypatch.setattr(bench, "find_device", lambda: SMALL["DEV"])
+  try:
+    with pytest.raises((bench.BadSetting, ValueError, NotImplementedError)) as e: bench.main()
+  finally: bench.getenv.cache_clear()
+  assert line in str(e.value) and "\n" not in str(e.value)
+
+@pytest.mark.parametrize(("settings", "line"), [
+  ({"B": "x"}, "B='x': must be a whole number, at least 1"),
+  ({"D": "300"}, "D=300"),
+  ({"DEV": "CPU"}, "DEV='CPU': must be AMD, or EMU::<arch>"),
+  ({"DEV": "EMU::gfx906"}, "EMU does not emulate 'gfx906'"),
+])
+def test_a_bad_setting_is_one_line(settings:dict[str, str], line:str) -> None:
+  result = run(**SMALL | settings)
+  assert result.returncode == 2 and result.stderr.startswith("bench.py: ") and line in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+WRONG = """
+import sys, bench, attn.reference
+right = bench.to_array
+bench.to_array = lambda t: right(t)*1.01
+sys.exit(bench.main())
+"""
+
+def test_a_wrong_result_fails() -> None:
+  result = run("-c", WRONG, **SMALL)
+  assert result.returncode == 1 and "WRONG" in result.stdout, result.stdout + result.stderr
+
+def problem(**sizes:int) -> Problem:
+  return Problem(**{"B": 1, "H": 2, "Hkv": 1, "Sq": 64, "Sk": 64, "D": 16, "Dv": 16} | sizes, softmax_scale=0.25)
+
+def test_verify_looks_at_a_sample_of_a_large_problem(monkeypatch:pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(bench, "SAMPLE", 4*64*8)   # eight rows at a time, four such blocks of sixteen
+  p, rng = problem(), np.random.default_rng(0)
+  q, k, v = (rng.standard_normal((1, h, 64, 16)) for h in (2, 1, 1))
+  o, lse = exact(q, k, v, 0.25)
+  for everything, part in ((False, 0.25), (True, 1.0)):
+    verdict, looked_at = bench.verify(p, (q, k, v), (o, lse), everything)
+    assert verdict.ok and looked_at == part
+  wrong = o.copy()
+  wrong[0, 1, 63, 5] += 1
+  assert not bench.verify(p, (q, k, v), (wrong, lse), True)[0].ok and bench.verify(p, (q, k, v), (wrong, lse), False)[0].ok
+
+def test_verify_judges_lse_too() -> None:
+  p, rng = problem(), np.random.default_rng(0)
+  q, k, v = (rng.standard_normal((1, h, 64, 16)) for h in (2, 1, 1))
+  o, lse = exact(q, k, v, 0.25)
+  assert not bench.verify(p, (q, k, v), (o, lse + 1), True)[0].ok

@@ -1,0 +1,130 @@
+"""What attn relies on in tinygrad, name by name. Another tinygrad fails here, with a sentence for each thing that changed."""
+import ast, importlib, importlib.metadata, inspect
+from pathlib import Path
+import pytest
+from attn import version
+from attn.tinygrad_compat import Device
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPAT = ROOT/"attn/tinygrad_compat.py"
+TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT/"attn").rglob("*.py"))}
+
+# module:name -> parameters, with = after those that have a default
+SIGNATURES = {
+  "tinygrad.codegen.decomp.transcendental:xexp2": "d", "tinygrad.codegen.decomp.transcendental:xlog2": "d",
+  "tinygrad.codegen.late.linearizer:linearize": "sink", "tinygrad.codegen:full_rewrite_to_sink": "ast ren optimize=",
+  "tinygrad.codegen:line_rewrite": "lst pm ctx=", "tinygrad.device:Allocator": "dev supports_copy_from_disk= supports_transfer=",
+  "tinygrad.device:Allocator._alloc": "self size options", "tinygrad.device:Allocator._copyin": "self dest src",
+  "tinygrad.device:Allocator._copyout": "self dest src", "tinygrad.device:Allocator._offset": "self buf size offset",
+  "tinygrad.device:Buffer": "device size dtype opaque= options= initial_value= uop_refcount= base= offset= preallocate=",
+  "tinygrad.device:BufferSpec": "uncached= cpu_access= host= nolru= zero= external_ptr=",
+  "tinygrad.device:Compiled": "device allocator renderers runtime graph= arch=", "tinygrad.device:Compiled._select_renderer": "self",
+  "tinygrad.device:Compiled.synchronize": "self", "tinygrad.device:Compiler": "cachekey=", "tinygrad.device:Compiler.compile": "self src",
+  "tinygrad.device:Compiler.compile_cached": "self src", "tinygrad.device:Program": "dev obj",
+  "tinygrad.device:Program.__call__": "self *bufs global_size= local_size= vals= wait=",
+  "tinygrad.device:TinyELF": "lib name target signature profile_key=", "tinygrad.dtype:DType": "*args **kwargs",
+  "tinygrad.dtype:DType.new": "priority bitsize name fmt", "tinygrad.engine.realize:compile_linear": "linear beam= validate= input_uops= profile=",
+  "tinygrad.engine.realize:run_linear": "linear var_vals= input_uops= update_stats= jit= wait=", "tinygrad.helpers:Context": "**kwargs",
+  "tinygrad.helpers:Target": "device= renderer= arch= interface= indices=", "tinygrad.renderer.amd:decode_inst": "data arch=",
+  "tinygrad.renderer.cstyle:CUDARenderer": "target use_nvcc=", "tinygrad.renderer.cstyle:HIPCCRenderer": "target",
+  "tinygrad.renderer.cstyle:HIPRenderer": "target use_hipcc=",
+  "tinygrad.renderer.cstyle:HIPRenderer.render_kernel": "self function_name kernel bufs uops prefix=",
+  "tinygrad.renderer.cstyle:NVCCRenderer": "target", "tinygrad.renderer:Estimates": "ops= lds= mem=", "tinygrad.renderer:Renderer": "target",
+  "tinygrad.renderer:Renderer.render": "self uops", "tinygrad.renderer:Renderer.supported_dtypes": "self",
+  "tinygrad.runtime.ops_cuda:CUDAProgram": "dev obj smem=",
+  "tinygrad.runtime.support.elf:elf_loader": "blob force_section_align= link_libs=",
+  "tinygrad.uop.ops:KernelInfo": "name= axis_types= dont_use_locals= applied_opts= opts_to_apply= estimates= beam=",
+  "tinygrad.uop.ops:PatternMatcher": "patterns compiled=",
+  "tinygrad.uop.ops:ProgramInfo": "name= global_size= local_size= vars= globals= outs= ins= target=",
+  "tinygrad.uop.ops:UOp": "op dtype= src= arg= tag= metadata= _buffer=", "tinygrad.uop.ops:UOp.after": "self *src **kwargs",
+  "tinygrad.uop.ops:UOp.barrier": "self *src", "tinygrad.uop.ops:UOp.bitcast": "self dtype",
+  "tinygrad.uop.ops:UOp.call": "self *srcs ret_dtype= grad_fxn= name= precompile= precompile_backward= aux=",
+  "tinygrad.uop.ops:UOp.cast": "self dtype", "tinygrad.uop.ops:UOp.const": "b dtype=", "tinygrad.uop.ops:UOp.end": "self *src",
+  "tinygrad.uop.ops:UOp.flatten": "self start_dim= end_dim=", "tinygrad.uop.ops:UOp.group": "*srcs **kwargs",
+  "tinygrad.uop.ops:UOp.load": "self *src **kwargs", "tinygrad.uop.ops:UOp.max_numel": "self", "tinygrad.uop.ops:UOp.maximum": "self x",
+  "tinygrad.uop.ops:UOp.minimum": "self x", "tinygrad.uop.ops:UOp.placeholder": "shape dtype slot= addrspace= device= volatile= tag=",
+  "tinygrad.uop.ops:UOp.range": "end axis_id axis_type= *arg dtype= src= **kwargs", "tinygrad.uop.ops:UOp.reshape": "self shape *args",
+  "tinygrad.uop.ops:UOp.sink": "*srcs **kwargs", "tinygrad.uop.ops:UOp.store": "self src gate= **kwargs",
+  "tinygrad.uop.ops:UOp.substitute": "self dvars name= extra_pm= walk= enter_calls=", "tinygrad.uop.ops:UOp.valid": "self cond",
+  "tinygrad.uop.ops:UOp.where": "self x y",
+  "tinygrad.uop.ops:UPat": "op= dtype= src= arg= name= allow_any_len= custom_early_reject= location= is_any= tag=",
+  "tinygrad.uop.ops:exec_alu": "op dtype operands truncate_output=", "tinygrad:Tensor": "data device= dtype=",
+  "tinygrad:Tensor.custom_kernel": "self *lst fxn grad_fxn=", "tinygrad:Tensor.empty": "*shape device= dtype=",
+  "tinygrad:Tensor.schedule_linear": "self *lst",
+}
+# names that are no functions
+VALUES = ("tinygrad:Device", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace",
+          "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters",
+          "tinygrad.uop.ops:AxisType", "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF",
+          "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER")
+# attributes of those
+ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
+              "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores", "tinygrad.uop.ops:UOp.is_bound_var")
+
+def imported() -> set[str]:
+  nodes = [n for n in ast.walk(TREES[COMPAT]) if isinstance(n, ast.ImportFrom)]
+  return {f"{n.module}:{a.name}" for n in nodes for a in n.names if str(n.module).startswith("tinygrad")}
+
+def changed(what:str) -> str:
+  return f"tinygrad {importlib.metadata.version('tinygrad')} is not the {version.TINYGRAD_VERSION} that attn was written for: {what}"
+
+def find(name:str) -> object:
+  module, path = name.split(":")
+  found = importlib.import_module(module)
+  for part in path.split("."):
+    assert hasattr(found, part), changed(f"{name} is not there")
+    found = getattr(found, part)
+  return found
+
+def parameters(function:object) -> str:
+  star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+  return " ".join(star.get(p.kind, "") + name + ("" if p.default is p.empty else "=") for name, p in inspect.signature(function).parameters.items())
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name:str) -> None:
+  assert (found := parameters(find(name))) == SIGNATURES[name], changed(f"{name} takes ({found}), was ({SIGNATURES[name]})")
+
+@pytest.mark.parametrize("name", VALUES + ATTRIBUTES)
+def test_is_there(name:str) -> None: find(name)
+
+@pytest.mark.parametrize("name", ["renderers", "runtime_t", "cached_renderer", "renderer", "target"])
+def test_device_attribute(name:str) -> None: assert hasattr(Device["EMU"], name), changed(f"a device has no {name}")
+
+def test_every_import_is_pinned() -> None:
+  missing = imported() - set(SIGNATURES) - set(VALUES)
+  assert not missing, f"attn/tinygrad_compat.py imports {', '.join(sorted(missing))}: pin them in {Path(__file__).name}"
+
+@pytest.mark.parametrize("owner", ["tinygrad.uop.ops:Ops", "tinygrad.uop.ops:AxisType", "tinygrad.dtype:AddrSpace", "tinygrad.uop.ops:GroupOp",
+                                   "tinygrad.dtype:dtypes"])
+def test_members(owner:str) -> None:
+  """Every Ops.X, dtypes.x ... that stands anywhere under attn exists."""
+  name = owner.split(":")[1]
+  attributes = [n for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+  used = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == name}
+  assert used
+  for member in sorted(used): find(f"{owner}.{member}")
+
+def test_one_module_imports_tinygrad() -> None:
+  def modules(tree:ast.Module) -> list[str]:
+    found = [str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    return found + [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+  importers = [str(path.relative_to(ROOT)) for path, tree in TREES.items() if any(m.split(".")[0] == "tinygrad" for m in modules(tree))]
+  assert importers == ["attn/tinygrad_compat.py"]
+
+def test_the_installed_version_passes() -> None: version.check_version()
+
+@pytest.mark.parametrize("installed", ["0.13.0", "0.14.1", None])
+def test_another_version_is_refused_in_one_sentence(installed:str|None, monkeypatch:pytest.MonkeyPatch) -> None:
+  def found(_:str) -> str:
+    if installed is None: raise importlib.metadata.PackageNotFoundError
+    return installed
+  monkeypatch.setattr(importlib.metadata, "version", found)
+  with pytest.raises(ImportError) as e: version.check_version()
+  assert str(e.value).startswith(f"attn needs tinygrad==0.14.0 but {installed or 'none'} is installed") and "\n" not in str(e.value)
+
+def test_the_version_is_checked_before_tinygrad_is_imported() -> None:
+  calls = [n for n in TREES[ROOT/"attn/__init__.py"].body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+  assert ast.unparse(calls[0]) == "check_version()"
+  before = [n for n in TREES[ROOT/"attn/__init__.py"].body if isinstance(n, (ast.Import, ast.ImportFrom)) and n.lineno < calls[0].lineno]
+  assert [ast.unparse(n) for n in before] == ["from attn.version import check_version"]
+  assert "tinygrad==" + version.TINYGRAD_VERSION in (ROOT/"pyproject.toml").read_text()

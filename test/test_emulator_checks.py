@@ -1,0 +1,311 @@
+"""Each check of the sanitiser, shown by a kernel that is wrong in that way and by the same kernel corrected."""
+import numpy as np
+import pytest
+from tinygrad import Context, Tensor, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp
+from attn import intrinsics
+from attn.emulator import checks, last_run
+from attn.emulator.device import register
+from attn.tinygrad_compat import vector_dtype
+
+register()
+
+@pytest.fixture(autouse=True)
+def _device():
+  with Context(DEV="EMU::gfx942"): yield
+
+def sink(name, *stores, ranges=()):
+  return UOp.group(*stores).end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
+
+def threads(n, groups=1):
+  return UOp.range(groups, 0, AxisType.GLOBAL), UOp.range(n, 1, AxisType.WARP)
+
+def lds(n, dtype=dtypes.float, slot=0): return UOp.placeholder((n,), dtype, slot, AddrSpace.LOCAL)
+def reg(n, dtype=dtypes.float, slot=1): return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
+
+def run(fxn, out, *inputs):
+  o = Tensor.empty(*out, dtype=dtypes.float)
+  return o.custom_kernel(*[Tensor(x).realize() for x in inputs], fxn=fxn)[0].numpy()
+
+def says(error, *patterns):
+  """Expects `error` with all of the patterns in its text."""
+  return pytest.raises(error, match="".join(f"(?=.*{p})" for p in patterns))
+
+X = np.arange(256, dtype=np.float32)
+
+# ***** out of bounds *****
+
+def gather(shift):
+  def kernel(o, x, idx):
+    g, t = threads(128, 2)
+    i = g*128 + t
+    return sink("gather", o[i].store(x[idx[i].load() + shift]), ranges=(g, t))
+  return kernel
+
+def test_global_load_out_of_bounds():
+  idx = np.arange(256, dtype=np.int32)
+  np.testing.assert_array_equal(run(gather(0), (256,), X, idx), X)
+  with says(checks.OutOfBounds, "gather", r"data1\[256\]", r"256 elements", r"workgroup \(1, 0, 0\), wave 1, lane 63"): run(gather(1), (256,), X, idx)
+  with says(checks.OutOfBounds, r"data1\[-1\]", r"workgroup \(0, 0, 0\), wave 0, lane 0"): run(gather(-1), (256,), X, idx)
+
+def test_gated_load_may_be_out_of_bounds():
+  def kernel(o, x, idx):
+    g, t = threads(128, 2)
+    i = g*128 + t
+    return sink("gated", o[i].store(x[(idx[i].load() + 100).valid(idx[i].load() + 100 < 256)]), ranges=(g, t))
+  np.testing.assert_array_equal(run(kernel, (256,), X, np.arange(256, dtype=np.int32)), np.where(X + 100 < 256, X + 100, 0))
+
+def test_global_store_out_of_bounds():
+  def kernel(shift):
+    def kernel(o, idx):
+      g, t = threads(128, 2)
+      return sink("scatter", o[idx[g*128 + t].load() + shift].store(1.0), ranges=(g, t))
+    return kernel
+  assert run(kernel(0), (256,), np.arange(256, dtype=np.int32)).sum() == 256
+  with says(checks.OutOfBounds, "scatter", r"store to data0\[256\]", "lane 63"): run(kernel(1), (256,), np.arange(256, dtype=np.int32))
+
+def through_lds(shift, size=128):
+  def kernel(o, x, idx):
+    g, t = threads(128)
+    tile = lds(size)
+    tile = tile.after(tile[t].store(x[t]))
+    return sink("through_lds", o[t].store(tile[idx[t].load() + shift]), ranges=(g, t))
+  return kernel
+
+def test_lds_out_of_bounds():
+  idx = np.arange(128, dtype=np.int32)
+  np.testing.assert_array_equal(run(through_lds(0), (128,), X, idx), X[:128])
+  with says(checks.OutOfBounds, r"lds0\[128\]", "LDS", "wave 1, lane 63"): run(through_lds(1), (128,), X, idx)
+
+def register_array(shift):
+  def kernel(o, idx):
+    g, t = threads(64)
+    r = reg(4)
+    r = r.after(UOp.group(*[r[i].store(float(i)) for i in range(4)]))
+    return sink("register_array", o[t].store(r[idx[t].load() + shift]), ranges=(g, t))
+  return kernel
+
+def test_register_out_of_bounds():
+  idx = np.arange(64, dtype=np.int32) % 4
+  np.testing.assert_array_equal(run(register_array(0), (64,), idx), idx)
+  with says(checks.OutOfBounds, r"reg1\[4\]", "lane 3"): run(register_array(1), (64,), idx)
+
+# ***** never written *****
+
+def test_uninitialised_lds():
+  with says(checks.UninitialisedRead, "lds0", "element 128", "wave 1, lane 63"): run(through_lds(1, 129), (128,), X, np.arange(128, dtype=np.int32))
+
+def test_uninitialised_register():
+  def kernel(written):
+    def kernel(o, x):
+      g, t = threads(64)
+      r = reg(2)
+      r = r.after(UOp.group(*[r[i].store(x[t]) for i in written]))
+      return sink("registers", o[t].store(r[0] + r[1]), ranges=(g, t))
+    return kernel
+  np.testing.assert_array_equal(run(kernel((0, 1)), (64,), X), 2*X[:64])
+  with says(checks.UninitialisedRead, r"reg1\[1\]", "registers"): run(kernel((0,)), (64,), X)
+
+def test_unwritten_output():
+  def kernel(n):
+    def kernel(o, x):
+      g, t = threads(64)
+      return sink("partial", o[t.valid(t < n)].store(x[t]), ranges=(g, t))
+    return kernel
+  np.testing.assert_array_equal(run(kernel(64), (64,), X), X[:64])
+  with says(checks.UnwrittenOutput, "partial", r"data0\[48\]", "16 of 64"): run(kernel(48), (64,), X)
+
+def test_uninitialised_global_read():
+  def first(o, x):
+    g, t = threads(64)
+    return sink("first", o[t.valid(t < 48)].store(x[t]), ranges=(g, t))
+  def second(o, x):
+    g, t = threads(64)
+    return sink("second", o[t].store(x[t] + 1), ranges=(g, t))
+  half = Tensor.empty(64).custom_kernel(Tensor(X).realize(), fxn=first)[0].realize()
+  with says(checks.UninitialisedRead, "second", r"data1\[48\]"): Tensor.empty(64).custom_kernel(half, fxn=second)[0].realize()
+
+def test_transfers_take_the_flags_along():
+  def first(o, x):
+    g, t = threads(64)
+    return sink("first", o[t.valid(t < 48)].store(x[t]), ranges=(g, t))
+  half = Tensor.empty(64).custom_kernel(Tensor(X).realize(), fxn=first)[0].to("EMU:1").realize()
+  with says(checks.UninitialisedRead, r"data1\[12\] \(elements of 16 bytes\)"): (half + 1).realize()
+  np.testing.assert_array_equal((half[:48] + 1).numpy(), X[:48] + 1)
+
+def test_untouched_buffer_reads_as_nan():
+  assert np.isnan((Tensor.empty(64).realize() + 1).numpy()).all()
+
+# ***** races *****
+
+def rotate(barrier):
+  """Each thread reads what its neighbour in the next wave stored."""
+  def kernel(o, x):
+    g, t = threads(128)
+    tile = lds(128)
+    store = tile[t].store(x[t])
+    read = (tile.after(store) if barrier else tile)[(t + 64) % 128]
+    return sink("rotate", o[t].store(read), *([] if barrier else [store]), ranges=(g, t))
+  return kernel
+
+def barrier(*after): return UOp(Ops.BARRIER, src=after)
+
+def no_barriers(fxn):
+  """The kernel with the barriers that tinygrad puts in taken out."""
+  from tinygrad.codegen import pm_implicit_barriers
+  from tinygrad.uop.ops import PatternMatcher
+  import tinygrad.codegen
+  tinygrad.codegen.pm_implicit_barriers = PatternMatcher([])
+  try: return fxn()
+  finally: tinygrad.codegen.pm_implicit_barriers = pm_implicit_barriers
+
+def test_lds_race_store_then_load():
+  np.testing.assert_array_equal(run(rotate(True), (128,), X), np.roll(X[:128], 64))
+  def again(o, x): return rotate(True)(o, x).replace(arg=KernelInfo("racy", opts_to_apply=()))
+  with says(checks.LdsRace, "racy", "reads lds0 at byte 256", "wave 1", "wave 0, lane 0"): no_barriers(lambda: run(again, (128,), X))
+
+def test_lds_of_one_wave_needs_no_barrier():
+  def kernel(o, x):
+    g, t = threads(64)
+    tile = lds(64)
+    return sink("one_wave", o[t].store(tile.after(tile[t].store(x[t]))[63 - t]), ranges=(g, t))
+  np.testing.assert_array_equal(no_barriers(lambda: run(kernel, (64,), X)), X[:64][::-1])
+
+def test_lds_race_of_two_stores():
+  def kernel(o, x):
+    g, t = threads(128)
+    tile = lds(64)
+    tile = tile.after(tile[t % 64].store(x[t]))
+    return sink("two_stores", o[t].store(tile[t % 64]), ranges=(g, t))
+  with says(checks.LdsRace, "two_stores", "writes lds0 at byte 0", "wave"): run(kernel, (128,), X)
+
+def tile_over_tile(waits):
+  """The third defect of tinygrad's removed amd_flash_attention.py: V goes to the LDS that held K, and a wave that has finished with K stores V while
+  a slow wave still reads K, unless a barrier comes between."""
+  def kernel(o, k, v):
+    g, t = threads(128)
+    tile = lds(128)
+    with_k = tile.after(barrier(tile[t].store(k[t])))                  # all of K is there
+    score = reg(1).after(reg(1)[0].store(with_k[127 - t].load()))
+    with_v = tile.after(barrier(score) if waits else score)
+    with_v = tile.after(barrier(with_v[t].store(v[t].load())))
+    return sink("v_over_k", o[t].store(score[0]*with_v[127 - t]), ranges=(g, t))
+  return kernel
+
+def test_lds_race_v_stored_over_k():
+  k, v = X[:128], X[128:]
+  np.testing.assert_array_equal(no_barriers(lambda: run(tile_over_tile(True), (128,), k, v)), (k*v)[::-1])
+  with says(checks.LdsRace, "v_over_k", "writes lds0 at byte 256", "wave 0 has read with no barrier", "wave 1, lane 0"):
+    no_barriers(lambda: run(tile_over_tile(False), (128,), k, v))
+
+# ***** barriers *****
+
+def barrier_in_loop(uniform):
+  def kernel(o, x):
+    g, t = threads(128, 2)
+    r = UOp.range((g if uniform else t//64) + 2, 2, AxisType.LOOP)
+    tile, acc = lds(128), reg(1)
+    acc = acc.after(acc[0].store(0.0))
+    tile_r = tile.after(r)
+    full = tile_r.after(tile_r[t].store(x[g*128 + t]))
+    step = acc.after(r)[0].store(acc.after(r)[0] + full[127 - t])
+    return sink("barrier_in_loop", o[g*128 + t].store(acc.after(step.end(r))[0]), ranges=(g, t))
+  return kernel
+
+def test_divergent_barrier():
+  expected = np.concatenate([2*X[:128][::-1], 3*X[128:][::-1]])
+  np.testing.assert_array_equal(run(barrier_in_loop(True), (256,), X), expected)
+  with says(checks.DivergentBarrier, "barrier_in_loop", "wave 0, lane 0"): run(barrier_in_loop(False), (256,), X)
+
+def matrix_in_loop(uniform):
+  """One MFMA a trip, in a loop that the lanes of a wave leave at different times."""
+  def kernel(o, x):
+    g, t = threads(64)
+    r = UOp.range(2 if uniform else t % 2 + 1, 2, AxisType.LOOP)
+    acc = UOp.placeholder((1,), vector_dtype("float32", 4), 1, AddrSpace.REG)
+    acc = acc.after(acc[0].store(intrinsics.splat(0.0, 4)))
+    ab = x.bitcast(vector_dtype("uint32", 2))[t].load()
+    name = "mfma_f32_16x16x16f16"
+    intrinsics.MEANING[f"test_{name}({{0}}, {{1}})"] = lambda lanes, ab, c: lanes.matrix(name, ab, ab, c)
+    d = UOp(Ops.CUSTOM, acc.dtype, (ab, acc.after(r)[0].load()), arg=f"test_{name}({{0}}, {{1}})")
+    done = acc.after(acc.after(r)[0].store(d).end(r))
+    return sink("matrix_in_loop", o.bitcast(acc.dtype)[t].store(done[0].load()), ranges=(g, t))
+  return kernel
+
+def test_divergent_matrix_instruction():
+  a = np.random.default_rng(0).integers(-3, 4, (16, 16)).astype(np.float16)   # lane 16h+i holds A[i, 4h:4h+4] and B[4h:4h+4, i]
+  lanes = a.reshape(16, 4, 4).transpose(1, 0, 2).ravel()
+  got = run(matrix_in_loop(True), (256,), lanes).reshape(4, 16, 4)
+  np.testing.assert_array_equal(got.transpose(0, 2, 1).reshape(16, 16), 2*(a @ a.T))
+  with says(checks.DivergentMatrix, "matrix_in_loop", "wave 0, lane 0"): run(matrix_in_loop(False), (256,), lanes)
+
+# ***** pointers that intrinsics take *****
+
+def through_pointer(text, meaning):
+  intrinsics.MEANING[text] = meaning
+  def kernel(o, x):
+    g, t = threads(64)
+    return sink("pointer", o[t].store(UOp(Ops.CUSTOM, dtypes.uint, (x[t],), arg=text).bitcast(dtypes.float)), ranges=(g, t))
+  return run(kernel, (64,), X[:64])
+
+def dword(lanes, pointer, offset):
+  return np.ascontiguousarray(lanes.load_bytes(pointer, np.full(64, offset), 4, lanes.active).T).view(np.uint32)[:, 0]
+
+def test_pointers():
+  np.testing.assert_array_equal(through_pointer("dword({0})", lambda lanes, p: dword(lanes, p, 0)), X[:64])
+  with says(checks.OutOfBounds, "pointer", r"data1\[64\]", "lane 63"): through_pointer("dword_after({0})", lambda lanes, p: dword(lanes, p, 4))
+  with says(checks.Misaligned, "pointer", "at byte 2 of data1 is not aligned to 4", "lane 0"):
+    through_pointer("dword_between({0})", lambda lanes, p: dword(lanes, p, 2))
+  def descriptor(lanes, p):
+    lanes.check_extent(p, np.full(64, 256))
+    return dword(lanes, p, 0)
+  with says(checks.OutOfBounds, "descriptor of 256 bytes from byte 4", "lane 1"): through_pointer("descriptor({0})", descriptor)
+
+# ***** limits *****
+
+def test_lds_limit():
+  def kernel(n):
+    def kernel(o, x):
+      g, t = threads(64)
+      tile = lds(n)
+      return sink("big", o[t].store(tile.after(tile[t].store(x[t]))[t]), ranges=(g, t))
+    return kernel
+  run(kernel(16384), (64,), X)
+  assert last_run().lds == 65536
+  with says(checks.LdsLimit, "69632", "gfx942 has 65536"): run(kernel(17408), (64,), X)
+  with Context(DEV="EMU::gfx950"): run(kernel(17408), (64,), X)
+  with Context(DEV="EMU::gfx1201"), says(checks.LdsLimit, "69632", "gfx1201 has 65536"): run(kernel(17408), (64,), X)
+
+def test_launch_limit():
+  def kernel(o, x):
+    g, t = UOp.special(1, "gidx0"), UOp.special(2048, "lidx0")
+    return sink("big_workgroup", o[g*2048 + t].store(1.0))
+  with says(checks.LaunchLimit, "big_workgroup", "1024"): run(kernel, (2048,), X)
+
+def test_errors_are_one_family():
+  assert all(issubclass(e, checks.EmulatorError) for e in vars(checks).values() if isinstance(e, type) and issubclass(e, RuntimeError))
+
+def test_checks_can_be_turned_off(monkeypatch):
+  monkeypatch.setenv("ATTN_EMU_CHECKS", "0")
+  no_barriers(lambda: run(tile_over_tile(False), (128,), X[:128], X[128:]))
+
+# ***** bank conflicts *****
+
+def test_bank_conflicts(monkeypatch):
+  """One wave reads a column of a 64 x 32 tile of dwords (all lanes on one bank), and the same with rows one dword longer."""
+  def kernel(row):
+    def kernel(o, x):
+      g, t = threads(64)
+      tile = lds(64*row)
+      tile = tile.after(tile[t*row].store(x[t]))
+      return sink("column", o[t].store(tile[t*row]), ranges=(g, t))
+    return kernel
+  monkeypatch.setenv("ATTN_EMU_BANKS", "1")
+  for row, cycles in ((32, 64), (33, 2)):
+    run(kernel(row), (64,), X)
+    for use in last_run().bank_conflicts: assert (use.buffer, use.nbytes, use.phases, use.cycles, use.conflicts) == ("lds0", 4, 2, cycles, cycles - 2)
+    assert [use.verb for use in last_run().bank_conflicts] == ["write", "read"]
+  monkeypatch.delenv("ATTN_EMU_BANKS")
+  run(kernel(32), (64,), X)
+  assert last_run().bank_conflicts == []

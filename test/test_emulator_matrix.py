@@ -1,0 +1,126 @@
+"""The emulator's matrix instructions: against lane formulas written down one by one, against tinygrad's own scalar emulation, and their rules."""
+import numpy as np
+import pytest
+from tinygrad import Context, Tensor, dtypes
+from tinygrad.uop.ops import AxisType, KernelInfo, UOp
+from attn.emulator.alu import float_to_bf16
+from attn.emulator.checks import EmulatorError
+from attn.emulator.device import register
+from attn.emulator.matrix import INSTRUCTIONS, MatrixUnit
+
+register()
+
+# Where element (row i of A, k), (k, column j of B) and (i, j) of C lie, as (lane, element): the formulas of the ISA documents, spelled out
+def mfma(size, per_lane):
+  return (lambda i, k: (i + size*(k//per_lane), k % per_lane), lambda k, j: (j + size*(k//per_lane), k % per_lane),
+          (lambda i, j: (j + 32*(i//4 % 2), 4*(i//8) + i % 4)) if size == 32 else (lambda i, j: (j + 16*(i//4), i % 4)))
+def mma(K):
+  return (lambda i, k: (i % 8*4 + k % 8//2, k % 2 + 2*(i//8) + 4*(k//8)), lambda k, j: (j*4 + k % 8//2, k % 2 + 2*(k//8)),
+          lambda i, j: (i % 8*4 + j//2, j % 2 + 2*(i//8)))
+FORMULAS = {
+  "mfma_f32_32x32x8f16": mfma(32, 4), "mfma_f32_32x32x8bf16_1k": mfma(32, 4),
+  "mfma_f32_16x16x16f16": mfma(16, 4), "mfma_f32_16x16x16bf16_1k": mfma(16, 4),
+  "mfma_f32_32x32x16_f16": mfma(32, 8), "mfma_f32_32x32x16_bf16": mfma(32, 8),
+  "mfma_f32_16x16x32_f16": mfma(16, 8), "mfma_f32_16x16x32_bf16": mfma(16, 8),
+  "wmma_f32_16x16x16_f16_w32": (lambda i, k: (i, k), lambda k, j: (j, k), lambda i, j: (j + 16*(i % 2), i//2)),
+  "wmma_f32_16x16x16_f16_w32_gfx12": (lambda i, k: (i + 16*(k//8), k % 8), lambda k, j: (j + 16*(k//8), k % 8), lambda i, j: (j + 16*(i//8), i % 8)),
+  "mma_m16n8k16_f16": mma(16), "mma_m16n8k16_bf16": mma(16),
+}
+FORMULAS["wmma_f32_16x16x16_bf16_w32"] = FORMULAS["wmma_f32_16x16x16_f16_w32"]
+FORMULAS["wmma_f32_16x16x16_bf16_w32_gfx12"] = FORMULAS["wmma_f32_16x16x16_f16_w32_gfx12"]
+
+def unit_of(name):
+  family = INSTRUCTIONS[name].families[-1]
+  return MatrixUnit(family, family), 64 if family.startswith("cdna") else 32
+
+def bits16(x, dtype): return x.astype(np.float16).view(np.uint16) if dtype == "float16" else float_to_bf16(x)
+
+def place(m, where, elements, lanes, dtype=np.float32):
+  """A matrix (or one per wave) -> (elements, waves*lanes)."""
+  out = np.zeros((elements, m.shape[0], lanes), dtype)
+  for r in range(m.shape[1]):
+    for c in range(m.shape[2]):
+      lane, e = where(r, c)
+      out[e, :, lane] = m[:, r, c]
+  return out.reshape(elements, -1)
+
+def pack(elements16): return (elements16[0::2].astype(np.uint32) | (elements16[1::2].astype(np.uint32) << np.uint32(16)))
+
+def operands(name, a, b, c):
+  """Matrices (waves, M, K), (waves, K, N), (waves, M, N) -> packed register images, by FORMULAS."""
+  i, (fa, fb, fc) = INSTRUCTIONS[name], FORMULAS[name]
+  _, lanes = unit_of(name)
+  images = [place(bits16(x, i.dtype), f, layout.elements, lanes, np.uint16) for x, f, layout in ((a, fa, i.a), (b, fb, i.b))]
+  if lanes == 32 and i.families == ("rdna3",):
+    for x in images: x.reshape(x.shape[0], -1, 32)[..., 16:] = x.reshape(x.shape[0], -1, 32)[..., :16]
+  return *map(pack, images), place(c, fc, i.c.elements, lanes)
+
+def matrices(name, waves=3, seed=0):
+  N, M, K = INSTRUCTIONS[name].dims
+  rng = np.random.default_rng(seed)
+  return [rng.integers(-8, 9, (waves, *s)).astype(np.float32) for s in ((M, K), (K, N), (M, N))]   # small integers: exact in every format and order
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_layout(name):
+  a, b, c = matrices(name)
+  unit, lanes = unit_of(name)
+  got = unit.instruction(name, *operands(name, a, b, c))
+  np.testing.assert_array_equal(got, place(a @ b + c, FORMULAS[name][2], INSTRUCTIONS[name].c.elements, lanes))
+
+@pytest.mark.parametrize("name", ["mfma_f32_32x32x8f16", "wmma_f32_16x16x16_bf16_w32_gfx12", "mma_m16n8k16_f16"])
+def test_nan_and_inf_stay_in_their_row_and_column(name):
+  a, b, c = matrices(name)
+  a[1, 3, 2], b[2, 1, 5] = np.nan, np.inf
+  unit, lanes = unit_of(name)
+  with np.errstate(invalid="ignore"):
+    got, want = unit.instruction(name, *operands(name, a, b, c)), place(a @ b + c, FORMULAS[name][2], INSTRUCTIONS[name].c.elements, lanes)
+  np.testing.assert_array_equal(got, want)
+  assert np.isnan(want).sum() > 0 and np.isfinite(want[:, :lanes]).all()
+
+def test_accumulates_in_fp32():
+  name = "mfma_f32_32x32x8f16"
+  a, b, c = [np.zeros_like(x) for x in matrices(name)]
+  a[:, :, :2], b[:, 0], b[:, 1], c[:] = 1, 2048, 1, 0.25   # 2048 + 1 needs more than the 11 bits of fp16
+  assert (unit_of(name)[0].instruction(name, *operands(name, a, b, c)) == 2049.25).all()
+
+def test_rdna3_wants_duplicated_halves():
+  name = "wmma_f32_16x16x16_f16_w32"
+  a, b, c = operands(name, *matrices(name))
+  b[0, 33 + 16] ^= 1
+  with pytest.raises(EmulatorError, match=r"lanes 16-31.*wave 1"): unit_of(name)[0].instruction(name, a, b, c)
+
+def test_instruction_of_another_chip():
+  name = "mfma_f32_32x32x16_f16"
+  with pytest.raises(EmulatorError, match=r"gfx942 has no matrix instruction 'mfma_f32_32x32x16_f16'.*mfma_f32_32x32x8f16"):
+    MatrixUnit("cdna3", "gfx942").instruction(name, *operands(name, *matrices(name)))
+
+def test_wrong_operand_length():
+  name = "mfma_f32_32x32x8f16"
+  a, b, c = operands(name, *matrices(name))
+  with pytest.raises(EmulatorError, match="has 8 elements a lane, the instruction wants 4"):
+    unit_of(name)[0].instruction(name, np.concatenate([a, a]), b, c)
+  with pytest.raises(EmulatorError, match="accumulator has 8 elements"): unit_of(name)[0].instruction(name, a, b, c[:8])
+
+# ***** against tinygrad's runtime/ops_python.py: the same Ops.WMMA on the same registers *****
+
+TINYGRAD = [("gfx942", (16, 16, 16), 64, (4, 4, 4), "AMD"), ("gfx950", (16, 16, 32), 64, (8, 8, 4), "AMD"),
+            ("gfx1100", (16, 16, 16), 32, (16, 16, 8), "AMD"), ("gfx1201", (16, 16, 16), 32, (8, 8, 8), "AMD"),
+            ("sm_80", (8, 16, 16), 32, (8, 4, 4), "CUDA")]
+
+@pytest.mark.parametrize("arch,dims,lanes,sizes,device", TINYGRAD, ids=[x[0] for x in TINYGRAD])
+def test_agrees_with_tinygrad(arch, dims, lanes, sizes, device):
+  rng = np.random.default_rng(1)
+  a, b, c = [rng.integers(-8, 9, (lanes, n)).astype(np.float32) for n in sizes]
+  if arch == "gfx1100": a[16:], b[16:] = a[:16], b[:16]
+  def kernel(o, a, b, c):
+    lane = UOp.range(lanes, 0, AxisType.WARP)
+    x, y, z = [u.reshape(lanes, n)[lane].load() for u, n in zip((a, b, c), sizes)]
+    out = UOp.wmma(x.cast(dtypes.bfloat16), y.cast(dtypes.bfloat16), z, dims, device, lanes)
+    return o.reshape(lanes, sizes[2])[lane].store(out).end(lane).sink(arg=KernelInfo("one_wmma", opts_to_apply=()))
+  def on(dev):
+    with Context(DEV=f"{dev}::{arch}"):
+      o = Tensor.empty(lanes*sizes[2], device=dev)
+      return o.custom_kernel(*[Tensor(x.ravel(), device=dev).realize() for x in (a, b, c)], fxn=kernel)[0].numpy()
+  got, theirs = on("EMU"), on("PYTHON")
+  np.testing.assert_array_equal(got, theirs)
+  assert np.abs(got).max() > 0

@@ -1,0 +1,30 @@
+"""Every example runs by itself, with no settings, and says what it should."""
+import os, re, subprocess, sys
+from pathlib import Path
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent/"examples"
+SAYS = {
+  "custom_kernel_call": [r"\(1, 4, 200, 64\) on EMU: largest difference from numpy \d\.\de-04"],
+  "causal_gqa_bf16": [r"^o .*max error .*limit", r"^lse .*max error .*limit"],
+  "four_architectures": ["gfx942.*32x32x8", "gfx950.*32x32x16", "gfx1100.*16x16x16", "gfx1201.*16x16x16"],
+  "show_hip_source": [r"__builtin_amdgcn_mfma_f32_32x32x8f16\(", r"// \d+ lines for gfx942, [1-9]\d* of them matrix instructions"],
+  "removed_example_defects": ["right.*passes.*passes", "V transposed.*passes.*fails", "P not scaled.*passes.*fails", "no barrier.*stops it",
+                              "LDS race"],
+}
+
+def run(name:str, *args:str) -> subprocess.CompletedProcess[str]:
+  environment = {k: v for k, v in os.environ.items() if k not in ("DEV", "ATTN_EMU_CHECKS")} | {"PYTHONPATH": str(EXAMPLES.parent)}
+  return subprocess.run([sys.executable, str(EXAMPLES/f"{name}.py"), *args], capture_output=True, text=True, timeout=60, env=environment)
+
+def test_every_example_is_here() -> None: assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS)
+
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name:str) -> None:
+  result = run(name)
+  assert result.returncode == 0, result.stderr
+  for pattern in SAYS[name]: assert re.search(pattern, result.stdout, re.MULTILINE), (pattern, result.stdout)
+
+def test_source_for_another_chip() -> None:
+  result = run("show_hip_source", "gfx1201")
+  assert result.returncode == 0 and "__builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(" in result.stdout

@@ -1,0 +1,147 @@
+"""The forward kernel against float64, on every matrix unit, element by element (the contract of attn/reference.py)."""
+from __future__ import annotations
+import numpy as np
+import pytest
+from attn.problem import Problem
+from attn.reference import rounded
+from cases import ARCHS, Inputs, check, normal
+
+every_arch = pytest.mark.parametrize("arch", ARCHS)
+
+SHAPES = {   # what a plain problem can look like
+  "one query, one key": dict(Sq=1, Sk=1, D=16),
+  "one query": dict(Sq=1, Sk=300),
+  "one key": dict(Sq=70, Sk=1, dtype="bfloat16"),
+  "odd lengths": dict(Sq=77, Sk=133, D=32),
+  "whole tiles": dict(Sq=128, Sk=128, D=128, dtype="bfloat16"),
+  "several trips": dict(H=1, Sq=40, Sk=520, D=48),
+  "D 80": dict(Sq=33, Sk=65, D=80),
+  "D 96": dict(Sq=33, Sk=65, D=96, dtype="bfloat16"),
+  "D 112": dict(Sq=33, Sk=65, D=112),
+  "D 160": dict(Sq=40, Sk=65, D=160, dtype="bfloat16"),
+  "D 192": dict(Sq=40, Sk=65, D=192),
+  "D 256": dict(Sq=40, Sk=65, D=256, dtype="bfloat16"),
+  "D 40, by whole chunks": dict(Sq=33, Sk=50, D=40),
+  "D 20, by elements": dict(H=1, Sq=20, Sk=18, D=20, dtype="bfloat16"),
+  "D 111, by elements": dict(H=1, Sq=20, Sk=18, D=111),
+  "D 1": dict(H=1, Sq=20, Sk=18, D=1),
+  "Dv below D": dict(Sq=40, Sk=65, D=128, Dv=64),
+  "Dv above D": dict(Sq=40, Sk=65, D=64, Dv=192, dtype="bfloat16"),
+  "Dv not a multiple": dict(Sq=40, Sk=65, D=64, Dv=23),
+  "batches": dict(B=3, H=2, Sq=20, Sk=40),
+  "fp32 out": dict(Sq=40, Sk=65, out_dtype="float32"),
+  "bf16 out of fp16": dict(Sq=40, Sk=65, out_dtype="bfloat16"),
+  "fp16 out of bf16": dict(Sq=40, Sk=65, dtype="bfloat16", out_dtype="float16"),
+  "bshd": dict(B=2, H=3, Sq=40, Sk=65, layout="bshd", dtype="bfloat16"),
+  "nsd": dict(B=2, H=3, Sq=40, Sk=65, layout="nsd"),
+  "softmax_scale": dict(Sq=40, Sk=65, softmax_scale=0.37),
+  "no lse": dict(Sq=40, Sk=65, lse=False),
+}
+
+MASKS = {
+  "causal": dict(Sq=150, causal=True),
+  "causal, more keys": dict(Sq=70, Sk=200, causal="bottom-right", dtype="bfloat16"),
+  "causal, more queries": dict(Sq=200, Sk=70, causal=True),
+  "causal, rows that see nothing": dict(Sq=5, Sk=2, causal=True),
+  "causal top-left": dict(Sq=70, Sk=200, causal="top-left"),
+  "causal top-left, more queries": dict(Sq=200, Sk=70, causal="top-left", dtype="bfloat16"),
+  "causal, one query": dict(Sq=1, Sk=200, causal=True),
+  "causal, D 128": dict(Sq=130, Sk=140, D=128, causal=True),
+  "window": dict(Sq=200, window=(30, 7)),
+  "window on the left": dict(Sq=130, Sk=200, window=(33, -1), dtype="bfloat16"),
+  "window on the right": dict(Sq=200, window=(-1, 5)),
+  "window of one": dict(Sq=70, window=(0, 0)),
+  "causal window": dict(Sq=200, Sk=260, window=(64, 0)),
+  "causal and window": dict(Sq=1, Sk=256, window=(127, -1), causal=True),
+}
+
+@every_arch
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes(arch:str, case:str) -> None: check(arch, **SHAPES[case])
+
+@every_arch
+@pytest.mark.parametrize("case", MASKS)
+def test_masks(arch:str, case:str) -> None: check(arch, **MASKS[case])
+
+@pytest.mark.parametrize("ratio", (1, 3, 4, 5, 7, 8, 24))
+def test_grouped_heads(ratio:int) -> None:
+  for arch, layout in zip(ARCHS, ("bhsd", "bshd", "bhsd", "nsd"), strict=True):
+    check(arch, B=2 if layout != "nsd" else 1, H=2*ratio, Hkv=2, Sq=20, Sk=40, layout=layout, causal=ratio % 2 == 1)
+
+# ***** inputs that break a wrong online softmax *****
+
+def falling(p:Problem) -> Inputs:
+  """Row maxima fall over the key tiles: a tile's maximum lies below the running one."""
+  x = normal(p)
+  return Inputs(np.abs(x.q), rounded(x.k*np.linspace(3, 0.01, p.Sk, dtype=np.float32)[:, None], p.dtype), x.v)
+
+def rising(p:Problem) -> Inputs:
+  """Row maxima rise over the key tiles, by more than the rescale threshold each time."""
+  x = normal(p)
+  k = np.broadcast_to((np.arange(p.Sk)//16*8).astype(np.float32)[:, None], x.k.shape).copy()
+  return Inputs(np.full_like(x.q, 0.25), k, x.v)
+
+def creeping(p:Problem) -> Inputs:
+  """Row maxima rise by less than the rescale threshold from tile to tile, far in all."""
+  x = normal(p)
+  k = np.broadcast_to((np.arange(p.Sk)//32).astype(np.float32)[:, None], x.k.shape).copy()
+  return Inputs(np.full_like(x.q, 0.25), k, x.v)
+
+def large_rows(p:Problem) -> Inputs:
+  x = normal(p)
+  x.q[..., ::3, :] *= 64
+  x.k[..., ::5, :] *= 64
+  return x
+
+def constants(p:Problem) -> Inputs:
+  x = normal(p)
+  return Inputs(np.ones_like(x.q), np.ones_like(x.k), x.v)
+
+def huge_key(p:Problem) -> Inputs:
+  x = normal(p)
+  x.k[..., p.Sk//2, :] = 512
+  return x
+
+def minus_inf_keys(p:Problem) -> Inputs:
+  """Scores of -inf, among them whole rows of them: a row of positive q meets keys of -inf."""
+  x = normal(p)
+  x.q[..., 3, :] = 1
+  x.q[..., 5, :] = 1
+  x.k[..., ::2, :] = np.abs(x.k[..., ::2, :])
+  return Inputs(np.abs(x.q), np.where(np.arange(p.Sk)[:, None] % 3 == 0, np.float32(-np.inf), x.k), x.v)
+
+def nan_query(p:Problem) -> Inputs:
+  x = normal(p)
+  x.q[..., 7, 2] = np.nan
+  return x
+
+def inf_query(p:Problem) -> Inputs:
+  x = normal(p)
+  x.q[..., 7, :] = np.inf
+  return x
+
+def nan_neighbour(p:Problem) -> Inputs:
+  """The keys and values behind head 0's, where a tile that is too long would read, are NaN."""
+  x = normal(p)
+  x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan
+  return x
+
+ADVERSARIAL = (falling, rising, creeping, large_rows, constants, huge_key, minus_inf_keys, nan_query, inf_query, nan_neighbour)
+
+@every_arch
+@pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
+def test_adversarial(arch:str, make) -> None:
+  check(arch, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make is huge_key else "float16")
+  check(arch, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
+
+@every_arch
+def test_scores_too_large_for_one_fma(arch:str) -> None:
+  """bf16 scores of 1.7e10: exp2 of (score - maximum) must not overflow by rounding the two differently."""
+  def make(p:Problem) -> Inputs:
+    x = normal(p)
+    return Inputs(np.full_like(x.q, 16384), np.full_like(x.k, 16384), x.v)
+  check(arch, make, Sq=20, Sk=70, D=64, dtype="bfloat16", softmax_scale=0.25, out_dtype="float32")
+
+def test_65536_heads() -> None:
+  """More heads than a grid's second dimension holds: folded, not dropped."""
+  check("gfx1201", B=1, H=65536, Sq=1, Sk=1, D=16)

@@ -1,0 +1,149 @@
+"""An intrinsic's two forms agree: its HIP text, compiled for this machine with one-lane stand-ins for the GPU's builtins, and its meaning in numpy.
+
+The emulator runs meanings and hardware runs texts. Every lane of a wave gets the same values here, so an exchange between lanes gives back one's own and
+what is tested is all the rest: operand order, selectors, constants, rounding, branches.
+"""
+from __future__ import annotations
+import ctypes, subprocess, sys
+from pathlib import Path
+import numpy as np
+import pytest
+from attn import intrinsics as hw
+from attn.fragment import MATRIX
+from attn.intrinsics import MEANING
+from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes
+
+STAND_INS = r"""
+typedef unsigned u32;
+extern "C" { float exp2f(float); float log2f(float); float fmaf(float, float, float); }
+static float bits_f(u32 x) { return __builtin_bit_cast(float, x); }
+#define __builtin_amdgcn_exp2f(x) exp2f(x)
+#define __builtin_amdgcn_logf(x) log2f(x)
+#define __builtin_amdgcn_rcpf(x) (1.0f/(x))
+#define __builtin_amdgcn_ballot_w64(x) ((x) ? 1ull : 0ull)
+#define __builtin_amdgcn_ballot_w32(x) ((x) ? 1u : 0u)
+#define __builtin_amdgcn_readfirstlane(x) (x)
+#define __builtin_amdgcn_mbcnt_lo(a, b) 0u
+#define __builtin_amdgcn_mbcnt_hi(a, b) 0u
+#define __builtin_amdgcn_ds_bpermute(lane, x) (x)
+#define __builtin_amdgcn_permlanex16(old, x, a, b, c, d) (x)
+static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
+  unsigned long long both = ((unsigned long long)hi << 32) | lo; u32 r = 0;
+  for (int i = 0; i < 4; i++) r |= (u32)((both >> (8*((selector >> 8*i) & 7))) & 255) << 8*i;
+  return r;
+}
+"""
+NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32, dtypes.bool: np.bool_}
+C = {dtypes.float: "float", dtypes.uint: "unsigned", dtypes.int: "int", dtypes.bool: "bool"}
+SAMPLES = 48
+
+def value(dtype, slot:int) -> UOp:
+  """An operand: an element of a register array, loaded."""
+  return UOp.placeholder((1,), dtype, slot, AddrSpace.REG)[0].load()
+
+def f(n:int=1, slot:int=0) -> UOp: return value(hw.f32(n), slot)
+def u(n:int=1, slot:int=0) -> UOp: return value(hw.u32(n), slot)
+def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
+def register(n:int, slot:int, count:int=1) -> UOp: return UOp.placeholder((count,), hw.f32(n), slot, AddrSpace.REG)[0]
+
+OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
+CASES = {
+  "splat": lambda: hw.splat(1.5, 4), "build": lambda: hw.build(f(1, 0), f(1, 1)), "extract": lambda: hw.extract(f(8), 5), "concat": lambda: hw.concat(u(4, 0), u(4, 1)),
+  "slice": lambda: hw.slice_(f(16), 8, 4), "add": lambda: hw.add(f(8, 0), f(8, 1)), "sub by a scalar": lambda: hw.sub(f(8, 0), f(1, 1)), "mul": lambda: hw.mul(f(8), 0.37),
+  "exp2": lambda: hw.exp2(f(8)), "log2": lambda: hw.log2(f()), "rcp": lambda: hw.rcp(f()), "max": lambda: hw.max_(f(1, 0), f(1, 1)), "max_over": lambda: hw.max_over(f(16, 0), f(1, 1)),
+  "fma": lambda: hw.fma(f(4, 0), 0.3, f(4, 1)), "exponent": lambda: hw.exponent(f(8, 0), f(1, 1), f(1, 2), 0.18, value(dtypes.bool, 3)),
+  "mask_above": lambda: hw.mask_above(f(8, 0), i(1), OFFSETS), "mask_below": lambda: hw.mask_below(f(8, 0), i(1), OFFSETS),
+  "softcap": lambda: hw.softcap(f(8), 0.05, 30.0), "alibi": lambda: hw.alibi(f(8, 0), f(1, 1), i(2), OFFSETS),
+  "pack to fp16": lambda: hw.pack(f(8), "float16", False), "pack to bf16": lambda: hw.pack(f(8), "bfloat16", False), "pack a pair": lambda: hw.pack(f(2), "bfloat16", False),
+  "widen fp16": lambda: hw.widen_to_float(u(2), 4, "float16"), "widen one bf16": lambda: hw.widen_to_float(u(), 1, "bfloat16"), "as_float": lambda: hw.as_float(u(4)),
+  "byte_perm": lambda: hw.byte_perm(u(1, 0), u(1, 1), 0x07060302), "byte_perm of low halves": lambda: hw.byte_perm(u(1, 0), u(1, 1), 0x05040100),
+  "share_halves": lambda: hw.share_halves(u(4, 0), value(dtypes.bool, 1)), "any_lane": lambda: hw.any_lane(value(dtypes.bool, 0), 64), "uniform": lambda: hw.uniform(i()),
+  "rescale": lambda: hw.rescale(f(1, 0), register(1, 1), register(1, 2), register(2, 3), register(16, 4, 2), 2, MATRIX["cdna3", "float16"][0], 0.18, 8.0),
+}
+
+def ctype(dtype) -> str: return dtype.name if dtype in VECTORS else C[dtype]
+
+def draw(dtype, rng:np.random.Generator) -> np.ndarray:
+  """(SAMPLES, lanes) of every size, with the values in it that a softmax meets."""
+  n = VECTORS[dtype][1] if dtype in VECTORS else 1
+  if dtype is dtypes.bool: return rng.integers(0, 2, (SAMPLES, 1)).astype(np.bool_)
+  if dtype is dtypes.int: return rng.integers(-4, 14, (SAMPLES, 1), dtype=np.int32)
+  if dtype is dtypes.uint or VECTORS.get(dtype, ("",))[0] == "uint32":   # pairs of ordinary 16-bit floats
+    h = rng.standard_normal((SAMPLES, 2*n)).astype(np.float16)
+    return h.view(np.uint32)
+  x = (rng.standard_normal((SAMPLES, n))*rng.choice([0.01, 1, 40], (SAMPLES, 1))).astype(np.float32)
+  x[3, 0], x[5, -1], x[7, 0] = -np.inf, 0, 65504
+  x[9] = np.float32(1 + 2.0**-8)   # a tie between two bf16
+  return x
+
+class OneLane:
+  """Lanes that all hold the same: `Lanes` for the meanings, T = SAMPLES*64."""
+  wave = 64
+  active = np.ones(SAMPLES*64, np.bool_)
+  def load_register(self, pointer, i): return pointer[i]
+  def store_register(self, pointer, i, value, gate): pointer[i] = np.where(gate, value, pointer[i])
+
+def lanes(x:np.ndarray) -> np.ndarray:
+  """(SAMPLES, n) -> (T,) or (n, T), every sample in all 64 lanes of a wave."""
+  wide = np.repeat(x, 64, axis=0).T
+  return wide if x.shape[1] > 1 else wide[0]
+
+def samples(x:np.ndarray) -> np.ndarray: return np.atleast_2d(x)[:, ::64].T
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> tuple[ctypes.CDLL, dict[str, UOp]]:
+  pytest.importorskip("ziglang")
+  made, text = {name: make() for name, make in CASES.items()}, [STAND_INS]
+  for k, op in enumerate(made.values()):
+    pointers = [s.op is Ops.INDEX for s in op.src]
+    parameters = ", ".join(f"{ctype(s.dtype)} *a{j}" for j, s in enumerate(op.src))
+    counts = [s.src[0].max_numel() if p else 1 for s, p in zip(op.src, pointers, strict=True)]
+    sources = [f"(a{j} + {n}*i)" if p else f"a{j}[i]" for j, (n, p) in enumerate(zip(counts, pointers, strict=True))]
+    text.append(f'extern "C" void f{k}({parameters}, {ctype(op.dtype)} *out) {{ for (int i = 0; i < {SAMPLES}; i++) out[i] = {op.arg.format(*sources)}; }}')
+  folder:Path = tmp_path_factory.mktemp("intrinsics")
+  (folder/"all.cpp").write_text("\n".join(text))
+  command = [sys.executable, "-m", "ziglang", "cc", "-x", "c++", "-std=c++17", "-nostdlib++", "-O1", "-shared", "-fPIC", "-fno-sanitize=all", "-ffp-contract=off", "-Wno-everything",
+             str(folder/"all.cpp"), "-o", str(folder/"all.so")]
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  return ctypes.CDLL(str(folder/"all.so")), made
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_and_meaning_agree(library, name:str) -> None:
+  dll, made = library
+  op, rng = made[name], np.random.default_rng(list(CASES).index(name))
+  inputs, given, args = [], [], []
+  for s in op.src:
+    if s.op is Ops.INDEX:     # a pointer to registers: `count` of them per sample
+      count = s.src[0].max_numel()
+      x = [draw(s.dtype, rng) for _ in range(count)]
+      given.append([lanes(y) for y in x])
+      memory = np.ascontiguousarray(np.stack(x, 1))
+    else:
+      constant = s if s.op is Ops.CONST else s.src[0] if s.op is Ops.CAST and s.src[0].op is Ops.CONST else None
+      x = draw(s.dtype, rng) if constant is None else np.full((SAMPLES, 1), constant.arg, NUMPY[s.dtype])
+      given.append(lanes(x))
+      memory = np.ascontiguousarray(x)
+    inputs.append(memory)
+    args.append(aligned(memory))
+  n = VECTORS[op.dtype][1] if op.dtype in VECTORS else 1
+  kind = np.dtype(VECTORS[op.dtype][0]) if op.dtype in VECTORS else np.dtype(NUMPY[op.dtype])
+  out = aligned(np.zeros((SAMPLES, n), kind))
+  getattr(dll, f"f{list(CASES).index(name)}")(*[ctypes.c_void_p(a.ctypes.data) for a in args], ctypes.c_void_p(out.ctypes.data))
+  with np.errstate(all="ignore"): meant = MEANING[op.arg](OneLane(), *given)
+  close(out, samples(np.broadcast_to(meant, (n, SAMPLES*64) if n > 1 else (SAMPLES*64,))))
+  for s, a, g in zip(op.src, args, given, strict=True):
+    if s.op is Ops.INDEX: close(a, np.stack([samples(y) for y in g], 1))   # what was stored through the pointer
+
+def aligned(x:np.ndarray) -> np.ndarray:
+  """A copy that starts where the widest vector may."""
+  room = np.zeros(x.nbytes + 64, np.uint8)
+  start = -room.ctypes.data % 64
+  copy = room[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
+  copy[...] = x
+  return copy
+
+def close(a:np.ndarray, b:np.ndarray) -> None:
+  """Equal, NaN for NaN; fp32 to two units in the last place, for libm's exp2 and log2."""
+  if a.dtype == np.float32: np.testing.assert_allclose(a, b, rtol=3e-7, atol=2e-38)
+  else: np.testing.assert_array_equal(a, b)

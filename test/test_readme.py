@@ -1,0 +1,64 @@
+"""Every command in README.md runs, and the samples there look like what is printed."""
+import os, re, subprocess, sys, tomllib
+from pathlib import Path
+import pytest
+import test_examples
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT/"README.md").read_text()
+BLOCKS = [text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL) if not kind]
+COMMANDS = [line[2:] for block in BLOCKS for line in block.splitlines() if line.startswith("$ ")]
+TESTS, INSTALL = "python -m pytest -n 2", "python -m pip install -e '.[dev]'"
+# what a long command is run with here, and what stands in for a GPU
+SMALL = {"N=4096": "N=96", "B=4 H=16": "B=1 H=2", "DEV=AMD": "DEV=EMU::gfx942", "SWEEP=1": "SWEEP=1 H=2 HKV=1 N=64 SK=64 D=32"}
+
+def run(command:str, folder:Path) -> str:
+  for long, short in SMALL.items(): command = command.replace(long, short)
+  command = command.replace("CSV=", f"CSV={folder}/")
+  environment = {k: v for k, v in os.environ.items() if k not in ("DEV", "ATTN_EMU_CHECKS")}
+  path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+  environment |= {"PATH": path, "PYTHONPATH": str(ROOT)}
+  done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+def shape(line:str) -> str:
+  """A line without its figures and widths: what a sample and a run have in common."""
+  return " ".join(re.sub(r"[\d.]+", "#", line).split())
+
+def test_the_main_commands_are_there() -> None:
+  assert f"$ {TESTS}" in README.splitlines() and COMMANDS.index(INSTALL) < COMMANDS.index("python bench.py") < COMMANDS.index(TESTS)
+  assert len(COMMANDS) > 10
+
+def test_the_gate_runs_the_test_command() -> None:
+  """.ci/run takes it from here by this very expression."""
+  script = (ROOT/".ci/run").read_text()
+  expression = re.search(r"sed -n '([^']*)' README.md", script)
+  assert expression is not None
+  found = subprocess.run(["sed", "-n", expression[1], "README.md"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+  assert found.splitlines() == [TESTS] and 'eval "$test_command"' in script
+
+def test_install_names_an_extra_that_exists(tmp_path:Path) -> None:
+  project = tomllib.loads((ROOT/"pyproject.toml").read_text())["project"]
+  assert "dev" in project["optional-dependencies"]
+  for extra in re.findall(r"`(?:attn\[)?(bench|isa|test|dev)\]?`", README): assert extra in project["optional-dependencies"]
+
+def test_the_test_command_collects(tmp_path:Path) -> None: assert "test_readme.py" in run(TESTS.replace("-n 2", "--collect-only"), tmp_path)
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in (TESTS, INSTALL) and "examples/" not in c])
+def test_command(command:str, tmp_path:Path) -> None:
+  output = run(command, tmp_path)
+  assert output.strip()
+  if command == "python bench.py" and not output.startswith("no DEV"): pytest.skip("the sample is from a machine without an AMD GPU")
+  _, sample = next(b for b in BLOCKS if f"$ {command}\n" in b).split(f"$ {command}\n")
+  printed = {shape(line) for line in output.splitlines()}
+  for line in sample.split("$ ")[0].splitlines():   # what it prints, but for the rows of tables
+    if not line.startswith(("│", "┏", "┡", "└")): assert shape(line) in printed, f"the sample of {command!r} has {line!r}"
+
+def test_every_example_is_shown_and_tested() -> None:
+  shown = {re.search(r"examples/(\w+)\.py", c)[1] for c in COMMANDS if "examples/" in c}   # type: ignore[index]
+  assert shown == set(test_examples.SAYS)
+
+def test_links_and_files_exist() -> None:
+  for name in re.findall(r"(?<![\w/])((?:attn|docs|test|examples)/[\w/]+\.(?:py|md|txt))", README + (ROOT/"CONTRIBUTING.md").read_text()):
+    assert (ROOT/name).exists() or name == "docs/costs.txt", name
