@@ -143,7 +143,9 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
   """A number of rows as an int32 tensor (batch): given so, or the same for all as an int or a tinygrad Variable. Raises ValueError beyond 0..capacity."""
   if isinstance(n, Tensor):
     if n.dtype != dtypes.int: raise ValueError(f"{name} has dtype {n.dtype}: must be int32")
-    return place(name, n, at)
+    placed = place(name, n, at)
+    if local_shape(placed) != (batch,): raise ValueError(f"{name} has shape {n.shape}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
+    return placed
   if not isinstance(n, (int, UOp)): raise ValueError(f"{name}={n!r}: must be an int, a Variable or an int32 Tensor")
   if (value := known(n)) is not None and not 0 <= value <= capacity: raise ValueError(f"{name}={value}: must lie in 0..{capacity}, the rows there are")
   return Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous()

@@ -50,8 +50,12 @@ def choose_tile(p:Problem, arch:Arch) -> Tile:
     pack = p.H > p.Hkv and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
     rows = p.Sq*(p.H//p.Hkv if pack else 1)
     q_tiles = c.q_tiles if rows > mat.N else 1
-    waves = min(c.waves, ceildiv(rows, mat.N*q_tiles))      # no wave without a query
-    tile = Tile(mat, waves, q_tiles, c.block_n, c.q_in_lds, c.fenced, pack)
+    waves = ceildiv(rows, mat.N*q_tiles)
+    block_n = min(c.block_n, 64) if p.bias is not None else c.block_n    # a bias takes as many registers as the scores
+    if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
+    staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
+    waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//8)))     # waves without a query only help to carry
+    tile = Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced, pack)
     if (reason := fits(p, arch, tile, c)) is None: return tile
     reasons.append(reason)
   raise NotImplementedError(f"no tile of the forward kernel fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")

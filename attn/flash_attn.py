@@ -10,7 +10,7 @@ Window = tuple[int, int]
 
 def _refuse(**arguments:Any) -> None:
   for name, value in arguments.items():
-    if value is not None and value is not False and value != 0.0: raise NotImplementedError(f"{name}={value!r}: not supported, leave it at its default")
+    if isinstance(value, Tensor) or value: raise NotImplementedError(f"{name}={value}: not supported, leave it at its default")
 
 def _result(x:Any, wanted:bool) -> Any: return (*x, None) if wanted else x   # (out, softmax_lse, S_dmask): there is no dropout mask
 

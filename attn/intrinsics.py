@@ -8,7 +8,7 @@ Traps of `Ops.CUSTOM` in tinygrad 0.14.0, all dealt with in `emit`: it needs an 
 sources); an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed; a void one vanishes.
 """
 from __future__ import annotations
-import functools
+import functools, math
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 import numpy as np
@@ -31,6 +31,12 @@ class Lanes(Protocol):
     """Sets that element in the threads where `gate` holds."""
   def check_extent(self, pointer:Any, nbytes:Array) -> None:
     """Raises where the `nbytes` from `pointer` on (a buffer descriptor's range) are not all inside the buffer."""
+  def barrier(self, gate:Array) -> Array:
+    """The waves of the threads where `gate` holds reach a barrier; zeros."""
+  def start_store(self, pointer:Any, offset:Array, data:Array) -> None:
+    """`store_bytes` to LDS by all active threads that nobody may read before `wait_loads`."""
+  def wait_loads(self, n:int) -> Array:
+    """All but the last `n` started stores have arrived; zeros."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     """The matrix instruction `name` (a key of `attn.arch.MATRIX`), on register images as the ISA lays them out."""
 
@@ -122,11 +128,19 @@ def _mask(out:DType, offsets:tuple[int, ...], op:str) -> str:
   return f"({{{{ {i} i_ = {{{{{', '.join(map(str, offsets))}}}}}; (i_ {op} ({i})({{1}})) ? ({_vec('float', n)})(-__builtin_inff()) : {{0}}; }}}})"
 
 def _softcap_text(out:DType, n:int) -> str:
-  """a*tanh(b*x) as a - 2a/(1 + exp2(c*x)), with c = 2*log2(e)*b: 1 and -1 are met exactly at the ends."""
-  return _each("__builtin_fmaf(a_, __builtin_amdgcn_rcpf(1.0f + __builtin_amdgcn_exp2f(@*({1}))), ({2}))")(out, n).replace("({{ ", "({{ float a_ = -2.0f*({2}); ", 1)
+  """tanh(u) = 1 - 2/(1 + exp2(2*log2(e)*u)), which is 1 and -1 at the ends; near 0, where that cancels, the first terms of its series."""
+  series = functools.reduce(lambda inner, c: f"__builtin_elementwise_fma(z_, {inner}, ({out.name})({c!r}f))", _TANH[-2::-1], f"({out.name})({_TANH[-1]!r}f)")
+  far = ", ".join(f"1.0f - 2.0f*__builtin_amdgcn_rcpf(1.0f + __builtin_amdgcn_exp2f(u_[{i}]*{_2LOG2E!r}f))" for i in range(n))
+  return (f"({{{{ {out.name} u_ = {{0}}*({{1}}), z_ = u_*u_, e_ = ({out.name}){{{{{far}}}}}; ((z_ < {_NEAR!r}f) ? u_*{series} : e_)*({{2}}); }}}})")
+
+_TANH, _NEAR, _2LOG2E = (1.0, -1/3, 2/15, -17/315), 0.04, 2*math.log2(math.e)
 
 def _softcap(lanes:Lanes, x:Array, inner:Array, outer:Array, n:int) -> Array:
-  with np.errstate(over="ignore"): return _fma(np.float32(-2)*outer, _rcp(np.float32(1) + _exp2(x*inner)), outer)
+  with np.errstate(over="ignore", invalid="ignore"):
+    u = x*inner
+    near = u*functools.reduce(lambda y, c: _fma(u*u, y, np.float32(c)), _TANH[-2::-1], np.float32(_TANH[-1]))
+    far = np.float32(1) - np.float32(2)*_rcp(np.float32(1) + _exp2(u*np.float32(_2LOG2E)))
+    return np.where(u*u < np.float32(_NEAR), near, far)*outer
 
 def _alibi_text(out:DType, offsets:tuple[int, ...]) -> str:
   away = f"__builtin_elementwise_abs(({out.name})((float)({{2}})) - ({out.name}){{{{{', '.join(f'{x}.0f' for x in offsets)}}}}})"
@@ -186,7 +200,7 @@ def _rescale_text(out:DType, accs:int, wave:int, groups:int, scale:float, above:
 
 def _steps(wave:int, groups:int) -> list[int]: return [wave//groups << i for i in range(groups.bit_length() - 1)]
 
-def _rescale(lanes:Lanes, m:Array, reference:Any, bias:Any, l:Any, acc:Any, accs:int, wave:int, groups:int, scale:float, above:float) -> Array:
+def _rescale(lanes:Lanes, m:Array, reference:Any, bias:Any, l:Any, acc:Any, *_:Array, accs:int, wave:int, groups:int, scale:float, above:float) -> Array:
   c = np.float32(scale)
   with np.errstate(invalid="ignore", over="ignore"):
     old = lanes.load_register(reference, 0)
@@ -202,6 +216,23 @@ def _rescale(lanes:Lanes, m:Array, reference:Any, bias:Any, l:Any, acc:Any, accs
   return np.zeros_like(m)
 
 def _any_lane(lanes:Lanes, x:Array, wave:int) -> Array: return np.repeat((x & lanes.active).reshape(-1, wave).any(1), wave)
+
+def _load_to_lds_text(out:DType, family:str) -> str:
+  return (f"({{{{ __builtin_amdgcn_raw_ptr_buffer_load_lds(__builtin_amdgcn_make_buffer_rsrc((void*)({{0}}), 0, {{1}}, 0x{_DESCRIPTOR[family]:08x}), "
+          "(__attribute__((address_space(3))) void*)({3}), 16, {2}, 0, 0, 0); 0.0f; }})")
+
+def _load_to_lds(lanes:Lanes, pointer:Any, records:Array, offset:Array, lds:Any) -> Array:
+  records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
+  lanes.check_extent(pointer, records)
+  raw = lanes.load_bytes(pointer, offset, 16, lanes.active & (offset + 16 <= records))
+  lanes.start_store(lds, np.arange(raw.shape[1]) % lanes.wave * 16, raw)
+  return np.zeros(raw.shape[1], np.float32)
+
+def _load_transposed(lanes:Lanes, pointer:Any) -> Array:
+  raw = np.ascontiguousarray(lanes.load_bytes(pointer, np.zeros(lanes.active.shape, np.int64), 8, lanes.active).T).view(np.uint16).astype(np.uint32)   # (T, 4)
+  lane = np.arange(raw.shape[0])
+  got = [raw[lane // 16 * 16 + 4*e + lane % 16 // 4, lane % 4] for e in range(4)]
+  return np.stack([got[0] | got[1] << np.uint32(16), got[2] | got[3] << np.uint32(16)])
 
 def _share_halves_text(out:DType, n:int) -> str:
   u, other = _vec("unsigned", n), ", ".join(_SWAP16.replace("{0}", f"v_[{i}]") for i in range(n))
@@ -253,14 +284,25 @@ TABLE: dict[str, Intrinsic] = {
   "any_lane": Intrinsic(lambda out, wave: f"(__builtin_amdgcn_ballot_w{wave}({{0}}) != 0)",
                         _any_lane),
   "rescale": Intrinsic(_rescale_text, _rescale),
-  # order
+  # order; further sources only say what comes before
+  "barrier": Intrinsic('({{ __builtin_amdgcn_sched_barrier(0); __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local"); __builtin_amdgcn_s_barrier(); '
+                       '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local"); __builtin_amdgcn_sched_barrier(0); 0.0f; }})',
+                       lambda lanes, *_: lanes.barrier(lanes.active)),
+  "barrier_of": Intrinsic("({{ if (__builtin_amdgcn_readfirstlane({0})) __builtin_amdgcn_s_barrier(); 0.0f; }})",
+                          lambda lanes, waves, *_: lanes.barrier(lanes.active & (waves != 0))),
+  "wait_loads": Intrinsic(lambda out, n: f"({{{{ __builtin_amdgcn_s_waitcnt({0x0f70 | n & 15 | n >> 4 << 14}); 0.0f; }}}})", lambda lanes, *_, n: lanes.wait_loads(n)),
+  "priority": Intrinsic(lambda out, level: f"({{{{ __builtin_amdgcn_s_setprio({level}); 0.0f; }}}})", lambda lanes, *_, level: np.zeros(lanes.active.shape, np.float32)),
   "opaque_uniform": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+s"(v_)); v_; }})', lambda lanes, x: x),
   "opaque": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+v"(v_)); v_; }})', lambda lanes, x, _: x),
-  "sched_barrier": Intrinsic("({{ __builtin_amdgcn_sched_barrier(0); 0.0f; }})", lambda lanes, x: np.zeros(x.shape[-1], np.float32)),
+  "sched_barrier": Intrinsic("({{ __builtin_amdgcn_sched_barrier(0); 0.0f; }})", lambda lanes, x, *_: np.zeros(x.shape[-1], np.float32)),
+  "declare": Intrinsic("{0}", lambda lanes, x, _: x),
   # bits
   "byte_perm": Intrinsic("__builtin_amdgcn_perm({0}, {1}, {2})", _byte_perm),
   # memory; the last source only makes the renderer declare the buffer's element type, which it does for computed values alone
   "buffer_load": Intrinsic(_buffer_load_text, lambda lanes, pointer, records, offset, _, width, family: _buffer_load(lanes, pointer, records, offset, width)),
+  "load_to_lds": Intrinsic(_load_to_lds_text, lambda lanes, pointer, records, offset, lds, *_, family: _load_to_lds(lanes, pointer, records, offset, lds)),
+  "load_transposed": Intrinsic(lambda out: f"__builtin_bit_cast({out.name}, __builtin_amdgcn_ds_read_tr16_b64_v4i16((__attribute__((address_space(3))) "
+                               "__typeof__(short __attribute__((vector_size(8))))*)({0})))", lambda lanes, pointer: _load_transposed(lanes, pointer)),
   # matrix unit
   "matrix": Intrinsic(_matrix_text, lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c)),
 }
@@ -302,11 +344,11 @@ def exponent(s:UOp, reference:UOp, bias:UOp, scale:float, large:UOp) -> UOp:
 def any_lane(x:UOp, wave:int) -> UOp:
   """Whether x holds in any active lane of the wave: the same in all of them."""
   return emit("any_lane", dtypes.bool, x, wave=wave)
-def rescale(m:UOp, reference:UOp, bias:UOp, l:UOp, acc:UOp, accs:int, matrix:Any, scale:float, above:float) -> UOp:
+def rescale(m:UOp, reference:UOp, bias:UOp, l:UOp, acc:UOp, accs:int, matrix:Any, scale:float, above:float, *done:UOp) -> UOp:
   """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where the maximum m of a lane's scores exceeds the
   `reference` by more than `above` (times `scale`: in powers of two) in any lane of the wave, the reference of each row becomes the maximum over the lane
   groups and l and the `accs` accumulators are scaled to it. The register operands are INDEXes. The value means nothing: store it to order what follows."""
-  return emit("rescale", dtypes.float, m, reference, bias, l, acc, accs=accs, wave=matrix.wave,
+  return emit("rescale", dtypes.float, m, reference, bias, l, acc, *done, accs=accs, wave=matrix.wave,
               groups=matrix.groups, scale=scale, above=above)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
@@ -314,15 +356,37 @@ def opaque(x:UOp, trip:UOp) -> UOp:
 def opaque_uniform(x:UOp) -> UOp:
   """The integer x, the same in the whole workgroup, in a way that neither tinygrad nor the compiler can tell."""
   return emit("opaque_uniform", dtypes.int, x.cast(dtypes.int))
-def sched_barrier(x:UOp) -> UOp:
-  """Nothing is scheduled across the point at which x is known: keeps loads from being started long before their use. A statement, like `rescale`."""
-  return emit("sched_barrier", dtypes.float, x)
+def barrier(*done:UOp) -> UOp:
+  """A workgroup barrier by hand, with nothing scheduled or moved in LDS across it, once the values `done` are there. A statement."""
+  return emit("barrier", dtypes.float, *done)
+def barrier_of(waves:UOp, *done:UOp) -> UOp:
+  """A barrier that only the waves for which `waves` is not zero execute: from then on the others are a barrier behind. A statement."""
+  return emit("barrier_of", dtypes.float, waves.cast(dtypes.int), *done)
+def wait_loads(n:int, *done:UOp) -> UOp:
+  """Waits until at most `n` of this wave's loads to LDS are under way (s_waitcnt vmcnt). A statement."""
+  return emit("wait_loads", dtypes.float, *done, n=n)
+def priority(level:int, *done:UOp) -> UOp:
+  """This wave's priority among those of its SIMD from here on, 0 to 3 (s_setprio). A statement."""
+  return emit("priority", dtypes.float, *done, level=level)
+def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, family:str, *done:UOp) -> UOp:
+  """`buffer_load` of 16 bytes straight to LDS: lane l's go to `lds` (an INDEX: wave-uniform) + 16*l. Under way until `wait_loads`. A statement."""
+  return emit("load_to_lds", dtypes.float, base, records.cast(dtypes.int), offset.cast(dtypes.uint), lds, UOp.const(0.0, base.dtype), *done, family=family)
+def load_transposed(lds:UOp) -> UOp:
+  """ds_read_b64_tr_b16: the 16 lanes of a group each name 4 consecutive 16-bit elements, lane l those of row l//4, columns 4*(l%4) on, of a 4 x 16 matrix;
+  lane l gets its column l (CDNA4 ISA section 11.4)."""
+  return emit("load_transposed", u32(2), lds)
+def sched_barrier(*done:UOp) -> UOp:
+  """Nothing is scheduled across the point at which all of `done` are known: keeps loads from being started long before their use. A statement, like `rescale`."""
+  return emit("sched_barrier", dtypes.float, *done)
 def softcap(x:UOp, inner:float, outer:float) -> UOp:
-  """outer * tanh(x * inner / (2*log2(e)))."""
+  """outer * tanh(x * inner)."""
   return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), n=length(x))
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
   """x + slope*|distance - offset|, with an offset per element."""
   return emit("alibi", x.dtype, x, slope, distance.cast(dtypes.int), offsets=offsets)
+def declare(x:UOp, dtype:DType) -> UOp:
+  """x itself. The renderer declares a 16-bit type where a value of it is computed, which storing dwords to a buffer of that type is not."""
+  return emit("declare", x.dtype, x, UOp.const(0.0, dtype))
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return emit("mask_above", x.dtype, x, limit.cast(dtypes.int), offsets=offsets)
 def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return emit("mask_below", x.dtype, x, limit.cast(dtypes.int), offsets=offsets)
 

@@ -20,7 +20,7 @@ WARP = "0xffffffffu"
 
 def _code(body:str) -> str:
   """Statements that end in a return, as one expression."""
-  return "[&]{{ " + re.sub(r"\$(\d)", r"{\1}", body.replace("{", "{{").replace("}", "}}")) + " }}()"
+  return "[&]{{ " + re.sub(r"\$(\d+)", r"{\1}", body.replace("{", "{{").replace("}", "}}")) + " }}()"
 
 _EX2 = 'auto ex2_ = [](float x_) { float y_; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y_) : "f"(x_)); return y_; };'        # 9.7.3.24
 _CVT = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}                                                     # 9.7.9.21: high half first
@@ -37,20 +37,20 @@ class AsyncCopies:
   """The copies that the threads of a launch have under way: which of its groups each thread has committed it to, and what will arrive."""
   def __init__(self, threads:int):
     self.group = np.zeros(threads, np.int64)
-    self.pending: list[tuple[Any, Array, Array, Array]] = []    # (destination, bytes, threads, group of each)
+    self.pending: list[tuple[Any, Array, Array, Array, Array]] = []    # (destination and offset, bytes, threads, group of each)
 
-  def start(self, lanes:Lanes, to:Any, data:Array, gate:Array) -> None:
-    lanes.store_bytes(to, np.zeros_like(self.group), np.full_like(data, 0xff), gate)
-    self.pending.append((to, data, gate, self.group.copy()))
+  def start(self, lanes:Lanes, to:Any, offset:Array, data:Array, gate:Array) -> None:
+    lanes.store_bytes(to, offset, np.full_like(data, 0xff), gate)
+    self.pending.append((to, offset, data, gate, self.group))
 
   def commit(self, active:Array) -> None: self.group = self.group + active
 
   def wait(self, lanes:Lanes, but:int) -> None:
     left = []
-    for to, data, gate, group in self.pending:
+    for to, offset, data, gate, group in self.pending:
       arrived = gate & lanes.active & (group < self.group - but)
-      if arrived.any(): lanes.store_bytes(to, np.zeros_like(group), data, arrived)
-      if (gate := gate & ~arrived).any(): left.append((to, data, gate, group))
+      if arrived.any(): lanes.store_bytes(to, offset, data, arrived)
+      if (gate := gate & ~arrived).any(): left.append((to, offset, data, gate, group))
     self.pending = left
 
 _copies: weakref.WeakKeyDictionary[Any, AsyncCopies] = weakref.WeakKeyDictionary()
@@ -59,13 +59,13 @@ def _copies_of(lanes:Lanes) -> AsyncCopies:
   if lanes not in _copies: _copies[lanes] = AsyncCopies(len(lanes.active))
   return _copies[lanes]
 
-def _copy(lanes:Lanes, to:Any, source:Any, nbytes:Array, gate:Array, asynchronous:bool) -> Array:
+def _copy(lanes:Lanes, to:Any, source:Any, nbytes:Array, gate:Array, step:tuple[int, int], asynchronous:bool) -> Array:
   data, gate = np.zeros((16, len(gate)), np.uint8), gate & lanes.active
+  here, there = (np.full(len(gate), x, np.int64) for x in step)
   for n in np.unique(nbytes[gate]):
-    here = gate & (nbytes == n)
-    if n: data[:n] |= lanes.load_bytes(source, np.zeros(len(gate), np.int64), int(n), here)
-  if asynchronous: _copies_of(lanes).start(lanes, to, data, gate)
-  else: lanes.store_bytes(to, np.zeros(len(gate), np.int64), data, gate)
+    if n: data[:n] |= lanes.load_bytes(source, there, int(n), gate & (nbytes == n))
+  if asynchronous: _copies_of(lanes).start(lanes, to, here, data, gate)
+  else: lanes.store_bytes(to, here, data, gate)
   return np.zeros(len(gate), np.float32)
 
 def _commit(lanes:Lanes) -> Array:
@@ -76,25 +76,26 @@ def _wait(lanes:Lanes, but:int) -> Array:
   _copies_of(lanes).wait(lanes, but)
   return np.zeros(len(lanes.active), np.float32)
 
-def _copy_text(out:Any, asynchronous:bool) -> str:
+def _copy_text(out:Any, step:tuple[int, int], asynchronous:bool) -> str:
   if asynchronous:
-    return _code('if ($3) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"((unsigned)__cvta_generic_to_shared($0)), "l"($1), '
-                 '"r"($2)); return 0.0f;')
+    return _code(f'if ($3) asm volatile("cp.async.cg.shared.global.L2::128B [%0+{step[0]}], [%1+{step[1]}], 16, %2;" :: '
+                 '"r"((unsigned)__cvta_generic_to_shared($0)), "l"($1), "r"($2)); return 0.0f;')
   halves = [f"({2*i} < n_ ? (unsigned)s_[{i}] : 0u)" for i in range(8)]
   words = ", ".join(f"{lo} | {hi} << 16" for lo, hi in zip(halves[0::2], halves[1::2]))
-  return _code(f"if ($3) {{ const unsigned short* s_ = (const unsigned short*)($1); int n_ = $2; *$0 = make_uint4({words}); }} return 0.0f;")
+  return _code(f"if ($3) {{ const unsigned short* s_ = (const unsigned short*)($1) + {step[1]//2}; int n_ = $2; ($0)[{step[0]//16}] = make_uint4({words}); }} "
+               "return 0.0f;")
 
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
-def _ldmatrix(lanes:Lanes, pointer:Any, transposed:bool) -> Array:
+def _ldmatrix(lanes:Lanes, pointer:Any, step:int, transposed:bool) -> Array:
   """Lane l gives the address of row l%8 of 8x8 matrix l//8, and gets two neighbours of each matrix."""
-  raw = lanes.load_bytes(pointer, np.zeros(len(lanes.active), np.int64), 16, lanes.active)
+  raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                                  # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
   return np.ascontiguousarray(np.ascontiguousarray(m).view(np.uint32).transpose(1, 0, 2, 3)).reshape(4, -1)   # lane l: row l//4, columns 2*(l%4) and + 1
 
-def _ldmatrix_text(out:Any, transposed:bool) -> str:
-  return _code(f'uint4 v_; asm volatile("ldmatrix.sync.aligned.m8n8.x4{".trans" if transposed else ""}.shared.b16 {{%0, %1, %2, %3}}, [%4];" : '
+def _ldmatrix_text(out:Any, step:int, transposed:bool) -> str:
+  return _code(f'uint4 v_; asm volatile("ldmatrix.sync.aligned.m8n8.x4{".trans" if transposed else ""}.shared.b16 {{%0, %1, %2, %3}}, [%4+{step}];" : '
                f'{_operands("=r", "v_")} : "r"((unsigned)__cvta_generic_to_shared($0))); return v_;')
 
 def _mma_text(out:Any, matrix:Any, half:int) -> str:
@@ -115,32 +116,37 @@ def _mask(lanes:Lanes, s:Array, low:Array, high:Array, column:int, op:str) -> Ar
   keys, limits = np.array([column, column + 1]*ROWS)[:, None], np.stack([low, low, high, high])
   return np.where(keys > limits if op == ">" else keys < limits, np.float32(-np.inf), s)
 
-def _rescale_text(out:Any, accs:int, scores:int, scale:float, above:float) -> str:
-  x = f"{scale!r}f"
-  grown = " || ".join(f"(n_.{r} - o_.{r})*{x} > {above!r}f || !(fabsf(o_.{r}*{x}) <= {LARGE!r}f)" for r in "xy")
-  exchange = " ".join(f"n_.{r} = fmaxf(n_.{r}, __shfl_xor_sync({WARP}, n_.{r}, {step}));" for step in (1, 2) for r in "xy")
-  row = "x", "x", "y", "y"
-  scaled = " ".join(f"$4[{i}].{e} *= a_.{r};" for i in range(accs) for e, r in zip("xyzw", row))
-  shifted = " ".join(f"$5[{i}].{e} -= d_.{r};" for i in range(scores) for e, r in zip("xyzw", row))
-  return _code(f"float2 n_ = $0, o_ = *$1; if (__any_sync({WARP}, {grown})) {{ {_EX2} {exchange} "
-               f"float2 r_ = make_float2({_list('n_.@ == -INFINITY ? 0.0f : n_.@', 2)}), a_ = make_float2({_list(f'ex2_((o_.@ - r_.@)*{x})', 2)}); "
-               f"float2 d_ = make_float2({_list(f'fabsf(r_.@*{x}) > {LARGE!r}f ? r_.@ : 0.0f', 2)}); *$1 = n_; "
-               f"*$2 = make_float2({_list(f'd_.@ == 0.0f ? -r_.@*{x} : 0.0f', 2)}); $3->x *= a_.x; $3->y *= a_.y; {scaled} {shifted} }} return 0.0f;")
+def _rescale_text(out:Any, tiles:int, accs:int, scores:int, scale:float, above:float) -> str:
+  x, both = f"{scale!r}f", [(t, r) for t in range(tiles) for r in "xy"]
+  load = " ".join(f"float2 n{t}_ = ${5 + t}, o{t}_ = $0[{t}];" for t in range(tiles))
+  grown = " | ".join(f"((n{t}_.{r} - o{t}_.{r})*{x} > {above!r}f) | !(fabsf(o{t}_.{r}*{x}) <= {LARGE!r}f)" for t, r in both)    # no branches
+  exchange = " ".join(f"n{t}_.{r} = fmaxf(n{t}_.{r}, __shfl_xor_sync({WARP}, n{t}_.{r}, {step}));" for step in (1, 2) for t, r in both)
+  correct = ""
+  for t in range(tiles):
+    n, o, a, d = (f"{name}{t}_" for name in "noad")
+    correct += (f"float2 r{t}_ = make_float2({_list(f'{n}.@ == -INFINITY ? 0.0f : {n}.@', 2)}), {a} = make_float2({_list(f'ex2_(({o}.@ - r{t}_.@)*{x})', 2)}); "
+                f"float2 {d} = make_float2({_list(f'fabsf(r{t}_.@*{x}) > {LARGE!r}f ? r{t}_.@ : 0.0f', 2)}); $0[{t}] = {n}; "
+                f"$1[{t}] = make_float2({_list(f'{d}.@ == 0.0f ? -r{t}_.@*{x} : 0.0f', 2)}); $2[{t}].x *= {a}.x; $2[{t}].y *= {a}.y; ")
+    for e, r in zip("xyzw", "xxyy"):
+      correct += " ".join(f"$3[{i}].{e} *= {a}.{r};" for i in range(t*accs, (t + 1)*accs)) + " "
+      correct += " ".join(f"$4[{i}].{e} -= {d}.{r};" for i in range(t*scores, (t + 1)*scores)) + " "
+  return _code(f"{load} if (__any_sync({WARP}, {grown})) {{ {_EX2} {exchange} {correct}}} return 0.0f;")
 
-def _rescale(lanes:Lanes, m:Array, reference:Any, bias:Any, l:Any, acc:Any, s:Any, accs:int, scores:int, scale:float, above:float) -> Array:
-  x, old = np.float32(scale), lanes.load_register(reference, 0)
+def _rescale(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, s:Any, *maxima:Array, tiles:int, accs:int, scores:int, scale:float, above:float) -> Array:
+  x, old = np.float32(scale), [lanes.load_register(reference, t) for t in range(tiles)]
   with np.errstate(invalid="ignore", over="ignore"):
-    grown = ((m - old)*x > np.float32(above)) | ~(np.abs(old*x) <= LARGE)
-    if not (gate := lanes.active & _any_lane(lanes, grown.any(0), lanes.wave)).any(): return np.zeros(m.shape[-1], np.float32)
-    for step in (1, 2): m = np.fmax(m, _xor_lane(lanes, m, step))
-    safe = np.where(m == -np.inf, np.float32(0), m)
-    alpha, shift = _exp2((old - safe)*x), np.where(np.abs(safe*x) > LARGE, safe, np.float32(0))
-    lanes.store_register(reference, 0, m, gate)
-    lanes.store_register(bias, 0, np.where(shift == 0, -safe*x, np.float32(0)), gate)
-    lanes.store_register(l, 0, lanes.load_register(l, 0)*alpha, gate)
-    for i in range(accs): lanes.store_register(acc, i, lanes.load_register(acc, i)*np.repeat(alpha, 2, 0), gate)
-    for i in range(scores): lanes.store_register(s, i, lanes.load_register(s, i) - np.repeat(shift, 2, 0), gate)
-  return np.zeros(m.shape[-1], np.float32)
+    grown = [(((m - o)*x > np.float32(above)) | ~(np.abs(o*x) <= LARGE)).any(0) for m, o in zip(maxima, old)]
+    if not (gate := lanes.active & _any_lane(lanes, np.logical_or.reduce(grown), lanes.wave)).any(): return np.zeros(len(gate), np.float32)
+    for t, m in enumerate(maxima):
+      for step in (1, 2): m = np.fmax(m, _xor_lane(lanes, m, step))
+      safe = np.where(m == -np.inf, np.float32(0), m)
+      alpha, shift = _exp2((old[t] - safe)*x), np.where(np.abs(safe*x) > LARGE, safe, np.float32(0))
+      lanes.store_register(reference, t, m, gate)
+      lanes.store_register(bias, t, np.where(shift == 0, -safe*x, np.float32(0)), gate)
+      lanes.store_register(l, t, lanes.load_register(l, t)*alpha, gate)
+      for i in range(t*accs, (t + 1)*accs): lanes.store_register(acc, i, lanes.load_register(acc, i)*np.repeat(alpha, 2, 0), gate)
+      for i in range(t*scores, (t + 1)*scores): lanes.store_register(s, i, lanes.load_register(s, i) - np.repeat(shift, 2, 0), gate)
+  return np.zeros(len(gate), np.float32)
 
 # ***** the table *****
 
@@ -150,7 +156,7 @@ TABLE: dict[str, Intrinsic] = {
   "rows": Intrinsic("make_float2({0}, {0})", lambda lanes, x: np.stack([x, x])),
   "element": Intrinsic(lambda out, i: f"{{0}}.{'xyzw'[i]}", lambda lanes, x, i: x[i]),
   # memory
-  "copy": Intrinsic(_copy_text, lambda lanes, to, source, nbytes, gate, _, asynchronous: _copy(lanes, to, source, nbytes, gate, asynchronous)),
+  "copy": Intrinsic(_copy_text, lambda lanes, to, source, nbytes, gate, _, **static: _copy(lanes, to, source, nbytes, gate, **static)),
   "commit": Intrinsic(_code('asm volatile("cp.async.commit_group;" ::: "memory"); return 0.0f;'), lambda lanes, _: _commit(lanes)),
   "wait": Intrinsic(lambda out, but: _code(f'asm volatile("cp.async.wait_group {but};" ::: "memory"); return 0.0f;'),
                     lambda lanes, _, but: _wait(lanes, but)),
@@ -178,20 +184,21 @@ def zero(order:UOp) -> UOp: return express(TABLE["zero"], F4, order)
 def rows(x:float) -> UOp: return express(TABLE["rows"], F2, UOp.const(x, dtypes.float))
 def element(x:UOp, i:int) -> UOp: return express(TABLE["element"], dtypes.float, x, i=i)
 
-def copy(to:UOp, source:UOp, nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
-  """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds; both are INDEXes.
-  With `asynchronous`, nbytes is 0 or 16, both are aligned to 16 and the data are there after `wait`. A statement."""
+def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
+  """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are INDEXes, each
+  `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16
+  and the data are there after `wait`. A statement."""
   declare = UOp.const(0.0, source.dtype)    # the renderer declares the types of computed values alone
-  return express(TABLE["copy"], dtypes.float, to, source, nbytes.cast(dtypes.int), gate, declare, asynchronous=asynchronous)
+  return express(TABLE["copy"], dtypes.float, to, source, nbytes.cast(dtypes.int), gate, declare, step=step, asynchronous=asynchronous)
 def commit(order:UOp) -> UOp:
   """The copies started since the last one make a group. A statement."""
   return express(TABLE["commit"], dtypes.float, order)
 def wait(order:UOp, but:int) -> UOp:
   """Waits for this thread's copies, the last `but` groups excepted: a barrier must follow before other threads read them. A statement."""
   return express(TABLE["wait"], dtypes.float, order, but=but)
-def ldmatrix(row:UOp, transposed:bool=False) -> UOp:
-  """Four 8x8 matrices of 16-bit elements; lane l's `row` is an INDEX of row l%8 of matrix l//8."""
-  return express(TABLE["ldmatrix"], U4, row, transposed=transposed)
+def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
+  """Four 8x8 matrices of 16-bit elements; lane l's `row` is an INDEX, `step` units before row l%8 of matrix l//8."""
+  return express(TABLE["ldmatrix"], U4, row, step=16*step, transposed=transposed)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """c + A B by one mma.sync; `half` says which of the two B fragments in `b`."""
   return express(TABLE["mma"], F4, a, b, c, matrix=matrix, half=half)
@@ -202,12 +209,14 @@ def mask_above(s:UOp, limits:tuple[UOp, UOp], column:int) -> UOp:
   return express(TABLE["mask"], F4, s, *[x.cast(dtypes.int) for x in limits], column=column, op=">")
 def mask_below(s:UOp, limits:tuple[UOp, UOp], column:int) -> UOp:
   return express(TABLE["mask"], F4, s, *[x.cast(dtypes.int) for x in limits], column=column, op="<")
-def rescale(m:UOp, reference:UOp, bias:UOp, l:UOp, acc:UOp, s:UOp, accs:int, scores:int, scale:float, above:float) -> UOp:
-  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where a row maximum m exceeds the `reference` by
-  more than `above` (times `scale`: in powers of two) in any lane of the warp, the reference of each row becomes the maximum over its four lanes, and l and
-  the `accs` accumulators are scaled to it. bias = -reference*scale, for `weights`; where that is LARGE the difference is taken in the `scores` and bias is 0.
-  The register operands are INDEXes."""
-  return express(TABLE["rescale"], dtypes.float, m, reference, bias, l, acc, s, accs=accs, scores=scores, scale=scale, above=above)
+def rescale(maxima:list[UOp], reference:UOp, bias:UOp, l:UOp, acc:UOp, s:UOp, scores:int, scale:float, above:float) -> UOp:
+  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where a row maximum (one pair for each query tile)
+  exceeds the `reference` by more than `above` (times `scale`: in powers of two) in any lane of the warp, the reference of each row becomes the maximum over
+  its four lanes, and l and the accumulators are scaled to it. bias = -reference*scale, for `weights`; where that is LARGE the difference is taken in the
+  scores `s`, of which there are `scores` a query tile, and bias is 0. The register operands are placeholders."""
+  tiles = len(maxima)
+  return express(TABLE["rescale"], dtypes.float, *[x[0] for x in (reference, bias, l, acc, s)], *maxima, tiles=tiles, accs=acc.max_numel()//tiles,
+                 scores=scores, scale=scale, above=above)
 def weights(s:UOp, bias:UOp, scale:float) -> UOp:
   """exp2(s*scale + bias)."""
   return express(TABLE["weights"], F4, s, bias, scale=scale)

@@ -5,13 +5,10 @@ from typing import Any, Callable, Iterator
 import numpy as np
 import pytest
 import attn
-from attn.kernels.three_pass import three_pass  # noqa: F401
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, judge
-from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.tinygrad_compat import Context, Tensor
 from cases import DTYPES, Inputs, arrange, array, expected, normal, problem, restore, tensor
-
-BITS = {"float16": (np.uint16, np.float16), "float32": (np.uint32, np.float32)}
 
 @contextlib.contextmanager
 def emulated(arch:str, kernel:str="") -> Iterator[None]:
@@ -35,7 +32,7 @@ def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], I
   """Poses the problem to `attention`, holds o and lse to the contract and returns them as (B, H, Sq, Dv) and (B, H, Sq). `place` may move a tensor by name."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
-  x, call = make(p), {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__}
+  x, call = make(p), {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
   with emulated(arch, kernel):
     q, k, v = (place(name, tensor(arrange(a, p.layout), p.dtype)) for name, a in (("q", x.q), ("k", x.k), ("v", x.v)))
     o, lse = attn.attention(q, k, v, return_lse=True, out_dtype=DTYPES[p.out_dtype], **call,

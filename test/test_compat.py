@@ -53,10 +53,10 @@ SIGNATURES = {
   "tinygrad:Tensor.schedule_linear": "self *lst",
 }
 # names that are no functions
-VALUES = ("tinygrad:Device", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace",
-          "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters",
-          "tinygrad.uop.ops:AxisType", "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF",
-          "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER")
+VALUES = ("tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
+          "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING",
+          "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF", "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType",
+          "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad:Device")
 # attributes of those
 ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
               "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores", "tinygrad.uop.ops:UOp.is_bound_var")

@@ -41,9 +41,9 @@ def attention(v_transposed=False, p_unscaled=False):
 
 def error(inputs, **defect):
   """Output minus float64 attention."""
-  q, k, v = inputs
   with Context(DEV="EMU::gfx942"):
-    got = Tensor.empty(QUERIES*D).custom_kernel(*[Tensor(x.ravel()).realize() for x in inputs], fxn=attention(**defect))[0].numpy().reshape(QUERIES, D)
+    tensors = [Tensor(x.ravel()).realize() for x in inputs]
+    got = Tensor.empty(QUERIES*D).custom_kernel(*tensors, fxn=attention(**defect))[0].numpy().reshape(QUERIES, D)
   q, k, v = [x.astype(np.float64) for x in inputs]
   s = q @ k.T*SCALE
   p = np.exp(s - s.max(1, keepdims=True))

@@ -3,7 +3,8 @@
 - `OutOfBounds`: a load or store outside its buffer (global, LDS or register array), by an active, ungated thread.
 - `Misaligned`: a vector access whose address is no multiple of its width; the C cast that the renderer prints promises alignment.
 - `LdsRace`: between two barriers one wave writes an LDS location that another wave reads or writes. Waves run in any order on hardware; lanes of
-  one wave run in lockstep, so accesses of one wave are ordered. Reads by several waves are fine.
+  one wave run in lockstep, so accesses of one wave are ordered. Reads by several waves are fine. A load straight to LDS is a write that lasts until
+  its wave has waited for it.
 - `UninitialisedRead`: a read of LDS, of a register or of global memory that nobody wrote. Global memory counts from the allocation on, and only
   once somebody has begun to write the buffer: one that nobody ever touched (`Tensor.empty`, the buffers that BEAM times with) reads as bytes 0xff
   (NaN).
@@ -34,6 +35,8 @@ class LdsLimit(EmulatorError): pass
 class LaunchLimit(EmulatorError): pass
 class UnwrittenOutput(EmulatorError): pass
 
+IN_FLIGHT = 2**30   # an interval that has not come yet
+
 @dataclass
 class Finding:
   """What is wrong with an access: for which threads, and for a race which wave did what at the same location."""
@@ -46,7 +49,9 @@ class LdsShadow:
   """Who wrote and who read each location of a LOCAL buffer since the last barrier. A location is `unit` bytes: the narrowest access in the kernel.
 
   `writer` holds interval * stride + wave of the last write (0: never written), `reader` one plane per wave with the interval of its last read.
-  Intervals are counted per workgroup: a barrier that only some workgroups reach ends the interval of those alone."""
+  Intervals are counted per wave: a barrier that only some reach ends the interval of those alone. A wave that is an interval ahead comes to a place in the
+  program later than the others do, so what it did in its interval n happens along with what they do in theirs: an access is safe only after a barrier, that
+  is in a later interval, whatever the order in which the program has them."""
   def __init__(self, f:Frame, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
@@ -59,6 +64,11 @@ class LdsShadow:
   def barrier(self, everyone:bool) -> None:
     if not self.complete and self.written: self.complete = bool(self.writer.all())
     if everyone: self.written = self.read = False
+
+  def send(self, at:Array, by:Array) -> None:
+    """A store that threads `by` have started: nobody may touch those locations until it arrives, not even their own wave."""
+    self.writer[at] = IN_FLIGHT//self.f.stride*self.f.stride + self.f.wave_of[by]
+  def arrive(self, at:Array, by:Array) -> None: self.writer[at] = self.f.tag[by]
 
   def on_read(self, at:Array, active:Array|None) -> Finding|None:
     """Notes the read of locations `at` (T,); returns what is wrong with it."""
@@ -81,7 +91,7 @@ class LdsShadow:
         if (bad := _some((tag >= f.tag_floor) & (tag != f.tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
       if self.read and self.reader is not None:
         for wave in range(self.waves):
-          seen = self.reader[wave*self.total + at] == f.interval_of
+          seen = self.reader[wave*self.total + at] >= f.interval_of
           if seen.any() and (bad := _some(seen & (f.wave_of != wave), active)) is not None:
             return Finding(LdsRace, bad, np.full_like(f.wave_of, wave), "read")
     self.written = True

@@ -55,17 +55,18 @@ class Frame:
     self.valid, self.stack = self.mask, list[Array|None]()
     self.everyone = np.ones(self.T, bool)
     self.matrix_unit = MatrixUnit(plan.chip.family, plan.arch)
-    # barrier intervals, per workgroup: a number that all share, or one each
-    self.interval = np.ones(workgroups, np.int32)
+    # barrier intervals, per wave: a number that all share, or one each
+    self.interval = np.ones((workgroups, self.waves), np.int32)
     self.stride = self.waves
-    self._next_interval(np.ones(workgroups, bool))
+    self._next_interval(np.ones((workgroups, self.waves), bool))
+    self.under_way: list[tuple[LdsShadow, Array, Array]] = []   # stores to LDS that have been started: where, and by which threads
     # values and memory
     self.v: list[Any] = list(plan.constants)
     for u, x in values.items(): self.v[plan.slot[u]] = numpy_dtype(u.dtype).type(x)
     self.spaces: dict[UOp, Space] = {}
     self.registers: dict[UOp, Registers] = {}
     for u, view in params.items():
-      self.spaces[u] = Space(self, plan.names[u], view.data, view.size, written=flags_of(view, u in plan.stored))
+      self.spaces[u] = Space(self, plan.names[u], view.data, view.size, written=view.written, guarded=view.base.touched)
     for u in plan.buffers:
       name, nbytes = plan.names[u], plan.nbytes(u)
       if u.addrspace is AddrSpace.REG: self.registers[u] = Registers(self, name, u.max_numel(), numpy_dtype(u.dtype), elements(u.dtype))
@@ -98,7 +99,7 @@ class Frame:
 
   def full(self, x:Any) -> Array:
     """A value with one column for every thread."""
-    return np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
+    return x if np.shape(x)[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
     """An error about the first of the `bad` threads."""
@@ -138,22 +139,26 @@ class Frame:
     self.mask = self.also(i < bound)
     return self.mask is None or bool(self.mask.any())
 
-  def barrier(self) -> None:
-    reached = np.ones(self.workgroups, bool)
-    if self.mask is not None:
-      here = self.mask.reshape(self.workgroups, -1)
+  def barrier(self, gate:Array|None=None) -> Array:
+    """All threads of a workgroup reach a barrier; or, of those for which `gate` holds, whole waves: these are an interval ahead from then on."""
+    mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
+    reached = np.ones(self.interval.shape, bool)
+    if mask is not None:
+      here = mask.reshape(-1, unit)
       missing = (~here if self.valid is None else ~here & self.valid.reshape(here.shape)) & here.any(axis=1, keepdims=True)
       if self.checks and missing.any():
         raise self.error(DivergentBarrier, missing.ravel(), lambda t: "this thread does not reach a barrier that others of its workgroup wait in")
-      reached = np.asarray(here.any(axis=1))
+      reached = np.broadcast_to(here.any(axis=1).reshape(self.workgroups, -1), self.interval.shape)
     for s in self.spaces.values():
-      if s.shadow is not None: s.shadow.barrier(bool(reached.all()))
+      if s.shadow is not None: s.shadow.barrier(bool(reached.all()) and self.in_step)
     self._next_interval(reached)
+    return np.zeros(self.T, np.float32)
 
   def _next_interval(self, reached:Array) -> None:
     self.interval = self.interval + reached.astype(np.int32)
-    same = bool((self.interval == self.interval[0]).all())
-    self.interval_of: Any = self.interval[0] if same else np.repeat(self.interval, self.width)
+    self.in_step = bool((self.interval == self.interval[:, :1]).all())      # do the waves of each workgroup go from barrier to barrier together?
+    same = bool((self.interval == self.interval[0, 0]).all())
+    self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]
     self.tag_floor: Any = self.interval_of*np.int32(self.stride)
     self.tag = self.tag_floor + self.wave_of
 
@@ -172,7 +177,7 @@ class Frame:
   def pointer(self, at:Address) -> Pointer|RegisterPointer:
     if at.buffer in self.registers:
       return RegisterPointer(self.registers[at.buffer], sum(int(self.v[s])*size for s, size in at.terms)//at.buffer.dtype.itemsize)
-    return Pointer(self.spaces[at.buffer], self.offset(at))
+    return Pointer(self.spaces[at.buffer], at.buffer, self.offset(at))
   def load_bytes(self, pointer:Pointer, offset:Array, nbytes:int, gate:Array) -> Array:
     return pointer.load(offset, nbytes, np.broadcast_to(gate, self.T))
   def store_bytes(self, pointer:Pointer, offset:Array, data:Array, gate:Array) -> None:
@@ -181,6 +186,18 @@ class Frame:
     return self.full(pointer.array.load(np.asarray(pointer.first + i), self.mask))
   def store_register(self, pointer:RegisterPointer, i:int, value:Array, gate:Array) -> None:
     pointer.array.store(np.asarray(pointer.first + i), value, np.broadcast_to(gate, self.T))
+  def start_store(self, pointer:Pointer, offset:Array, data:Array) -> None:
+    pointer.store(offset, data, self.active)
+    if not self.checks or (shadow := pointer.space.shadow) is None: return
+    by = np.flatnonzero(self.active)
+    first = self.workgroup_of[by]*(pointer.space.stride//shadow.unit) + np.broadcast_to(pointer.offset + offset, self.T)[by]//shadow.unit
+    where = first + np.arange(len(data)//shadow.unit)[:, None]
+    shadow.send(where, by)
+    self.under_way.append((shadow, where, by))
+  def wait_loads(self, n:int) -> Array:
+    for shadow, where, by in self.under_way[:len(self.under_way) - n]: shadow.arrive(where, by)
+    del self.under_way[:len(self.under_way) - n]
+    return np.zeros(self.T, np.float32)
   def check_extent(self, pointer:Pointer, nbytes:Array) -> None:
     bad = self.active & (nbytes > 0) & ((pointer.offset < 0) | (pointer.offset + nbytes > pointer.space.limit))
     if bad.any():
@@ -189,11 +206,6 @@ class Frame:
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     self.whole_waves_only()
     return self.matrix_unit.instruction(name, a, b, c)
-
-def flags_of(view:View, stored:bool) -> Array|None:
-  """The written-flags that a kernel has to mind: none where all is written, nor where it only reads a buffer that nobody has ever touched."""
-  if (written := view.written) is None or (not stored and (not view.base.touched or written.all())): return None
-  return written
 
 def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
   """Runs a program on a grid of workgroups; the seconds it took."""
@@ -206,19 +218,14 @@ def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, 
     raise LaunchLimit(f"{plan.name}: a workgroup of {local} threads is beyond the limit of {WORKGROUP_LIMIT}")
   params, count = dict(zip(plan.params, views)), int(np.prod(grid, dtype=np.int64))
   checks = os.environ.get("ATTN_EMU_CHECKS", "1") != "0"
-  for u in plan.stored:
-    if u in params:
-      view = params[u]
-      view.base.touched = True
-      if view.written is not None: view.base.outputs[view.offset, view.size] = plan.name, plan.names[u], plan.stored[u]
   banks = BankCounter(plan.chip.family, plan.chip.wave) if os.environ.get("ATTN_EMU_BANKS", "0") != "0" else None
   waves = -(-threads//plan.chip.wave)
   at_once = max(1, WORKING_SET//(threads*(plan.live_bytes + OVERHEAD) + plan.lds*(waves + 2)))
   with np.errstate(all="ignore"):
     for first in range(0, count, at_once):
       Frame(plan, first, min(at_once, count - first), grid, local, params, dict(zip(plan.variables, values)), checks, banks).run()
-  for u in plan.stored:
-    if u in params: params[u].settle()
+  for u, itemsize in plan.stored.items():
+    if u in params: params[u].stored_by(plan.name, plan.names[u], itemsize)
   seconds = time.perf_counter() - start
   _last[:] = [Launch(plan.name, plan.arch, count, threads, plan.lds, seconds, list(banks.uses.values()) if banks is not None else [])]
   return seconds

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable
 import numpy as np
 from numpy.typing import NDArray
+from attn.tinygrad_compat import UOp
 from attn.emulator.checks import Finding, LdsShadow, Misaligned, OutOfBounds, UninitialisedRead, UnwrittenOutput
 if TYPE_CHECKING: from attn.emulator.machine import Frame
 
@@ -48,14 +49,19 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """Drops the flags once all of the allocation is written."""
+    """After a write: drops the flags once all of the allocation is written."""
+    self.base.touched = True
     if self.base.written is not None and self.base.written.all(): self.base.written = None
+
+  def stored_by(self, kernel:str, buffer:str, itemsize:int) -> None:
+    """After a kernel that stores to this buffer."""
+    self.settle()
+    if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize
 
   def fill(self, data:Array, written:Array|None=None) -> None:
     """A copy into the memory; `written` are the flags of its source, where that has any."""
     self.data[:] = data
     if (mine := self.written) is not None: mine[:] = 1 if written is None else written
-    self.base.touched = True
     self.settle()
 
   def check_written(self) -> None:
@@ -72,8 +78,10 @@ class View:
 
 class Space:
   """A buffer that threads address by index: a PARAM, or a LOCAL buffer with one copy per workgroup (`stride` bytes apart)."""
-  def __init__(self, f:Frame, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, shadow:LdsShadow|None=None):
-    self.f, self.name, self.data, self.limit, self.stride, self.written, self.shadow = f, name, data, limit, stride, written, shadow
+  def __init__(self, f:Frame, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False, shadow:LdsShadow|None=None):
+    self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
+    self.written = written                                                      # the flags that stores set
+    self.guarded = guarded and written is not None and not bool(written.all())   # may a load find something that nobody has written?
     self.kind = "LDS" if stride else "global memory"
     self._views: dict[tuple[int, bool], Array] = {}
     self._bases: dict[int, Array] = {}
@@ -104,7 +112,7 @@ class Space:
     if len(view := self._view(chunk)) == 0: return np.zeros(self.f.T, view.dtype)
     if self.f.checks:
       if self.shadow is not None: self._note(self.shadow.on_read, at, chunk, active, "reads")
-      elif self.written is not None: self._check_flags(at, chunk, active)
+      elif self.guarded: self._check_flags(at, chunk, active)
     return view.take(at)
 
   def store(self, index:Array, chunk:int, values:Array, active:Array|None) -> None:
@@ -143,7 +151,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class Pointer:
   """What an intrinsic gets for an INDEX: a buffer and a byte offset per thread."""
-  def __init__(self, space:Space, offset:Array): self.space, self.offset = space, offset
+  def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
     """The addresses of an access in units of at most a dword or, where all are aligned to it, the whole access."""
@@ -164,6 +172,7 @@ class Pointer:
   def store(self, offset:Array, data:Array, gate:Array) -> None:
     nbytes = data.shape[0]
     at, unit = self.units(offset, nbytes, gate)
+    self.space.f.plan.stored.setdefault(self.buffer, unit)
     raw = np.ascontiguousarray(np.broadcast_to(data, (nbytes, self.space.f.T)).T).view(chunk_type(unit))
     for i in range(nbytes//unit): self.space.store(at + i, unit, raw[:, i], gate)
 

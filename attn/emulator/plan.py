@@ -211,7 +211,6 @@ class Plan:
     for a in args:
       if isinstance(a, Address):
         self.loaded.add(a.buffer)
-        self.stored.setdefault(a.buffer, a.dtype.itemsize)
         self.units[a.buffer] = math.gcd(self.units.get(a.buffer, 0), 4)
     out, dtype = self._new(u), None if u.dtype == dtypes.void else numpy_dtype(u.dtype)
     def step(f:Frame) -> None:

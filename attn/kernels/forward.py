@@ -113,14 +113,14 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     sequence = extent(p, batch, given)
     def rows(buffer:UOp, h:UOp, heads:int, length:int, columns:int, start:int|UOp, count:int|UOp) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, columns)
-      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, arch.family)
+      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, arch.family, pin=splits > 1 or isinstance(sequence.n_k, UOp))
     q_rows = rows(q, first_head, p.H, p.Sq, p.D, sequence.q_start, sequence.n_q)
     k_rows = rows(k, kv_head, p.Hkv, p.Sk, p.D, sequence.k_start, sequence.n_k)
     v_rows = rows(v, kv_head, p.Hkv, p.Sk, p.Dv, sequence.k_start, sequence.n_k)
     if group > 1:
       head_stride = strides(p.layout, p.H, p.Sq, p.D)[1]
       reach = ((UOp.const(0) + sequence.n_q - 1)*q_rows.stride + (group - 1)*head_stride + p.D).maximum(0)*2
-      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, arch.family, group, head_stride, reach)
+      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, arch.family, False, group, head_stride, reach)
     queries = [Row(batch, first_head + (first_row + i)%group, (first_row + i)//group, first_row + i < sequence.n_q*group) for i in in_block]
     scores = Scores(p, at, block_n, arch.family, sequence, Row(batch, first_head, first_query, UOp.const(True)), given.get("alibi_slopes"), given.get("bias"))
     blocks = key_blocks(p, sequence, first_query, last_query, block_n)
@@ -256,6 +256,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       begin = batch*sb + row.head*sh + (sequence.q_start + row.query)*ss if splits == 1 else number*p.Dv
       for dt in range(d_tiles):
         values = hw.mul(done.acc[qt*d_tiles + dt].load(), factor)
+        if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
         outputs += store_row(arch, flat(o), names["o" if splits == 1 else "o_partial"][1], p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
     name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
     return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)), tag=OPTIMISED)

@@ -6,7 +6,7 @@ enough: it says that a tile is there and that the one before it is no longer rea
 memory is an odd number of 16-byte units long: the eight rows of a matrix then lie in different banks, and every address is one register and a constant.
 """
 from __future__ import annotations
-import itertools
+import functools, itertools
 from dataclasses import dataclass, fields
 from typing import Callable
 from attn import intrinsics_cuda as hw
@@ -106,13 +106,15 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       tensor_head, tensor_heads, length = (kv_head, p.Hkv, p.Sk) if kv else (q_head, p.H, p.Sq)
       sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
       units, statements = stride - 1, []
+      at, apart = batch*sb + tensor_head*sh + first*ss, tile.threads//units
       for j in range(ceildiv(rows*units, tile.threads)):
-        index = thread + j*tile.threads
+        moved = j if tile.threads % units == 0 else 0                      # by so many times `apart` rows: in the instruction
+        index = thread + (j - moved)*tile.threads
         row, unit = index//units, index%units
         left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
-        nbytes = (first + row < there).where(left_over, 0)
-        at = batch*sb + tensor_head*sh + (first + row)*ss + unit*UNIT
-        statements.append(s.do(hw.copy(s.shared[to + row*stride + unit], flat(source)[at], nbytes, index < rows*units, columns % UNIT == 0)))
+        nbytes = (first + row + moved*apart < there).where(left_over, 0)
+        statements.append(s.do(hw.copy(s.shared[to + row*stride + unit], flat(source)[at + row*ss + unit*UNIT], (16*moved*apart*stride, 2*moved*apart*ss),
+                                       nbytes, thread + j*tile.threads < rows*units, columns % UNIT == 0)))
       return statements
 
     blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
@@ -125,7 +127,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
     def q_operand(s:State, qt:int, step:int) -> UOp:
       row, unit = mat.a_address(lane)
-      return hw.ldmatrix(s.shared[(in_block[qt] + row)*k_row + 2*step + unit])
+      return hw.ldmatrix(s.shared[(in_block[0] + row)*k_row + unit], qt*mat.M*k_row + 2*step)
 
     # ***** one trip *****
     def arrived(s:State, but:int) -> State:
@@ -140,36 +142,36 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       below = [query + x.offset - left - here for query in queries[qt]]
       return [hw.mask_below(y, (below[0], below[1]), c) for y, c in zip(s, columns)]
 
-    def trip(s:State, t:UOp, masked:bool) -> UOp:
-      s = arrived(s, stages - 2)
-      s = s.after(fetch_tile(s, t + stages - 1))
-      tiles = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)]
-      row, unit = mat.b_address(lane)
+    def score(s:State, t:UOp) -> list[list[UOp]]:
+      """S of one key tile: for each query tile its C fragments."""
+      tiles, (row, unit) = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)], mat.b_address(lane)
       for step in range(depth//mat.K):
         a = [q_operand(s, qt, step) if tile.q_in_lds else q_kept[qt][step] for qt in range(q_tiles)]
         for pair in range(k_tiles//2):
-          b = hw.ldmatrix(s.shared[k_at(t) + (pair*16 + row)*k_row + 2*step + unit])
+          b = hw.ldmatrix(s.shared[k_at(t) + row*k_row + unit], pair*16*k_row + 2*step)
           for qt, half in itertools.product(range(q_tiles), range(2)):
             tiles[qt][2*pair + half] = hw.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
+      return tiles
+
+    def trip(s:State, t:UOp, masked:bool) -> UOp:
+      tiles = score(s, t)
       if masked: tiles = [mask(y, qt, t) for qt, y in enumerate(tiles)]
       s = s.after(UOp.group(*[s.scores[qt*k_tiles + kt].store(y) for qt, ys in enumerate(tiles) for kt, y in enumerate(ys)]))
-      for qt, ys in enumerate(tiles):
-        m = s.m[qt].load()
-        for y in ys: m = hw.row_max(y, m)
-        s = s.after(s.do(hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], s.scores[qt*k_tiles], d_tiles, k_tiles, to_log2, tile.rescale_above)))
+      s = s.after(fetch_tile(s, t + stages - 1))      # while the tensor cores work
+      maxima = [functools.reduce(lambda m, y: hw.row_max(y, m), ys, s.m[qt].load()) for qt, ys in enumerate(tiles)]
+      s = s.after(s.do(hw.rescale(maxima, s.m, s.bias, s.l, s.acc, s.scores, k_tiles, to_log2, tile.rescale_above)))
       accs = [[s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
-      sums = [s.l[qt].load() for qt in range(q_tiles)]
-      row, unit = mat.b_transposed_address(lane)
+      sums, (row, unit) = [s.l[qt].load() for qt in range(q_tiles)], mat.b_transposed_address(lane)
       for step in range(block_n//mat.K):
         a = []
         for qt in range(q_tiles):
           pair = [hw.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
           for y in pair: sums[qt] = hw.row_sum(y, sums[qt])
           a.append(hw.pack_a(pair[0], pair[1], p.dtype))
-        for pair_of_tiles in range(d_tiles//2):
-          b = hw.ldmatrix(s.shared[v_at(t) + (step*16 + row)*v_row + 2*pair_of_tiles + unit], transposed=True)
+        for d_pair in range(d_tiles//2):
+          b = hw.ldmatrix(s.shared[v_at(t) + row*v_row + unit], step*16*v_row + 2*d_pair, transposed=True)
           for qt, half in itertools.product(range(q_tiles), range(2)):
-            accs[qt][2*pair_of_tiles + half] = hw.mma(mat, a[qt], b, half, accs[qt][2*pair_of_tiles + half])
+            accs[qt][2*d_pair + half] = hw.mma(mat, a[qt], b, half, accs[qt][2*d_pair + half])
       return UOp.group(*[s.acc[qt*d_tiles + dt].store(y) for qt, ys in enumerate(accs) for dt, y in enumerate(ys)],
                        *[s.l[qt].store(y) for qt, y in enumerate(sums)])
 
@@ -178,8 +180,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       if count.vmax <= 0: return s
       if count.vmax == 1: count = hw.opaque(count)    # tinygrad places values from outside into a loop of at most one trip
       r = UOp.range(count, next(axes), AxisType.LOOP)
-      inside = s.after(r)
-      return s.after(trip(inside, first + r, masked).end(r))
+      return s.after(trip(arrived(s.after(r), stages - 2), first + r, masked).end(r))
 
     # ***** all of it *****
     zero = [start.nothing[0].store(UOp.const(0.0, dtypes.float))] + [start.acc[i].store(hw.zero(UOp.const(0.0, dtypes.float))) for i in range(q_tiles*d_tiles)]

@@ -55,12 +55,12 @@ class Scores:
     """Raw scores -> base-2 logarithms: log2(e) * (cap(softmax_scale*x) - slope*|i + offset - j| + bias), see Problem."""
     p = self.p
     if self.raw: return x
-    if p.softcap: x = [hw.softcap(y, 2*LOG2E*p.softmax_scale/p.softcap, p.softcap*LOG2E) for y in x]
+    if p.softcap: x = [hw.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E) for y in x]
     else: x = [hw.mul(y, p.softmax_scale*LOG2E) for y in x]
     if self.slopes is not None:
       slope = hw.mul(flat(self.slopes)[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
       distance = row.query + self.extent.offset - self.begin(tile)
-      x = [hw.alibi(y, slope, distance, keys) for y, keys in zip(x, self.keys)]
+      x = [hw.alibi(y, slope, distance - kt*self.at.matrix.M, self.keys[0]) for kt, y in enumerate(x)]   # the same few constants for all
     if self.bias is not None: x = [hw.fma(b, LOG2E, y) for b, y in zip(self.load_bias(self.bias, row, tile), x)]
     return x
 

@@ -16,7 +16,7 @@ from typing import Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.kernels.blocks import strides
-from attn.kernels.forward import OPTIMISED, arguments, store_row
+from attn.kernels.forward import OPTIMISED, arguments, lds_bytes, store_row
 from attn.kernels.scores import LN2, LOG2E, NEG_INF
 from attn.kernels.tiles import Tile, ceildiv, flat
 from attn.problem import MAX_SPLITS, Problem
@@ -38,15 +38,15 @@ def workgroups(p:Problem, tile:Tile) -> int:
 def split_heuristic(p:Problem, arch:Arch, tile:Tile) -> int:
   """The number of splits, a power of two, by an occupancy model.
 
-  A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than a compute unit has SIMDs: the
-  workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each of 1/G of the trips, so in units of trips
+  A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than a compute unit has SIMDs and
+  its LDS has the room: the workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each of 1/G of the trips, so in units of trips
 
     time(G) = ceil(workgroups*G / places) * (ceil(trips/G) + PROLOGUE) + scratch(G) / COMBINE_BYTES
 
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
   simds = 4 if tile.matrix.wave == 64 else 2
-  places = arch.cus*max(1, simds//tile.waves)
+  places = arch.cus*max(1, min(simds//tile.waves, arch.lds//lds_bytes(p, tile)))
   trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
   def time(splits:int) -> float:
     scratch = 4*splits*p.rows*(p.Dv + 1) if splits > 1 else 0
@@ -114,6 +114,7 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
 
     # ***** O and LSE *****
     values = hw.mul(values, weights.eq(0.0).where(0.0, hw.rcp(weights)))
+    if p.out_dtype != "float32": values = hw.declare(values, given["o"].dtype)
     sb, sh, ss = strides(p.layout, p.H, length, p.Dv)
     outputs = store_row(arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, column, values, there)
     if "lse" in given:

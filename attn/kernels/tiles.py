@@ -1,6 +1,6 @@
 """Moving tiles: global memory -> registers -> LDS -> matrix operands. What a kernel shares with its neighbours, apart from the algorithm itself."""
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from attn import intrinsics as hw
 from attn.fragment import Matrix
 from attn.tinygrad_compat import AddrSpace, Ops, UOp
@@ -97,6 +97,7 @@ class Rows:
   count: int|UOp     # rows there are
   width: int         # elements of a row
   family: str
+  pin: bool = False  # clang would compute the range in vector registers, and load in a loop over its values: take it to a scalar register
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Eight elements at row `first` + `row`, column 8*`unit`, of which rows beyond the last and columns beyond the width read as zero.
@@ -105,7 +106,7 @@ class Rows:
     """
     left = (self.count - first).maximum(0).minimum(rows)
     records = ((left - 1)*self.stride + self.width).maximum(0)*2
-    if records.simplify().op is not Ops.CONST: records = hw.uniform(records)    # clang may compute it in vector registers and then load in a loop
+    if self.pin: records = hw.uniform(records)
     return self._load(self.buffer[(self.base + first*self.stride)], records, row*self.stride, unit, gate)
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
@@ -123,9 +124,9 @@ class Rows:
 @dataclass(frozen=True)
 class PackedRows(Rows):
   """The rows of `heads` neighbouring heads as one list: row r is row r//heads of head r%heads. `count` counts them all."""
-  heads: int
-  head_stride: int
-  extent: UOp        # bytes from the first row of the first head to the end of the last row of the last one
+  heads: int = 1
+  head_stride: int = 0
+  extent: UOp = field(default_factory=lambda: UOp.const(0))   # bytes from the first row of the first head to the end of the last row of the last one
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     packed = first + row

@@ -1,0 +1,241 @@
+"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns, one computing while the other reads LDS.
+
+The same algorithm and orientation as forward.py. Eight waves of 32 queries; the second four run one barrier behind the first, so that of the two waves
+on a SIMD one is in a compute cluster while the other is in a memory cluster. Per key tile t four clusters, a barrier after each:
+
+  C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
+  M1  V(t) from LDS, transposed on the way; K(t+3) starts on its way to LDS
+  C2  O += V(t) P(t)
+  M2  K(t+2) from LDS; V(t+2) starts on its way to LDS
+
+K and V tiles go from global memory straight to LDS, two buffers each (so a trip is two tiles: buffers are then known at compile time). A load is waited for
+one cluster earlier than its own wave would have to: the barrier after that is the one which the other group has passed when it reads.
+"""
+from __future__ import annotations
+import itertools
+from dataclasses import dataclass, fields
+from typing import Any, Callable
+from attn import intrinsics as hw
+from attn.arch import Arch
+from attn.kernels.blocks import extent, key_blocks, strides
+from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
+from attn.kernels.scores import NEG_INF, Row, Scores
+from attn.kernels.softmax import over_groups, p_operands, probabilities, row_max, row_sum
+from attn.kernels.tiles import UNIT, Lane, Rows, Tile, ceildiv, flat, units_of
+from attn.problem import Problem
+from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
+
+HEAD, BLOCK_N, WAVES = 128, 64, 8
+ROW = HEAD//UNIT                                 # units of a row of K or V
+LOADS = BLOCK_N*ROW//(WAVES*64)                  # direct loads of a wave per tile
+UNDER_WAY = 2*LOADS                              # loads issued after the one that is waited for
+
+def refuses(p:Problem, arch:Arch) -> str|None:
+  """Why this kernel does not take a problem, None if it does."""
+  if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
+  if (p.D, p.Dv) != (HEAD, HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {HEAD}"
+  if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
+  for name, on in (("softcap", p.softcap), ("alibi", p.alibi), ("bias", p.bias), ("sinks", p.sinks), ("varlen", p.varlen), ("kv_lengths", p.kv_lengths),
+                   ("sk_variable", p.sk_variable), ("num_splits", p.num_splits > 1)):
+    if on: return f"{name}: it takes plain problems only"
+  if (blocks := p.B*p.H*ceildiv(p.Sq, 256)) < arch.cus: return f"{blocks} blocks of 256 queries leave compute units idle, of which there are {arch.cus}"
+  return None
+
+# ***** where a tile lies in LDS *****
+# One direct load of a wave fills 64 units without a gap: a chunk of 4 rows. Chunks are padded apart, and units within them exchanged, so that eight lanes
+# of 16 bytes, or sixteen of 8, never meet in a bank. Few exchanges keep the addresses few: the rest is in the instructions' offsets.
+
+@dataclass(frozen=True)
+class Layout:
+  exchange: int      # row r of a chunk has its unit u at place u ^ r*exchange
+  def place(self, row:UOp, unit:UOp) -> UOp: return row//CHUNK*STRIDE + row%CHUNK*ROW + (unit ^ (row%CHUNK*self.exchange))
+
+CHUNK, STRIDE = 64//ROW, 64 + 4                  # rows, and units from one to the next
+K_LAYOUT = Layout(1)                             # sixteen neighbouring rows are read at the same unit
+V_LAYOUT = Layout(4)                             # a transposing load reads four rows of four units
+
+@dataclass(frozen=True)
+class State:
+  """What crosses tiles: as forward.State, and S(t), K(t+1) in registers and the LDS buffers."""
+  acc: UOp
+  m: UOp
+  bias: UOp
+  l: UOp
+  s: UOp
+  k: UOp
+  k0: UOp
+  k1: UOp
+  v0: UOp
+  v1: UOp
+  def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
+  def k_lds(self, i:int) -> UOp: return (self.k0, self.k1)[i%2]
+  def v_lds(self, i:int) -> UOp: return (self.v0, self.v1)[i%2]
+
+class Order:
+  """Keeps statements in the order in which they are given, as a program would be read: each takes what the one before left in a register."""
+  def __init__(self, register:UOp): self.register, self.last, self.open = register, register, [[]]
+  def do(self, statement:Callable[..., UOp], *args:Any) -> UOp:
+    stored = self.note(self.register[0].store(statement(*args, *([] if self.last is self.register else [self.last[0].load()]))))
+    self.last = self.register.after(stored)
+    return stored
+  def note(self, effect:UOp) -> UOp:
+    """An effect that is to happen before the end of the loop it is in."""
+    self.open[-1].append(effect)
+    return effect
+  @property
+  def noted(self) -> UOp: return UOp.group(*self.open[-1])
+  def enter(self, r:UOp) -> None:
+    self.open.append([])
+    self.last = self.last.after(r)
+  def leave(self, r:UOp) -> UOp:
+    end = self.note(UOp.group(*self.open.pop()).end(r))
+    self.last = self.register.after(end)
+    return end
+
+def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
+  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse. `refuses(p, arch)` must be None."""
+  mat = tile.matrix
+  k_tiles, d_tiles, q_blocks, right = BLOCK_N//mat.M, HEAD//mat.M, ceildiv(p.Sq, tile.block_m), p.window[1]
+
+  def kernel(o:UOp, *args:UOp) -> UOp:
+    lse, q, k, v = args if p.return_lse else (None, *args)
+
+    # ***** ranges *****
+    axes = itertools.count(4)
+    q_block = UOp.range(q_blocks, 0, AxisType.GLOBAL)
+    head = UOp.range(p.B*p.H, 1, AxisType.GLOBAL)
+    lane, wave = UOp.range(mat.wave, 2, AxisType.WARP), UOp.range(WAVES, 3, AxisType.WARP)
+    wave_number = hw.uniform(wave.cast(dtypes.int))
+    at, batch, q_head = Lane(lane, wave, mat), head//p.H, head%p.H
+    first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
+    in_block = wave*mat.N + at.n
+    row = Row(batch, q_head, first_query + in_block, first_query + in_block < p.Sq)
+
+    def rows(buffer:UOp, h:UOp, heads:int, length:int) -> Rows:
+      sb, sh, ss = strides(p.layout, heads, length, HEAD)
+      return Rows(flat(buffer), batch*sb + h*sh, ss, length, HEAD, arch.family)
+    kv_head = q_head//(p.H//p.Hkv)
+    q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq), rows(k, kv_head, p.Hkv, p.Sk), rows(v, kv_head, p.Hkv, p.Sk)
+    sequence = extent(p, batch, {})
+    scores = Scores(p, at, BLOCK_N, arch.family, sequence, row, None, None)
+    blocks = key_blocks(p, sequence, first_query, first_query + tile.block_m - 1, BLOCK_N)
+
+    # ***** placeholders *****
+    order = Order(UOp.placeholder((1,), dtypes.float, 20, AddrSpace.REG))
+    def registers(n:int, slot:int, lanes:int=1) -> UOp: return UOp.placeholder((n,), hw.f32(lanes), slot, AddrSpace.REG)
+    lds = [UOp.placeholder((BLOCK_N//CHUNK*STRIDE,), hw.u32(4), slot, AddrSpace.LOCAL) for slot in range(4)]
+    state = State(registers(d_tiles, 4, mat.accumulator), registers(1, 5), registers(1, 6), registers(1, 7, 2), registers(k_tiles, 8, mat.accumulator),
+                  UOp.placeholder((k_tiles*HEAD//UNIT//mat.groups,), hw.u32(4), 9, AddrSpace.REG), *lds)
+
+    # ***** the steps that clusters are made of *****
+    units = units_of(mat, HEAD, at.h)
+    q_operands = [q_rows.load_units(first_query, tile.block_m, in_block, u) for u in units]
+
+    def start(source:Rows, layout:Layout, buffer:UOp, t:UOp) -> None:
+      """A wave's part of tile t starts on its way to LDS: a lane fetches the unit whose place is its own."""
+      unit = lane%ROW ^ (lane//ROW*layout.exchange)
+      for j in range(LOADS):
+        chunk = j*WAVES + wave_number
+        first = t*BLOCK_N + chunk*CHUNK
+        records = (((source.count - first).minimum(CHUNK) - 1)*source.stride + source.width).maximum(0)*2
+        order.do(hw.load_to_lds, source.buffer[source.base + first*source.stride], records, (lane//ROW*source.stride + unit*UNIT)*2,
+                 buffer[chunk*STRIDE], arch.family)
+
+    def read_k(buffer:UOp) -> list[UOp]: return [buffer[K_LAYOUT.place(kt*mat.M + at.n, u)].load() for kt in range(k_tiles) for u in units]
+
+    def read_v(buffer:UOp) -> list[list[UOp]]:
+      """The A operands of O^T: per tile of d and unit of P, two transposing loads of four keys each."""
+      halves, member = buffer.bitcast(hw.u32(2)), lane%16
+      m = lane//16%2*16 + member%4*4                                         # the row of V^T that the lane's first element goes to, and its d:
+      d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
+      def load(dt:int, n:int) -> UOp:
+        key, at_d = mat.key_of(at.h, n) + member//4, dt*mat.M + d
+        return hw.load_transposed(halves[V_LAYOUT.place(key, at_d//UNIT)*2 + at_d//4%2])
+      return [[hw.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, UNIT)] for dt in range(d_tiles)]
+
+    def products(k_operands:list[UOp]) -> list[UOp]:
+      """S = K Q^T."""
+      tiles = []
+      for kt in range(k_tiles):
+        x = hw.splat(0.0, mat.accumulator)
+        for a, b in zip(k_operands[kt*len(units):], q_operands): x = hw.shaped_wmma(mat, a, b, x)
+        tiles.append(x)
+      return tiles
+
+    def keep(buffer:UOp, values:list[UOp]) -> UOp: return order.note(UOp.group(*[buffer[i].store(x) for i, x in enumerate(values)]))
+
+    # ***** one tile *****
+    def step(s:State, t:UOp, i:int, masked:bool) -> State:
+      # C1: S(t) -> P(t) on the vector unit, S(t+1) on the matrix unit
+      s = s.after(order.do(hw.priority, 1))
+      x = [s.s[kt].load() for kt in range(k_tiles)]
+      if masked: x = scores.mask(x, row, t)
+      s = s.after(order.do(hw.rescale, row_max(x, s.m[0].load()), s.m[0], s.bias[0], s.l[0], s.acc[0], d_tiles, mat, scores.to_log2, tile.rescale_above))
+      x = probabilities(at, x, s.m[0].load(), s.bias[0].load(), scores.to_log2)
+      weights, total = p_operands(at, x, p.dtype, arch.bf16_pack), hw.add(s.l[0].load(), row_sum(x))
+      s = s.after(order.do(hw.sched_barrier, total, *weights))
+      following = products([s.k[j].load() for j in range(k_tiles*len(units))])
+      keep(s.l, [total])
+      keep(s.s, following)
+      order.do(hw.priority, 0, *weights, *following)
+      s = s.after(order.do(hw.barrier), order.noted)
+      # M1: V(t) out of LDS, K(t+3) into it
+      values = read_v(s.v_lds(i))
+      start(k_rows, K_LAYOUT, s.k_lds(i + 1), t + 3)
+      order.do(hw.wait_loads, UNDER_WAY, *[y for ys in values for y in ys])
+      s = s.after(order.do(hw.barrier))
+      # C2: O += V(t) P(t)
+      s = s.after(order.do(hw.priority, 1))
+      accs = [s.acc[dt].load() for dt in range(d_tiles)]
+      for dt, v_operands in enumerate(values):
+        for a, b in zip(v_operands, weights): accs[dt] = hw.shaped_wmma(mat, a, b, accs[dt])
+      keep(s.acc, accs)
+      order.do(hw.priority, 0, *accs)
+      s = s.after(order.do(hw.barrier), order.noted)
+      # M2: K(t+2) out of LDS, V(t+2) into it
+      keys = read_k(s.k_lds(i))
+      keep(s.k, keys)
+      start(v_rows, V_LAYOUT, s.v_lds(i), t + 2)
+      order.do(hw.wait_loads, UNDER_WAY, *keys)
+      return s.after(order.do(hw.barrier), order.noted)
+
+    def trips(s:State, first:UOp, count:UOp, masked:bool) -> State:
+      """`count` trips of two tiles."""
+      if (count := count.simplify()).vmax <= 0: return s
+      if count.vmax == 1: count = hw.opaque_uniform(count)    # tinygrad places values from outside into a loop of at most one trip
+      r = UOp.range(count, next(axes), AxisType.LOOP)
+      order.enter(r)
+      inside = s.after(r)
+      for i in range(2): inside = step(inside, first + r*2 + i, i, masked)
+      return s.after(order.leave(r))
+
+    # ***** all of it *****
+    begin, s = blocks.begin, state.after(order.note(UOp.group(*[state.acc[i].store(hw.splat(0.0, mat.accumulator)) for i in range(d_tiles)],
+      state.m[0].store(hw.splat(NEG_INF, 1)), state.bias[0].store(hw.splat(0.0, 1)), state.l[0].store(hw.splat(0.0, 2)))))
+    start(k_rows, K_LAYOUT, s.k0, begin)
+    start(v_rows, V_LAYOUT, s.v0, begin)
+    start(k_rows, K_LAYOUT, s.k1, begin + 1)
+    order.do(hw.wait_loads, 0)
+    s = s.after(order.do(hw.barrier))
+    keep(s.s, first_scores := products(read_k(s.k0)))
+    keep(s.k, keys := read_k(s.k1))
+    s = s.after(order.do(hw.barrier, *first_scores, *keys), order.noted)
+    start(k_rows, K_LAYOUT, s.k0, begin + 2)
+    start(v_rows, V_LAYOUT, s.v1, begin + 1)
+    s = s.after(order.do(hw.barrier_of, wave_number//(WAVES//2)))                 # the second group falls a barrier behind
+    pairs = (blocks.full_end - begin)//2
+    s = trips(s, begin, pairs, masked=False)
+    s = trips(s, begin + pairs*2, (blocks.end - begin - pairs*2 + 1)//2, masked=True)
+    s = s.after(order.do(hw.barrier_of, 1 - wave_number//(WAVES//2)), order.do(hw.wait_loads, 0))
+
+    # ***** O = O^T / l, LSE = m + ln l *****
+    sums = s.l[0].load()
+    factor, log_sum = finish(s.m[0].load(), over_groups(at, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add), scores, None)
+    number, (sb, sh, ss) = head*p.Sq + row.query, strides(p.layout, p.H, p.Sq, HEAD)
+    outputs = [] if lse is None else [flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum)]
+    for dt in range(d_tiles):
+      outputs += store_row(arch, flat(o), p.out_dtype, HEAD, batch*sb + q_head*sh + row.query*ss, dt*mat.M + at.h*mat.accumulator,
+                           hw.mul(s.acc[dt].load(), factor), row.there)
+    name = f"attn_dual_wave_{arch.name}_{p.dtype}"
+    return UOp.group(*outputs).end(q_block, head, lane, wave).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)), tag=OPTIMISED)
+  return kernel
