@@ -186,6 +186,7 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str, softmax_scale:floa
       if name in extras: raise NotImplementedError(f"{name} with k and v sharded along their rows: shard along batch or heads instead")
 
   # ***** the output *****
+  types = [dtype_name(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
   o_shape = (*shape["q"][:-1], shape["v"][-1])
   if out is not None:
     whole_buffer("out", out.uop)
@@ -196,9 +197,8 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str, softmax_scale:floa
                                                                               f"on {q.device}, along axis {q.uop.axis}")
   out_dtype = out_dtype or (out.dtype if out is not None else q.dtype)
   if out_dtype not in FLOATS.values(): raise NotImplementedError(f"out_dtype={out_dtype}: must be one of {', '.join(FLOATS)}")
-  names = [DTYPE_NAMES[out_dtype], *(dtype_name(name, t) for name, t in (("q", q), ("k", k), ("v", v))), "float32"]
   if num_splits < 0: raise ValueError(f"num_splits={num_splits}: must be 0 (chosen by a heuristic), 1 (no split) or the number of splits")
-  p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=names, causal=causal, window=window, softmax_scale=softmax_scale, layout=layout,
+  p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=[DTYPE_NAMES[out_dtype], *types], causal=causal, window=window, softmax_scale=softmax_scale, layout=layout,
                  softcap=softcap, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
                  extras={name: (local_shape(t), dtype_name(name, t)) for name, t in extras.items()})
   found = get_arch(arch) if arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])

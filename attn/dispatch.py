@@ -84,9 +84,10 @@ class Choice:
     lines = [f"{self.kernel} on {where}: " + ("scheduled by tinygrad" if self.work.tile is None else f"tile {self.work.tile}{split}")]
     return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
 
-def no_matrix(p:Problem, arch:Arch|None) -> str|None:
+NO_UNIT = f"the device has no matrix unit that the kernels know; they know {', '.join(ARCHS)}"
+
+def no_matrix(p:Problem, arch:Arch) -> str|None:
   """Why no kernel made of matrix instructions takes `p` on `arch`, or None."""
-  if arch is None: return f"the device has no matrix unit that the kernels know; they know {', '.join(ARCHS)}"
   if arch.family not in CANDIDATES: return f"{arch.name}: there is no tile for its matrix unit; there are tiles for {', '.join(CANDIDATES)}"
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
   for name in ("D", "Dv"):
@@ -94,7 +95,7 @@ def no_matrix(p:Problem, arch:Arch|None) -> str|None:
   return None
 
 def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
-  if arch is None or (reason := no_matrix(p, arch)) is not None: return no_matrix(p, arch) or "no matrix unit"
+  if arch is None: return NO_UNIT
   try:
     tile = choose_tile(p, arch)
     forward.check_range(p, tile)
@@ -105,7 +106,8 @@ def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
 def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   work = takes_forward(replace(p, num_splits=1), arch)
-  if isinstance(work, str) or arch is None or work.tile is None: return work if isinstance(work, str) else "no matrix unit"
+  if isinstance(work, str): return work
+  assert arch is not None and work.tile is not None
   if (splits := split_kv.resolve(p, arch, work.tile).num_splits) > 1: return Work(work.tile, splits)
   blocks = f"{split_kv.workgroups(p, work.tile)} workgroups, {split_kv.key_tiles(p, work.tile)} key tiles, {arch.cus} compute units"
   return f"no split is {'possible' if p.num_splits else 'the fastest'}: {blocks}"

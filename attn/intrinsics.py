@@ -160,7 +160,10 @@ _H16 = {"float16": "_Float16", "bfloat16": "__bf16"}
 
 def _pack_text(out:DType, n:int, dtype:str, native:bool) -> str:
   """Without a conversion instruction for bf16: add half an ulp (and the odd bit, for ties) to the fp32 pattern and keep its upper half."""
-  if native or dtype == "float16": return f"__builtin_bit_cast({out.name}, __builtin_convertvector({{0}}, {_vec(_H16[dtype], n)}))"
+  if dtype == "float16": return f"__builtin_bit_cast({out.name}, __builtin_convertvector({{0}}, {_vec(_H16[dtype], n)}))"
+  if native:   # pair by pair: of a whole vector clang makes copies
+    words = ", ".join(f"__builtin_bit_cast(unsigned, __builtin_convertvector(({_vec('float', 2)}){{{{x_[{i}], x_[{i+1}]}}}}, {_vec('__bf16', 2)}))" for i in range(0, n, 2))
+    return f"({{{{ {_vec('float', n)} x_ = {{0}}; " + (f"({out.name}){{{{{words}}}}}" if n > 2 else words) + "; }})"
   u = _vec("unsigned", n)
   words = ", ".join(f"__builtin_amdgcn_perm(u_[{i+1}], u_[{i}], 0x07060302u)" for i in range(0, n, 2))
   body = f"({out.name}){{{{{words}}}}}" if n > 2 else words
@@ -352,7 +355,7 @@ def rescale(m:UOp, reference:UOp, bias:UOp, l:UOp, acc:UOp, accs:int, matrix:Any
               groups=matrix.groups, scale=scale, above=above)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
-  return emit("opaque", dtypes.int, x.cast(dtypes.int), trip.cast(dtypes.int))
+  return emit("opaque", dtypes.int, x.cast(dtypes.int), trip if trip.dtype == dtypes.float else trip.cast(dtypes.int))
 def opaque_uniform(x:UOp) -> UOp:
   """The integer x, the same in the whole workgroup, in a way that neither tinygrad nor the compiler can tell."""
   return emit("opaque_uniform", dtypes.int, x.cast(dtypes.int))

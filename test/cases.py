@@ -115,12 +115,13 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Tile], Tile]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
   """Poses the problem, with any of its options, runs the kernels, holds o and lse to the contract and returns them. `tile` may change the chosen one."""
-  p = problem(extras=extras, **parameters)
+  p, extras = problem(extras=extras, **parameters), dict(extras or {})
+  if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   chosen = choose_tile(p, get_arch(arch))
   if tile is not None: chosen = tile(chosen)
   x = make(p)
-  o, lse = run_kernels(p, x, arch, extras or {}, chosen)
-  (want, text), (want_lse, text_lse) = expected(p, x, extras or {})
+  o, lse = run_kernels(p, x, arch, extras, chosen)
+  (want, text), (want_lse, text_lse) = expected(p, x, extras)
   assert (verdict := judge(o, want, text)).ok, f"o: {verdict}"
   if lse is not None: assert (verdict := judge(lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
   return o, lse

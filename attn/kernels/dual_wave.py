@@ -109,7 +109,11 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     at, batch, q_head = Lane(lane, wave, mat), head//p.H, head%p.H
     first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
     in_block = wave*mat.N + at.n
-    row = Row(batch, q_head, first_query + in_block, first_query + in_block < p.Sq)
+    def late() -> tuple[Lane, Row]:
+      """The lane and its query once more, worked out where they are needed: not kept in registers through the loops before."""
+      here = Lane(hw.opaque(lane, order.last[0].load()).cast(dtypes.weakint).maximum(0).minimum(mat.wave - 1), wave, mat)
+      query = first_query + wave_number.cast(dtypes.weakint).maximum(0).minimum(WAVES - 1)*mat.N + here.n
+      return here, Row(batch, q_head, query, query < p.Sq)
 
     def rows(buffer:UOp, h:UOp, heads:int, length:int) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, HEAD)
@@ -117,7 +121,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     kv_head = q_head//(p.H//p.Hkv)
     q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq), rows(k, kv_head, p.Hkv, p.Sk), rows(v, kv_head, p.Hkv, p.Sk)
     sequence = extent(p, batch, {})
-    scores = Scores(p, at, BLOCK_N, arch.family, sequence, row, None, None)
+    def scores_of(here:Lane) -> Scores: return Scores(p, here, BLOCK_N, arch.family, sequence, Row(batch, q_head, first_query, UOp.const(True)), None, None)
+    scores = scores_of(at)
     blocks = key_blocks(p, sequence, first_query, first_query + tile.block_m - 1, BLOCK_N)
 
     # ***** placeholders *****
@@ -165,11 +170,11 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     def keep(buffer:UOp, values:list[UOp]) -> UOp: return order.note(UOp.group(*[buffer[i].store(x) for i, x in enumerate(values)]))
 
     # ***** one tile *****
-    def step(s:State, t:UOp, i:int, masked:bool) -> State:
+    def step(s:State, t:UOp, i:int, mask:Callable[[list[UOp], UOp], list[UOp]]|None) -> State:
       # C1: S(t) -> P(t) on the vector unit, S(t+1) on the matrix unit
       s = s.after(order.do(hw.priority, 1))
       x = [s.s[kt].load() for kt in range(k_tiles)]
-      if masked: x = scores.mask(x, row, t)
+      if mask is not None: x = mask(x, t)
       s = s.after(order.do(hw.rescale, row_max(x, s.m[0].load()), s.m[0], s.bias[0], s.l[0], s.acc[0], d_tiles, mat, scores.to_log2, tile.rescale_above))
       x = probabilities(at, x, s.m[0].load(), s.bias[0].load(), scores.to_log2)
       weights, total = p_operands(at, x, p.dtype, arch.bf16_pack), hw.add(s.l[0].load(), row_sum(x))
@@ -199,14 +204,14 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       order.do(hw.wait_loads, UNDER_WAY, *keys)
       return s.after(order.do(hw.barrier), order.noted)
 
-    def trips(s:State, first:UOp, count:UOp, masked:bool) -> State:
+    def trips(s:State, first:UOp, count:UOp, mask:Callable[[list[UOp], UOp], list[UOp]]|None=None) -> State:
       """`count` trips of two tiles."""
       if (count := count.simplify()).vmax <= 0: return s
       if count.vmax == 1: count = hw.opaque_uniform(count)    # tinygrad places values from outside into a loop of at most one trip
       r = UOp.range(count, next(axes), AxisType.LOOP)
       order.enter(r)
       inside = s.after(r)
-      for i in range(2): inside = step(inside, first + r*2 + i, i, masked)
+      for i in range(2): inside = step(inside, first + r*2 + i, i, mask)
       return s.after(order.leave(r))
 
     # ***** all of it *****
@@ -224,17 +229,18 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     start(v_rows, V_LAYOUT, s.v1, begin + 1)
     s = s.after(order.do(hw.barrier_of, wave_number//(WAVES//2)))                 # the second group falls a barrier behind
     pairs = (blocks.full_end - begin)//2
-    s = trips(s, begin, pairs, masked=False)
-    s = trips(s, begin + pairs*2, (blocks.end - begin - pairs*2 + 1)//2, masked=True)
+    s = trips(s, begin, pairs)
+    here, row = late()
+    s = trips(s, begin + pairs*2, (blocks.end - begin - pairs*2 + 1)//2, lambda x, t: scores_of(here).mask(x, row, t))
     s = s.after(order.do(hw.barrier_of, 1 - wave_number//(WAVES//2)), order.do(hw.wait_loads, 0))
 
     # ***** O = O^T / l, LSE = m + ln l *****
-    sums = s.l[0].load()
-    factor, log_sum = finish(s.m[0].load(), over_groups(at, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add), scores, None)
+    (here, row), sums = late(), s.l[0].load()
+    factor, log_sum = finish(s.m[0].load(), over_groups(here, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add), scores, None)
     number, (sb, sh, ss) = head*p.Sq + row.query, strides(p.layout, p.H, p.Sq, HEAD)
-    outputs = [] if lse is None else [flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum)]
+    outputs = [] if lse is None else [flat(lse)[number.valid(here.h.eq(0) & row.there)].store(log_sum)]
     for dt in range(d_tiles):
-      outputs += store_row(arch, flat(o), p.out_dtype, HEAD, batch*sb + q_head*sh + row.query*ss, dt*mat.M + at.h*mat.accumulator,
+      outputs += store_row(arch, flat(o), p.out_dtype, HEAD, batch*sb + q_head*sh + row.query*ss, dt*mat.M + here.h*mat.accumulator,
                            hw.mul(s.acc[dt].load(), factor), row.there)
     name = f"attn_dual_wave_{arch.name}_{p.dtype}"
     return UOp.group(*outputs).end(q_block, head, lane, wave).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)), tag=OPTIMISED)
