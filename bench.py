@@ -20,7 +20,7 @@ from tqdm import tqdm
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn.api import default_arch, flash_attention_fn, kernel_of
 from attn.arch import get_arch
-from attn.dispatch import choose_tile
+from attn.dispatch import single_kernel
 from attn.emulator.checks import EmulatorError
 from attn.kernels.tiles import contraction, round_up
 from attn.problem import Problem, problem_of
@@ -146,7 +146,7 @@ def bench(s:Settings) -> dict[str, Any]:
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
   results = Tensor.custom_kernel(*outs, *tensors, fxn=fxn)[:len(outs)]
   schedule = compiled(*results)
-  row: dict[str, Any] = {"shape": describe(s), "arch": arch.name, "tile": str(choose_tile(p, arch)), "lowering s": time.perf_counter() - start}
+  row: dict[str, Any] = {"shape": describe(s), "arch": arch.name, "tile": str(single_kernel(p, arch)[1]), "lowering s": time.perf_counter() - start}
   emulated, times = Device.DEFAULT == "EMU", []
   for _ in range(s.count):
     start = time.perf_counter()
@@ -183,7 +183,7 @@ def show_bounds(s:Settings) -> None:
   try: from attn.isa import compiler, report, roofline, table
   except ImportError as e: raise BadSetting(f"ISA=1: needs {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
   p, arch = s.problem, get_arch(default_arch())
-  tile, (q, k, v, o, lse) = choose_tile(p, arch), shapes_of(p)
+  tile, (q, k, v, o, lse) = single_kernel(p, arch)[1], shapes_of(p)
   tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
   source = render(kernel_of(p, arch.name)(*(UOp.placeholder(shape, TYPES[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
   found = report.analyse(compiler.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),

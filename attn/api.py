@@ -5,8 +5,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, Iterable, Protocol
 from attn.arch import Arch, get_arch
-from attn.dispatch import Choice, choose, choose_tile
-from attn.kernels.forward import arguments, forward
+from attn.dispatch import PROGRAMS, Choice, choose, single_kernel
+from attn.kernels.forward import arguments
 from attn.kernels.split_kv import combine, combine_arguments
 from attn.kernels.three_pass import three_pass
 from attn.placement import AXES, Placement, empty, local_shape, merge_devices, on_device, place, placement_of
@@ -95,7 +95,7 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
 
 def kernel_of(p:Problem, arch:str) -> Any:
   """The forward kernel of `p`, with the tile that dispatch chooses on `arch`, as a function of its placeholders."""
-  return forward(p, a := get_arch(arch), choose_tile(p, a))
+  return single_kernel(p, get_arch(arch))[0]
 
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:
   """Full attention of (B, H, S, D) tensors: `Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=flash_attention)[0]`."""
@@ -212,7 +212,7 @@ def kernels(p:Problem, choice:Choice) -> list[Kernel]:
   def checked(program:Any, names:Iterable[str]) -> Kernel:
     written = tuple(name for name in names if name in WRITTEN)
     return lambda *placeholders: CheckedKernel(program(*placeholders), written)
-  found = [checked(forward(p, arch, choice.work.tile), arguments(p))]
+  found = [checked(PROGRAMS[choice.kernel](p, arch, choice.work.tile), arguments(p))]
   return found + ([checked(combine(p, arch, p.num_splits), combine_arguments(p))] if p.num_splits > 1 else [])
 
 def deliver(c:Call, o:Tensor, lse:Tensor) -> list[Tensor]:

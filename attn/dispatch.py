@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.arch import ARCHS, Arch
 from attn.fragment import MATRIX
-from attn.kernels import forward, split_kv
+from attn.kernels import dual_wave, forward, split_kv
 from attn.kernels.tiles import Tile, ceildiv
 from attn.problem import Problem
+from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Candidate:
@@ -103,6 +104,11 @@ def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
   if (asked := min(p.num_splits, split_kv.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
+def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
+  if arch is None: return NO_UNIT
+  if (reason := no_matrix(p, arch) or dual_wave.refuses(p, arch)) is not None: return reason
+  return Work(dual_wave.tile_of(p, arch))
+
 def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   work = takes_forward(replace(p, num_splits=1), arch)
@@ -117,7 +123,19 @@ def takes_three_pass(p:Problem, arch:Arch|None) -> Work|str:
   return Work(None)
 
 # best first; the first that takes the problem gets it
-KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {"split_kv": takes_split_kv, "forward": takes_forward, "three_pass": takes_three_pass}
+KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {"split_kv": takes_split_kv, "dual_wave": takes_dual_wave, "forward": takes_forward,
+                                                                   "three_pass": takes_three_pass}
+
+# what they are made of: problem, arch and tile -> a function of the placeholders that `forward.arguments` names
+PROGRAMS: dict[str, Callable[[Problem, Arch, Tile], Callable[..., UOp]]] = {
+  "split_kv": forward.forward, "dual_wave": dual_wave.dual_wave, "forward": forward.forward}
+
+def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile]:
+  """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. Raises NotImplementedError where it takes more than one."""
+  choice = choose(replace(p, num_splits=1), arch)
+  if choice.work.tile is None:
+    raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
+  return PROGRAMS[choice.kernel](p, arch, choice.work.tile), choice.work.tile
 
 def choose(p:Problem, arch:Arch|None) -> Choice:
   """The first kernel that takes `p` on `arch` (None: a chip without a matrix unit), or the one that ATTN_KERNEL names.

@@ -115,7 +115,7 @@ def test_decoding_reads_keys_once() -> None:
   for arch in ARCHS:
     tile = choose_tile(p, get_arch(arch))
     assert tile.pack_gqa
-    grid = [u.src[0].val for u in uops_of(p, arch, tile) if u.op is Ops.SPECIAL and u.arg.startswith("g")]
+    grid = [u.vmax + 1 for u in uops_of(p, arch, tile) if u.op is Ops.SPECIAL and u.arg.startswith("g")]
     assert math.prod(grid) == 8
 
 # ***** what has gone wrong elsewhere *****
@@ -228,7 +228,7 @@ def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
   plan, one = Plan(uops, "large", arch), replace(p, B=1, H=1, Hkv=1)
   views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(one)
   for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)
-  sizes = {u.arg: u.src[0].val for u in uops if u.op is Ops.SPECIAL}
+  sizes = {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
   grid, local = (tuple(sizes.get(f"{kind}idx{i}", 1) for i in range(3)) for kind in "gl")
   assert math.prod(grid) == p.B*p.H and max(grid[1:]) <= 65535
   with np.errstate(all="ignore"): Frame(plan, math.prod(grid) - 1, 1, grid, local, dict(zip(plan.params, views, strict=True)), {}).run()

@@ -220,7 +220,9 @@ class Plan:
 
   # ***** control flow *****
 
-  def barrier(self, u:UOp) -> None: self._emit(u, lambda f: f.barrier())
+  def barrier(self, u:UOp) -> None:
+    def step(f:Frame) -> None: f.barrier()
+    self._emit(u, step)
   def enter_if(self, u:UOp) -> None:
     gate = self.slot[u.src[0]]
     self._emit(u, lambda f: f.push(f.also(f.v[gate])))

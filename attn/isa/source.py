@@ -2,9 +2,8 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.arch import get_arch
-from attn.dispatch import choose_tile
+from attn.dispatch import single_kernel
 from attn.isa.model import MODEL
-from attn.kernels.forward import forward
 from attn.kernels.tiles import contraction, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes, render
@@ -51,8 +50,8 @@ def problem_of(spec:Spec) -> Problem:
 def kernel_source(spec:Spec) -> Source:
   """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
   p, arch = problem_of(spec), get_arch(spec.arch)
-  tile = choose_tile(p, arch)
+  kernel, tile = single_kernel(p, arch)
   dtype = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16}[spec.dtype]
   tensors = [UOp.placeholder((p.B, p.H, p.Sq, p.D), dtype, slot) for slot in range(4)]
-  return Source(render(forward(p, arch, tile)(*tensors), spec.arch), contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
+  return Source(render(kernel(*tensors), spec.arch), contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
                 tile.q_tiles*tile.matrix.N, tile.block_m)

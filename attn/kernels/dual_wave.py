@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
+from attn.fragment import MATRIX
 from attn.kernels.blocks import extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
 from attn.kernels.scores import NEG_INF, Row, Scores
@@ -29,6 +30,8 @@ HEAD, BLOCK_N, WAVES = 128, 64, 8
 ROW = HEAD//UNIT                                 # units of a row of K or V
 LOADS = BLOCK_N*ROW//(WAVES*64)                  # direct loads of a wave per tile
 UNDER_WAY = 2*LOADS                              # loads issued after the one that is waited for
+
+def tile_of(p:Problem, arch:Arch) -> Tile: return Tile(MATRIX[arch.family, p.dtype][0], WAVES, 1, BLOCK_N)
 
 def refuses(p:Problem, arch:Arch) -> str|None:
   """Why this kernel does not take a problem, None if it does."""

@@ -230,7 +230,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
       count = (last - first).simplify()
       if count.vmax <= 0: return s
-      if count.vmax == 1: count = hw.opaque_uniform(count)    # tinygrad places values from outside into a loop of at most one trip
+      if count.vmax == 1:    # tinygrad places values from outside into a loop of at most one trip: say two
+        count = hw.opaque_uniform(count).cast(dtypes.weakint).maximum(0).minimum(2)
       r = UOp.range(count, next(axes), AxisType.LOOP)
       inside = s.after(r)
       return s.after(trip(inside, first + r, masked).end(r))

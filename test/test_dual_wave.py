@@ -1,0 +1,71 @@
+"""The dual-wave kernel of CDNA4: the contract, and that the emulator sees what goes wrong when a wait or a barrier is missing."""
+from __future__ import annotations
+import pytest
+import attn.intrinsics as hw
+from attn.arch import get_arch
+from attn.dispatch import choose
+from attn.emulator.checks import LdsRace
+from attn.kernels import dual_wave
+from attn.problem import Problem
+from attn.reference import LSE_ULPS, exact, judge, same
+from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.api import CheckedKernel
+from cases import DTYPES, Inputs, array, arrange, normal, problem, restore, tensor
+import numpy as np
+from test_forward import constants, creeping, falling, huge_key, large_rows, minus_inf_keys, nan_neighbour, nan_query, rising
+
+GFX950 = get_arch("gfx950")
+
+def run(p:Problem, x:Inputs) -> tuple[np.ndarray, np.ndarray]:
+  kernel = dual_wave.dual_wave(p, GFX950, dual_wave.tile_of(p, GFX950))
+  with Context(DEV="EMU::gfx950"):
+    q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
+    o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
+    lse = Tensor.empty(p.B, p.H, p.Sq, dtype=dtypes.float, device="EMU")
+    outs = Tensor.custom_kernel(o, lse, q, k, v, fxn=lambda *placeholders: CheckedKernel(kernel(*placeholders), ("o", "lse")))[:2]
+    Tensor.realize(*outs)
+    return restore(array(outs[0]), p.layout, (p.B, p.H, p.Sq, p.Dv)), outs[1].numpy()
+
+def check(make=normal, **parameters) -> None:
+  p = problem(D=128, **parameters)
+  x = make(p)
+  o, lse = run(p, x)
+  want, want_lse = exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)
+  text, text_lse = same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
+  assert (verdict := judge(o, want, text)).ok, f"o: {verdict}"
+  assert (verdict := judge(lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+
+CASES = {
+  "whole tiles": dict(H=1, Sq=256, Sk=256), "an odd number of tiles": dict(H=1, Sq=256, Sk=192, dtype="bfloat16"), "one key": dict(H=2, Sq=3, Sk=1),
+  "odd lengths": dict(H=2, Sq=100, Sk=333, dtype="bfloat16"), "grouped heads": dict(B=2, H=6, Hkv=2, Sq=70, Sk=130, layout="bshd"),
+  "fp32 out": dict(H=1, Sq=256, Sk=520, out_dtype="float32"), "causal": dict(H=1, Sq=300, causal=True), "causal, more keys": dict(H=2, Sq=150, Sk=500, causal=True),
+  "causal, rows that see nothing": dict(H=1, Sq=300, Sk=40, causal=True, dtype="bfloat16"), "causal top-left": dict(H=1, Sq=400, Sk=150, causal="top-left"),
+  "nsd": dict(B=1, H=3, Sq=40, Sk=70, layout="nsd"), "right window": dict(H=1, Sq=300, window=(-1, 20)),
+}
+
+@pytest.mark.parametrize("case", CASES)
+def test_contract(case:str) -> None: check(**CASES[case])
+
+@pytest.mark.parametrize("make", (falling, rising, creeping, large_rows, constants, huge_key, minus_inf_keys, nan_query, nan_neighbour), ids=lambda f: f.__name__)
+def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=400, dtype="bfloat16" if make is huge_key else "float16")
+
+# ***** the pipeline's order *****
+
+def test_loads_waited_for_too_little(monkeypatch) -> None:
+  monkeypatch.setattr(dual_wave, "UNDER_WAY", dual_wave.UNDER_WAY + 1)
+  with pytest.raises(LdsRace, match="attn_dual_wave.*reads lds"): check(H=1, Sq=256, Sk=512)
+
+@pytest.mark.parametrize("left_out", (3, 4, 5, 6))
+def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:
+  """Any one barrier of a tile: two before the loop, then four per tile."""
+  count, barrier = iter(range(10**6)), hw.barrier
+  monkeypatch.setattr(hw, "barrier", lambda *done: hw.sched_barrier(*done) if next(count) == left_out else barrier(*done))
+  with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=768)
+
+def test_dispatch() -> None:
+  p = problem(B=4, H=32, Sq=4096, D=128, dtype="bfloat16", causal=True)
+  assert choose(p, GFX950).kernel == "dual_wave"
+  for change, why in (({"D": 64}, "D=64"), ({"Sq": 100}, "compute units idle"), ({"window": (64, 0), "causal": False}, "window")):
+    other = problem(**{"B": 4, "H": 32, "Sq": 4096, "D": 128, "dtype": "bfloat16", "causal": True, **change})
+    assert why in (choose(other, GFX950).why_not("dual_wave") or "")
+  assert "gfx942" in (choose(p, get_arch("gfx942")).why_not("dual_wave") or "")
