@@ -222,7 +222,7 @@ def deliver(c:Call, o:Tensor, lse:Tensor) -> list[Tensor]:
 
 def output(c:Call, name:str, p:Problem) -> Tensor:
   """A buffer for what a kernel of `p` writes."""
-  if name == "o": 
+  if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
   else: axes = ((None,) if name.endswith("partial") else ()) + (("heads", "rows") if p.layout in ("nsd", "thd") else ("batch", "heads", "rows"))
@@ -241,19 +241,19 @@ def run_matrix(c:Call, choice:Choice) -> list[Tensor]:
     t |= zip(names, Tensor.custom_kernel(*given, fxn=fxn, grad_fxn=no_gradient))
   return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if p.return_lse else [])]
 
-def run_three_pass(c:Call, choice:Choice) -> list[Tensor]:
+def run_three_pass(c:Call, _:Choice) -> list[Tensor]:
   p, t = c.problem, c.tensors
   o, lse = three_pass(*(bhsd(t[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window, top_left=p.top_left,
                       offset=p.offset, softcap=p.softcap, **{name: t[name] for name in EXTRAS if name in t})
   return deliver(c, o, lse)
 
-RUN = {"split_kv": run_matrix, "forward": run_matrix, "three_pass": run_three_pass}
-
 def run(c:Call) -> list[Tensor]:
   """o and, where wanted, lse."""
-  if c.at.shared != "keys": return RUN[(choice := c.choice()).kernel](c, choice)
-  parts = [run(c.on(i)) for i in range(c.at.count)]
-  return deliver(c, *merge_devices([(bhsd(o, c.problem.layout), bhs(lse, c.problem.layout)) for o, lse in parts]))
+  if c.at.shared == "keys":
+    parts = [run(c.on(i)) for i in range(c.at.count)]
+    return deliver(c, *merge_devices([(bhsd(o, c.problem.layout), bhs(lse, c.problem.layout)) for o, lse in parts]))
+  choice = c.choice()
+  return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)
 
 def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
               softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:int|UOp|Tensor|None=None,

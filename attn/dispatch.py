@@ -6,31 +6,10 @@ from typing import Callable
 from attn.arch import ARCHS, Arch
 from attn.fragment import MATRIX
 from attn.kernels import dual_wave, forward, split_kv
-from attn.kernels.tiles import Tile, ceildiv
+from attn.kernels.tiles import Candidate, Tile, ceildiv
 from attn.problem import Problem
+from attn.tiles_table import CANDIDATES
 from attn.tinygrad_compat import UOp
-
-@dataclass(frozen=True)
-class Candidate:
-  """A tile shape worth trying for head dimensions up to `up_to`, beyond which it spills registers (measured: docs/costs.txt has them all)."""
-  up_to: int
-  waves: int
-  q_tiles: int
-  block_n: int
-  q_in_lds: bool = False
-  fenced: bool = False
-  matrix: int = 0        # index into fragment.MATRIX of the family and dtype
-  fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
-
-# best first; the first one that fits is taken
-CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-  "cdna3": (Candidate(64, 8, 1, 128, fills=256), Candidate(128, 8, 1, 64, fills=256), Candidate(192, 4, 1, 64), Candidate(256, 4, 1, 32)),
-  "cdna4": (Candidate(64, 8, 1, 128, fills=256), Candidate(128, 8, 1, 64, fills=256), Candidate(256, 4, 1, 64)),
-  "rdna3": (Candidate(64, 4, 1, 64, fenced=True), Candidate(128, 8, 1, 32, fenced=True), Candidate(192, 4, 1, 16, fenced=True),
-            Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True)),
-  "rdna4": (Candidate(64, 4, 2, 32, fenced=True), Candidate(128, 4, 1, 64, fenced=True), Candidate(192, 4, 1, 32, fenced=True),
-            Candidate(256, 4, 1, 16, fenced=True)),
-}
 
 MATRIX_DTYPES = ("float16", "bfloat16")
 MAX_D = 256            # a row of O^T is held in registers
@@ -42,21 +21,25 @@ def fits(p:Problem, arch:Arch, tile:Tile, c:Candidate) -> str|None:
   if (need := forward.lds_bytes(p, tile)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
+def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
+  """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its bias."""
+  mat = MATRIX[arch.family, p.dtype][c.matrix]
+  pack = p.H > p.Hkv and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
+  rows = p.Sq*(p.H//p.Hkv if pack else 1)
+  q_tiles = c.q_tiles if rows > mat.N else 1
+  waves = ceildiv(rows, mat.N*q_tiles)
+  block_n = min(c.block_n, 64) if p.bias is not None else c.block_n    # a bias takes as many registers as the scores
+  if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
+  staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
+  waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//8)))     # waves without a query only help to carry
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced, pack)
+
 def choose_tile(p:Problem, arch:Arch) -> Tile:
   """The first candidate tile that fits. Raises NotImplementedError, with every reason, when none does."""
   if (reason := no_matrix(p, arch)) is not None: raise NotImplementedError(reason)
   reasons = []
   for c in CANDIDATES[arch.family]:
-    mat = MATRIX[arch.family, p.dtype][c.matrix]
-    pack = p.H > p.Hkv and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
-    rows = p.Sq*(p.H//p.Hkv if pack else 1)
-    q_tiles = c.q_tiles if rows > mat.N else 1
-    waves = ceildiv(rows, mat.N*q_tiles)
-    block_n = min(c.block_n, 64) if p.bias is not None else c.block_n    # a bias takes as many registers as the scores
-    if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
-    staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
-    waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//8)))     # waves without a query only help to carry
-    tile = Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced, pack)
+    tile = tile_of(p, arch, c)
     if (reason := fits(p, arch, tile, c)) is None: return tile
     reasons.append(reason)
   raise NotImplementedError(f"no tile of the forward kernel fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")

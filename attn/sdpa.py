@@ -88,7 +88,9 @@ def install() -> deque[Decision]:
 
 def uninstall() -> None:
   """Puts tinygrad's own method back; nothing if it is there."""
-  if _own: Tensor.scaled_dot_product_attention = _own.pop()
+  if not _own: return
+  _own.clear()
+  del Tensor.scaled_dot_product_attention   # Tensor inherits tinygrad's
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:

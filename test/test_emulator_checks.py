@@ -309,3 +309,23 @@ def test_bank_conflicts(monkeypatch):
   monkeypatch.delenv("ATTN_EMU_BANKS")
   run(kernel(32), (64,), X)
   assert last_run().bank_conflicts == []
+
+# ***** values out of their scope *****
+
+def at_most_once(bound):
+  """Adds exp2(x) in a loop and once more after it; with a bound that tinygrad knows to be 0 or 1 its linearizer puts the exp2 inside the loop."""
+  def kernel(o, x):
+    g, t = threads(64, 2)
+    total, r = reg(1), UOp.range(bound(g), 2, AxisType.LOOP)
+    value = intrinsics.exp2(x[t].load())
+    zero = total[0].store(UOp.const(0.0, dtypes.float))
+    inside = total.after(zero, r)
+    done = total.after(inside[0].store(inside[0].load() + value).end(r))
+    return sink("at_most_once", o[g*64 + t].store(done[0].load() + value), ranges=(g, t)).rtag("as it is")
+  return kernel
+
+def test_value_used_after_its_loop():
+  want = np.exp2(np.arange(64, dtype=np.float32)/16)
+  x = np.log2(want)
+  np.testing.assert_allclose(run(at_most_once(lambda g: intrinsics.opaque_uniform(1 - g)), (128,), x), np.concatenate([2*want, want]), rtol=1e-6)
+  with says(checks.OutOfScope, "at_most_once", "CUSTOM computed inside a loop"): run(at_most_once(lambda g: 1 - g), (128,), x)

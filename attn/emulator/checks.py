@@ -13,6 +13,7 @@
 - `LdsLimit`, `LaunchLimit`: a workgroup's LDS, a grid or a workgroup that the chip does not have.
 - `UnwrittenOutput`: a buffer that a kernel stores to is copied to the host while some of its elements were never written by anyone. A host that
   copies out a buffer untouched by kernels gets what it asked for.
+- `OutOfScope`: a value from inside a loop that is used after it. The C that the renderer prints would not compile.
 """
 from __future__ import annotations
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ class DivergentMatrix(EmulatorError): pass
 class LdsLimit(EmulatorError): pass
 class LaunchLimit(EmulatorError): pass
 class UnwrittenOutput(EmulatorError): pass
+class OutOfScope(EmulatorError): pass
 
 IN_FLIGHT = 2**30   # an interval that has not come yet
 

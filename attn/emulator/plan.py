@@ -1,6 +1,7 @@
 """From a program's linear UOps to a list of closures that run it: `Plan`, made once per program. `machine.Frame` holds the values they work on."""
 from __future__ import annotations
 from typing import Any, Callable
+from collections import Counter
 from dataclasses import dataclass
 import math
 import numpy as np
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 from attn.intrinsics import MEANING
 from attn.tinygrad_compat import AddrSpace, DType, GroupOp, Ops, UOp, dtypes
 from attn.emulator.alu import alu, bitcast, cast, elements, literal, numpy_dtype, stack
-from attn.emulator.checks import LdsLimit
+from attn.emulator.checks import LdsLimit, OutOfScope
 from attn.emulator.machine import Frame
 from attn.emulator.memory import to_chunks, to_values
 
@@ -60,6 +61,7 @@ class Plan:
     self.stored: dict[UOp, int] = {}          # buffer -> bytes of an element as it is stored
     self.units: dict[UOp, int] = {}           # LOCAL buffer -> the narrowest access in bytes
     for u in uops: self._compile(u)
+    self._check_scopes(uops)
     self.lds = sum(self.nbytes(u) for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
     if self.lds > self.chip.lds:
       each = ", ".join(f"{self.names[u]}: {self.nbytes(u)}" for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
@@ -250,6 +252,20 @@ class Plan:
       def step(f:Frame) -> int|None: return body if f.iterate(out, f.v[out] + f.v[out].dtype.type(1), f.v[bound]) else f.leave()
     self._emit(u, step)
 
+  # ***** where a value can be named *****
+
+  def _check_scopes(self, uops:list[UOp]) -> None:
+    """The renderer declares a variable where its UOp stands, so one from inside a loop has no name after it: C would not compile, while here its last value
+    would go on. (tinygrad's linearizer places loop-invariant values inside a loop that it takes to run once at most.)"""
+    uses, inside, scope = Counter(s for u in uops for s in u.src), dict[UOp, tuple[UOp, ...]](), tuple[UOp, ...]()
+    for u in uops:
+      for s in u.src:
+        if (of := inside.get(s, ())) != scope[:len(of)]:
+          raise OutOfScope(f"{self.name}: a {s.op.name} computed inside a loop is used by a {u.op.name} after its end, where C knows no such variable")
+      if u.op is Ops.RANGE: scope += (u,)
+      elif u.op is Ops.END: scope = scope[:-1]
+      elif u.op in _NAMED or (u.op in GroupOp.ALU and uses[u] > 1): inside[u] = scope
+
   # ***** when a value dies *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
@@ -279,6 +295,8 @@ class Plan:
       peak = max(peak, alive := alive + size.get(births.get(i, -1), 0))
       alive -= sum(size[s] for s in frees[i])
     return frees, peak + registers
+
+_NAMED = {Ops.CUSTOM, Ops.WMMA}   # always a variable of their own
 
 _RULES: dict[Ops, Callable[[Plan, UOp], None]] = {
   Ops.SPECIAL: Plan.special, Ops.CAST: Plan.cast, Ops.BITCAST: Plan.bitcast, Ops.STACK: Plan.stack, Ops.INDEX: Plan.lane, Ops.LOAD: Plan.load,

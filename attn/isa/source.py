@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from attn.arch import get_arch
 from attn.dispatch import single_kernel
 from attn.isa.model import MODEL
-from attn.kernels.tiles import contraction, round_up
+from attn.kernels.forward import forward
+from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes, render
 
@@ -47,10 +48,10 @@ def problem_of(spec:Spec) -> Problem:
   return Problem(1, HEADS, HEADS, LENGTH, LENGTH, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype,
                  window=(-1, 0 if spec.mask == "causal" else -1), softmax_scale=spec.d**-0.5)
 
-def kernel_source(spec:Spec) -> Source:
-  """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
+def kernel_source(spec:Spec, tile:Tile|None=None) -> Source:
+  """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for the forward kernel with `tile`."""
   p, arch = problem_of(spec), get_arch(spec.arch)
-  kernel, tile = single_kernel(p, arch)
+  kernel, tile = single_kernel(p, arch) if tile is None else (forward(p, arch, tile), tile)
   dtype = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16}[spec.dtype]
   tensors = [UOp.placeholder((p.B, p.H, p.Sq, p.D), dtype, slot) for slot in range(4)]
   return Source(render(kernel(*tensors), spec.arch), contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),

@@ -12,13 +12,13 @@ from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.kernels.blocks import extent, key_blocks, strides
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
+from attn.kernels.softmax import over_groups, p_operands, probabilities, row_max, row_sum
 from attn.kernels.tiles import UNIT, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
 
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
 FENCE_UNITS = 8  # units of K between two fences of a fenced tile
-LARGE = 2.0**20   # a bias beyond it has a rounding error that shows in exp2
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
   """LDS that `forward` takes for the K and the V^T tile, and for Q where it is kept there."""
@@ -174,22 +174,9 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       return stores
 
     # ***** softmax over the lanes that share a query *****
-    def over_groups(x:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp:
-      if mat.wave == 32: return op(x, hw.swap_halves(x))
-      step = mat.N
-      while step < mat.wave: x, step = op(x, hw.from_lane(x, (lane + step)%mat.wave)), 2*step
-      return x
-
-    def row_sum(x:list[UOp]) -> UOp:
-      """The sums of the even and of the odd elements: packed additions all the way."""
-      while len(x) > 1: x = [hw.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
-      while (n := hw.length(x[0])) > 2: x = [hw.add(hw.slice_(x[0], 0, n//2), hw.slice_(x[0], n//2, n//2))]
-      return x[0]
-
     def rescale(s:State, qt:int, x:list[UOp]) -> State:
       """Moves the reference m of a row, with l and the accumulators, when its scores have outgrown it; else P stays below 2^rescale_above as it is."""
-      m = s.m[qt].load()
-      for y in x: m = hw.max_over(y, m)
+      m = row_max(x, s.m[qt].load())
       return s.after(nothing[0].store(hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], d_tiles, mat, scores.to_log2, tile.rescale_above)))
 
     # ***** one trip *****
@@ -205,24 +192,19 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
         k_operands = operands(mat, [k_tile.after(*fence).load(kt*mat.M + at.n, u) for u in k_units[steps]])
         for a, *bs in zip(k_operands, *q_operands(t, steps, *fence)):
           for qt, b in enumerate(bs): s_tiles[qt][kt] = hw.shaped_wmma(mat, a, b, s_tiles[qt][kt])
-      p_operands = []
+      weights: list[list[UOp]] = []
       for qt, x in enumerate(s_tiles):
         x = scores.modify(x, queries[qt], t)
         if masked: x = scores.mask(x, queries[qt], t)
         s = rescale(s, qt, x)
-        m, bias = s.m[qt].load(), s.bias[qt].load()
-        large = hw.any_lane((bias > LARGE) | (bias < -LARGE), mat.wave)
-        x = [hw.exp2(hw.exponent(y, m, bias, scores.to_log2, large)) for y in x]
+        x = probabilities(at, x, s.m[qt].load(), s.bias[qt].load(), scores.to_log2)
         stores.append(s.l[qt].store(hw.add(s.l[qt].load(), row_sum(x))))
-        packed = [hw.pack(y, p.dtype, arch.bf16_pack) for y in x]
-        if mat.accumulator < UNIT: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
-        units = [hw.slice_(y, i, UNIT//2) for y in packed for i in range(0, hw.length(y), UNIT//2)]
-        p_operands.append([hw.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units))
+        weights.append(p_operands(at, x, p.dtype, arch.bf16_pack))
       accs = [[s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
       for dt in range(d_tiles):
-        if tile.fenced: v_tile = v_tile.after(nothing[0].store(hw.sched_barrier(accs[-1][dt - 1] if dt else p_operands[-1][-1])))
+        if tile.fenced: v_tile = v_tile.after(nothing[0].store(hw.sched_barrier(accs[-1][dt - 1] if dt else weights[-1][-1])))
         v_operands = operands(mat, [v_tile.load(dt*mat.M + at.n, u) for u in units_of(mat, block_n, at.h)])
-        for a, *bs in zip(v_operands, *p_operands):
+        for a, *bs in zip(v_operands, *weights):
           for qt, b in enumerate(bs): accs[qt][dt] = hw.shaped_wmma(mat, a, b, accs[qt][dt])
       stores += [s.acc[qt*d_tiles + dt].store(accs[qt][dt]) for qt in range(q_tiles) for dt in range(d_tiles)]
       return UOp.group(*stores)
@@ -248,7 +230,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     outputs = []
     for qt, row in enumerate(queries):
       m, sums = done.m[qt].load(), done.l[qt].load()
-      total = over_groups(hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add)
+      total = over_groups(at, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add)
       factor, log_sum = finish(m, total, scores, flat(given["sinks"])[row.head].load() if "sinks" in given else None)
       number = row.head*p.total_q + sequence.q_start + row.query if p.varlen else (batch*p.H + row.head)*p.Sq + row.query    # of the row, in lse
       if splits > 1: number = split[0]*p.rows + number

@@ -19,6 +19,7 @@ from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
 
+LINE = 8            # units of 128 bytes: all banks
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in L2
 
 @dataclass(frozen=True)
@@ -38,13 +39,31 @@ class MmaTile:
   def threads(self) -> int: return self.waves*self.matrix.wave
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
-def row_units(width:int) -> int:
-  """16-byte units of a row of shared memory that holds `width` elements, a multiple of 16: an odd number."""
-  return width//UNIT + 1
+@dataclass(frozen=True)
+class Rows:
+  """How rows of `width` elements (a multiple of 16) lie in shared memory from unit `base` on, so that neither the eight rows of an 8x8 matrix nor the eight
+  units of 128 bytes that come by a copy share a bank. Where a row is whole lines of 128 bytes, the units of a line are permuted by xor with the row's number;
+  else it is an odd number of units long."""
+  width: int
+  base: UOp|int = 0
+  @property
+  def units(self) -> int: return self.width//UNIT
+  @property
+  def swizzled(self) -> bool: return self.units % LINE == 0
+  @property
+  def stride(self) -> int: return self.units if self.swizzled else self.units + 1
+  def place(self, row:UOp, unit:UOp) -> UOp:
+    """Where a 16-byte unit lies, from `base` on."""
+    return row*self.stride + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int) if self.swizzled else unit)
+  def further(self, place:UOp, rows:int, units:int) -> tuple[UOp, int]:
+    """The place `rows` (a multiple of 8) rows and `units` (even) units on from one whose unit was 0 or 1: a part for a register, of which there are few
+    different ones, and a constant."""
+    if not self.swizzled: return self.base + place, rows*self.stride + units
+    return (self.base + place).cast(dtypes.int) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 def lds_bytes(p:Problem, tile:MmaTile) -> int:
-  k_row, v_row = row_units(round_up(p.D, tile.matrix.K)), row_units(round_up(p.Dv, tile.matrix.K))
-  return 16*(tile.block_m*k_row + tile.stages*tile.block_n*(k_row + v_row))
+  k_rows, v_rows = (Rows(round_up(d, tile.matrix.K)) for d in (p.D, p.Dv))
+  return 16*(tile.block_m*k_rows.stride + tile.stages*tile.block_n*(k_rows.stride + v_rows.stride))
 
 @dataclass(frozen=True)
 class State:
@@ -69,7 +88,6 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
   mat, q_tiles, block_n, stages = tile.matrix, tile.q_tiles, tile.block_n, tile.stages
   depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)
   k_tiles, d_tiles = block_n//mat.N, width//mat.N
-  k_row, v_row = row_units(depth), row_units(width)
   q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
   to_log2 = p.softmax_scale*LOG2E
   # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
@@ -96,38 +114,47 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     def registers(n:int, slot:int, dtype=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
     start = State(registers(q_tiles*d_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2), registers(q_tiles, 5, hw.F2),
                   registers(q_tiles*k_tiles, 6, hw.F4), UOp.placeholder((lds_bytes(p, tile)//16,), hw.U4, 0, AddrSpace.LOCAL), registers(1, 7))
-    k_base, v_base = tile.block_m*k_row, tile.block_m*k_row + stages*block_n*k_row
-    def k_at(t:UOp) -> UOp: return k_base + t%stages*(block_n*k_row)
-    def v_at(t:UOp) -> UOp: return v_base + t%stages*(block_n*v_row)
+    q_rows, k_size, v_size = Rows(depth), block_n*Rows(depth).stride, block_n*Rows(width).stride
+    k_base, v_base = tile.block_m*q_rows.stride, tile.block_m*q_rows.stride + stages*k_size
+    def k_rows(t:UOp) -> Rows: return Rows(depth, k_base + t%stages*k_size)
+    def v_rows(t:UOp) -> Rows: return Rows(width, v_base + t%stages*v_size)
+
+    def held(u:UOp) -> UOp:
+      """Kept in a register: the compiler would rather compute it again from the thread's number in every trip, and wait for that."""
+      return hw.held(u)
 
     # ***** global -> shared memory *****
-    def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, rows:int, columns:int, stride:int, to:UOp|int) -> list[UOp]:
+    def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, rows:int, columns:int, to:Rows) -> list[UOp]:
       """`rows` rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
       tensor_head, tensor_heads, length = (kv_head, p.Hkv, p.Sk) if kv else (q_head, p.H, p.Sq)
       sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
-      units, statements = stride - 1, []
-      at, apart = batch*sb + tensor_head*sh + first*ss, tile.threads//units
-      for j in range(ceildiv(rows*units, tile.threads)):
-        moved = j if tile.threads % units == 0 else 0                      # by so many times `apart` rows: in the instruction
+      at, apart, statements = batch*sb + tensor_head*sh + first*ss, tile.threads//to.units, []
+      regular = tile.threads % to.units == 0 and (apart % LINE == 0 or not to.swizzled)
+      for j in range(ceildiv(rows*to.units, tile.threads)):
+        moved = j if regular else 0                      # by so many times `apart` rows: in the instruction
         index = thread + (j - moved)*tile.threads
-        row, unit = index//units, index%units
+        row, unit = index//to.units, index%to.units
         left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
         nbytes = (first + row + moved*apart < there).where(left_over, 0)
-        statements.append(s.do(hw.copy(s.shared[to + row*stride + unit], flat(source)[at + row*ss + unit*UNIT], (16*moved*apart*stride, 2*moved*apart*ss),
-                                       nbytes, thread + j*tile.threads < rows*units, columns % UNIT == 0)))
+        statements.append(s.do(hw.copy(s.shared[to.base + held(to.place(row, unit))], flat(source)[at + held(row*ss + unit*UNIT)], (16*moved*apart*to.stride, 2*moved*apart*ss),
+                                       nbytes, thread + j*tile.threads < rows*to.units, columns % UNIT == 0)))
       return statements
 
     blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
     last_key = (blocks.end*block_n).minimum(x.n_k)
     def fetch_tile(s:State, t:UOp) -> UOp:
-      copies = fetch(s, k, True, last_key, t*block_n, block_n, p.D, k_row, k_at(t)) + fetch(s, v, True, last_key, t*block_n, block_n, p.Dv, v_row, v_at(t))
+      copies = fetch(s, k, True, last_key, t*block_n, block_n, p.D, k_rows(t)) + fetch(s, v, True, last_key, t*block_n, block_n, p.Dv, v_rows(t))
       s = s.after(UOp.group(*copies))
       return s.do(hw.commit(s.order))
 
     # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
-    def q_operand(s:State, qt:int, step:int) -> UOp:
-      row, unit = mat.a_address(lane)
-      return hw.ldmatrix(s.shared[(in_block[0] + row)*k_row + unit], qt*mat.M*k_row + 2*step)
+    a_row, a_unit = mat.a_address(lane)
+    a_place, b_place, bt_place = [held(rows.place(*at)) for rows, at in ((q_rows, (in_block[0] + a_row, a_unit)), (Rows(depth), mat.b_address(lane)),
+                                                                           (Rows(width), mat.b_transposed_address(lane)))]
+    def read(s:State, rows:Rows, place:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
+      at, step = rows.further(place, row_step, unit_step)
+      return hw.ldmatrix(s.shared[at], step, transposed)
+    def q_operand(s:State, qt:int, step:int) -> UOp: return read(s, q_rows, a_place, qt*mat.M, 2*step)
 
     # ***** one trip *****
     def arrived(s:State, but:int) -> State:
@@ -144,11 +171,11 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     def score(s:State, t:UOp) -> list[list[UOp]]:
       """S of one key tile: for each query tile its C fragments."""
-      tiles, (row, unit) = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)], mat.b_address(lane)
+      tiles = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)]
       for step in range(depth//mat.K):
         a = [q_operand(s, qt, step) if tile.q_in_lds else q_kept[qt][step] for qt in range(q_tiles)]
         for pair in range(k_tiles//2):
-          b = hw.ldmatrix(s.shared[k_at(t) + row*k_row + unit], pair*16*k_row + 2*step)
+          b = read(s, k_rows(t), b_place, pair*mat.K, 2*step)
           for qt, half in itertools.product(range(q_tiles), range(2)):
             tiles[qt][2*pair + half] = hw.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
       return tiles
@@ -161,7 +188,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       maxima = [functools.reduce(lambda m, y: hw.row_max(y, m), ys, s.m[qt].load()) for qt, ys in enumerate(tiles)]
       s = s.after(s.do(hw.rescale(maxima, s.m, s.bias, s.l, s.acc, s.scores, k_tiles, to_log2, tile.rescale_above)))
       accs = [[s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
-      sums, (row, unit) = [s.l[qt].load() for qt in range(q_tiles)], mat.b_transposed_address(lane)
+      sums = [s.l[qt].load() for qt in range(q_tiles)]
       for step in range(block_n//mat.K):
         a = []
         for qt in range(q_tiles):
@@ -169,7 +196,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
           for y in pair: sums[qt] = hw.row_sum(y, sums[qt])
           a.append(hw.pack_a(pair[0], pair[1], p.dtype))
         for d_pair in range(d_tiles//2):
-          b = hw.ldmatrix(s.shared[v_at(t) + row*v_row + unit], step*16*v_row + 2*d_pair, transposed=True)
+          b = read(s, v_rows(t), bt_place, step*mat.K, 2*d_pair, transposed=True)
           for qt, half in itertools.product(range(q_tiles), range(2)):
             accs[qt][2*d_pair + half] = hw.mma(mat, a[qt], b, half, accs[qt][2*d_pair + half])
       return UOp.group(*[s.acc[qt*d_tiles + dt].store(y) for qt, ys in enumerate(accs) for dt, y in enumerate(ys)],
@@ -186,7 +213,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     zero = [start.nothing[0].store(UOp.const(0.0, dtypes.float))] + [start.acc[i].store(hw.zero(UOp.const(0.0, dtypes.float))) for i in range(q_tiles*d_tiles)]
     zero += [y[qt].store(hw.rows(value)) for y, value in ((start.m, NEG_INF), (start.bias, 0.0), (start.l, 0.0)) for qt in range(q_tiles)]
     s = start.after(UOp.group(*zero))
-    s = s.after(UOp.group(*fetch(s, q, False, p.Sq, first_query, tile.block_m, p.D, k_row, 0)))
+    s = s.after(UOp.group(*fetch(s, q, False, p.Sq, first_query, tile.block_m, p.D, q_rows)))
     s = s.after(s.do(hw.commit(s.order)))
     for i in range(stages - 1): s = s.after(fetch_tile(s, blocks.begin + i))
     s = arrived(s, stages - 1)

@@ -29,6 +29,18 @@ class Tile:
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 @dataclass(frozen=True)
+class Candidate:
+  """A tile shape worth trying for head dimensions up to `up_to`: a row of attn/tiles_table.py."""
+  up_to: int
+  waves: int
+  q_tiles: int
+  block_n: int
+  q_in_lds: bool = False
+  fenced: bool = False
+  matrix: int = 0        # index into fragment.MATRIX of the family and dtype
+  fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
+
+@dataclass(frozen=True)
 class Lane:
   """Where a thread stands: `n` its column of the matrix tile, `h` its lane group, `thread` its number in the workgroup."""
   lane: UOp
