@@ -49,6 +49,14 @@ def default_arch() -> str:
     raise ValueError(f"device {device} has no matrix unit that these kernels know: use DEV=AMD on an AMD GPU, or DEV=EMU::gfx942 without one")
   return target.arch
 
+def chip_of(name:str, device:str) -> Arch:
+  """The table row of the chip `name` that `device` is. A real one may have tiles that TUNE=1 found."""
+  return replace(get_arch(name), tuned=device.split(":")[0] != "EMU")
+
+def device_arch() -> Arch:
+  """The table row of tinygrad's default device."""
+  return chip_of(default_arch(), Device.DEFAULT)
+
 def dtype_name(name:str, u:UOp|Tensor) -> str:
   if u.dtype not in DTYPE_NAMES: raise NotImplementedError(f"{name} has dtype {u.dtype}: supported are {', '.join(FLOATS)}")
   return DTYPE_NAMES[u.dtype]
@@ -86,16 +94,16 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
     if len(placeholders) != len(names): raise ValueError(f"{len(placeholders)} tensors given: this kernel takes ({', '.join(names)})")
     t = dict(zip(names, placeholders))
     shapes = {name: static_shape(name, u.shape) for name, u in t.items()}
-    found = get_arch(arch or default_arch())
+    found = get_arch(arch) if arch is not None else device_arch()
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_name(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
                    lse=shapes["lse"] if return_lse else None, causal=causal, window=window, softmax_scale=softmax_scale, layout=layout, softcap=softcap,
                    extras={n: (shapes[n], dtype_name(n, t[n])) for n in extras}, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    return CheckedKernel(kernel_of(p, found.name)(*placeholders), outputs)
+    return CheckedKernel(kernel_of(p, found)(*placeholders), outputs)
   return kernel
 
-def kernel_of(p:Problem, arch:str) -> Any:
+def kernel_of(p:Problem, arch:Arch) -> Any:
   """The forward kernel of `p`, with the tile that dispatch chooses on `arch`, as a function of its placeholders."""
-  return single_kernel(p, get_arch(arch))[0]
+  return single_kernel(p, arch)[0]
 
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:
   """Full attention of (B, H, S, D) tensors: `Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=flash_attention)[0]`."""
@@ -123,7 +131,7 @@ class Call:
 def arch_of(device:str) -> Arch|None:
   """The table row of a device's chip; None where it has no matrix unit that the kernels know."""
   if device.split(":")[0] not in MATRIX_DEVICES: return None
-  try: return get_arch(Device[device].renderer.target.arch)
+  try: return chip_of(Device[device].renderer.target.arch, device)
   except ValueError: return None
 
 def bhsd(x:Tensor, layout:str) -> Tensor:

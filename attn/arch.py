@@ -12,6 +12,7 @@ class Arch:
   bf16_pack: bool      # converts two fp32 to bf16 in one instruction
   cus: int             # compute units (multiprocessors) of the largest card
   chips: str           # cards that have it
+  tuned: bool = False  # a real device, whose tiles may come from its own TUNE=1 (attn/tuned.py)
 
   def __str__(self) -> str: return f"{self.name} ({self.chips})"
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools, os
 from dataclasses import dataclass, replace
 from typing import Callable
+from attn import tuned
 from attn.arch import ARCHS, Arch
 from attn.fragment import MATRIX
 from attn.kernels import dual_wave, forward, split_kv
@@ -38,7 +39,8 @@ def choose_tile(p:Problem, arch:Arch) -> Tile:
   """The first candidate tile that fits. Raises NotImplementedError, with every reason, when none does."""
   if (reason := no_matrix(p, arch)) is not None: raise NotImplementedError(reason)
   reasons = []
-  for c in CANDIDATES[arch.family]:
+  found = tuned.winner(p, arch)
+  for c in (*([found] if found is not None else []), *CANDIDATES[arch.family]):
     tile = tile_of(p, arch, c)
     if (reason := fits(p, arch, tile, c)) is None: return tile
     reasons.append(reason)
@@ -90,6 +92,7 @@ def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
 def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
   if (reason := no_matrix(p, arch) or dual_wave.refuses(p, arch)) is not None: return reason
+  if tuned.winner(p, arch) is not None: return "TUNE=1 found a tile of forward that is faster on this device"
   return Work(dual_wave.tile_of(p, arch))
 
 def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:

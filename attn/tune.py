@@ -54,8 +54,8 @@ class Found:
 def held(c:Candidate, arch:Arch, d:int) -> int:
   """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
   mat = MATRIX[arch.family, DTYPES[0]][c.matrix]
-  of_q = 0 if c.q_in_lds else contraction(mat, d)//2*(mat.wave//mat.groups if mat.duplicated else mat.N)//mat.wave*(mat.groups if mat.duplicated else 1)
-  return c.q_tiles*((round_up(d, mat.M) + c.block_n)*mat.N//mat.wave + of_q) + c.block_n*2*d//2//(c.waves*mat.wave)
+  of_q = 0 if c.q_in_lds else contraction(mat, d)//2//(1 if mat.duplicated else mat.groups)
+  return c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + c.block_n*d//(c.waves*mat.wave)
 
 def candidates(arch:Arch, d:int) -> list[Candidate]:
   """The tiles of SPACE that the matrix instruction divides into, and that LDS and registers could hold."""

@@ -52,14 +52,14 @@ class Rows:
   def swizzled(self) -> bool: return self.units % LINE == 0
   @property
   def stride(self) -> int: return self.units if self.swizzled else self.units + 1
-  def place(self, row:UOp, unit:UOp) -> UOp:
-    """Where a 16-byte unit lies, from `base` on."""
-    return row*self.stride + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int) if self.swizzled else unit)
-  def further(self, place:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """The place `rows` (a multiple of 8) rows and `units` (even) units on from one whose unit was 0 or 1: a part for a register, of which there are few
-    different ones, and a constant."""
-    if not self.swizzled: return self.base + place, rows*self.stride + units
-    return (self.base + place).cast(dtypes.int) ^ units%LINE, rows*self.stride + units//LINE*LINE
+  def unit(self, row:UOp, unit:UOp) -> UOp:
+    """The place of a 16-byte unit."""
+    return self.base + row*self.stride + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int) if self.swizzled else unit)
+  def matrix(self, row:UOp, unit:UOp, row_step:int, unit_step:int) -> tuple[UOp, int]:
+    """The place of a unit `row_step` (a multiple of 8) rows and `unit_step` (even) units further, `unit` being 0 or 1: a part for a register, of which there
+    are few different ones, and a constant."""
+    if not self.swizzled: return self.unit(row, unit), row_step*self.stride + unit_step
+    return self.unit(row, unit).cast(dtypes.int) ^ unit_step%LINE, row_step*self.stride + unit_step//LINE*LINE
 
 def lds_bytes(p:Problem, tile:MmaTile) -> int:
   k_rows, v_rows = (Rows(round_up(d, tile.matrix.K)) for d in (p.D, p.Dv))
@@ -119,10 +119,6 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     def k_rows(t:UOp) -> Rows: return Rows(depth, k_base + t%stages*k_size)
     def v_rows(t:UOp) -> Rows: return Rows(width, v_base + t%stages*v_size)
 
-    def held(u:UOp) -> UOp:
-      """Kept in a register: the compiler would rather compute it again from the thread's number in every trip, and wait for that."""
-      return hw.held(u)
-
     # ***** global -> shared memory *****
     def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, rows:int, columns:int, to:Rows) -> list[UOp]:
       """`rows` rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
@@ -136,7 +132,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
         row, unit = index//to.units, index%to.units
         left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
         nbytes = (first + row + moved*apart < there).where(left_over, 0)
-        statements.append(s.do(hw.copy(s.shared[to.base + held(to.place(row, unit))], flat(source)[at + held(row*ss + unit*UNIT)], (16*moved*apart*to.stride, 2*moved*apart*ss),
+        statements.append(s.do(hw.copy(s.shared[to.unit(row, unit)], flat(source)[at + row*ss + unit*UNIT], (16*moved*apart*to.stride, 2*moved*apart*ss),
                                        nbytes, thread + j*tile.threads < rows*to.units, columns % UNIT == 0)))
       return statements
 
@@ -148,13 +144,12 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       return s.do(hw.commit(s.order))
 
     # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
-    a_row, a_unit = mat.a_address(lane)
-    a_place, b_place, bt_place = [held(rows.place(*at)) for rows, at in ((q_rows, (in_block[0] + a_row, a_unit)), (Rows(depth), mat.b_address(lane)),
-                                                                           (Rows(width), mat.b_transposed_address(lane)))]
-    def read(s:State, rows:Rows, place:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
-      at, step = rows.further(place, row_step, unit_step)
-      return hw.ldmatrix(s.shared[at], step, transposed)
-    def q_operand(s:State, qt:int, step:int) -> UOp: return read(s, q_rows, a_place, qt*mat.M, 2*step)
+    def read(s:State, rows:Rows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
+      place, step = rows.matrix(row, unit, row_step, unit_step)
+      return hw.ldmatrix(s.shared[place], step, transposed)
+    def q_operand(s:State, qt:int, step:int) -> UOp:
+      row, unit = mat.a_address(lane)
+      return read(s, q_rows, in_block[0] + row, unit, qt*mat.M, 2*step)
 
     # ***** one trip *****
     def arrived(s:State, but:int) -> State:
@@ -171,11 +166,11 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     def score(s:State, t:UOp) -> list[list[UOp]]:
       """S of one key tile: for each query tile its C fragments."""
-      tiles = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)]
+      tiles, (row, unit) = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)], mat.b_address(lane)
       for step in range(depth//mat.K):
         a = [q_operand(s, qt, step) if tile.q_in_lds else q_kept[qt][step] for qt in range(q_tiles)]
         for pair in range(k_tiles//2):
-          b = read(s, k_rows(t), b_place, pair*mat.K, 2*step)
+          b = read(s, k_rows(t), row, unit, pair*mat.K, 2*step)
           for qt, half in itertools.product(range(q_tiles), range(2)):
             tiles[qt][2*pair + half] = hw.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
       return tiles
@@ -188,7 +183,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       maxima = [functools.reduce(lambda m, y: hw.row_max(y, m), ys, s.m[qt].load()) for qt, ys in enumerate(tiles)]
       s = s.after(s.do(hw.rescale(maxima, s.m, s.bias, s.l, s.acc, s.scores, k_tiles, to_log2, tile.rescale_above)))
       accs = [[s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
-      sums = [s.l[qt].load() for qt in range(q_tiles)]
+      sums, (row, unit) = [s.l[qt].load() for qt in range(q_tiles)], mat.b_transposed_address(lane)
       for step in range(block_n//mat.K):
         a = []
         for qt in range(q_tiles):
@@ -196,7 +191,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
           for y in pair: sums[qt] = hw.row_sum(y, sums[qt])
           a.append(hw.pack_a(pair[0], pair[1], p.dtype))
         for d_pair in range(d_tiles//2):
-          b = read(s, v_rows(t), bt_place, step*mat.K, 2*d_pair, transposed=True)
+          b = read(s, v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
           for qt, half in itertools.product(range(q_tiles), range(2)):
             accs[qt][2*d_pair + half] = hw.mma(mat, a[qt], b, half, accs[qt][2*d_pair + half])
       return UOp.group(*[s.acc[qt*d_tiles + dt].store(y) for qt, ys in enumerate(accs) for dt, y in enumerate(ys)],

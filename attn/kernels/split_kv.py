@@ -23,8 +23,8 @@ from attn.problem import MAX_SPLITS, Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
 
 THREADS = 256       # of a workgroup of `combine`, at most
-PROLOGUE = 20       # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O), in trips
-COMBINE_BYTES = 2**20   # scratch that the whole chip writes and reads again in the time of about one trip
+PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys
+COMBINE_BYTES = 2**14   # scratch that the whole chip writes and reads again while a workgroup gets over one key
 
 # ***** how many *****
 
@@ -39,9 +39,9 @@ def split_heuristic(p:Problem, arch:Arch, tile:Tile) -> int:
   """The number of splits, a power of two, by an occupancy model.
 
   A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than a compute unit has SIMDs and
-  its LDS has the room: the workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each of 1/G of the trips, so in units of trips
+  its LDS has the room: the workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each of 1/G of the trips, so in units of a key
 
-    time(G) = ceil(workgroups*G / places) * (ceil(trips/G) + PROLOGUE) + scratch(G) / COMBINE_BYTES
+    time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + scratch(G) / COMBINE_BYTES
 
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
@@ -50,7 +50,7 @@ def split_heuristic(p:Problem, arch:Arch, tile:Tile) -> int:
   trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
   def time(splits:int) -> float:
     scratch = 4*splits*p.rows*(p.Dv + 1) if splits > 1 else 0
-    return ceildiv(workgroups(p, tile)*splits, places)*(ceildiv(trips, splits) + PROLOGUE) + scratch/COMBINE_BYTES
+    return ceildiv(workgroups(p, tile)*splits, places)*(ceildiv(trips, splits)*tile.block_n + PROLOGUE) + scratch/COMBINE_BYTES
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return min(choices or [1], key=lambda splits: (time(splits), splits))
 
