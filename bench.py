@@ -7,25 +7,28 @@ DTYPE      float16, bfloat16             OUT_DTYPE  the same or float32         
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds from the machine code                                                CSV      a file for the table
+TUNE       1: on a GPU, times every tile that the forward kernel may have instead, and keeps the fastest for dispatch in the user's cache directory
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
 from __future__ import annotations
 import csv, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
-from typing import Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from tinygrad import Context, Device, Tensor, dtypes, getenv
-from attn.api import default_arch, flash_attention_fn, kernel_of
-from attn.arch import get_arch
-from attn.dispatch import single_kernel
+from attn import tuned
+from attn.api import device_arch, flash_attention_fn, kernel_of
+from attn.arch import Arch
+from attn.dispatch import PROGRAMS, choose, fits, single_kernel, tile_of
 from attn.emulator.checks import EmulatorError
-from attn.kernels.tiles import contraction, round_up
+from attn.kernels.tiles import Candidate, Tile, contraction, round_up
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, exact, judge, rounded, same
 from attn.tinygrad_compat import UOp, compiled, device_seconds, render
+if TYPE_CHECKING: from attn.isa.report import Report
 
 NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 OUT_NAMES = {**NAMES, "float": "float32", "fp32": "float32", "float32": "float32"}
@@ -135,13 +138,18 @@ def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray],
               for (got, want, text), relative in zip(seen, (0.0, LSE_ULPS))]
   return max(verdicts, key=lambda x: (not x.ok, x.error)), len(parts[::step])/len(parts)
 
-def bench(s:Settings) -> dict[str, Any]:
-  """Runs one problem; a row of the table."""
-  p, arch, rng = s.problem, get_arch(default_arch()), np.random.default_rng(s.seed)
+def operands(s:Settings) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
+  """q, k and v as arrays (B, H, S, D) and as tensors, and the empty outputs."""
+  p, rng = s.problem, np.random.default_rng(s.seed)
   inputs = [rounded(rng.standard_normal((p.B, h, n, d), np.float32), p.dtype)
             for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
-  tensors, (*_, o_shape, lse_shape) = [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], shapes_of(p)
+  *_, o_shape, lse_shape = shapes_of(p)
   outs = [Tensor.empty(*o_shape, dtype=TYPES[p.out_dtype])] + [Tensor.empty(*lse_shape, dtype=dtypes.float)]*p.return_lse
+  return inputs, [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], outs
+
+def bench(s:Settings) -> dict[str, Any]:
+  """Runs one problem; a row of the table."""
+  p, arch, (inputs, tensors, outs) = s.problem, device_arch(), operands(s)
   start = time.perf_counter()
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
   results = Tensor.custom_kernel(*outs, *tensors, fxn=fxn)[:len(outs)]
@@ -178,16 +186,22 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 
 # ***** bounds *****
 
+def report_of(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> Report:
+  """The machine code of a kernel of `p`. Raises RuntimeError where there is no compiler."""
+  from attn.isa import compiler, report
+  q, k, v, o, lse = shapes_of(p)
+  tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
+  source = render(program(*(UOp.placeholder(shape, TYPES[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
+  return report.analyse(compiler.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
+                        queries=tile.q_tiles*tile.matrix.N)
+
 def show_bounds(s:Settings) -> None:
   """What the machine code of the kernel and the chip's data sheet allow."""
-  try: from attn.isa import compiler, report, roofline, table
+  try: from attn.isa import roofline, table
   except ImportError as e: raise BadSetting(f"ISA=1: needs {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
-  p, arch = s.problem, get_arch(default_arch())
-  tile, (q, k, v, o, lse) = single_kernel(p, arch)[1], shapes_of(p)
-  tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
-  source = render(kernel_of(p, arch.name)(*(UOp.placeholder(shape, TYPES[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
-  found = report.analyse(compiler.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
-                         queries=tile.q_tiles*tile.matrix.N)
+  p, arch = s.problem, device_arch()
+  tile = single_kernel(p, arch)[1]
+  found = report_of(p, arch, kernel_of(p, arch), tile)
   console().print(table.brief([found]))
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
   rows = []
@@ -197,6 +211,53 @@ def show_bounds(s:Settings) -> None:
     rows.append({"chip": chip.name, "peak": chip.peak, "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
                  "CUs busy": f"{100*overlapped.balance:.0f}%", "measured by others": others or "nothing for this shape"})
   show("bound, not measured (TFLOP/s)", rows)
+
+# ***** tuning by time *****
+
+Seconds = Callable[[Callable[..., UOp], Tile], float]   # of a kernel and its tile
+
+def device_timer(s:Settings) -> Seconds:
+  """The fastest of the runs of a kernel on the device."""
+  _, tensors, outs = operands(s)
+  def seconds(program:Callable[..., UOp], tile:Tile) -> float:
+    schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
+    return min(device_seconds(schedule) for _ in range(s.count))
+  return seconds
+
+def spills(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> bool:
+  """Whether the kernel keeps registers in memory; False where there is no compiler to ask."""
+  from attn.isa.compiler import toolchain
+  try: toolchain()
+  except RuntimeError: return False
+  r = report_of(p, arch, program, tile).resources
+  return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
+
+def tune(s:Settings, arch:Arch, seconds:Seconds) -> list[dict[str, Any]]:
+  """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
+  from attn.tune import candidates
+  p, arch = s.problem, replace(arch, tuned=False)
+  own = choose(replace(p, num_splits=1), arch)
+  if own.work.tile is None: raise BadSetting(f"TUNE=1: no kernel with a tile takes this problem: {'; '.join(reason for _, reason in own.refused)}")
+  todo: dict[tuple[str, Tile], Candidate|None] = {(own.kernel, own.work.tile): None}
+  for c in candidates(arch, tuned.head_class(p)):
+    if fits(p, arch, tile := tile_of(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
+  timed: list[tuple[float, str, Tile, Candidate|None]] = []
+  for (kernel, tile), found in tqdm(todo.items(), unit="tile"):
+    program = PROGRAMS[kernel](p, arch, tile)
+    if found is None or not spills(p, arch, program, tile): timed.append((seconds(program, tile), kernel, tile, found))
+  timed.sort(key=lambda x: x[0])
+  tuned.store(p, arch, timed[0][3], timed[0][0])
+  def options(tile:Tile) -> str: return " ".join(name for name in ("q_in_lds", "fenced") if getattr(tile, name))
+  return [{"kernel": kernel, "tile": str(tile), "options": options(tile), "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
+           "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
+
+def tune_all(todo:Sequence[Settings]) -> None:
+  if Device.DEFAULT == "EMU":
+    raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
+                     "(python -m attn.tune)")
+  if tuned.path() is None: raise BadSetting("TUNE=1: needs platformdirs, which the extra attn[bench] installs: pip install -e '.[bench]'")
+  for s in todo:
+    show(f"{describe(s)} on {device_arch().name}: the first is kept in {tuned.path()}", tune(s, device_arch(), device_timer(s)))
 
 # ***** the README's figures *****
 
@@ -227,6 +288,9 @@ def main() -> int:
   with Context(DEV=(device := find_device())):
     default, sweep = ON_THE_EMULATOR if Device.DEFAULT == "EMU" else ON_A_GPU, flag("SWEEP")
     todo = [settings({**default, **x}) for x in (SWEEP if sweep else [{}])]
+    if flag("TUNE"):
+      tune_all(todo)
+      return 0
     rows = [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
     show(f"flash attention forward, DEV={device}", rows)
     for s in todo if flag("ISA") else []: show_bounds(s)

@@ -2,11 +2,11 @@
 from __future__ import annotations
 import functools, os
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Any, Callable
 from attn import tuned
 from attn.arch import ARCHS, Arch
 from attn.fragment import MATRIX
-from attn.kernels import dual_wave, forward, split_kv
+from attn.kernels import dual_wave, forward, forward_mma, split_kv
 from attn.kernels.tiles import Candidate, Tile, ceildiv
 from attn.problem import Problem
 from attn.tiles_table import CANDIDATES
@@ -51,7 +51,7 @@ def choose_tile(p:Problem, arch:Arch) -> Tile:
 @dataclass(frozen=True)
 class Work:
   """How a kernel divides a problem: its tile (None: tinygrad's own schedule) and into how many key ranges."""
-  tile: Tile|None
+  tile: Tile|forward_mma.MmaTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
@@ -95,11 +95,17 @@ def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
   if tuned.winner(p, arch) is not None: return "TUNE=1 found a tile of forward that is faster on this device"
   return Work(dual_wave.tile_of(p, arch))
 
+def takes_forward_mma(p:Problem, arch:Arch|None) -> Work|str:
+  if arch is None: return NO_UNIT
+  if (reason := forward_mma.refuses(p, arch)) is not None: return reason
+  try: return Work(forward_mma.tile_of(p, arch))
+  except NotImplementedError as e: return str(e)
+
 def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   work = takes_forward(replace(p, num_splits=1), arch)
   if isinstance(work, str): return work
-  assert arch is not None and work.tile is not None
+  assert arch is not None and isinstance(work.tile, Tile)
   if (splits := split_kv.resolve(p, arch, work.tile).num_splits) > 1: return Work(work.tile, splits)
   blocks = f"{split_kv.workgroups(p, work.tile)} workgroups, {split_kv.key_tiles(p, work.tile)} key tiles, {arch.cus} compute units"
   return f"no split is {'possible' if p.num_splits else 'the fastest'}: {blocks}"
@@ -110,13 +116,13 @@ def takes_three_pass(p:Problem, arch:Arch|None) -> Work|str:
 
 # best first; the first that takes the problem gets it
 KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {"split_kv": takes_split_kv, "dual_wave": takes_dual_wave, "forward": takes_forward,
-                                                                   "three_pass": takes_three_pass}
+                                                                   "forward_mma": takes_forward_mma, "three_pass": takes_three_pass}
 
 # what they are made of: problem, arch and tile -> a function of the placeholders that `forward.arguments` names
-PROGRAMS: dict[str, Callable[[Problem, Arch, Tile], Callable[..., UOp]]] = {
-  "split_kv": forward.forward, "dual_wave": dual_wave.dual_wave, "forward": forward.forward}
+PROGRAMS: dict[str, Callable[[Problem, Arch, Any], Callable[..., UOp]]] = {
+  "split_kv": forward.forward, "dual_wave": dual_wave.dual_wave, "forward": forward.forward, "forward_mma": forward_mma.forward_mma}
 
-def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile]:
+def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile|forward_mma.MmaTile]:
   """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. Raises NotImplementedError where it takes more than one."""
   choice = choose(replace(p, num_splits=1), arch)
   if choice.work.tile is None:

@@ -1,16 +1,16 @@
 """How a matrix tile lies in (lane, element), as data: one row per matrix instruction.
 
-An AMD matrix instruction computes D[M][N] += A[M][K] B[K][N] over the lanes of a wave. A lane is (h, n): n = lane % N is its column, h = lane // N its
-lane group. Two facts about a layout are all that the kernels need (AMD Instinct MI300 ISA section 7.1, CDNA4 ISA section 7.1, RDNA3 ISA section 7.9,
-RDNA4 ISA section 7.9; AMD Matrix Instruction Calculator):
+An AMD matrix instruction computes D[M][N] += A[M][K] B[K][N] over the lanes of a wave. A lane is (h, n): n = lane % N is its column, h = lane // N
+its lane group. Two facts about a layout are all that the kernels need (AMD Instinct MI300 ISA section 7.1, CDNA4 ISA section 7.1, RDNA3 ISA section
+7.9, RDNA4 ISA section 7.9; AMD Matrix Instruction Calculator):
 - C and D: element i of lane (h, n) is row `c_row(h, i)`, column n. Rows come in blocks of `block` consecutive ones, dealt to the lane groups in turn.
-- A and B: lane (h, m) holds `operand` 16-bit elements of row (column) m, and element e of lane group h of A meets element e of lane group h of B. Which
-  k the ISA calls that pair does not matter: a contraction may be done in any order as long as both operands agree.
+- A and B: lane (h, m) holds `operand` 16-bit elements of row (column) m, and element e of lane group h of A meets element e of lane group h of B.
+  Which k the ISA calls that pair does not matter: a contraction may be done in any order as long as both operands agree.
 RDNA3 is the exception: a lane holds all 16 elements of a row, and lanes 16-31 must repeat lanes 0-15 (`duplicated`).
 
-With S^T = K Q^T a query is a column: it stays in one lane, and the keys of a tile are that lane's elements. `key_of` says which. The same elements are
-then, packed to 16 bit, the B operand of O^T = V^T P^T, provided that V^T is laid out in that order of keys: P never leaves its lane (on RDNA3 the lane
-groups exchange halves).
+With S^T = K Q^T a query is a column: it stays in one lane, and the keys of a tile are that lane's elements. `key_of` says which. The same elements
+are then, packed to 16 bit, the B operand of O^T = V^T P^T, provided that V^T is laid out in that order of keys: P never leaves its lane (on RDNA3 the
+lane groups exchange halves).
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -73,8 +73,8 @@ class Mma:
   """mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulation (PTX ISA 9.7.14.5.8), and where ldmatrix.x4 (9.7.14.5.15) finds its operands.
 
   With S = Q K^T and O = P V a query is a row: a lane has part of rows g = lane//4 and g + 8, of C the columns 2*(lane%4) and the next in each. The C
-  fragments of two neighbouring tiles, packed, are the A fragment of their 16 columns: P never leaves its lane. K is read as it lies in memory, V through the
-  transposition that ldmatrix does.
+  fragments of two neighbouring tiles, packed, are the A fragment of their 16 columns: P never leaves its lane. K is read as it lies in memory, V
+  through the transposition that ldmatrix does.
   """
   name: str       # as the emulator knows it
   ptx: str        # the type of A and B

@@ -177,7 +177,6 @@ TABLE: dict[str, Intrinsic] = {
                       lambda lanes, p, q, dtype: np.concatenate([_pack(p, dtype), _pack(q, dtype)])),
   "pack": Intrinsic(lambda out, dtype: _code(f"{_pack_function(dtype)} return pack_($0, $1);"), lambda lanes, x, y, dtype: _pack(np.stack([x, y]), dtype)[0]),
   "xor_lane": Intrinsic(lambda out, mask: f"__shfl_xor_sync({WARP}, {{0}}, {mask})", _xor_lane),
-  "held": Intrinsic(f"__shfl_xor_sync({WARP}, {{0}}, 0)", lambda lanes, x: x),
   "opaque": Intrinsic(_code('int v_ = $0; asm volatile("" : "+r"(v_)); return v_;'), lambda lanes, x: x),
 }
 
@@ -231,6 +230,3 @@ def xor_lane(x:UOp, mask:int) -> UOp:
 def opaque(x:UOp) -> UOp:
   """The integer x, in a way that neither tinygrad nor the compiler can tell."""
   return express(TABLE["opaque"], dtypes.int, x.cast(dtypes.int))
-def held(x:UOp) -> UOp:
-  """The integer x in a register: what comes through a shuffle can't be computed anew."""
-  return express(TABLE["held"], dtypes.int, x.cast(dtypes.int))

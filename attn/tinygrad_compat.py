@@ -73,13 +73,13 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
   from tinygrad.runtime.ops_cuda import CUDAProgram
   return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
 
-def allow_dynamic_shared(device:str) -> None:
-  """From now on the CUDA device `device` compiles and launches kernels named by `dynamic_shared_name`."""
-  dev = Device[device]
-  if dev.runtime_t is dynamic_shared_program: return
-  dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]
-  dev.renderers = [{CUDARenderer: DynamicCUDARenderer, NVCCRenderer: DynamicNVCCRenderer}.get(r, r) for r in dev.renderers]   # type: ignore[call-overload]
-  dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("DYNAMIC").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
+def allow_dynamic_shared(devices:str|tuple[str, ...]|None) -> None:
+  """From now on those of `devices` that are CUDA compile and launch kernels named by `dynamic_shared_name`."""
+  for name in (devices,) if isinstance(devices, str) else devices or ():
+    if name.split(":")[0] != "CUDA" or (dev := Device[name]).runtime_t is dynamic_shared_program: continue
+    dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]
+    dev.renderers = [{CUDARenderer: DynamicCUDARenderer, NVCCRenderer: DynamicNVCCRenderer}.get(r, r) for r in dev.renderers]   # type: ignore[call-overload]
+    dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("DYNAMIC").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
 
 # **** machine code (attn/isa) ****
 # exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)

@@ -19,8 +19,8 @@ def head_class(p:Problem) -> int:
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
 def problem_class(p:Problem) -> str|None:
-  """Problems of one class share a tile: the same but for lengths and heads, which are so up to the next power of two. None for problems with an option that
-  takes registers of its own: they are not timed."""
+  """Problems of one class share a tile: they are the same but for lengths and heads, which are so up to the next power of two. None for problems with an
+  option that takes registers of its own: they are not timed."""
   if any(getattr(p, name) for name in SPECIAL): return None
   mask = "window" if p.window[0] >= 0 else "causal" if p.window[1] >= 0 else "full"
   heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.B*p.H, p.Sq, p.Sk))
@@ -46,10 +46,10 @@ def winner(p:Problem, arch:Arch) -> Candidate|None:
   except (KeyError, TypeError): return None
 
 def store(p:Problem, arch:Arch, tile:Candidate|None, seconds:float) -> Path:
-  """Keeps the winner of the class of `p`, None being the table's own choice. Raises RuntimeError where there is no place or no class for it."""
+  """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no place or no class for it."""
   file, kind = path(), problem_class(p)
-  if file is None: raise RuntimeError("the winner can't be kept: platformdirs is not installed, pip install -e '.[bench]' brings it")
-  if kind is None: raise RuntimeError(f"the winner can't be kept: a problem with {', '.join(x for x in SPECIAL if getattr(p, x))} belongs to no class")
+  if file is None: raise ValueError("no place to keep the winner: platformdirs is not installed, pip install -e '.[bench]' brings it")
+  if kind is None: raise ValueError(f"a problem with {', '.join(x for x in SPECIAL if getattr(p, x))} belongs to no class of which a winner is kept")
   found = load()
   found[arch.name] = {**found.get(arch.name, {}), kind: {"tile": asdict(tile) if tile is not None else None, "seconds": seconds}}
   file.parent.mkdir(parents=True, exist_ok=True)

@@ -18,13 +18,13 @@ class Layer:
     return x + (x.layernorm() @ self.up).gelu() @ self.down
 
 rng = np.random.default_rng(7)
-embedding, places = ((rng.standard_normal((n, WIDTH))*0.5).astype(np.float16) for n in (VOCABULARY, PROMPT + TOKENS))
+embedding, places, head = (rng.standard_normal((n, WIDTH)).astype(np.float16) for n in (VOCABULARY, PROMPT + TOKENS, VOCABULARY))
 layers = [Layer(rng) for _ in range(LAYERS)]
 
 def scores(tokens:list[int]) -> np.ndarray:
   x = Tensor((embedding[tokens] + places[:len(tokens)])[None])
   for layer in layers: x = layer(x)
-  return (x[:, -1].layernorm() @ Tensor(embedding.T.copy())).float().numpy()[0]
+  return (x[:, -1].layernorm() @ Tensor(head.T.copy()*np.float16(WIDTH**-0.5))).float().numpy()[0]
 
 def generate() -> tuple[list[int], np.ndarray]:
   tokens, seen = list(range(PROMPT)), []

@@ -38,15 +38,18 @@ def check(make=normal, **parameters) -> None:
 CASES = {
   "whole tiles": dict(H=1, Sq=256, Sk=256), "an odd number of tiles": dict(H=1, Sq=256, Sk=192, dtype="bfloat16"), "one key": dict(H=2, Sq=3, Sk=1),
   "odd lengths": dict(H=2, Sq=100, Sk=333, dtype="bfloat16"), "grouped heads": dict(B=2, H=6, Hkv=2, Sq=70, Sk=130, layout="bshd"),
-  "fp32 out": dict(H=1, Sq=256, Sk=520, out_dtype="float32"), "causal": dict(H=1, Sq=300, causal=True), "causal, more keys": dict(H=2, Sq=150, Sk=500, causal=True),
-  "causal, rows that see nothing": dict(H=1, Sq=300, Sk=40, causal=True, dtype="bfloat16"), "causal top-left": dict(H=1, Sq=400, Sk=150, causal="top-left"),
+  "fp32 out": dict(H=1, Sq=256, Sk=520, out_dtype="float32"), "causal": dict(H=1, Sq=300, causal=True),
+  "causal, more keys": dict(H=2, Sq=150, Sk=500, causal=True),
+  "causal, rows that see nothing": dict(H=1, Sq=300, Sk=40, causal=True, dtype="bfloat16"),
+  "causal top-left": dict(H=1, Sq=400, Sk=150, causal="top-left"),
   "nsd": dict(B=1, H=3, Sq=40, Sk=70, layout="nsd"), "right window": dict(H=1, Sq=300, window=(-1, 20)),
 }
 
 @pytest.mark.parametrize("case", CASES)
 def test_contract(case:str) -> None: check(**CASES[case])
 
-@pytest.mark.parametrize("make", (falling, rising, creeping, large_rows, constants, huge_key, minus_inf_keys, nan_query, nan_neighbour), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", (falling, rising, creeping, large_rows, constants, huge_key, minus_inf_keys, nan_query, nan_neighbour),
+                         ids=lambda f: f.__name__)
 def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=400, dtype="bfloat16" if make is huge_key else "float16")
 
 # ***** the pipeline's order *****

@@ -1,7 +1,7 @@
 """An intrinsic's two forms agree: its HIP text, compiled for this machine with one-lane stand-ins for the GPU's builtins, and its meaning in numpy.
 
-The emulator runs meanings and hardware runs texts. Every lane of a wave gets the same values here, so an exchange between lanes gives back one's own and
-what is tested is all the rest: operand order, selectors, constants, rounding, branches.
+The emulator runs meanings and hardware runs texts. Every lane of a wave gets the same values here, so an exchange between lanes gives back one's own
+and what is tested is all the rest: operand order, selectors, constants, rounding, branches.
 """
 from __future__ import annotations
 import ctypes, subprocess, sys
@@ -48,17 +48,24 @@ def register(n:int, slot:int, count:int=1) -> UOp: return UOp.placeholder((count
 
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 CASES = {
-  "splat": lambda: hw.splat(1.5, 4), "build": lambda: hw.build(f(1, 0), f(1, 1)), "extract": lambda: hw.extract(f(8), 5), "concat": lambda: hw.concat(u(4, 0), u(4, 1)),
-  "slice": lambda: hw.slice_(f(16), 8, 4), "add": lambda: hw.add(f(8, 0), f(8, 1)), "sub by a scalar": lambda: hw.sub(f(8, 0), f(1, 1)), "mul": lambda: hw.mul(f(8), 0.37),
-  "exp2": lambda: hw.exp2(f(8)), "log2": lambda: hw.log2(f()), "rcp": lambda: hw.rcp(f()), "max": lambda: hw.max_(f(1, 0), f(1, 1)), "max_over": lambda: hw.max_over(f(16, 0), f(1, 1)),
+  "splat": lambda: hw.splat(1.5, 4), "build": lambda: hw.build(f(1, 0), f(1, 1)), "extract": lambda: hw.extract(f(8), 5),
+  "concat": lambda: hw.concat(u(4, 0), u(4, 1)),
+  "slice": lambda: hw.slice_(f(16), 8, 4), "add": lambda: hw.add(f(8, 0), f(8, 1)), "sub by a scalar": lambda: hw.sub(f(8, 0), f(1, 1)),
+  "mul": lambda: hw.mul(f(8), 0.37),
+  "exp2": lambda: hw.exp2(f(8)), "log2": lambda: hw.log2(f()), "rcp": lambda: hw.rcp(f()), "max": lambda: hw.max_(f(1, 0), f(1, 1)),
+  "max_over": lambda: hw.max_over(f(16, 0), f(1, 1)),
   "fma": lambda: hw.fma(f(4, 0), 0.3, f(4, 1)), "exponent": lambda: hw.exponent(f(8, 0), f(1, 1), f(1, 2), 0.18, value(dtypes.bool, 3)),
   "mask_above": lambda: hw.mask_above(f(8, 0), i(1), OFFSETS), "mask_below": lambda: hw.mask_below(f(8, 0), i(1), OFFSETS),
   "softcap": lambda: hw.softcap(f(8), 0.05, 30.0), "alibi": lambda: hw.alibi(f(8, 0), f(1, 1), i(2), OFFSETS),
-  "pack to fp16": lambda: hw.pack(f(8), "float16", False), "pack to bf16": lambda: hw.pack(f(8), "bfloat16", False), "pack a pair": lambda: hw.pack(f(2), "bfloat16", False),
-  "widen fp16": lambda: hw.widen_to_float(u(2), 4, "float16"), "widen one bf16": lambda: hw.widen_to_float(u(), 1, "bfloat16"), "as_float": lambda: hw.as_float(u(4)),
+  "pack to fp16": lambda: hw.pack(f(8), "float16", False), "pack to bf16": lambda: hw.pack(f(8), "bfloat16", False),
+  "pack a pair": lambda: hw.pack(f(2), "bfloat16", False),
+  "widen fp16": lambda: hw.widen_to_float(u(2), 4, "float16"), "widen one bf16": lambda: hw.widen_to_float(u(), 1, "bfloat16"),
+  "as_float": lambda: hw.as_float(u(4)),
   "byte_perm": lambda: hw.byte_perm(u(1, 0), u(1, 1), 0x07060302), "byte_perm of low halves": lambda: hw.byte_perm(u(1, 0), u(1, 1), 0x05040100),
-  "share_halves": lambda: hw.share_halves(u(4, 0), value(dtypes.bool, 1)), "any_lane": lambda: hw.any_lane(value(dtypes.bool, 0), 64), "uniform": lambda: hw.uniform(i()),
-  "rescale": lambda: hw.rescale(f(1, 0), register(1, 1), register(1, 2), register(2, 3), register(16, 4, 2), 2, MATRIX["cdna3", "float16"][0], 0.18, 8.0),
+  "share_halves": lambda: hw.share_halves(u(4, 0), value(dtypes.bool, 1)), "any_lane": lambda: hw.any_lane(value(dtypes.bool, 0), 64),
+  "uniform": lambda: hw.uniform(i()),
+  "rescale": lambda: hw.rescale(f(1, 0), register(1, 1), register(1, 2), register(2, 3), register(16, 4, 2), 2, MATRIX["cdna3", "float16"][0], 0.18,
+                                8.0),
 }
 
 def ctype(dtype) -> str: return dtype.name if dtype in VECTORS else C[dtype]
@@ -102,7 +109,8 @@ def library(tmp_path_factory) -> tuple[ctypes.CDLL, dict[str, UOp]]:
     text.append(f'extern "C" void f{k}({parameters}, {ctype(op.dtype)} *out) {{ for (int i = 0; i < {SAMPLES}; i++) out[i] = {op.arg.format(*sources)}; }}')
   folder:Path = tmp_path_factory.mktemp("intrinsics")
   (folder/"all.cpp").write_text("\n".join(text))
-  command = [sys.executable, "-m", "ziglang", "cc", "-x", "c++", "-std=c++17", "-nostdlib++", "-O1", "-shared", "-fPIC", "-fno-sanitize=all", "-ffp-contract=off", "-Wno-everything",
+  command = [sys.executable, "-m", "ziglang", "cc", "-x", "c++", "-std=c++17", "-nostdlib++", "-O1", "-shared", "-fPIC", "-fno-sanitize=all",
+             "-ffp-contract=off", "-Wno-everything",
              str(folder/"all.cpp"), "-o", str(folder/"all.so")]
   done = subprocess.run(command, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr

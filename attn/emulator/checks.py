@@ -51,9 +51,9 @@ class LdsShadow:
   """Who wrote and who read each location of a LOCAL buffer since the last barrier. A location is `unit` bytes: the narrowest access in the kernel.
 
   `writer` holds interval * stride + wave of the last write (0: never written), `reader` one plane per wave with the interval of its last read.
-  Intervals are counted per wave: a barrier that only some reach ends the interval of those alone. A wave that is an interval ahead comes to a place in the
-  program later than the others do, so what it did in its interval n happens along with what they do in theirs: an access is safe only after a barrier, that
-  is in a later interval, whatever the order in which the program has them."""
+  Intervals are counted per wave: a barrier that only some reach ends the interval of those alone. A wave that is an interval ahead comes to a place
+  in the program later than the others do, so what it did in its interval n happens along with what they do in theirs: an access is safe only after a
+  barrier, that is in a later interval, whatever the order in which the program has them."""
   def __init__(self, f:Frame, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups

@@ -255,8 +255,8 @@ class Plan:
   # ***** where a value can be named *****
 
   def _check_scopes(self, uops:list[UOp]) -> None:
-    """The renderer declares a variable where its UOp stands, so one from inside a loop has no name after it: C would not compile, while here its last value
-    would go on. (tinygrad's linearizer places loop-invariant values inside a loop that it takes to run once at most.)"""
+    """The renderer declares a variable where its UOp stands, so one from inside a loop has no name after it: C would not compile, while here its last
+    value would go on. (tinygrad's linearizer places loop-invariant values inside a loop that it takes to run once at most.)"""
     uses, inside, scope = Counter(s for u in uops for s in u.src), dict[UOp, tuple[UOp, ...]](), tuple[UOp, ...]()
     for u in uops:
       for s in u.src:

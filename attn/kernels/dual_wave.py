@@ -1,15 +1,15 @@
 """Flash attention forward for CDNA4, D = 128: two groups of waves take turns, one computing while the other reads LDS.
 
-The same algorithm and orientation as forward.py. Eight waves of 32 queries; the second four run one barrier behind the first, so that of the two waves
-on a SIMD one is in a compute cluster while the other is in a memory cluster. Per key tile t four clusters, a barrier after each:
+The same algorithm and orientation as forward.py. Eight waves of 32 queries; the second four run one barrier behind the first, so that of the two
+waves on a SIMD one is in a compute cluster while the other is in a memory cluster. Per key tile t four clusters, a barrier after each:
 
   C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
   M1  V(t) from LDS, transposed on the way; K(t+3) starts on its way to LDS
   C2  O += V(t) P(t)
   M2  K(t+2) from LDS; V(t+2) starts on its way to LDS
 
-K and V tiles go from global memory straight to LDS, two buffers each (so a trip is two tiles: buffers are then known at compile time). A load is waited for
-one cluster earlier than its own wave would have to: the barrier after that is the one which the other group has passed when it reads.
+K and V tiles go from global memory straight to LDS, two buffers each (so a trip is two tiles: buffers are then known at compile time). A load is
+waited for one cluster earlier than its own wave would have to: the barrier after that is the one which the other group has passed when it reads.
 """
 from __future__ import annotations
 import itertools
@@ -38,15 +38,17 @@ def refuses(p:Problem, arch:Arch) -> str|None:
   if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
   if (p.D, p.Dv) != (HEAD, HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {HEAD}"
   if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
-  for name, on in (("softcap", p.softcap), ("alibi", p.alibi), ("bias", p.bias), ("sinks", p.sinks), ("varlen", p.varlen), ("kv_lengths", p.kv_lengths),
+  for name, on in (("softcap", p.softcap), ("alibi", p.alibi), ("bias", p.bias), ("sinks", p.sinks), ("varlen", p.varlen),
+                   ("kv_lengths", p.kv_lengths),
                    ("sk_variable", p.sk_variable), ("num_splits", p.num_splits > 1)):
     if on: return f"{name}: it takes plain problems only"
-  if (blocks := p.B*p.H*ceildiv(p.Sq, 256)) < arch.cus: return f"{blocks} blocks of 256 queries leave compute units idle, of which there are {arch.cus}"
+  if (blocks := p.B*p.H*ceildiv(p.Sq, 256)) < arch.cus:
+    return f"{blocks} blocks of 256 queries leave compute units idle, of which there are {arch.cus}"
   return None
 
 # ***** where a tile lies in LDS *****
-# One direct load of a wave fills 64 units without a gap: a chunk of 4 rows. Chunks are padded apart, and units within them exchanged, so that eight lanes
-# of 16 bytes, or sixteen of 8, never meet in a bank. Few exchanges keep the addresses few: the rest is in the instructions' offsets.
+# One direct load of a wave fills 64 units without a gap: a chunk of 4 rows. Chunks are padded apart, and units within them exchanged, so that eight
+# lanes of 16 bytes, or sixteen of 8, never meet in a bank. Few exchanges keep the addresses few: the rest is in the instructions' offsets.
 
 @dataclass(frozen=True)
 class Layout:
@@ -96,7 +98,8 @@ class Order:
     return end
 
 def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse. `refuses(p, arch)` must be None."""
+  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse. `refuses(p, arch)` must be
+  None."""
   mat = tile.matrix
   k_tiles, d_tiles, q_blocks, right = BLOCK_N//mat.M, HEAD//mat.M, ceildiv(p.Sq, tile.block_m), p.window[1]
 
@@ -124,7 +127,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     kv_head = q_head//(p.H//p.Hkv)
     q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq), rows(k, kv_head, p.Hkv, p.Sk), rows(v, kv_head, p.Hkv, p.Sk)
     sequence = extent(p, batch, {})
-    def scores_of(here:Lane) -> Scores: return Scores(p, here, BLOCK_N, arch.family, sequence, Row(batch, q_head, first_query, UOp.const(True)), None, None)
+    def scores_of(here:Lane) -> Scores:
+      return Scores(p, here, BLOCK_N, arch.family, sequence, Row(batch, q_head, first_query, UOp.const(True)), None, None)
     scores = scores_of(at)
     blocks = key_blocks(p, sequence, first_query, first_query + tile.block_m - 1, BLOCK_N)
 
@@ -132,7 +136,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     order = Order(UOp.placeholder((1,), dtypes.float, 20, AddrSpace.REG))
     def registers(n:int, slot:int, lanes:int=1) -> UOp: return UOp.placeholder((n,), hw.f32(lanes), slot, AddrSpace.REG)
     lds = [UOp.placeholder((BLOCK_N//CHUNK*STRIDE,), hw.u32(4), slot, AddrSpace.LOCAL) for slot in range(4)]
-    state = State(registers(d_tiles, 4, mat.accumulator), registers(1, 5), registers(1, 6), registers(1, 7, 2), registers(k_tiles, 8, mat.accumulator),
+    state = State(registers(d_tiles, 4, mat.accumulator), registers(1, 5), registers(1, 6), registers(1, 7, 2),
+                  registers(k_tiles, 8, mat.accumulator),
                   UOp.placeholder((k_tiles*HEAD//UNIT//mat.groups,), hw.u32(4), 9, AddrSpace.REG), *lds)
 
     # ***** the steps that clusters are made of *****
@@ -178,7 +183,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       s = s.after(order.do(hw.priority, 1))
       x = [s.s[kt].load() for kt in range(k_tiles)]
       if mask is not None: x = mask(x, t)
-      s = s.after(order.do(hw.rescale, row_max(x, s.m[0].load()), s.m[0], s.bias[0], s.l[0], s.acc[0], d_tiles, mat, scores.to_log2, tile.rescale_above))
+      s = s.after(order.do(hw.rescale, row_max(x, s.m[0].load()), s.m[0], s.bias[0], s.l[0], s.acc[0], d_tiles, mat, scores.to_log2,
+                           tile.rescale_above))
       x = probabilities(at, x, s.m[0].load(), s.bias[0].load(), scores.to_log2)
       weights, total = p_operands(at, x, p.dtype, arch.bf16_pack), hw.add(s.l[0].load(), row_sum(x))
       s = s.after(order.do(hw.sched_barrier, total, *weights))

@@ -49,6 +49,8 @@ class Staging:
   threads: int
   thread: UOp
   group: int = 1       # rows that one item takes, to be transposed
+  groups: int = 1      # neighbouring items take units `run` apart, of this many runs: their columns then go to different banks
+  run: int = 1
   @property
   def items(self) -> int: return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
@@ -56,8 +58,9 @@ class Staging:
     index, groups = self.thread + j*self.threads, self.rows//self.group
     gate = index < groups*self.units
     if self.group == 1: return index//self.units, index%self.units, gate
-    fast = math.gcd(groups, 8)
-    return index//(fast*self.units)*fast + index%fast, index//fast%self.units, gate
+    fast, block = math.gcd(groups, 8), self.groups*self.run
+    unit = index//fast%self.units
+    return index//(fast*self.units)*fast + index%fast, unit//block*block + unit%self.groups*self.run + unit%block//self.groups, gate
 
 def transpose(rows:list[UOp]) -> list[UOp]:
   """Four rows of eight 16-bit elements -> eight columns of four (dword pairs)."""
@@ -129,7 +132,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     # ***** placeholders *****
     q_lds = LdsTile.create(tile.block_m, depth//UNIT, 7)
     k_stage = Staging(block_n, depth//UNIT, tile.threads, at.thread)
-    v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, group=4)
+    v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, group=4, groups=mat.groups, run=max(1, mat.accumulator//UNIT))
     nothing = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
     def registers(n:int, slot:int, lanes:int=1) -> UOp: return UOp.placeholder((n,), hw.f32(lanes), slot, AddrSpace.REG)
     state = State(registers(q_tiles*d_tiles, 2, mat.accumulator), registers(q_tiles, 3), registers(q_tiles, 4), registers(q_tiles, 8, 2),

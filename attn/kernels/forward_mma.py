@@ -7,11 +7,11 @@ memory is an odd number of 16-byte units long: the eight rows of a matrix then l
 """
 from __future__ import annotations
 import functools, itertools
-from dataclasses import dataclass, fields
-from typing import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Callable, ClassVar
 from attn import intrinsics_cuda as hw
 from attn.arch import Arch
-from attn.fragment import Mma
+from attn.fragment import MMA, Mma
 from attn.kernels.blocks import extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, estimates
 from attn.kernels.scores import LN2, LOG2E, NEG_INF
@@ -20,6 +20,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
 
 LINE = 8            # units of 128 bytes: all banks
+MAX_D = 256         # a row of O is held in registers
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in L2
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class MmaTile:
   q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two
 
+  pack_gqa: ClassVar[bool] = False
   @property
   def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.M
   @property
@@ -41,29 +43,59 @@ class MmaTile:
 
 @dataclass(frozen=True)
 class Rows:
-  """How rows of `width` elements (a multiple of 16) lie in shared memory from unit `base` on, so that neither the eight rows of an 8x8 matrix nor the eight
-  units of 128 bytes that come by a copy share a bank. Where a row is whole lines of 128 bytes, the units of a line are permuted by xor with the row's number;
-  else it is an odd number of units long."""
+  """How rows of `width` elements (a multiple of 16) lie in shared memory from unit `base` on: whole lines of 128 bytes, whose units are permuted by xor with
+  the row's number. Then neither the eight rows of an 8x8 matrix nor the eight units of a line that is copied share a bank."""
   width: int
   base: UOp|int = 0
   @property
   def units(self) -> int: return self.width//UNIT
   @property
-  def swizzled(self) -> bool: return self.units % LINE == 0
-  @property
-  def stride(self) -> int: return self.units if self.swizzled else self.units + 1
-  def unit(self, row:UOp, unit:UOp) -> UOp:
-    """The place of a 16-byte unit."""
-    return self.base + row*self.stride + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int) if self.swizzled else unit)
-  def matrix(self, row:UOp, unit:UOp, row_step:int, unit_step:int) -> tuple[UOp, int]:
-    """The place of a unit `row_step` (a multiple of 8) rows and `unit_step` (even) units further, `unit` being 0 or 1: a part for a register, of which there
+  def stride(self) -> int: return round_up(self.units, LINE)
+  def place(self, row:UOp, unit:UOp) -> UOp:
+    """Where a 16-byte unit lies."""
+    return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
+  def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
+    """Where a unit lies that is `rows` (a multiple of 8) rows and `units` (even) units on from `unit` (0 or 1) of `row`: a part for a register, of which there
     are few different ones, and a constant."""
-    if not self.swizzled: return self.unit(row, unit), row_step*self.stride + unit_step
-    return self.unit(row, unit).cast(dtypes.int) ^ unit_step%LINE, row_step*self.stride + unit_step//LINE*LINE
+    return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 def lds_bytes(p:Problem, tile:MmaTile) -> int:
   k_rows, v_rows = (Rows(round_up(d, tile.matrix.K)) for d in (p.D, p.Dv))
   return 16*(tile.block_m*k_rows.stride + tile.stages*tile.block_n*(k_rows.stride + v_rows.stride))
+
+@dataclass(frozen=True)
+class Candidate:
+  """A tile for head dimensions up to `up_to`, beyond which it spills registers, and grids of one block per multiprocessor at least where it is `large`.
+  Measured on an H200: docs/nvidia.md."""
+  up_to: int
+  q_tiles: int
+  block_n: int
+  q_in_lds: bool
+  large: bool = False
+
+WAVES = 4     # of a block: two or three blocks share a multiprocessor, and one computes while another waits
+CANDIDATES = (Candidate(64, 2, 64, False, True), Candidate(96, 2, 64, True, True), Candidate(128, 2, 48, True, True), Candidate(64, 1, 64, False),
+              Candidate(128, 1, 32, False), Candidate(256, 1, 32, True))     # the first that fits is taken
+
+def refuses(p:Problem, arch:Arch) -> str|None:
+  """Why the kernel is not for `p` on `arch`, or None."""
+  if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
+  if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
+  for name in ("D", "Dv"):
+    if (value := getattr(p, name)) > MAX_D: return f"{name}={value}: a row is held in registers, up to {MAX_D}"
+  for name in ("softcap", "alibi", "bias", "sinks", "kv_lengths", "varlen", "sk_variable"):
+    if getattr(p, name): return f"it has no {name}"
+  return None if p.num_splits <= 1 else f"num_splits={p.num_splits}: it has no key ranges to split into"
+
+def tile_of(p:Problem, arch:Arch) -> MmaTile:
+  """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
+  for c in CANDIDATES:
+    q_tiles = c.q_tiles if p.Sq > MMA[p.dtype].M else 1
+    tile = MmaTile(MMA[p.dtype], WAVES, q_tiles, c.block_n, q_in_lds=c.q_in_lds)
+    blocks = p.B*p.H*ceildiv(p.Sq, tile.block_m)
+    tile = replace(tile, waves=min(WAVES, ceildiv(p.Sq, q_tiles*tile.matrix.M)))
+    if max(p.D, p.Dv) <= c.up_to and (blocks >= arch.cus or not c.large) and lds_bytes(p, tile) <= arch.lds: return tile
+  raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
 
 @dataclass(frozen=True)
 class State:
@@ -124,16 +156,15 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       """`rows` rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
       tensor_head, tensor_heads, length = (kv_head, p.Hkv, p.Sk) if kv else (q_head, p.H, p.Sq)
       sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
-      at, apart, statements = batch*sb + tensor_head*sh + first*ss, tile.threads//to.units, []
-      regular = tile.threads % to.units == 0 and (apart % LINE == 0 or not to.swizzled)
-      for j in range(ceildiv(rows*to.units, tile.threads)):
+      at, apart, statements = batch*sb + tensor_head*sh + first*ss, tile.threads//to.stride, []
+      regular = tile.threads % to.stride == 0 and apart % LINE == 0
+      for j in range(ceildiv(rows*to.stride, tile.threads)):
         moved = j if regular else 0                      # by so many times `apart` rows: in the instruction
-        index = thread + (j - moved)*tile.threads
-        row, unit = index//to.units, index%to.units
+        row, unit = (thread + (j - moved)*tile.threads)//to.stride, (thread + (j - moved)*tile.threads)%to.stride
         left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
         nbytes = (first + row + moved*apart < there).where(left_over, 0)
-        statements.append(s.do(hw.copy(s.shared[to.unit(row, unit)], flat(source)[at + row*ss + unit*UNIT], (16*moved*apart*to.stride, 2*moved*apart*ss),
-                                       nbytes, thread + j*tile.threads < rows*to.units, columns % UNIT == 0)))
+        statements.append(s.do(hw.copy(s.shared[to.place(row, unit)], flat(source)[at + row*ss + unit*UNIT], (16*moved*apart*to.stride, 2*moved*apart*ss),
+                                       nbytes, (row + moved*apart < rows) & (unit < to.units), columns % UNIT == 0)))
       return statements
 
     blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
@@ -145,7 +176,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
     def read(s:State, rows:Rows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
-      place, step = rows.matrix(row, unit, row_step, unit_step)
+      place, step = rows.further(row, unit, row_step, unit_step)
       return hw.ldmatrix(s.shared[place], step, transposed)
     def q_operand(s:State, qt:int, step:int) -> UOp:
       row, unit = mat.a_address(lane)
@@ -154,7 +185,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     # ***** one trip *****
     def arrived(s:State, but:int) -> State:
       """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
-      return s.after(UOp(Ops.BARRIER, dtypes.void, (s.do(hw.wait(s.order, but)),)))
+      return s.after(barrier(s.do(hw.wait(s.order, but))))
 
     def mask(s:list[UOp], qt:int, t:UOp) -> list[UOp]:
       here, columns = t*block_n + mat.c_column(lane), [kt*mat.N for kt in range(k_tiles)]
@@ -234,6 +265,8 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave).sink(arg=info, tag=OPTIMISED)
   return kernel
+
+def barrier(after:UOp) -> UOp: return UOp(Ops.BARRIER, dtypes.void, (after,))   # tinygrad's implicit ones go by LOCAL stores, of which there are none
 
 def store_pair(p:Problem, o:UOp, batch:UOp, head:UOp, query:UOp, column:UOp, values:list[UOp]) -> list[UOp]:
   """Stores two neighbouring elements of a row of O, converted to the output dtype: at once where rows are so aligned."""
