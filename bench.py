@@ -2,12 +2,14 @@
 
     DEV=EMU::gfx950 B=2 H=8 HKV=2 N=300 D=64 CAUSAL=1 DTYPE=bf16 python bench.py
 
-DEV        AMD, or EMU::<arch>           B, H, HKV  batch, query heads, key/value heads   N, SK    queries, keys     D, DV  head dimensions
+DEV        AMD, CUDA, or EMU::<arch>     B, H, HKV  batch, query heads, key/value heads   N, SK    queries, keys     D, DV  head dimensions
 DTYPE      float16, bfloat16             OUT_DTYPE  the same or float32                   LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds from the machine code                                                CSV      a file for the table
 TUNE       1: on a GPU, times every tile that the forward kernel may have instead, and keeps the fastest for dispatch in the user's cache directory
+COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over the shapes of compare.py
+PLOT       with COMPARE=1, a picture of it (needs matplotlib)
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
 from __future__ import annotations
@@ -92,7 +94,8 @@ def find_device() -> str:
     except Exception:   # whatever its absence looks like on this system
       print("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942")
     return "EMU::gfx942"
-  if Device.DEFAULT not in ("AMD", "HIP", "EMU"): raise BadSetting(f"DEV={device!r}: must be AMD, or EMU::<arch> to emulate, such as EMU::gfx942")
+  if Device.DEFAULT not in ("AMD", "HIP", "CUDA", "EMU"):
+    raise BadSetting(f"DEV={device!r}: must be AMD, CUDA, or EMU::<arch> to emulate, such as EMU::gfx942")
   try: Device[Device.DEFAULT]
   except ValueError: raise
   except Exception as e: raise BadSetting(f"DEV={device!r}: it does not open: {'; '.join(map(str, getattr(e, 'exceptions', [e])))}") from None
@@ -201,6 +204,7 @@ def show_bounds(s:Settings) -> None:
   except ImportError as e: raise BadSetting(f"ISA=1: needs {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
   p, arch = s.problem, device_arch()
   tile = single_kernel(p, arch)[1]
+  if not isinstance(tile, Tile): raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {arch}")
   found = report_of(p, arch, kernel_of(p, arch), tile)
   console().print(table.brief([found]))
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
@@ -237,7 +241,8 @@ def tune(s:Settings, arch:Arch, seconds:Seconds) -> list[dict[str, Any]]:
   from attn.tune import candidates
   p, arch = s.problem, replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
-  if own.work.tile is None: raise BadSetting(f"TUNE=1: no kernel with a tile takes this problem: {'; '.join(reason for _, reason in own.refused)}")
+  if not isinstance(own.work.tile, Tile):
+    raise BadSetting(f"TUNE=1: it is for the tiles of the forward kernel, and this problem gets {own.kernel}: {own.why_not('forward')}")
   todo: dict[tuple[str, Tile], Candidate|None] = {(own.kernel, own.work.tile): None}
   for c in candidates(arch, tuned.head_class(p)):
     if fits(p, arch, tile := tile_of(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
@@ -279,6 +284,24 @@ def show_figures() -> None:
   print(f"  lowering of the same     {row['lowering s']:.2f} s")
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
+def compare_all(sweep:bool) -> list[dict[str, Any]]:
+  """Rows of COMPARE=1."""
+  if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA")
+  try: import torch
+  except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
+  if not torch.cuda.is_available(): raise BadSetting("COMPARE=1 needs a PyTorch with CUDA")
+  import compare
+  todo = [settings({**ON_A_GPU, **x}) for x in (compare.SWEEP if sweep else [{}])]
+  rows = []
+  for s in tqdm(todo, unit="shape", disable=not sweep):
+    p = s.problem
+    if p.layout != "bhsd" or p.Sq != p.Sk or p.Dv != p.D or s.window != (-1, -1) or p.return_lse or p.dtype != p.out_dtype:
+      raise BadSetting(f"COMPARE=1 of {describe(s)}: the peers have layout bhsd, N = SK, D = DV and no WINDOW, LSE or OUT_DTYPE")
+    heads = f"{p.H}/{p.Hkv}" if p.H//p.Hkv > 1 else f"{p.H}"
+    rows.append(compare.compare(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
+  if path := getenv("PLOT", ""): compare.plot(rows, path, f"attention forward on one {torch.cuda.get_device_name()}")
+  return rows
+
 def main() -> int:
   if flag("FIGURES"):
     show_figures()
@@ -291,9 +314,9 @@ def main() -> int:
     if flag("TUNE"):
       tune_all(todo)
       return 0
-    rows = [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
+    rows = compare_all(sweep) if flag("COMPARE") else [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
     show(f"flash attention forward, DEV={device}", rows)
-    for s in todo if flag("ISA") else []: show_bounds(s)
+    for s in todo if flag("ISA") and not flag("COMPARE") else []: show_bounds(s)
   if path:
     with open(path, "w", newline="") as f:
       writer = csv.DictWriter(f, list(rows[0]))

@@ -1,5 +1,5 @@
-"""What users call: `attention` takes Tensors and finds the kernel, `explain` says which and why; `flash_attention` and `flash_attention_fn` are kernels for
-`Tensor.custom_kernel`."""
+"""What users call: `attention` takes Tensors and finds the kernel, `explain` says which and why; `flash_attention` and `flash_attention_fn` are
+kernels for `Tensor.custom_kernel`."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
@@ -68,8 +68,8 @@ def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
   return tuple(map(int, shape))
 
 @functools.cache
-def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1), arch:str|None=None,
-                       return_lse:bool=False, softcap:float=0.0, extras:tuple[str, ...]=(), max_seqlen_q:int|None=None,
+def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
+                       arch:str|None=None, return_lse:bool=False, softcap:float=0.0, extras:tuple[str, ...]=(), max_seqlen_q:int|None=None,
                        max_seqlen_k:int|None=None) -> Kernel:
   """A kernel function for `Tensor.custom_kernel(o, q, k, v, fxn=...)`, or `(o, lse, q, k, v)` when `return_lse`. One object per set of options.
 
@@ -87,7 +87,8 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
   if arch is not None: get_arch(arch)
-  if extras != tuple(name for name in EXTRAS if name in extras): raise ValueError(f"extras={extras!r}: must be some of {', '.join(EXTRAS)}, in this order")
+  if extras != tuple(name for name in EXTRAS if name in extras):
+    raise ValueError(f"extras={extras!r}: must be some of {', '.join(EXTRAS)}, in this order")
   outputs = ("o", "lse") if return_lse else ("o",)
 
   def kernel(*placeholders:UOp) -> CheckedKernel:
@@ -97,8 +98,9 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
     shapes = {name: static_shape(name, u.shape) for name, u in t.items()}
     found = get_arch(arch) if arch is not None else device_arch()
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_name(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
-                   lse=shapes["lse"] if return_lse else None, causal=causal, window=window, softmax_scale=softmax_scale, layout=layout, softcap=softcap,
-                   extras={n: (shapes[n], dtype_name(n, t[n])) for n in extras}, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+                   lse=shapes["lse"] if return_lse else None, causal=causal, window=window, softmax_scale=softmax_scale, layout=layout,
+                   softcap=softcap, extras={n: (shapes[n], dtype_name(n, t[n])) for n in extras}, max_seqlen_q=max_seqlen_q,
+                   max_seqlen_k=max_seqlen_k)
     return CheckedKernel(kernel_of(p, found)(*placeholders), outputs)
   return kernel
 
@@ -114,7 +116,8 @@ def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:
 
 @dataclass(frozen=True)
 class Call:
-  """A problem with its tensors: q, k, v and the extras, by name. `problem` is what one device has to do, or all of them where `at` shares out the keys."""
+  """A problem with its tensors: q, k, v and the extras, by name. `problem` is what one device has to do, or all of them where `at` shares out the
+  keys."""
   problem: Problem
   tensors: dict[str, Tensor]
   arch: Arch|None
@@ -137,26 +140,31 @@ def arch_of(device:str) -> Arch|None:
 
 def bhsd(x:Tensor, layout:str) -> Tensor:
   """A tensor in `layout` as (B, H, S, D)."""
-  return {"bhsd": lambda: x, "bshd": lambda: x.transpose(1, 2), "nsd": lambda: x.unsqueeze(0), "thd": lambda: x.transpose(0, 1).unsqueeze(0)}[layout]()
+  if layout == "thd": return x.transpose(0, 1).unsqueeze(0)
+  return x.transpose(1, 2) if layout == "bshd" else x.unsqueeze(0) if layout == "nsd" else x
 
 def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.unsqueeze(0)
 
 def from_bhsd(x:Tensor, layout:str) -> Tensor:
-  return {"bhsd": lambda: x, "bshd": lambda: x.transpose(1, 2), "nsd": lambda: x.squeeze(0), "thd": lambda: x.squeeze(0).transpose(0, 1)}[layout]()
+  if layout == "thd": return x.squeeze(0).transpose(0, 1)
+  return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0) if layout == "nsd" else x
 
 def known(n:int|UOp|Tensor) -> int|None:
   """The number of rows where the host knows it: an int, or the value that a Variable is bound to."""
   return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
 
 def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
-  """A number of rows as an int32 tensor (batch): given so, or the same for all as an int or a tinygrad Variable. Raises ValueError beyond 0..capacity."""
+  """A number of rows as an int32 tensor (batch): given so, or the same for all as an int or a tinygrad Variable. Raises ValueError beyond
+  0..capacity."""
   if isinstance(n, Tensor):
     if n.dtype != dtypes.int: raise ValueError(f"{name} has dtype {n.dtype}: must be int32")
     placed = place(name, n, at)
-    if local_shape(placed) != (batch,): raise ValueError(f"{name} has shape {n.shape}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
+    if local_shape(placed) != (batch,):
+      raise ValueError(f"{name} has shape {n.shape}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
     return placed
   if not isinstance(n, (int, UOp)): raise ValueError(f"{name}={n!r}: must be an int, a Variable or an int32 Tensor")
-  if (value := known(n)) is not None and not 0 <= value <= capacity: raise ValueError(f"{name}={value}: must lie in 0..{capacity}, the rows there are")
+  if (value := known(n)) is not None and not 0 <= value <= capacity:
+    raise ValueError(f"{name}={value}: must lie in 0..{capacity}, the rows there are")
   return Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous()
 
 def prepare(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str, softmax_scale:float|None, layout:str, window:tuple[int, int], softcap:float,
@@ -166,8 +174,10 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str, softmax_scale:floa
   """The arguments of `attention`, checked."""
   for name, t in (("q", q), ("k", k), ("v", v)):
     if not isinstance(t, Tensor): raise ValueError(f"{name} is a {type(t).__name__}: must be a Tensor")
-  for name, t in (("alibi_slopes", alibi_slopes), ("bias", bias), ("sinks", sinks), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("out", out)):
-    if t is not None and not isinstance(t, Tensor): raise ValueError(f"{name}={t!r}: must be a Tensor or None")
+    if t.dtype not in FLOATS.values(): raise NotImplementedError(f"{name} has dtype {t.dtype}: supported are {', '.join(FLOATS)}")
+  optional = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "out": out}
+  for name, given in optional.items():
+    if given is not None and not isinstance(given, Tensor): raise ValueError(f"{name}={given!r}: must be a Tensor or None")
   if layout not in LAYOUTS: raise ValueError(f"layout={layout!r}: must be one of {', '.join(f'{name!r} {axes}' for name, axes in LAYOUTS.items())}")
   shape = {name: static_shape(name, t.shape) for name, t in (("q", q), ("k", k), ("v", v))}
   rank = len(AXES[layout])
@@ -178,38 +188,37 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str, softmax_scale:floa
   batch, capacity = (shape["k"][AXES[layout].index(axis)] if axis in AXES[layout] else 1 for axis in ("batch", "rows"))
 
   # ***** optional tensors *****
-  extras:dict[str, Tensor] = {}
-  for name, t in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-    if t is not None: extras[name] = place(name, t.cast(dtypes.float), at)
+  extras: dict[str, Tensor] = {}
+  for name in ("alibi_slopes", "sinks"):
+    if (given := optional[name]) is not None: extras[name] = place(name, given.cast(dtypes.float), at)
   if bias is not None:
     if bias.dtype not in FLOATS.values():
       raise ValueError(f"bias has dtype {bias.dtype}: must be one of {', '.join(FLOATS)}; scaled_dot_product_attention takes a mask of bools")
     if bias.ndim > 4: raise ValueError(f"bias has shape {bias.shape}: must broadcast to (B, H, Sq, Sk)")
     extras["bias"] = place("bias", bias.reshape(*[1]*(4 - bias.ndim), *bias.shape), at)
   if kv_lengths is not None: extras["kv_lengths"] = lengths(kv_lengths, batch, capacity, at, "kv_lengths")
-  for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-    if t is not None: extras[name] = place(name, t, at)
+  for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    if (given := optional[name]) is not None: extras[name] = place(name, given, at)
   extras = {name: extras[name] for name in EXTRAS if name in extras}
   if at.shared == "keys":
     for name in ("kv_lengths", "cu_seqlens_k"):
       if name in extras: raise NotImplementedError(f"{name} with k and v sharded along their rows: shard along batch or heads instead")
 
   # ***** the output *****
-  types = [dtype_name(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
   o_shape = (*shape["q"][:-1], shape["v"][-1])
   if out is not None:
     whole_buffer("out", out.uop)
     want = (*q.shape[:-1], v.shape[-1])
     if out.shape != want: raise ValueError(f"out has shape {out.shape}: must be {want}")
     if out_dtype not in (None, out.dtype): raise ValueError(f"out_dtype={out_dtype} but out has dtype {out.dtype}")
-    if (out.device, out.uop.axis) != (q.device, q.uop.axis): raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, "
-                                                                              f"on {q.device}, along axis {q.uop.axis}")
+    if (out.device, out.uop.axis) != (q.device, q.uop.axis):
+      raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
   out_dtype = out_dtype or (out.dtype if out is not None else q.dtype)
   if out_dtype not in FLOATS.values(): raise NotImplementedError(f"out_dtype={out_dtype}: must be one of {', '.join(FLOATS)}")
   if num_splits < 0: raise ValueError(f"num_splits={num_splits}: must be 0 (chosen by a heuristic), 1 (no split) or the number of splits")
-  p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=[DTYPE_NAMES[out_dtype], *types], causal=causal, window=window, softmax_scale=softmax_scale, layout=layout,
-                 softcap=softcap, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
-                 extras={name: (local_shape(t), dtype_name(name, t)) for name, t in extras.items()})
+  p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=[DTYPE_NAMES[t] for t in (out_dtype, q.dtype, k.dtype, v.dtype)],
+                 causal=causal, window=window, softmax_scale=softmax_scale, layout=layout, softcap=softcap, max_seqlen_q=max_seqlen_q,
+                 max_seqlen_k=max_seqlen_k, num_splits=num_splits, extras={name: (local_shape(t), dtype_name(name, t)) for name, t in extras.items()})
   found = get_arch(arch) if arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])
   return Call(replace(p, return_lse=return_lse), {"q": q, "k": k, "v": v, **extras}, found, at, out)
 
@@ -246,7 +255,7 @@ def run_matrix(c:Call, choice:Choice) -> list[Tensor]:
   p, t = replace(c.problem, num_splits=choice.work.splits), {name: x.contiguous() for name, x in c.tensors.items()}
   launches = [arguments(p), combine_arguments(p)][:1 if p.num_splits == 1 else 2]
   for names, fxn in zip(launches, kernels(c.problem, choice)):
-    given = [t.get(name) if name in t else output(c, name, p) for name in names]
+    given = [t[name] if name in t else output(c, name, p) for name in names]
     t |= zip(names, Tensor.custom_kernel(*given, fxn=fxn, grad_fxn=no_gradient))
   return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if p.return_lse else [])]
 
@@ -264,14 +273,16 @@ def run(c:Call) -> list[Tensor]:
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)
 
-def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
-              softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:int|UOp|Tensor|None=None,
-              cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, num_splits:int=0,
-              return_lse:bool=False, out:Tensor|None=None, out_dtype:DType|None=None, arch:str|None=None) -> Any:
-  """softmax(score) V of Tensors, by the kernel that `explain` tells: o in the layout of q, or (o, lse) with `return_lse`. Nothing runs until it is realized.
+def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd",
+              window:tuple[int, int]=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None,
+              kv_lengths:int|UOp|Tensor|None=None, cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None,
+              max_seqlen_k:int|None=None, num_splits:int=0, return_lse:bool=False, out:Tensor|None=None, out_dtype:DType|None=None,
+              arch:str|None=None) -> Any:
+  """softmax(score) V of Tensors, by the kernel that `explain` tells: o in the layout of q, or (o, lse) with `return_lse`. Nothing runs until it is
+  realized.
 
-  q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv): float16, bfloat16 or float32, views of tensors included (they are copied). H is a multiple of Hkv:
-  query head h reads key/value head h // (H // Hkv). Score: softmax_scale * Q K^T, then softcap, ALiBi, bias and the masks, in this order.
+  q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv): float16, bfloat16 or float32, views of tensors included (they are copied). H is a multiple
+  of Hkv: query head h reads key/value head h // (H // Hkv). Score: softmax_scale * Q K^T, then softcap, ALiBi, bias and the masks, in this order.
 
   causal:        False; True or "bottom-right" (query i sees keys j <= i + Sk - Sq); "top-left" (query i sees keys j <= i, as PyTorch has it)
   softmax_scale: 1/sqrt(D) by default
@@ -282,16 +293,16 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
   alibi_slopes:  (H) or (B, H): slope*|i + Sk - Sq - j| is subtracted
   bias:          added, broadcastable to (B, H, Sq, Sk); -inf masks
   sinks:         (H): scores of one more key per head, which has no value; lse counts it
-  kv_lengths:    keys there are, the alignment of `causal` being to them: int32 Tensor (B), or an int or a Variable for all; what lies beyond, NaN included,
-                 has no effect
+  kv_lengths:    keys there are, the alignment of `causal` being to them: int32 Tensor (B), or an int or a Variable for all; what lies beyond, NaN
+                 included, has no effect
   num_splits:    key ranges computed apart: 0 as a heuristic finds, 1 never, more: so many
   return_lse:    also the natural-log sum of exponentials, float32 (B, H, Sq); (B*H, Sq) in layout "nsd", (H, total) in "thd"
   out:           where to put o, a whole buffer; it is also what is returned
   out_dtype:     that of out or of q by default
   arch:          such as "gfx942"; by default that of q's device
 
-  A row that sees no key gives 0, and -inf in lse. Tensors sharded over devices: along batch or heads nothing is communicated; k and v along their rows, with
-  q on every device, are merged over the devices by their LSE.
+  A row that sees no key gives 0, and -inf in lse. Tensors sharded over devices: along batch or heads nothing is communicated; k and v along their
+  rows, with q on every device, are merged over the devices by their LSE.
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
   o, *lse = run(prepare(**locals()))
@@ -299,9 +310,10 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
 
 def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
   """The kernel, tile and split that `attention` takes with these arguments, and why not the others."""
-  if unknown := sorted(options.keys() - attention.__kwdefaults__.keys()):
-    raise ValueError(f"{unknown[0]}={options[unknown[0]]!r}: attention has no such option; it has {', '.join(attention.__kwdefaults__)}")
-  return prepare(q, k, v, **attention.__kwdefaults__ | options).choice()
+  defaults = attention.__kwdefaults__ or {}
+  if unknown := sorted(options.keys() - defaults.keys()):
+    raise ValueError(f"{unknown[0]}={options[unknown[0]]!r}: attention has no such option; it has {', '.join(defaults)}")
+  return prepare(q, k, v, **defaults | options).choice()
 
 def explain(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
   """Prints and returns `choice_of(...)`."""

@@ -1,5 +1,5 @@
-"""The key/value cache of decoding: buffers of a fixed capacity, of which each batch has filled some rows. New rows are appended in place and attended to in
-the same call; what lies in the cache beyond a length has no effect, NaN included."""
+"""The key/value cache of decoding: buffers of a fixed capacity, of which each batch has filled some rows. New rows are appended in place and
+attended to in the same call; what lies in the cache beyond a length has no effect, NaN included."""
 from __future__ import annotations
 import functools
 from typing import Any
@@ -28,7 +28,8 @@ def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
     raise ValueError(f"{name}_new has shape {got}: must be that of {name}_cache, {want}, but for the number of rows, axis {rows}")
   if new.dtype != cache.dtype: raise ValueError(f"{name}_new has dtype {new.dtype}: must be that of {name}_cache, {cache.dtype}")
   if new.device != cache.device or new.uop.axis != cache.uop.axis:
-    raise ValueError(f"{name}_new is on {new.device}, sharded along axis {new.uop.axis}: must be as {name}_cache, on {cache.device}, along {cache.uop.axis}")
+    raise ValueError(f"{name}_new is on {new.device}, sharded along axis {new.uop.axis}: must be as {name}_cache, on {cache.device}, along axis "
+                     f"{cache.uop.axis}")
   if got[rows] > want[rows]: raise ValueError(f"{name}_new has {got[rows]} rows: {name}_cache holds {want[rows]}")
   return got[rows], want[rows]
 
@@ -41,8 +42,9 @@ def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_
   """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
 
   k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must be whole buffers.
-  An overflow that the host knows of raises ValueError: cache_seqlens + new > capacity for an int, or for the largest value of a Variable. One that only
-  the device knows, in a Tensor, writes nothing beyond the cache: the rows that don't fit are dropped, and the length returned is the capacity.
+  An overflow that the host knows of raises ValueError: cache_seqlens + new > capacity for an int, or for the value that a Variable is bound to.
+  One that only the device knows, in a Tensor, writes nothing beyond the cache: the rows that don't fit are dropped, and the length returned is the
+  capacity.
   """
   if layout not in LAYOUTS or layout == "thd": raise ValueError(f"layout={layout!r}: must be one of 'bhsd', 'bshd', 'nsd'")
   (new, capacity), (new_v, capacity_v) = _check("k", k_new, k_cache, layout), _check("v", v_new, v_cache, layout)
@@ -61,9 +63,9 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor
                             layout:str="bhsd", **options:Any) -> Any:
   """Appends k_new and v_new to the caches, in place, as `append_kv` does, and attends over the cache_seqlens + new rows that each batch has then.
 
-  q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those of
-  `attention`, but for kv_lengths; so is what is returned. Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or
-  as a Tensor.
+  q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those
+  of `attention`, but for kv_lengths; so is what is returned. Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound
+  Variable or as a Tensor.
   """
   for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k"):
     if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")

@@ -65,7 +65,8 @@ class Choice:
     """The reason for which `kernel` was not chosen, None if it was."""
     return dict(self.refused).get(kernel)
   def __str__(self) -> str:
-    split = (", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else "") + (f", {self.work.splits} splits" if self.work.splits > 1 else ", no split")
+    packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""
+    split = packed + (f", {self.work.splits} splits" if self.work.splits > 1 else ", no split")
     where = "any device" if self.arch is None else str(self.arch)
     lines = [f"{self.kernel} on {where}: " + ("scheduled by tinygrad" if self.work.tile is None else f"tile {self.work.tile}{split}")]
     return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
@@ -123,7 +124,7 @@ PROGRAMS: dict[str, Callable[[Problem, Arch, Any], Callable[..., UOp]]] = {
   "split_kv": forward.forward, "dual_wave": dual_wave.dual_wave, "forward": forward.forward, "forward_mma": forward_mma.forward_mma}
 
 def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile|forward_mma.MmaTile]:
-  """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. Raises NotImplementedError where it takes more than one."""
+  """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. NotImplementedError where it takes more than one."""
   choice = choose(replace(p, num_splits=1), arch)
   if choice.work.tile is None:
     raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")

@@ -127,20 +127,25 @@ def _mask(out:DType, offsets:tuple[int, ...], op:str) -> str:
   i = _vec("int", n := len(offsets))
   return f"({{{{ {i} i_ = {{{{{', '.join(map(str, offsets))}}}}}; (i_ {op} ({i})({{1}})) ? ({_vec('float', n)})(-__builtin_inff()) : {{0}}; }}}})"
 
-def _softcap_text(out:DType, n:int) -> str:
-  """tanh(u) = 1 - 2/(1 + exp2(2*log2(e)*u)), which is 1 and -1 at the ends; near 0, where that cancels, the first terms of its series."""
-  series = functools.reduce(lambda inner, c: f"__builtin_elementwise_fma(z_, {inner}, ({out.name})({c!r}f))", _TANH[-2::-1], f"({out.name})({_TANH[-1]!r}f)")
-  far = ", ".join(f"1.0f - 2.0f*__builtin_amdgcn_rcpf(1.0f + __builtin_amdgcn_exp2f(u_[{i}]*{_2LOG2E!r}f))" for i in range(n))
-  return (f"({{{{ {out.name} u_ = {{0}}*({{1}}), z_ = u_*u_, e_ = ({out.name}){{{{{far}}}}}; ((z_ < {_NEAR!r}f) ? u_*{series} : e_)*({{2}}); }}}})")
+def _softcap_text(out:DType, n:int, series:bool) -> str:
+  """tanh(u) = 1 - 2/(1 + exp2(2*log2(e)*u)), which is 1 and -1 at the ends. Near 0 that cancels: the first terms of its series, where it matters."""
+  far = ", ".join(f"1.0f - 2.0f*__builtin_amdgcn_rcpf(1.0f + __builtin_amdgcn_exp2f(u_[{i}]))" for i in range(n))
+  if not series: return f"({{{{ {out.name} u_ = {{0}}*(({{1}})*{_2LOG2E!r}f); ({out.name}){{{{{far}}}}}*({{2}}); }}}})"
+  near = f"({out.name})({_TANH[-1]!r}f)"
+  for c in _TANH[-2::-1]: near = f"__builtin_elementwise_fma(z_, {near}, ({out.name})({c!r}f))"
+  return (f"({{{{ {out.name} y_ = {{0}}*({{1}}), z_ = y_*y_, u_ = y_*{_2LOG2E!r}f, e_ = ({out.name}){{{{{far}}}}}; "
+          f"((z_ < {_NEAR!r}f) ? y_*{near} : e_)*({{2}}); }}}})")
 
 _TANH, _NEAR, _2LOG2E = (1.0, -1/3, 2/15, -17/315), 0.04, 2*math.log2(math.e)
 
-def _softcap(lanes:Lanes, x:Array, inner:Array, outer:Array, n:int) -> Array:
+def _softcap(lanes:Lanes, x:Array, inner:Array, outer:Array, n:int, series:bool) -> Array:
   with np.errstate(over="ignore", invalid="ignore"):
     u = x*inner
-    near = u*functools.reduce(lambda y, c: _fma(u*u, y, np.float32(c)), _TANH[-2::-1], np.float32(_TANH[-1]))
     far = np.float32(1) - np.float32(2)*_rcp(np.float32(1) + _exp2(u*np.float32(_2LOG2E)))
-    return np.where(u*u < np.float32(_NEAR), near, far)*outer
+    if not series: return far*outer
+    near = np.full_like(u, _TANH[-1])
+    for c in _TANH[-2::-1]: near = _fma(u*u, near, np.full_like(u, c))
+    return np.where(u*u < np.float32(_NEAR), u*near, far)*outer
 
 def _alibi_text(out:DType, offsets:tuple[int, ...]) -> str:
   away = f"__builtin_elementwise_abs(({out.name})((float)({{2}})) - ({out.name}){{{{{', '.join(f'{x}.0f' for x in offsets)}}}}})"
@@ -381,9 +386,9 @@ def load_transposed(lds:UOp) -> UOp:
 def sched_barrier(*done:UOp) -> UOp:
   """Nothing is scheduled across the point at which all of `done` are known: keeps loads from being started long before their use. A statement, like `rescale`."""
   return emit("sched_barrier", dtypes.float, *done)
-def softcap(x:UOp, inner:float, outer:float) -> UOp:
-  """outer * tanh(x * inner)."""
-  return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), n=length(x))
+def softcap(x:UOp, inner:float, outer:float, series:bool) -> UOp:
+  """outer * tanh(x * inner), to 1e-7 * outer; with `series` also to a few units in the last place of the value."""
+  return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), n=length(x), series=series)
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
   """x + slope*|distance - offset|, with an offset per element."""
   return emit("alibi", x.dtype, x, slope, distance.cast(dtypes.int), offsets=offsets)

@@ -1,10 +1,11 @@
-"""The operations of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side, as attn/intrinsics.py has them for AMD.
+"""The operations of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side, as attn/intrinsics.py has
+them for AMD.
 
-Sections are those of the PTX ISA 8.7. A value is a CUDA vector: a C fragment is a float4, what belongs to the two rows of a lane a float2, an A fragment
-a uint4, and a uint4 holds the B fragments of two neighbouring tiles. Where several instructions make one operation, a lambda holds them (NVRTC knows no
-statement expressions), `$0` standing for the first source. Statements give 0.0f: store it to order what follows.
+Sections are those of the PTX ISA 8.7. A value is a CUDA vector: a C fragment is a float4, what belongs to the two rows of a lane a float2, an A
+fragment a uint4, and a uint4 holds the B fragments of two neighbouring tiles. Where several instructions make one operation, a lambda holds them
+(NVRTC knows no statement expressions), `$0` standing for the first source. Statements give 0.0f: store it to order what follows.
 
-Asynchronous copies are what the emulator takes most strictly: from its start until the thread has waited for it a copy's destination holds garbage.
+The emulator takes asynchronous copies strictly: from its start until the thread has waited for it a copy's destination holds garbage.
 """
 from __future__ import annotations
 import re, weakref
@@ -22,8 +23,9 @@ def _code(body:str) -> str:
   """Statements that end in a return, as one expression."""
   return "[&]{{ " + re.sub(r"\$(\d+)", r"{\1}", body.replace("{", "{{").replace("}", "}}")) + " }}()"
 
-_EX2 = 'auto ex2_ = [](float x_) { float y_; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y_) : "f"(x_)); return y_; };'        # 9.7.3.24
-_CVT = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}                                                     # 9.7.9.21: high half first
+# 9.7.3.24 ex2
+_EX2 = 'auto ex2_ = [](float x_) { float y_; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y_) : "f"(x_)); return y_; };'
+_CVT = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}    # 9.7.9.21: high half first
 
 def _pack_function(dtype:str) -> str:
   return f'auto pack_ = [](float l_, float h_) {{ unsigned d_; asm("{_CVT[dtype]} %0, %1, %2;" : "=r"(d_) : "f"(h_), "f"(l_)); return d_; }};'
@@ -62,8 +64,8 @@ def _copies_of(lanes:Lanes) -> AsyncCopies:
 def _copy(lanes:Lanes, to:Any, source:Any, nbytes:Array, gate:Array, step:tuple[int, int], asynchronous:bool) -> Array:
   data, gate = np.zeros((16, len(gate)), np.uint8), gate & lanes.active
   here, there = (np.full(len(gate), x, np.int64) for x in step)
-  for n in np.unique(nbytes[gate]):
-    if n: data[:n] |= lanes.load_bytes(source, there, int(n), gate & (nbytes == n))
+  size = 16 if asynchronous else 2      # bytes of an access
+  for i in range(0, 16, size): data[i:i + size] = lanes.load_bytes(source, there + i, size, gate & (nbytes > i))
   if asynchronous: _copies_of(lanes).start(lanes, to, here, data, gate)
   else: lanes.store_bytes(to, here, data, gate)
   return np.zeros(len(gate), np.float32)
@@ -82,20 +84,22 @@ def _copy_text(out:Any, step:tuple[int, int], asynchronous:bool) -> str:
                  '"r"((unsigned)__cvta_generic_to_shared($0)), "l"($1), "r"($2)); return 0.0f;')
   halves = [f"({2*i} < n_ ? (unsigned)s_[{i}] : 0u)" for i in range(8)]
   words = ", ".join(f"{lo} | {hi} << 16" for lo, hi in zip(halves[0::2], halves[1::2]))
-  return _code(f"if ($3) {{ const unsigned short* s_ = (const unsigned short*)($1) + {step[1]//2}; int n_ = $2; ($0)[{step[0]//16}] = make_uint4({words}); }} "
-               "return 0.0f;")
+  return _code(f"if ($3) {{ const unsigned short* s_ = (const unsigned short*)($1) + {step[1]//2}; int n_ = $2; "
+               f"($0)[{step[0]//16}] = make_uint4({words}); }} return 0.0f;")
 
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Lanes, pointer:Any, step:int, transposed:bool) -> Array:
   """Lane l gives the address of row l%8 of 8x8 matrix l//8, and gets two neighbours of each matrix."""
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
-  m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                                  # warp, matrix, row, column
+  m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
-  return np.ascontiguousarray(np.ascontiguousarray(m).view(np.uint32).transpose(1, 0, 2, 3)).reshape(4, -1)   # lane l: row l//4, columns 2*(l%4) and + 1
+  pairs = np.ascontiguousarray(m).view(np.uint32)                                         # lane l: row l//4, columns 2*(l%4) and + 1
+  return np.ascontiguousarray(pairs.transpose(1, 0, 2, 3)).reshape(4, -1)
 
 def _ldmatrix_text(out:Any, step:int, transposed:bool) -> str:
-  return _code(f'uint4 v_; asm volatile("ldmatrix.sync.aligned.m8n8.x4{".trans" if transposed else ""}.shared.b16 {{%0, %1, %2, %3}}, [%4+{step}];" : '
+  trans = ".trans" if transposed else ""
+  return _code(f'uint4 v_; asm volatile("ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%0, %1, %2, %3}}, [%4+{step}];" : '
                f'{_operands("=r", "v_")} : "r"((unsigned)__cvta_generic_to_shared($0))); return v_;')
 
 def _mma_text(out:Any, matrix:Any, half:int) -> str:
@@ -124,7 +128,8 @@ def _rescale_text(out:Any, tiles:int, accs:int, scores:int, scale:float, above:f
   correct = ""
   for t in range(tiles):
     n, o, a, d = (f"{name}{t}_" for name in "noad")
-    correct += (f"float2 r{t}_ = make_float2({_list(f'{n}.@ == -INFINITY ? 0.0f : {n}.@', 2)}), {a} = make_float2({_list(f'ex2_(({o}.@ - r{t}_.@)*{x})', 2)}); "
+    correct += (f"float2 r{t}_ = make_float2({_list(f'{n}.@ == -INFINITY ? 0.0f : {n}.@', 2)}), "
+                f"{a} = make_float2({_list(f'ex2_(({o}.@ - r{t}_.@)*{x})', 2)}); "
                 f"float2 {d} = make_float2({_list(f'fabsf(r{t}_.@*{x}) > {LARGE!r}f ? r{t}_.@ : 0.0f', 2)}); $0[{t}] = {n}; "
                 f"$1[{t}] = make_float2({_list(f'{d}.@ == 0.0f ? -r{t}_.@*{x} : 0.0f', 2)}); $2[{t}].x *= {a}.x; $2[{t}].y *= {a}.y; ")
     for e, r in zip("xyzw", "xxyy"):
@@ -132,7 +137,8 @@ def _rescale_text(out:Any, tiles:int, accs:int, scores:int, scale:float, above:f
       correct += " ".join(f"$4[{i}].{e} -= {d}.{r};" for i in range(t*scores, (t + 1)*scores)) + " "
   return _code(f"{load} if (__any_sync({WARP}, {grown})) {{ {_EX2} {exchange} {correct}}} return 0.0f;")
 
-def _rescale(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, s:Any, *maxima:Array, tiles:int, accs:int, scores:int, scale:float, above:float) -> Array:
+def _rescale(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, s:Any, *maxima:Array, tiles:int, accs:int, scores:int, scale:float,
+             above:float) -> Array:
   x, old = np.float32(scale), [lanes.load_register(reference, t) for t in range(tiles)]
   with np.errstate(invalid="ignore", over="ignore"):
     grown = [(((m - o)*x > np.float32(above)) | ~(np.abs(o*x) <= LARGE)).any(0) for m, o in zip(maxima, old)]
@@ -164,18 +170,20 @@ TABLE: dict[str, Intrinsic] = {
   # matrix unit
   "mma": Intrinsic(_mma_text, lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c)),
   # softmax, on the scores of a lane's two rows
-  "row_max": Intrinsic(_code("float4 s_ = $0; float2 m_ = $1; return make_float2(fmaxf(m_.x, fmaxf(s_.x, s_.y)), fmaxf(m_.y, fmaxf(s_.z, s_.w)));"), _row_max),
+  "row_max": Intrinsic(_code("float4 s_ = $0; float2 m_ = $1; return make_float2(fmaxf(m_.x, fmaxf(s_.x, s_.y)), fmaxf(m_.y, fmaxf(s_.z, s_.w)));"),
+                       _row_max),
   "row_sum": Intrinsic(_code("float4 p_ = $0; float2 l_ = $1; return make_float2(l_.x + (p_.x + p_.y), l_.y + (p_.z + p_.w));"),
                        lambda lanes, p, l: l + (p[0::2] + p[1::2])),
   "mask": Intrinsic(_mask_text, _mask),
   "rescale": Intrinsic(_rescale_text, _rescale),
   "weights": Intrinsic(lambda out, scale: _code(f"{_EX2} float4 s_ = $0; float2 b_ = $1; return make_float4("
                                                 + ", ".join(f"ex2_(fmaf(s_.{e}, {scale!r}f, b_.{r}))" for e, r in zip("xyzw", "xxyy")) + ");"),
-                       lambda lanes, s, bias, scale: _exp2(_fma(s, np.float32(scale), np.repeat(bias, 2, 0)))),
+                       lambda lanes, s, bias, scale: _exp2(_fma(s, np.array(scale, np.float32), np.repeat(bias, 2, 0)))),
   "pack_a": Intrinsic(lambda out, dtype: _code(f"{_pack_function(dtype)} float4 p_ = $0, q_ = $1; "
                                                "return make_uint4(pack_(p_.x, p_.y), pack_(p_.z, p_.w), pack_(q_.x, q_.y), pack_(q_.z, q_.w));"),
                       lambda lanes, p, q, dtype: np.concatenate([_pack(p, dtype), _pack(q, dtype)])),
-  "pack": Intrinsic(lambda out, dtype: _code(f"{_pack_function(dtype)} return pack_($0, $1);"), lambda lanes, x, y, dtype: _pack(np.stack([x, y]), dtype)[0]),
+  "pack": Intrinsic(lambda out, dtype: _code(f"{_pack_function(dtype)} return pack_($0, $1);"),
+                    lambda lanes, x, y, _, dtype: _pack(np.stack([x, y]), dtype)[0]),
   "xor_lane": Intrinsic(lambda out, mask: f"__shfl_xor_sync({WARP}, {{0}}, {mask})", _xor_lane),
   "opaque": Intrinsic(_code('int v_ = $0; asm volatile("" : "+r"(v_)); return v_;'), lambda lanes, x: x),
 }
@@ -185,9 +193,9 @@ def rows(x:float) -> UOp: return express(TABLE["rows"], F2, UOp.const(x, dtypes.
 def element(x:UOp, i:int) -> UOp: return express(TABLE["element"], dtypes.float, x, i=i)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
-  """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are INDEXes, each
-  `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16
-  and the data are there after `wait`. A statement."""
+  """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are
+  INDEXes, each `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both
+  addresses are aligned to 16 and the data are there after `wait`. A statement."""
   declare = UOp.const(0.0, source.dtype)    # the renderer declares the types of computed values alone
   return express(TABLE["copy"], dtypes.float, to, source, nbytes.cast(dtypes.int), gate, declare, step=step, asynchronous=asynchronous)
 def commit(order:UOp) -> UOp:
@@ -210,10 +218,10 @@ def mask_above(s:UOp, limits:tuple[UOp, UOp], column:int) -> UOp:
 def mask_below(s:UOp, limits:tuple[UOp, UOp], column:int) -> UOp:
   return express(TABLE["mask"], F4, s, *[x.cast(dtypes.int) for x in limits], column=column, op="<")
 def rescale(maxima:list[UOp], reference:UOp, bias:UOp, l:UOp, acc:UOp, s:UOp, scores:int, scale:float, above:float) -> UOp:
-  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where a row maximum (one pair for each query tile)
-  exceeds the `reference` by more than `above` (times `scale`: in powers of two) in any lane of the warp, the reference of each row becomes the maximum over
-  its four lanes, and l and the accumulators are scaled to it. bias = -reference*scale, for `weights`; where that is LARGE the difference is taken in the
-  scores `s`, of which there are `scores` a query tile, and bias is 0. The register operands are placeholders."""
+  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where a row maximum (one pair for each
+  query tile) exceeds the `reference` by more than `above` (times `scale`: in powers of two) in any lane of the warp, the reference of each row
+  becomes the maximum over its four lanes, and l and the accumulators are scaled to it. bias = -reference*scale, for `weights`; where that is LARGE
+  the difference is taken in the scores `s`, of which there are `scores` a query tile, and bias is 0. The register operands are placeholders."""
   tiles = len(maxima)
   return express(TABLE["rescale"], dtypes.float, *[x[0] for x in (reference, bias, l, acc, s)], *maxima, tiles=tiles, accs=acc.max_numel()//tiles,
                  scores=scores, scale=scale, above=above)
@@ -223,7 +231,9 @@ def weights(s:UOp, bias:UOp, scale:float) -> UOp:
 def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
   """The C fragments of two neighbouring tiles -> the A fragment of 16 columns, rounded to nearest even."""
   return express(TABLE["pack_a"], U4, p, q, dtype=dtype)
-def pack(x:UOp, y:UOp, dtype:str) -> UOp: return express(TABLE["pack"], dtypes.uint, x, y, dtype=dtype)
+def pack(x:UOp, y:UOp, dtype:str, declare:UOp) -> UOp:
+  """Two numbers as a word of `dtype`; `declare` makes the renderer declare the type of the buffer for which it is."""
+  return express(TABLE["pack"], dtypes.uint, x, y, declare, dtype=dtype)
 def xor_lane(x:UOp, mask:int) -> UOp:
   """x of the lane whose number differs in the bits of `mask` (shfl.sync.bfly)."""
   return express(TABLE["xor_lane"], dtypes.float, x, mask=mask)

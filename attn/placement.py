@@ -1,7 +1,7 @@
 """Sharded tensors: what may be sharded over devices, where an optional tensor then has to lie, and the merge of attention over shards of the keys.
 
-Along batch or heads every device has all that its part of the output takes, and nothing is communicated. Along the keys each device computes attention over
-its own keys, normalised, with the log of its sum of exponentials (LSE), and the parts are averaged with weights exp(LSE).
+Along batch or heads every device has all that its part of the output takes, and nothing is communicated. Along the keys each device computes
+attention over its own keys, normalised, with the log of its sum of exponentials (LSE), and the parts are averaged with weights exp(LSE).
 """
 from __future__ import annotations
 import math
@@ -28,7 +28,8 @@ def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape
 def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
   """Where q, k and v lie. Raises ValueError where that is not one of the ways that Placement knows."""
   for name, t in (("k", k), ("v", v)):
-    if t.device != q.device: raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
+    if t.device != q.device:
+      raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
   if q.device is None: raise ValueError("q, k and v are constants without a device: .contiguous() on a device first")
   if isinstance(q.device, str): return Placement(q.device)
   of = {name: None if t.uop.axis is None else AXES[layout][t.uop.axis] for name, t in (("q", q), ("k", k), ("v", v))}
@@ -36,8 +37,9 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
     case (None|"batch"|"heads" as q_axis, k_axis, v_axis) if q_axis == k_axis == v_axis: return Placement(q.device, q_axis)
     case "heads", None, None if k.shape[AXES[layout].index("heads")] == 1: return Placement(q.device, "heads")
     case None, "rows", "rows": return Placement(q.device, "keys")
-  raise ValueError(f"q, k and v are sharded along {', '.join(f'{name}: {axis}' for name, axis in of.items())}; supported are all three along batch or along "
-                   "heads, q along heads with a single key/value head on every device, k and v along their rows with q whole, or all three whole")
+  raise ValueError(f"q, k and v are sharded along {', '.join(f'{name}: {axis}' for name, axis in of.items())}; supported are all three along "
+                   "batch or along heads, q along heads with a single key/value head on every device, k and v along their rows with q "
+                   "whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   """What the axes of an optional tensor are."""
@@ -52,8 +54,11 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
     return t
   axis = at.axis(extra_axes(name, tuple(map(int, t.shape))))
-  if t.device == at.device and t.uop.axis == axis: return t
-  return (t if isinstance(t.device, str) else t.to(t.device[0])).shard(at.device, axis)
+  if not isinstance(t.device, str):
+    if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same devices")
+    if t.uop.axis == axis: return t
+    t = t.to(at.device[0])
+  return t.shard(at.device, axis)
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:
   """A whole buffer, or one on each device of a tensor sharded along `axis` whose shards have `shape`."""

@@ -16,11 +16,12 @@ class Problem:
 
     score = cap(softmax_scale * Q K^T) - alibi_slopes * |i + offset - j| + bias       cap(x) = softcap * tanh(x / softcap), or x where softcap is 0
 
-  (the options of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118; ALiBi: arXiv 2108.12409; sinks: arXiv 2309.17453).
+  (the options of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118; ALiBi: arXiv 2108.12409; sinks:
+  arXiv 2309.17453).
 
-  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`. Query head h reads
-  key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with i + offset - left <= j <= i + offset + right, -1 for no bound; causal
-  is (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or 0 (`top_left`).
+  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`. Query head h
+  reads key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with i + offset - left <= j <= i + offset + right, -1 for no
+  bound; causal is (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or 0 (`top_left`).
 
   Options, all off by default:
     softcap      > 0, in the units of scaled scores
@@ -29,8 +30,9 @@ class Problem:
     sinks        tensor sinks float32 (H): one more logit of a head, in the softmax's denominator only (and so in lse)
     kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] and no others; Sk is the length of the buffer
     sk_variable  (name, min, max) of a tinygrad Variable: the number of keys there are, in all batches; Sk is the length of the buffer
-    varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q); tensors cu_seqlens_q and
-                 cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1]; Sq and Sk are the lengths of the longest
+    varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q); tensors
+                 cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1]; Sq and Sk are the lengths
+                 of the longest ones
     num_splits   key ranges that workgroups of their own take (attn/kernels/split_kv.py): 1 is no split; 0 is for `split_kv.resolve` to choose
   Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0 where `top_left`).
   """
@@ -69,17 +71,21 @@ class Problem:
     if self.out_dtype not in OUT_DTYPES: raise NotImplementedError(f"output dtype {self.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
     if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
       raise ValueError(f"softmax_scale={self.softmax_scale}: must be finite and positive")
-    if not (math.isfinite(self.softcap) and self.softcap >= 0): raise ValueError(f"softcap={self.softcap}: must be finite and positive, or 0 for none")
+    if not (math.isfinite(self.softcap) and self.softcap >= 0):
+      raise ValueError(f"softcap={self.softcap}: must be finite and positive, or 0 for none")
     if self.alibi_batched and not self.alibi: raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
-    if self.bias is not None and self.bias_dtype not in OUT_DTYPES: raise NotImplementedError(f"bias_dtype={self.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
+    if self.bias is not None and self.bias_dtype not in OUT_DTYPES:
+      raise NotImplementedError(f"bias_dtype={self.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
     if self.num_splits < 0: raise ValueError(f"num_splits={self.num_splits}: must be 0 (chosen by a heuristic), 1 (no split) or the number of splits")
     if self.num_splits > MAX_SPLITS: raise ValueError(f"num_splits={self.num_splits}: at most {MAX_SPLITS}")
     if self.varlen:
       for name, option in (("bias", self.bias), ("kv_lengths", self.kv_lengths), ("sk_variable", self.sk_variable)):
-        if option: raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens and have no (B, H, Sq, Sk) bias")
+        if option:
+          raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens and have no (B, H, Sq, Sk) bias")
       for name in ("total_q", "total_k"):
         if (value := getattr(self, name)) < 1: raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
-    elif self.total_q or self.total_k: raise ValueError(f"total_q={self.total_q}, total_k={self.total_k} are for layout='thd' only, not {self.layout!r}")
+    elif self.total_q or self.total_k:
+      raise ValueError(f"total_q={self.total_q}, total_k={self.total_k} are for layout='thd' only, not {self.layout!r}")
     if self.sk_variable is not None:
       name, low, high = self.sk_variable
       if self.kv_lengths: raise ValueError(f"sk_variable={self.sk_variable} with kv_lengths: one or the other says how many keys there are")
@@ -93,7 +99,7 @@ class Problem:
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)
   @property
   def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of every tensor of the problem, in the order in which a kernel takes them: o, lse where wanted, q, k, v, and the extras present."""
+    """(shape, dtype) of every tensor of the problem, in the order in which a kernel takes them: o, lse where wanted, q, k, v, the extras present."""
     def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width), "nsd": (self.B*heads, length, width),
               "thd": (total, heads, width)}[self.layout]
@@ -116,8 +122,10 @@ class Problem:
   def flops(self) -> int:
     """Floating-point operations of the two matrix products on visible scores, the usual way of counting (FlashAttention's benchmark)."""
     left, right = self.window
-    visible = sum(max(0, min(self.Sk - 1, i + self.offset + right if right >= 0 else self.Sk) - max(0, i + self.offset - left if left >= 0 else 0) + 1)
-                  for i in range(self.Sq)) if self.window != (-1, -1) else self.Sq*self.Sk
+    def seen(i:int) -> int:
+      last = min(self.Sk - 1, i + self.offset + right if right >= 0 else self.Sk)
+      return max(0, last - max(0, i + self.offset - left if left >= 0 else 0) + 1)
+    visible = sum(map(seen, range(self.Sq))) if self.window != (-1, -1) else self.Sq*self.Sk
     return 2*self.B*self.H*visible*(self.D + self.Dv)
 
 def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int]:
@@ -148,9 +156,10 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   B, H, Sq, D = _dims("q", q, layout)
   Bk, Hkv, Sk, Dk = _dims("k", k, layout)
   Bv, Hv, Sv, Dv = _dims("v", v, layout)
-  for name, got, want, why in (("k", Bk, B, "batch of q"), ("v", Bv, B, "batch of q"), ("v", Hv, Hkv, "heads of k"), ("v", Sv, Sk, "sequence length of k"),
-                               ("k", Dk, D, "head dimension of q")):
-    if got != want: raise ValueError(f"{name} has shape {tuple(k if name == 'k' else v)}: its {why.split(' of ')[0]} is {got} but the {why} is {want}")
+  for name, got, want, why in (("k", Bk, B, "batch of q"), ("v", Bv, B, "batch of q"), ("v", Hv, Hkv, "heads of k"),
+                               ("v", Sv, Sk, "sequence length of k"), ("k", Dk, D, "head dimension of q")):
+    if got != want:
+      raise ValueError(f"{name} has shape {tuple(k if name == 'k' else v)}: its {why.split(' of ')[0]} is {got} but the {why} is {want}")
   if _dims("o", o, layout) != (B, H, Sq, Dv): raise ValueError(f"o has shape {tuple(o)}: q {tuple(q)} and v {tuple(v)} give an output of "
                                                               f"B={B}, H={H}, Sq={Sq}, Dv={Dv} in layout {layout!r}")
   if lse is not None and tuple(lse) != (want_lse := {"nsd": (H, Sq), "thd": (H, Sq)}.get(layout, (B, H, Sq))):
@@ -165,8 +174,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
     B, Sq, Sk = _sequences(extras), _longest("max_seqlen_q", max_seqlen_q, Sq), _longest("max_seqlen_k", max_seqlen_k, Sk)
   elif max_seqlen_q is not None or max_seqlen_k is not None:
     raise ValueError(f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are for layout='thd' only, not {layout!r}")
-  p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout, (window[0], 0) if causal else window, 0 if causal == "top-left" else Sk - Sq, scale,
-              lse is not None, **options, **_extras(extras, B, H, Sq, Sk))
+  p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout, (window[0], 0) if causal else window,
+              0 if causal == "top-left" else Sk - Sq, scale, lse is not None, **options, **_extras(extras, B, H, Sq, Sk))
   for name, given in extras.items():
     if name not in p.shapes: raise ValueError(f"{name} with layout={layout!r}: it belongs to layout='thd'")
     if (tuple(given[0]), given[1]) != p.shapes[name]:
@@ -176,7 +185,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
 def _sequences(extras:dict[str, tuple[Sequence[int], str]]) -> int:
   for name in ("cu_seqlens_q", "cu_seqlens_k"):
     if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
-    if len(extras[name][0]) != 1 or extras[name][0][0] < 2: raise ValueError(f"{name} has shape {tuple(extras[name][0])}: must be (sequences + 1,), of one at least")
+    if len(shape := tuple(extras[name][0])) != 1 or shape[0] < 2:
+      raise ValueError(f"{name} has shape {shape}: must be (sequences + 1,), of one at least")
   return extras["cu_seqlens_q"][0][0] - 1
 
 def _longest(name:str, value:int|None, total:int) -> int:

@@ -50,20 +50,28 @@ def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1)
   o, lse = _attention(q, k, v, scale, window, offset, np.float32, dtype, options)
   return rounded(o, out_dtype), lse
 
-def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, p_dtype:str|None, x:Options) -> tuple[Array, Array]:
+def _batch(x:Options, b:int, keys:int) -> Options:
+  """The options of batch b, which has so many keys."""
+  slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
+  bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
+  if bias is not None and bias.shape[-1] > 1: bias = bias[..., :keys]
+  return replace(x, kv_lengths=None, alibi_slopes=slopes, bias=bias)
+
+def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, p_dtype:str|None,
+               x:Options) -> tuple[Array, Array]:
   if x.kv_lengths is not None:   # each batch by itself, with the keys it has
-    one = lambda b, n: _attention(q[b:b+1], k[b:b+1, :, :n], v[b:b+1, :, :n], scale, window, offset if x.top_left else offset + n - k.shape[-2], work, p_dtype,
-                                  replace(x, kv_lengths=None, alibi_slopes=x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1],
-                                          bias=x.bias if x.bias is None else x.bias[min(b, len(x.bias) - 1):][:1, :, :, :max(n, 1) if x.bias.shape[-1] > 1 else 1]))
-    parts = [one(b, int(n)) for b, n in enumerate(x.kv_lengths)]
+    shift = [0 if x.top_left else int(n) - k.shape[-2] for n in x.kv_lengths]
+    parts = [_attention(q[b:b+1], k[b:b+1, :, :n], v[b:b+1, :, :n], scale, window, offset + shift[b], work, p_dtype, _batch(x, b, int(n)))
+             for b, n in enumerate(x.kv_lengths)]
     return np.concatenate([o for o, _ in parts]), np.concatenate([lse for _, lse in parts])
   ratio, (Sq, Sk) = q.shape[-3]//k.shape[-3], (q.shape[-2], k.shape[-2])
   q, k, v = q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
   with np.errstate(all="ignore"):
     s = (q @ k.swapaxes(-1, -2))*work(scale)
     if x.softcap: s = work(x.softcap)*np.tanh(s/work(x.softcap))
-    if x.alibi_slopes is not None: s = s - x.alibi_slopes.astype(work)[..., None, None]*np.abs(np.arange(Sq)[:, None] + offset - np.arange(Sk)).astype(work)
-    if x.bias is not None: s = s + x.bias[..., :Sk].astype(work)
+    if x.alibi_slopes is not None:
+      s = s - x.alibi_slopes.astype(work)[..., None, None]*np.abs(np.arange(Sq)[:, None] + offset - np.arange(Sk)).astype(work)
+    if x.bias is not None: s = s + x.bias.astype(work)
     s = np.where(visible(Sq, Sk, window, offset), s, work(-np.inf))
     sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
     m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -98,5 +106,5 @@ def judge(out:Array, exact_:Array, same_:Array, relative:float=0.0) -> Verdict:
   difference = np.where(finite, np.abs(out.astype(np.float64) - np.where(finite, exact_, 0)), 0)
   rounding = np.where(finite & np.isfinite(same_), np.abs(same_.astype(np.float64) - np.where(finite, exact_, 0)), 0)
   limit = 2*rounding.max() + 1e-5 + relative*np.abs(np.where(finite, exact_, 0))
-  at = np.unravel_index(int((difference - limit).argmax()), difference.shape)
-  return Verdict(float(difference[at]), float(limit[at]), tuple(int(i) for i in at))
+  at = tuple(map(int, np.unravel_index(int((difference - limit).argmax()), difference.shape)))
+  return Verdict(float(difference[at]), float(limit[at]), at)

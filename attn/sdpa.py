@@ -17,8 +17,8 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
     if not all(isinstance(s, int) for s in t.shape): raise NotImplementedError(f"{name} has the symbolic shape {t.shape}: shapes must be integers")
   rank = max(q.ndim, k.ndim, v.ndim, 4)
   q, k, v = (t.reshape(*[1]*(rank - t.ndim), *t.shape) for t in (q, k, v))
-  batch = tuple(max(sizes) for sizes in zip(*(t.shape[:-3] for t in (q, k, v))))
-  heads, kv_heads = q.shape[-3], max(k.shape[-3], v.shape[-3])
+  batch = tuple(int(max(sizes)) for sizes in zip(*(t.shape[:-3] for t in (q, k, v))))
+  heads, kv_heads = int(q.shape[-3]), int(max(k.shape[-3], v.shape[-3]))
   if not enable_gqa: heads = kv_heads = max(heads, kv_heads)
   elif heads % kv_heads: raise ValueError(f"enable_gqa=True with {heads} query heads: must be a multiple of the {kv_heads} key/value heads")
   fold = (math.prod(batch),)
@@ -33,11 +33,12 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
     mask = mask.reshape(*[1]*(rank - mask.ndim), *mask.shape)
     if any(n > 1 for n in mask.shape[:-3]): mask = mask.expand(*batch, *mask.shape[-3:])
     options["bias"] = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
-  return (four(q, heads, "query"), four(k, kv_heads, "key"), four(v, kv_heads, "value")), options, (*batch, heads, q.shape[-2], v.shape[-1])
+  return (four(q, heads, "query"), four(k, kv_heads, "key"), four(v, kv_heads, "value")), options, (*batch, heads, int(q.shape[-2]), int(v.shape[-1]))
 
 def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None, dropout_p:float=0.0, is_causal:bool=False,
                                  enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
-  """softmax(query key^T * scale + attn_mask) value, of query (..., H, Sq, D), key (..., Hkv, Sk, D) and value (..., Hkv, Sk, Dv) in float16, bfloat16 or float32.
+  """softmax(query key^T * scale + attn_mask) value, of query (..., H, Sq, D), key (..., Hkv, Sk, D) and value (..., Hkv, Sk, Dv) in float16,
+  bfloat16 or float32.
 
   attn_mask:  bool (True: seen) or added to the scores, broadcastable to (..., H, Sq, Sk)
   is_causal:  query i sees keys j <= i, counted from the first (`attention(causal=True)` counts from the last)
@@ -79,11 +80,11 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
   return _own[0](self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 
 def install() -> deque[Decision]:
-  """Makes `Tensor.scaled_dot_product_attention` use these kernels wherever dispatch says yes, and tinygrad's own otherwise. Returns the list of decisions,
-  which grows with every call (under TinyJit: with every capture) up to the latest 1024. Installing twice is the same as once."""
+  """Makes `Tensor.scaled_dot_product_attention` use these kernels wherever dispatch says yes, and tinygrad's own otherwise. Returns the list of
+  decisions, which grows with every call (under TinyJit: with every capture) up to the latest 1024. Installing twice is the same as once."""
   if not _own:
     _own.append(Tensor.scaled_dot_product_attention)
-    Tensor.scaled_dot_product_attention = _installed
+    setattr(Tensor, "scaled_dot_product_attention", _installed)   # noqa: B010
   return decisions
 
 def uninstall() -> None:

@@ -2,7 +2,8 @@
 pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 """
 from __future__ import annotations
-import functools, re
+import contextlib, ctypes, functools, math, re
+from collections.abc import Callable, Iterator
 from typing import Any
 from tinygrad import Device, Tensor
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups
@@ -10,7 +11,7 @@ from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes
-from tinygrad.engine.realize import compile_linear, run_linear
+from tinygrad.engine.realize import compile_linear, get_runtime, run_linear
 from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
@@ -19,8 +20,9 @@ from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher,
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled", "Compiler",
            "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo", "NVCCRenderer", "Ops",
-           "Program", "ProgramInfo", "Renderer", "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "compiled", "decode_instruction", "device_seconds",
-           "double_transcendentals", "dtypes", "elf_loader", "exec_alu", "lower", "opened_devices", "render", "vector_dtype"]
+           "Program", "ProgramInfo", "Renderer", "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "allow_dynamic_shared", "compiled",
+           "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader",
+           "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "render", "vector_dtype"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -52,8 +54,8 @@ def render(sink:UOp, arch:str) -> str:
   return renderer.render(lower(sink, renderer))
 
 # **** CUDA kernels with more than 48 KB of shared memory ****
-# It must be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does the latter two given
-# `smem`, which nothing in tinygrad gives it: here the kernel's name carries the number.
+# It must be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does the latter two
+# given `smem`, which nothing in tinygrad gives it: here the kernel's name carries the number.
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
@@ -114,3 +116,29 @@ def device_seconds(schedule:UOp) -> float:
   before = GlobalCounters.time_sum_s
   run_linear(schedule, jit=True, wait=True)
   return GlobalCounters.time_sum_s - before
+
+def cuda_seconds(schedule:UOp, count:int) -> float:
+  """Seconds of one launch of the only kernel of a compiled schedule on a CUDA device, by events around `count` launches."""
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import check, cu_time_execution
+  call, = (u for u in schedule.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM)
+  info, buffers = call.src[0].arg, [call.src[1 + i].buffer for i in call.src[0].arg.globals]
+  program, raw = get_runtime(buffers[0].device, call.src[0]), [b.get_buf(b.device) for b in buffers]
+  def launch() -> None:
+    for _ in range(count): program(*raw, global_size=info.global_size, local_size=info.local_size)
+  check(cuda.cuCtxSetCurrent(program.dev.context))     # events belong to a context, and cu_time_execution takes any
+  return (cu_time_execution(launch, True) or math.nan)/count
+
+@contextlib.contextmanager
+def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
+  """Another library's context is the current one now and will be again; within, what is given turns a function into one that runs in it."""
+  from tinygrad.runtime.autogen import cuda
+  theirs = cuda.CUcontext()
+  cuda.cuCtxGetCurrent(ctypes.byref(theirs))
+  def wrap(fn:Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+      cuda.cuCtxSetCurrent(theirs)
+      return fn()
+    return run
+  try: yield wrap
+  finally: cuda.cuCtxSetCurrent(theirs)

@@ -5,17 +5,17 @@
     python -m attn.tune --write                rewrites the table
     python -m attn.tune --arch gfx942 --d 128  one class only; with --all also every tile that compiles, best first
 
-A row is for one family of matrix units and for head dimensions up to one of CLASSES. Its tiles are those of `candidates` that do not spill, and the best
-has the greatest `Bound`, whose figures are the worst over fp16 and bf16, full and causal. Where that one takes more than SMALL queries, the best of those
-that don't comes after it, for grids too small to fill a chip. On a GPU, TUNE=1 of bench.py goes by time instead.
+A row is for one family of matrix units and for head dimensions up to one of CLASSES. Its tiles are those of `candidates` that do not spill; the best
+has the greatest `Bound`, its figures being the worst over fp16 and bf16, full and causal. Where that one takes more than SMALL queries, the best of
+those that don't follows it, for grids too small to fill a chip. On a GPU, TUNE=1 of bench.py goes by time instead.
 """
 from __future__ import annotations
-import itertools, multiprocessing, os, re
-from collections.abc import Callable, Iterable
+import functools, itertools, multiprocessing, os, re
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import click
 from rich.console import Console
 from rich.table import Table
@@ -31,23 +31,27 @@ from attn.kernels.tiles import UNIT, Candidate, Tile, contraction, round_up
 from attn.tuned import CLASSES
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")   # one of each family
-VARIANTS = [(dtype, mask) for mask in MASKS for dtype in DTYPES]
+VARIANTS = [(dtype, mask) for dtype in reversed(DTYPES) for mask in reversed(MASKS)]   # the costly ones first
 SPACE: dict[str, tuple[int, ...]] = {
   "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True)}
+LARGE = 256     # queries of a tile, at most: a causal block computes on average half as many keys in vain
 SMALL = 128     # queries of a tile that every grid may have
 FILLS = 256     # workgroups that a tile of more queries has to make, about one for each compute unit of the largest chips
 ENOUGH = 2      # waves per SIMD: one computes while the other waits
+ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # of instruction.KINDS
+RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel gets by with fewer
 TABLE = Path(__file__).parent/"tiles_table.py"
+Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
 
 class Bound(NamedTuple):
-  """What tiles are ranked by, the greatest first. Utilisations of the matrix unit in the hot loop are in tenths of a percent."""
+  """What tiles are ranked by, the greatest first. Bounds on the use of the matrix unit are in half percents: less is the compiler's luck."""
   enough: int     # waves per SIMD, but no more than ENOUGH
-  issued: int     # where nothing overlaps: the serial bound, in which every other instruction (LDS, waits, barriers, scalars) takes an issue slot too
+  issued: int     # where nothing overlaps: the serial bound, in which each access to LDS and memory and each barrier takes an issue slot too
+  serial: int     # the serial bound itself
   waves: int      # per SIMD, of the workgroups for which registers and LDS have room
   overlap: int    # where everything overlaps
   small: int      # minus the queries of a workgroup
   short: int      # minus the keys of a trip
-  serial: int     # the serial bound, for the reader: it comes too late to decide
 
 @dataclass(frozen=True)
 class Found:
@@ -60,16 +64,18 @@ def held(c:Candidate, arch:Arch, d:int) -> int:
   """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
   mat = MATRIX[arch.family, DTYPES[0]][c.matrix]
   of_q = 0 if c.q_in_lds else contraction(mat, d)//2//(1 if mat.duplicated else mat.groups)
-  return c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + c.block_n*d//(c.waves*mat.wave)
+  return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + c.block_n*d//(c.waves*mat.wave)
 
 def candidates(arch:Arch, d:int) -> list[Candidate]:
-  """The tiles of SPACE that the matrix instruction divides into, and that LDS and registers could hold."""
+  """The tiles of SPACE that the matrix instruction divides into, and that LDS and registers could hold. Q lies in LDS, where every trip has to read
+  it again, only if with it a wave would fill half of its registers."""
   found = []
   for values in itertools.product(*SPACE.values()):
     c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of(Spec(arch.name, d))   # type: ignore[arg-type]
     tile = tile_of(p, arch, c)
     divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, UNIT) == 0
-    if divides and fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs: found.append(c)
+    crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
+    if divides and crowded and tile.block_m <= LARGE and fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs: found.append(c)
   return found
 
 # ***** the bound of one tile *****
@@ -93,24 +99,21 @@ def bound_of(report:Report|None, tile:Tile) -> Bound|None:
   r, cu = report.resources, pipes(report.arch)
   if r.vgpr_spills or r.sgpr_spills or r.scratch: return None
   matrix, waves = loop.cycles["matrix"], waves_of(report, tile, cu)
-  others = cu.valu*(loop.instructions - loop.valu - loop.kinds["matrix"])
-  def tenths(x:float) -> int: return round(1000*x)
-  return Bound(min(waves, ENOUGH), tenths(matrix/(matrix/loop.serial + others)), waves, tenths(loop.overlap), -tile.block_m, -tile.block_n,
-               tenths(loop.serial))
+  others = cu.valu*sum(loop.kinds[kind] for kind in ISSUED)
+  def halves(x:float) -> int: return round(200*x)
+  return Bound(min(waves, ENOUGH), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves, halves(loop.overlap), -tile.block_m,
+               -tile.block_n)
 
-def first_bound(arch:str, c:Candidate, dtype:str=DTYPES[0], mask:str=MASKS[0]) -> Bound|None:
+def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel."""
   spec = Spec(arch, c.up_to, dtype, mask)
   tile = tile_of(problem_of(spec), get_arch(arch), c)
   return bound_of(report_of(spec, tile), tile)
 
-def worst_bound(arch:str, c:Candidate) -> Bound|None:
+def worst_bound(arch:str, c:Candidate, each:Each=map) -> Bound|None:
   """Figure by figure the worst over the variants."""
-  found = []
-  for dtype, mask in VARIANTS:
-    if (bound := first_bound(arch, c, dtype, mask)) is None: return None
-    found.append(bound)
-  return Bound(*map(min, zip(*found, strict=True)))
+  found = [x for x in each(first_bound, *zip(*[(arch, c, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
+  return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
 
 # ***** the best of a class *****
 
@@ -124,12 +127,9 @@ def best(ranked:Iterable[Found], worst:Callable[[Candidate], Bound|None]) -> Fou
 
 def queries(x:Found) -> int: return -x.bound.small
 
-def choose(arch:str, ranked:list[Found]) -> list[Found]:
+def choose(arch:str, ranked:list[Found], each:Each=map) -> list[Found]:
   """The rows of a class: the best tile, and the best of SMALL queries at most where that is another."""
-  known: dict[Candidate, Bound|None] = {}
-  def worst(c:Candidate) -> Bound|None:
-    if c not in known: known[c] = worst_bound(arch, c)
-    return known[c]
+  worst = functools.cache(lambda c: worst_bound(arch, c, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL: return [first] if first is not None else []
   second = best([x for x in ranked if queries(x) <= SMALL], worst)
@@ -139,23 +139,30 @@ def choose(arch:str, ranked:list[Found]) -> list[Found]:
 class Class:
   arch: str
   d: int
-  ranked: tuple[Found, ...]    # every tile that compiles without spills, by the bound of its fp16 kernel without a mask
+  ranked: tuple[Found, ...]    # the tiles that were looked at and don't spill, by the bound of their first variant
   rows: tuple[Found, ...]
 
-def _first(job:tuple[str, Candidate]) -> Bound|None: return first_bound(*job)
-def _choose(job:tuple[str, list[Found]]) -> list[Found]: return choose(*job)
+def search_class(arch:str, d:int, each:Each=map) -> Class:
+  """One class. Tiles of which ENOUGH waves can't have the registers are looked at only where no other will do."""
+  ranked, rows, registers = list[Found](), list[Found](), pipes(arch).registers
+  heavy = {c: ENOUGH*held(c, get_arch(arch), d) > registers for c in candidates(get_arch(arch), d)}
+  for tiles in ([c for c in heavy if not heavy[c]], [c for c in heavy if heavy[c]]):
+    ranked += [Found(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None]
+    ranked.sort(key=lambda x: x.bound, reverse=True)
+    if (rows := choose(arch, ranked, each)) and queries(rows[-1]) <= SMALL and all(x.bound.enough == ENOUGH for x in rows): break
+  return Class(arch, d, tuple(ranked), tuple(rows))
 
-def search(archs:Iterable[str], classes:Iterable[int], jobs:int, quiet:bool=False) -> list[Class]:
-  """Every class of every chip, in `jobs` processes."""
+def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
+  """Every class of every chip, in `jobs` processes, with a line of progress."""
   kinds = list(itertools.product(archs, classes))
-  tiles = [(arch, c) for arch, d in kinds for c in candidates(get_arch(arch), d)]
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-    of: dict[tuple[str, int], list[Found]] = {kind: [] for kind in kinds}
-    for (arch, c), bound in zip(tiles, tqdm(pool.map(_first, tiles), "tiles", len(tiles), disable=quiet), strict=True):
-      if bound is not None: of[arch, c.up_to].append(Found(c, bound))
-    for found in of.values(): found.sort(key=lambda x: x.bound, reverse=True)
-    rows = list(tqdm(pool.map(_choose, [(arch, of[arch, d]) for arch, d in kinds]), "classes", len(kinds), disable=quiet))
-  return [Class(arch, d, tuple(of[arch, d]), tuple(r)) for (arch, d), r in zip(kinds, rows, strict=True)]
+    for arch, d in (bar := tqdm(kinds, unit="class")):
+      def each(f:Callable[..., Bound|None], *args:Iterable[Any]) -> Iterator[Bound|None]:
+        for x in pool.map(f, *args):
+          bar.set_postfix_str(f"{arch} up to {d}: {next(count)} kernels compiled")
+          yield x
+      count = itertools.count(1)
+      yield search_class(arch, d, each)
 
 # ***** the table *****
 
@@ -174,7 +181,7 @@ def row_of(x:Found) -> str:
   c = x.candidate
   options = [f"{f.name}={getattr(c, f.name)}" for f in fields(c)[4:] if getattr(c, f.name) != f.default]
   text = f"    Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
-  return f"{text:<64}# serial {x.bound.serial/10:.1f}%, issued {x.bound.issued/10:.1f}%, overlap {x.bound.overlap/10:.1f}%, waves {x.bound.waves}"
+  return f"{text:<64}# serial {x.bound.serial/2}%, issued {x.bound.issued/2}%, overlap {x.bound.overlap/2}%, waves {x.bound.waves}"
 
 Rows = dict[str, dict[int, list[str]]]   # family -> class -> lines
 
@@ -199,11 +206,12 @@ def file_text(rows:Rows) -> str:
   return HEADER + "\n".join([*lines, "}"]) + "\n"
 
 def differences(old:Rows, new:Rows) -> list[str]:
-  """What `new` would change in `old`, of the classes that it has."""
+  """What `new` would change in `old`, of the classes that it has: other tiles, not figures."""
+  def tiles(rows:Rows, family:str, d:int) -> list[str]: return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(d, [])]
   lines = []
   for family, d in ((f, d) for f in new for d in new[f]):
-    before, after = old.get(family, {}).get(d, []), new[family][d]
-    lines += [f"{family}: - {x.strip()}" for x in before if x not in after] + [f"{family}: + {x.strip()}" for x in after if x not in before]
+    before, after = tiles(old, family, d), tiles(new, family, d)
+    if before != after: lines += [f"{family}: - {x}" for x in before if x not in after] + [f"{family}: + {x}" for x in after]
   return lines
 
 # ***** the command *****
@@ -216,28 +224,28 @@ def show(found:Iterable[Class], everything:bool) -> Table:
       c, b = y.candidate, y.bound
       options = " ".join(name for name in ("q_in_lds", "fenced") if getattr(c, name)) + f" fills={c.fills}"*(c.fills > 0)
       table.add_row(x.arch, str(x.d), f"{queries(y)}x{c.block_n}", *map(str, (c.waves, c.q_tiles, c.block_n)), options,
-                    *(f"{v/10:.1f}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
+                    *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
   return table
 
 @click.command()
 @click.option("--arch", "archs", multiple=True, type=click.Choice(ARCHS), help="Only these. [default: one chip of each family]")
 @click.option("--d", "classes", multiple=True, type=click.Choice([str(d) for d in CLASSES]), help="Only this class. [default: all of them]")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True, help="Processes.")
-@click.option("--all", "everything", is_flag=True, help="Print every tile that compiles without spills, by its fp16 kernel without a mask.")
+@click.option("--all", "everything", is_flag=True, help="Print every tile that compiles without spills, by its bf16 causal kernel.")
 @click.option("--write", is_flag=True, help="Rewrite the table, of what was searched.")
 @click.option("--check", is_flag=True, help="Fail where the table has something else.")
 def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool) -> None:
   """Choose the tiles of the forward kernel by a search over bounds from machine code. Nothing is measured, and no GPU is needed."""
   if write and check: raise click.UsageError("--write or --check: one of them")
-  found = search(archs or ARCHS, [int(d) for d in classes] or CLASSES, jobs)
+  found = list(search(archs or ARCHS, [int(d) for d in classes] or CLASSES, jobs))
   Console(width=None if Console().is_terminal else 160).print(show(found, everything))
   if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:
     raise click.ClickException(f"no tile compiles without spills: {', '.join(empty)}")
   old, new = rows_in(TABLE.read_text()), rows_of(found)
   changes = differences(old, new)
-  click.echo("\n".join(changes) if changes else f"{TABLE.name} has these rows")
+  click.echo("\n".join(changes) if changes else f"{TABLE.name} has these tiles")
   if write: TABLE.write_text(file_text({f: {**old.get(f, {}), **new.get(f, {})} for f in {**old, **new}}))
-  elif check and changes: raise click.ClickException(f"{TABLE.name} has other rows: python -m attn.tune --write")
+  elif check and changes: raise click.ClickException(f"{TABLE.name} has other tiles: python -m attn.tune --write")
 
 if __name__ == "__main__":
   try: main(prog_name="python -m attn.tune")

@@ -19,8 +19,8 @@ def head_class(p:Problem) -> int:
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
 def problem_class(p:Problem) -> str|None:
-  """Problems of one class share a tile: they are the same but for lengths and heads, which are so up to the next power of two. None for problems with an
-  option that takes registers of its own: they are not timed."""
+  """Problems of one class share a tile: the same but for lengths and heads, and those up to the next power of two. None for problems with an option
+  that takes registers of its own: they are not timed."""
   if any(getattr(p, name) for name in SPECIAL): return None
   mask = "window" if p.window[0] >= 0 else "causal" if p.window[1] >= 0 else "full"
   heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.B*p.H, p.Sq, p.Sk))

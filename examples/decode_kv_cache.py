@@ -2,7 +2,7 @@
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np
-from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
+from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 import attn
 
 VOCABULARY, WIDTH, H, HKV, D, CAPACITY, TOKENS = 97, 64, 4, 2, 16, 128, 12
@@ -21,9 +21,9 @@ def without_cache(tokens:list[int]) -> np.ndarray:
   x = Tensor(np.stack([embedding.numpy()[t] + places.numpy()[i] for i, t in enumerate(tokens)])[None])
   return logits(x, attn.attention(*project(x), causal=True, layout="bshd")).numpy()[0]
 
-captures = []
+captures: list[UOp] = []
 @TinyJit
-def step(token:Tensor, position:Variable) -> Tensor:
+def step(token:Tensor, position:UOp) -> Tensor:
   """Scores of the token that follows `token` (1, 1), which stands at `position`."""
   captures.append(position)
   x = embedding[token] + places[position:position + 1].reshape(1, 1, WIDTH)

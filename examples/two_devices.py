@@ -11,8 +11,9 @@ B, H, HKV, SQ, SK, D = 2, 4, 2, 40, 300, 64
 q, k, v = (Tensor(np.random.default_rng(i).standard_normal((B, h, s, D), np.float32)).cast(dtypes.half).realize()
            for i, (h, s) in enumerate([(H, SQ), (HKV, SK), (HKV, SK)]))
 
-args = [x.float().numpy() for x in (q, k, v)] + [D**-0.5, (-1, 0), SK - SQ]
-want, text = exact(*args)[0], same(*args, dtype="float16", out_dtype="float16")[0]
+q_, k_, v_ = (x.float().numpy() for x in (q, k, v))
+want = exact(q_, k_, v_, D**-0.5, (-1, 0), SK - SQ)[0]
+text = same(q_, k_, v_, D**-0.5, (-1, 0), SK - SQ, dtype="float16", out_dtype="float16")[0]
 
 for name, axis_q, axis_kv in (("batch", 0, 0), ("heads", 1, 1), ("keys", None, 2)):   # None: whole on both devices
   shards = q.shard(DEVICES, axis_q).realize(), k.shard(DEVICES, axis_kv).realize(), v.shard(DEVICES, axis_kv).realize()

@@ -29,7 +29,8 @@ def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
 
 def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:
-  """Poses the problem to `attention`, holds o and lse to the contract and returns them as (B, H, Sq, Dv) and (B, H, Sq). `place` may move a tensor by name."""
+  """Poses the problem to `attention`, holds o and lse to the contract and returns them as (B, H, Sq, Dv) and (B, H, Sq). `place` may move a tensor
+  by name."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, call = make(p), {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}

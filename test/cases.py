@@ -12,7 +12,7 @@ from attn.kernels.split_kv import combine, combine_arguments
 from attn.kernels.tiles import Tile
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Options, exact, judge, rounded, same
-from attn.tinygrad_compat import DEV, Context, Device, Tensor, dtypes
+from attn.tinygrad_compat import Context, Tensor, dtypes
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each matrix unit
 DTYPES = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
@@ -38,30 +38,36 @@ def restore(x:np.ndarray, layout:str, shape:tuple[int, ...]) -> np.ndarray:
   return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def tensor(x:np.ndarray, dtype:str, device:str="EMU") -> Tensor:
-  if dtype == "bfloat16": return Tensor((np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16), device=device).bitcast(dtypes.bfloat16)
+  if dtype == "bfloat16":
+    bits = (np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return Tensor(bits, device=device).bitcast(dtypes.bfloat16)
   return Tensor(np.ascontiguousarray(x.astype({"float16": np.float16, "float32": np.float32}[dtype])), device=device)
 
 def array(t:Tensor) -> np.ndarray:
   if t.dtype != dtypes.bfloat16: return t.numpy().astype(np.float32)
   return (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
 
-def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=64, Dv:int|None=None, dtype:str="float16", out_dtype:str|None=None,
-            layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32", **options:Any) -> Problem:
+def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=64, Dv:int|None=None, dtype:str="float16",
+            out_dtype:str|None=None, layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
+            **options:Any) -> Problem:
   """`extras` has the optional tensors of Problem by name; of layout "thd", Sq and Sk are the rows of all sequences."""
   Hkv, Sk, Dv = Hkv or H, Sk or Sq, Dv or D
   shape = lambda h, s, d: {"nsd": (B*h, s, d), "bshd": (B, s, h, d), "thd": (s, h, d)}.get(layout, (B, h, s, d))
-  return problem_of(shape(H, Sq, Dv), shape(H, Sq, D), shape(Hkv, Sk, D), shape(Hkv, Sk, Dv), dtypes=[out_dtype or dtype, dtype, dtype, dtype, "float32"],
+  return problem_of(shape(H, Sq, Dv), shape(H, Sq, D), shape(Hkv, Sk, D), shape(Hkv, Sk, Dv),
+                    dtypes=[out_dtype or dtype, dtype, dtype, dtype, "float32"],
                     lse={"nsd": (B*H, Sq), "thd": (H, Sq)}.get(layout, (B, H, Sq)) if lse else None, layout=layout, **options,
-                    extras={n: (x.shape, bias_dtype if n == "bias" else "int32" if x.dtype == np.int32 else "float32") for n, x in (extras or {}).items()})
+                    extras={n: (x.shape, bias_dtype if n == "bias" else str(x.dtype)) for n, x in (extras or {}).items()})
 
 def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """o (B, H, Sq, Dv) and lse of the kernel under test, on the emulator."""
-  with Context(DEV=f"EMU::{arch}"):
-    q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
+  """o (B, H, Sq, Dv) and lse of the kernel under test, on the emulator, or for the `arch` "CUDA" on that device."""
+  device = "CUDA" if arch == "CUDA" else "EMU"
+  with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
+    q, k, v = (tensor(arrange(a, p.layout), p.dtype, device).realize() for a in (x.q, x.k, x.v))
     shape = arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape
-    outs = [Tensor.empty(*shape, dtype=DTYPES[p.out_dtype], device="EMU")]
-    if p.return_lse: outs.append(Tensor.empty(*((p.B*p.H, p.Sq) if p.layout == "nsd" else (p.B, p.H, p.Sq)), dtype=dtypes.float, device="EMU"))
-    fxn = flash_attention_fn(layout=p.layout, softmax_scale=p.softmax_scale, return_lse=p.return_lse, arch=arch, **options)
+    outs = [Tensor.empty(*shape, dtype=DTYPES[p.out_dtype], device=device)]
+    if p.return_lse: outs.append(Tensor.empty(*((p.B*p.H, p.Sq) if p.layout == "nsd" else (p.B, p.H, p.Sq)), dtype=dtypes.float, device=device))
+    chip = arch if device == "EMU" else None
+    fxn = flash_attention_fn(layout=p.layout, softmax_scale=p.softmax_scale, return_lse=p.return_lse, arch=chip, **options)
     results = Tensor.custom_kernel(*outs, q, k, v, fxn=fxn)[:len(outs)]
     Tensor.realize(*results)
     o = restore(array(results[0]), p.layout, (p.B, p.H, p.Sq, p.Dv))
@@ -69,7 +75,7 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 
 # ***** the kernels themselves, with every option *****
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernels(p:Problem, arch:str, tile:Tile) -> tuple[Callable[..., Any], Callable[..., Any]|None]:
   a = get_arch(arch)
   return forward(p, a, tile), combine(p, a, p.num_splits) if p.num_splits > 1 else None
@@ -114,7 +120,7 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np
 
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Tile], Tile]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Poses the problem, with any of its options, runs the kernels, holds o and lse to the contract and returns them. `tile` may change the chosen one."""
+  """Poses the problem, with any of its options, runs the kernels, holds o and lse to the contract and returns them. `tile` changes the chosen one."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   chosen = choose_tile(p, get_arch(arch))

@@ -70,7 +70,7 @@ def test_lengths_of_each_batch(kernel):
     k_cache, v_cache = poisoned()
     old, more = (0, 121), {"num_splits": 2} if kernel == "split_kv" else {}
     k, v = (np.random.default_rng(i).standard_normal((B, HKV, 130, D)).astype(np.float16) for i in range(2))
-    for name, cache, x in (("k", k_cache, k), ("v", v_cache, v)):
+    for cache, x in ((k_cache, k), (v_cache, v)):
       data = array(cache)
       for b, n in enumerate(old): data[b, :, :n] = x[b, :, :n]
       cache.assign(tensor(data, "float16")).realize()
@@ -96,7 +96,8 @@ def test_an_overflow_that_the_host_knows_of_is_an_error():
     new = draw(B, HKV, 3, D)
     n = Variable("n", 0, 100)
     for start in (6, n.bind(6)):
-      with pytest.raises(ValueError, match=r"cache_seqlens=6: with 3 new rows that is more than the 8 that the cache holds"): append_kv(new, new, k_cache, v_cache, start)
+      with pytest.raises(ValueError, match=r"cache_seqlens=6: with 3 new rows that is more than the 8 that the cache holds"):
+        append_kv(new, new, k_cache, v_cache, start)
     with pytest.raises(ValueError, match=r"cache_seqlens=-1: must lie in 0\.\.8"): append_kv(new, new, k_cache, v_cache, -1)
     with pytest.raises(ValueError, match=r"k_new has 9 rows: k_cache holds 8"): append_kv(draw(B, HKV, 9, D), new, k_cache, v_cache, 0)
     assert (array(k_cache) == 0).all()
@@ -132,7 +133,8 @@ def test_refused():
     k_cache, v_cache = empty_kv_cache(B, HKV, 8, D)
     new = draw(B, HKV, 1, D)
     for call, text in (
-      (lambda: append_kv(draw(B, HKV, 1, 16), new, k_cache, v_cache, 0), r"k_new has shape \(2, 2, 1, 16\): must be that of k_cache, \(2, 2, 8, 32\)"),
+      (lambda: append_kv(draw(B, HKV, 1, 16), new, k_cache, v_cache, 0),
+       r"k_new has shape \(2, 2, 1, 16\): must be that of k_cache, \(2, 2, 8, 32\)"),
       (lambda: append_kv(new.float(), new, k_cache, v_cache, 0), "k_new has dtype dtypes.float: must be that of k_cache, dtypes.half"),
       (lambda: append_kv(new, draw(B, HKV, 2, D), k_cache, v_cache, 0), "v_new and v_cache have 2 and 8 rows"),
       (lambda: append_kv(new, new, k_cache[:, :, :4], v_cache[:, :, :4], 0), "k_cache is a view"),

@@ -50,7 +50,10 @@ SIGNATURES = {
   "tinygrad.uop.ops:UPat": "op= dtype= src= arg= name= allow_any_len= custom_early_reject= location= is_any= tag=",
   "tinygrad.uop.ops:exec_alu": "op dtype operands truncate_output=", "tinygrad:Tensor": "data device= dtype=",
   "tinygrad:Tensor.custom_kernel": "self *lst fxn grad_fxn=", "tinygrad:Tensor.empty": "*shape device= dtype=",
-  "tinygrad:Tensor.schedule_linear": "self *lst",
+  "tinygrad:Tensor.schedule_linear": "self *lst", "tinygrad:Tensor.replace": "self x", "tinygrad:Tensor.shard": "self devices axis=",
+  "tinygrad:Tensor.scaled_dot_product_attention": "self key value attn_mask= dropout_p= is_causal= enable_gqa=",
+  "tinygrad.uop.ops:UOp.mselect": "self arg", "tinygrad.uop.ops:UOp.mstack": "self *srcs", "tinygrad.uop.ops:UOp.unbind": "self",
+  "tinygrad.uop.ops:UOp.unshard": "self axis device_range=",
 }
 # names that are no functions
 VALUES = ("tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
@@ -59,7 +62,8 @@ VALUES = ("tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileErro
           "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad:Device")
 # attributes of those
 ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
-              "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores", "tinygrad.uop.ops:UOp.is_bound_var")
+              "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores", "tinygrad.uop.ops:UOp.is_bound_var",
+              "tinygrad.uop.ops:UOp.max_shard_shape")
 
 def imported() -> set[str]:
   nodes = [n for n in ast.walk(TREES[COMPAT]) if isinstance(n, ast.ImportFrom)]

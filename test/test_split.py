@@ -39,7 +39,8 @@ SPLITS: dict[str, dict[str, Any]] = {
   "no lse": dict(Sq=20, Sk=150, num_splits=2, lse=False),
   "softcap": dict(Sq=20, Sk=150, num_splits=2, softcap=2.0),
   "sinks": dict(Sq=40, Sk=150, num_splits=3, causal=True, extras=dict(sinks=floats(2))),
-  "lengths": dict(B=3, Sq=20, Sk=200, num_splits=3, causal=True, extras=dict(kv_lengths=ints(0, 5, 190), alibi_slopes=np.abs(floats(2)), bias=floats(1, 2, 20, 200))),
+  "lengths": dict(B=3, Sq=20, Sk=200, num_splits=3, causal=True,
+                  extras=dict(kv_lengths=ints(0, 5, 190), alibi_slopes=np.abs(floats(2)), bias=floats(1, 2, 20, 200))),
   "packed sequences": dict(layout="thd", Sq=100, Sk=120, num_splits=3, causal=True, max_seqlen_q=60, max_seqlen_k=70,
                            extras=dict(cu_seqlens_q=ints(0, 0, 40, 40, 100), cu_seqlens_k=ints(0, 20, 50, 50, 120), sinks=floats(2))),
   "decode": dict(B=2, H=8, Hkv=2, Sq=1, Sk=300, D=128, num_splits=5, causal=True, extras=dict(kv_lengths=ints(300, 77), sinks=floats(8))),
@@ -87,9 +88,11 @@ def test_nan_stays_in_its_row(arch:str) -> None:
 
 @pytest.mark.parametrize("Sk", (16384, 16385, 20000))
 def test_decode_of_any_length(Sk:int) -> None:
-  p = resolve(problem(H=4, Hkv=1, Sq=1, Sk=Sk, D=64, num_splits=0), get_arch("gfx942"), choose_tile(problem(H=4, Hkv=1, Sq=1, Sk=Sk, D=64), get_arch("gfx942")))
+  shape: dict[str, Any] = dict(H=4, Hkv=1, Sq=1, Sk=Sk, D=64)
+  p, arch = problem(**shape, num_splits=0), get_arch("gfx942")
+  p = resolve(p, arch, choose_tile(p, arch))
   assert p.num_splits > 32
-  check_kernels("gfx942", H=4, Hkv=1, Sq=1, Sk=Sk, D=64, num_splits=p.num_splits)
+  check_kernels("gfx942", **shape, num_splits=p.num_splits)
 
 def test_shapes_of_scratch() -> None:
   p = problem(B=2, H=3, Sq=5, Sk=100, Dv=20, num_splits=4, layout="bshd", extras=dict(sinks=floats(3)))
@@ -153,6 +156,11 @@ def test_heuristic_fills_the_chip(arch:str) -> None:
     splits = split_heuristic(p, a, tile)
     assert splits <= key_tiles(p, tile)
     if Sk >= 16384: assert 8*splits*2 > a.cus
+
+def test_heuristic_leaves_a_full_chip_alone() -> None:
+  """More workgroups than there are places: shorter ones would only begin and end more often."""
+  p, arch = problem(B=64, H=32, Sq=1, Sk=1024, D=128), get_arch("gfx942")
+  assert split_heuristic(p, arch, choose_tile(p, arch)) == 1
 
 # ***** machine code *****
 

@@ -22,12 +22,14 @@ def test_head_dimensions(D, Dv): check(Sq=9, Sk=11, D=D, Dv=Dv, dtype="float32")
 def test_layouts(layout): check(B=2, H=2, Sq=6, Sk=9, D=16, layout=layout, causal=True)
 
 OPTIONS = {
-  "causal": {"causal": True}, "top-left": {"causal": "top-left"}, "window": {"window": (3, 1)}, "left": {"window": (2, -1)}, "softcap": {"softcap": 1.5},
+  "causal": {"causal": True}, "top-left": {"causal": "top-left"}, "window": {"window": (3, 1)}, "left": {"window": (2, -1)},
+  "softcap": {"softcap": 1.5},
   "alibi": {"extras": {"alibi_slopes": np.float32([.5, .25])}}, "alibi of batches": {"extras": {"alibi_slopes": np.abs(floats(2, 2))}},
-  "bias": {"extras": {"bias": floats(2, 2, 9, 13)}}, "bias of keys": {"extras": {"bias": floats(1, 1, 1, 13)}}, "sinks": {"extras": {"sinks": floats(2)}},
+  "bias": {"extras": {"bias": floats(2, 2, 9, 13)}}, "bias of keys": {"extras": {"bias": floats(1, 1, 1, 13)}},
+  "sinks": {"extras": {"sinks": floats(2)}},
   "lengths": {"extras": {"kv_lengths": int32(4, 13)}}, "no keys": {"extras": {"kv_lengths": int32(0, 2)}},
-  "all": {"causal": True, "window": (6, -1), "softcap": 2.0, "extras": {"alibi_slopes": np.float32([.5, .25]), "bias": floats(2, 1, 9, 13), "sinks": floats(2),
-                                                                     "kv_lengths": int32(5, 11)}},
+  "all": {"causal": True, "window": (6, -1), "softcap": 2.0, "extras": {
+    "alibi_slopes": np.float32([.5, .25]), "bias": floats(2, 1, 9, 13), "sinks": floats(2), "kv_lengths": int32(5, 11)}},
   "top-left lengths": {"causal": "top-left", "extras": {"kv_lengths": int32(4, 13)}},
 }
 
@@ -52,7 +54,8 @@ def test_sequences(more):
 def test_rows_beyond_the_last_sequence_give_zero():
   with emulated("gfx942", "three_pass"):
     q, k = draw(6, 2, 8, dtype="float32"), draw(7, 2, 8, dtype="float32")
-    o, lse = attn.attention(q, k, k, layout="thd", cu_seqlens_q=Tensor([0, 4], dtype=dtypes.int), cu_seqlens_k=Tensor([0, 5], dtype=dtypes.int), return_lse=True)
+    cu_q, cu_k = (Tensor([0, n], dtype=dtypes.int) for n in (4, 5))
+    o, lse = attn.attention(q, k, k, layout="thd", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True)
     assert (o.numpy()[4:] == 0).all() and np.isneginf(lse.numpy()[:, 4:]).all() and np.isfinite(lse.numpy()[:, :4]).all()
 
 def test_the_gradient_is_that_of_tinygrads_own():

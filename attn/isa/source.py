@@ -51,8 +51,9 @@ def problem_of(spec:Spec) -> Problem:
 def kernel_source(spec:Spec, tile:Tile|None=None) -> Source:
   """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for the forward kernel with `tile`."""
   p, arch = problem_of(spec), get_arch(spec.arch)
-  kernel, tile = single_kernel(p, arch) if tile is None else (forward(p, arch, tile), tile)
+  kernel, used = single_kernel(p, arch) if tile is None else (forward(p, arch, tile), tile)
+  assert isinstance(used, Tile)
   dtype = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16}[spec.dtype]
   tensors = [UOp.placeholder((p.B, p.H, p.Sq, p.D), dtype, slot) for slot in range(4)]
-  return Source(render(kernel(*tensors), spec.arch), contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
-                tile.q_tiles*tile.matrix.N, tile.block_m)
+  return Source(render(kernel(*tensors), spec.arch), contraction(used.matrix, p.D), round_up(p.Dv, used.matrix.M),
+                used.q_tiles*used.matrix.N, used.block_m)

@@ -1,6 +1,6 @@
 """Which rows and keys there are, and which key tiles a block of queries walks over: those that some mask touches, and those that none does."""
 from __future__ import annotations
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Mapping
 from attn import intrinsics as hw
 from attn.kernels.tiles import flat

@@ -1,7 +1,8 @@
 """Flash attention forward: one program for every AMD matrix unit.
 
 A workgroup owns one head and BLOCK_M queries and walks over the keys in tiles of BLOCK_N, with the online softmax (Milakov and Gimelshein 2018,
-arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). It computes S^T = K Q^T and O^T = V^T P^T: a query is a lane, see attn/fragment.py.
+arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). It computes S^T = K Q^T and O^T = V^T P^T: a query is a lane, see
+attn/fragment.py.
 Per trip: the K and V tiles, loaded one trip ahead into registers, go to LDS (V transposed); the loads of the next trip start; then the matrix work.
 """
 from __future__ import annotations
@@ -23,14 +24,15 @@ FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 def lds_bytes(p:Problem, tile:Tile) -> int:
   """LDS that `forward` takes for the K and the V^T tile, and for Q where it is kept there."""
   depth = contraction(tile.matrix, p.D)//UNIT
-  return 16*(LdsTile.size(tile.block_n + (tile.block_m if tile.q_in_lds else 0), depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT))
+  rows = tile.block_n + (tile.block_m if tile.q_in_lds else 0)
+  return 16*(LdsTile.size(rows, depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT))
 
 # ***** the parts of a trip *****
 
 @dataclass(frozen=True)
 class State:
-  """What crosses trips: O^T accumulators, per query tile the reference m that the exponents of scores are taken from, bias = -m*Scores.to_log2 (0 while m
-  is -inf) and the lane's part of the row sum l (two numbers to add); and the tiles on their way."""
+  """What crosses trips: O^T accumulators, per query tile the reference m that the exponents of scores are taken from, bias = -m*Scores.to_log2
+  (0 while m is -inf) and the lane's part of the row sum l (two numbers to add); and the tiles on their way."""
   acc: UOp
   m: UOp
   bias: UOp
@@ -54,7 +56,8 @@ class Staging:
   @property
   def items(self) -> int: return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their LDS stores then fill a row."""
+    """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their LDS stores then fill
+    a row."""
     index, groups = self.thread + j*self.threads, self.rows//self.group
     gate = index < groups*self.units
     if self.group == 1: return index//self.units, index%self.units, gate
@@ -71,18 +74,19 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   return columns
 
 def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-  """(shape, dtype) of the tensors that `forward` takes, by name and in order: those of `p.shapes`, or for a part of the keys (p.num_splits > 1) float32
-  o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq) in place of o and lse, whatever the layout ("thd": (G, H, total_q, Dv)), and no sinks."""
+  """(shape, dtype) of the tensors that `forward` takes, by name and in order: those of `p.shapes`, or for a part of the keys (p.num_splits > 1)
+  float32 o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq) in place of o and lse, whatever the layout ("thd": (G, H, total_q, Dv)), and no
+  sinks."""
   if p.num_splits == 1: return p.shapes
   rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
           **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
 
 def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders, which are those of `arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v) when
-  p.return_lse, (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors that there are, in the order of `problem.EXTRAS`.
+  """The kernel of problem `p` as a function of its placeholders, which are those of `arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v)
+  when p.return_lse, (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors there are, in the order of `problem.EXTRAS`.
 
-  With p.num_splits = G > 1 each workgroup takes one of G key ranges and writes the O and the LSE of those keys alone: `split_kv.combine` makes one of them.
+  With p.num_splits = G > 1 each workgroup takes one of G key ranges and writes the O and LSE of those keys alone, which `split_kv.combine` merges.
   With p.sk_variable the kernel has that Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`.
   Raises ValueError where p.num_splits is still 0, and NotImplementedError for tensors beyond what a buffer descriptor addresses.
   """
@@ -97,7 +101,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
   def kernel(*args:UOp) -> UOp:
     if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
     given = dict(zip(names, args))
-    o, lse, q, k, v = given.get("o", args[0]), given.get("lse", given.get("lse_partial")), given["q"], given["k"], given["v"]
+    o, lse, q, k, v = args[0], given.get("lse", given.get("lse_partial")), given["q"], given["k"], given["v"]
+    o_dtype = p.out_dtype if splits == 1 else "float32"
 
     # ***** ranges *****
     axes = itertools.count(4)                            # ids of the loops
@@ -125,7 +130,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       reach = ((UOp.const(0) + sequence.n_q - 1)*q_rows.stride + (group - 1)*head_stride + p.D).maximum(0)*2
       q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, arch.family, False, group, head_stride, reach)
     queries = [Row(batch, first_head + (first_row + i)%group, (first_row + i)//group, first_row + i < sequence.n_q*group) for i in in_block]
-    scores = Scores(p, at, block_n, arch.family, sequence, Row(batch, first_head, first_query, UOp.const(True)), given.get("alibi_slopes"), given.get("bias"))
+    first = Row(batch, first_head, first_query, UOp.const(True))
+    scores = Scores(p, at, block_n, arch.family, sequence, first, given.get("alibi_slopes"), given.get("bias"))
     blocks = key_blocks(p, sequence, first_query, last_query, block_n)
     for s in split: blocks = blocks.share(s, splits)
 
@@ -148,7 +154,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     def q_operands(t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
       """The operands of each query tile for some of the units of the contraction."""
       if not tile.q_in_lds: return [operands(mat, units[steps]) for units in q_units]
-      return [operands(mat, [q_kept.after(*after).load(row, u) for u in units_of(mat, depth, at.h)[steps]]) for row in (hw.opaque(i, t) for i in in_block)]
+      units = units_of(mat, depth, at.h)[steps]
+      return [operands(mat, [q_kept.after(*after).load(row, u) for u in units]) for row in (hw.opaque(i, t) for i in in_block)]
 
     # ***** global -> registers -> LDS *****
     def fetch(s:State, t:UOp) -> list[UOp]:
@@ -178,9 +185,10 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
 
     # ***** softmax over the lanes that share a query *****
     def rescale(s:State, qt:int, x:list[UOp]) -> State:
-      """Moves the reference m of a row, with l and the accumulators, when its scores have outgrown it; else P stays below 2^rescale_above as it is."""
+      """Moves the reference m of a row, with l and the accumulators, when its scores have outgrown it; else P stays below 2^rescale_above."""
       m = row_max(x, s.m[qt].load())
-      return s.after(nothing[0].store(hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], d_tiles, mat, scores.to_log2, tile.rescale_above)))
+      moved = hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], d_tiles, mat, scores.to_log2, tile.rescale_above)
+      return s.after(nothing[0].store(moved))
 
     # ***** one trip *****
     def trip(s:State, t:UOp, masked:bool) -> UOp:
@@ -223,7 +231,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
 
     # ***** all of it *****
     start = [state.acc[i].store(hw.splat(0.0, mat.accumulator)) for i in range(q_tiles*d_tiles)]
-    start += [x[qt].store(hw.splat(value, n)) for x, value, n in ((state.m, NEG_INF, 1), (state.bias, 0.0, 1), (state.l, 0.0, 2)) for qt in range(q_tiles)]
+    for register, value, n in ((state.m, NEG_INF, 1), (state.bias, 0.0, 1), (state.l, 0.0, 2)):
+      start += [register[qt].store(hw.splat(value, n)) for qt in range(q_tiles)]
     done = state.after(UOp.group(*start, *fetch(state, blocks.begin)))
     if left >= 0: done = trips(done, blocks.begin, blocks.full_begin, masked=True)
     done = trips(done, blocks.full_begin, blocks.full_end, masked=False)
@@ -243,9 +252,10 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       for dt in range(d_tiles):
         values = hw.mul(done.acc[qt*d_tiles + dt].load(), factor)
         if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
-        outputs += store_row(arch, flat(o), names["o" if splits == 1 else "o_partial"][1], p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
+        outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
     name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
-    return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)), tag=OPTIMISED)
+    info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
+    return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
   return kernel
 
 def check_range(p:Problem, tile:Tile) -> None:
@@ -254,7 +264,8 @@ def check_range(p:Problem, tile:Tile) -> None:
   queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
   reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*2, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
   for name, nbytes in reads.items():
-    if nbytes > MAX_RECORDS: raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
+    if nbytes > MAX_RECORDS:
+      raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
 
 def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
   """(what O^T is to be multiplied by, LSE) of a row with sum `total` relative to the reference `m`. A sink is one more term of the sum."""
@@ -269,8 +280,8 @@ def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
   return total.eq(0.0).where(0.0, hw.mul(weight, hw.rcp(total))), total.eq(0.0).where(NEG_INF, hw.add(safe, hw.mul(hw.log2(total), LN2)))
 
 def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-  """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at a time
-  where rows are so aligned."""
+  """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
+  a time where rows are so aligned."""
   index, n, size = begin + column, hw.length(values), 4 if dtype == "float32" else 2
   words = values if size == 4 else hw.pack(values if n > 1 else hw.build(values, values), dtype, arch.bf16_pack)   # dwords of the row
   wide = min(16//size, n)                                                          # elements of a store

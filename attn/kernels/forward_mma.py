@@ -1,9 +1,9 @@
 """Flash attention forward on NVIDIA's mma.sync (sm_80 and later): the algorithm of attn/kernels/forward.py with the query on the rows.
 
-A block owns one head and BLOCK_M queries, a warp 16 or 32 of them, and walks over the keys in tiles of BLOCK_N: S = Q K^T, the online softmax, O += P V
-(FlashAttention-2, arXiv 2307.08691, algorithm 1). K and V tiles come by cp.async into a ring of `stages` in shared memory, so that one barrier a trip is
-enough: it says that a tile is there and that the one before it is no longer read. Operands are read by ldmatrix, V transposed on the way. A row of shared
-memory is an odd number of 16-byte units long: the eight rows of a matrix then lie in different banks, and every address is one register and a constant.
+A block owns one head and BLOCK_M queries, a warp 16 or 32 of them, and walks over the keys in tiles of BLOCK_N: S = Q K^T, the online softmax,
+O += P V (FlashAttention-2, arXiv 2307.08691, algorithm 1). K and V tiles come by cp.async into a ring of `stages` in shared memory, so that one
+barrier a trip is enough: it says that a tile is there and that the one before it is no longer read. Operands are read by ldmatrix, V transposed on
+the way, from rows that are swizzled against bank conflicts.
 """
 from __future__ import annotations
 import functools, itertools
@@ -17,7 +17,7 @@ from attn.kernels.forward import OPTIMISED, estimates
 from attn.kernels.scores import LN2, LOG2E, NEG_INF
 from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
 from attn.problem import Problem
-from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
+from attn.tinygrad_compat import AddrSpace, AxisType, DType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
 
 LINE = 8            # units of 128 bytes: all banks
 MAX_D = 256         # a row of O is held in registers
@@ -39,12 +39,13 @@ class MmaTile:
   def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.M
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
-  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
+  def __str__(self) -> str:
+    return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
 @dataclass(frozen=True)
 class Rows:
-  """How rows of `width` elements (a multiple of 16) lie in shared memory from unit `base` on: whole lines of 128 bytes, whose units are permuted by xor with
-  the row's number. Then neither the eight rows of an 8x8 matrix nor the eight units of a line that is copied share a bank."""
+  """How rows of `width` elements (a multiple of 16) lie in shared memory from unit `base` on: whole lines of 128 bytes, whose units are permuted by
+  xor with the row's number. Then neither the eight rows of an 8x8 matrix nor the eight units of a line that is copied share a bank."""
   width: int
   base: UOp|int = 0
   @property
@@ -55,8 +56,8 @@ class Rows:
     """Where a 16-byte unit lies."""
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Where a unit lies that is `rows` (a multiple of 8) rows and `units` (even) units on from `unit` (0 or 1) of `row`: a part for a register, of which there
-    are few different ones, and a constant."""
+    """Where a unit lies that is `rows` (a multiple of 8) rows and `units` (even) units on from `unit` (0 or 1) of `row`: a part for a register, of
+    which there are few different ones, and a constant."""
     return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 def lds_bytes(p:Problem, tile:MmaTile) -> int:
@@ -65,8 +66,8 @@ def lds_bytes(p:Problem, tile:MmaTile) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-  """A tile for head dimensions up to `up_to`, beyond which it spills registers, and grids of one block per multiprocessor at least where it is `large`.
-  Measured on an H200: docs/nvidia.md."""
+  """A tile for head dimensions up to `up_to`, beyond which it spills registers, and, where it is `large`, grids of at least one block per
+  multiprocessor. Measured on an H200: docs/nvidia.md."""
   up_to: int
   q_tiles: int
   block_n: int
@@ -99,8 +100,8 @@ def tile_of(p:Problem, arch:Arch) -> MmaTile:
 
 @dataclass(frozen=True)
 class State:
-  """What crosses trips: O accumulators, per query tile the reference m of its rows, bias = -m*softmax_scale*log2(e), the lane's part of the row sums l; the
-  scores of a trip; shared memory; and a dummy that statements are stored to."""
+  """What crosses trips: O accumulators, per query tile the reference m of its rows, bias = -m*softmax_scale*log2(e), the lane's part of the row
+  sums l; the scores of a trip; shared memory; and a dummy that statements are stored to."""
   acc: UOp
   m: UOp
   bias: UOp
@@ -123,10 +124,11 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
   q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
   to_log2 = p.softmax_scale*LOG2E
   # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
-  together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or right >= 0 and 2*n*p.Sk*(p.D + p.Dv) <= CACHED*(p.H//p.Hkv)))
+  cached = CACHED*(p.H//p.Hkv)//(2*p.Sk*(p.D + p.Dv))
+  together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, cached if right >= 0 else 1))
 
   def kernel(o:UOp, *args:UOp) -> UOp:
-    lse, q, k, v = args if p.return_lse else (None, *args)
+    lse, (q, k, v) = (args[0], args[1:]) if p.return_lse else (None, args)
 
     # ***** ranges *****
     axes = itertools.count(5)                                        # ids of the loops
@@ -143,7 +145,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     queries = [[first_query + i + mat.c_row(lane, r) for r in range(hw.ROWS)] for i in in_block]
 
     # ***** placeholders *****
-    def registers(n:int, slot:int, dtype=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
+    def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
     start = State(registers(q_tiles*d_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2), registers(q_tiles, 5, hw.F2),
                   registers(q_tiles*k_tiles, 6, hw.F4), UOp.placeholder((lds_bytes(p, tile)//16,), hw.U4, 0, AddrSpace.LOCAL), registers(1, 7))
     q_rows, k_size, v_size = Rows(depth), block_n*Rows(depth).stride, block_n*Rows(width).stride
@@ -163,8 +165,9 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
         row, unit = (thread + (j - moved)*tile.threads)//to.stride, (thread + (j - moved)*tile.threads)%to.stride
         left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
         nbytes = (first + row + moved*apart < there).where(left_over, 0)
-        statements.append(s.do(hw.copy(s.shared[to.place(row, unit)], flat(source)[at + row*ss + unit*UNIT], (16*moved*apart*to.stride, 2*moved*apart*ss),
-                                       nbytes, (row + moved*apart < rows) & (unit < to.units), columns % UNIT == 0)))
+        step = 16*moved*apart*to.stride, 2*moved*apart*ss
+        statements.append(s.do(hw.copy(s.shared[to.place(row, unit)], flat(source)[at + row*ss + unit*UNIT], step, nbytes,
+                                       (row + moved*apart < rows) & (unit < to.units), columns % UNIT == 0)))
       return statements
 
     blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
@@ -236,7 +239,8 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       return s.after(trip(arrived(s.after(r), stages - 2), first + r, masked).end(r))
 
     # ***** all of it *****
-    zero = [start.nothing[0].store(UOp.const(0.0, dtypes.float))] + [start.acc[i].store(hw.zero(UOp.const(0.0, dtypes.float))) for i in range(q_tiles*d_tiles)]
+    nought = UOp.const(0.0, dtypes.float)
+    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(q_tiles*d_tiles)]
     zero += [y[qt].store(hw.rows(value)) for y, value in ((start.m, NEG_INF), (start.bias, 0.0), (start.l, 0.0)) for qt in range(q_tiles)]
     s = start.after(UOp.group(*zero))
     s = s.after(UOp.group(*fetch(s, q, False, p.Sq, first_query, tile.block_m, p.D, q_rows)))
@@ -273,6 +277,6 @@ def store_pair(p:Problem, o:UOp, batch:UOp, head:UOp, query:UOp, column:UOp, val
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
   index, there = batch*sb + head*sh + query*ss + column, query < p.Sq
   if p.out_dtype == "float32": return [o[(index + i).valid(there & (column + i < p.Dv))].store(y) for i, y in enumerate(values)]
-  word = hw.pack(values[0], values[1], p.out_dtype)
+  word = hw.pack(values[0], values[1], p.out_dtype, UOp.const(0.0, o.dtype))
   if p.Dv % 2 == 0: return [o.bitcast(dtypes.uint)[(index//2).valid(there & (column < p.Dv))].store(word)]
   return [o[(index + i).valid(there & (column + i < p.Dv))].store((word >> (16*i)).cast(dtypes.ushort).bitcast(o.dtype)) for i in range(2)]

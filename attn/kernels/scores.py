@@ -1,7 +1,7 @@
 """From raw scores Q K^T to what the softmax takes: softcap, ALiBi, bias, then the masks.
 
-Without the first three, scores stay raw: the softmax takes differences first and folds softmax_scale * log2(e) in with its fma. With any of them, scores
-are mapped to base-2 logarithms here, in fp32, and the softmax works on those with a factor of 1.
+Without the first three, scores stay raw: the softmax takes differences first and folds softmax_scale * log2(e) in with its fma. With any of them,
+scores are mapped to base-2 logarithms here, in fp32, and the softmax works on those with a factor of 1.
 """
 from __future__ import annotations
 import math
@@ -14,6 +14,7 @@ from attn.tinygrad_compat import UOp
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 NEG_INF = -math.inf
+SMALL_CAP = 64.0           # a softcap up to this has an error of 1e-5 at most by the short formula: less than P's rounding to 16 bits
 MAX_RECORDS = 0x7ffffff0   # bytes of the largest range of a buffer descriptor
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Scores:
     """Raw scores -> base-2 logarithms: log2(e) * (cap(softmax_scale*x) - slope*|i + offset - j| + bias), see Problem."""
     p = self.p
     if self.raw: return x
-    if p.softcap: x = [hw.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E) for y in x]
+    if p.softcap: x = [hw.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E, series=p.softcap > SMALL_CAP) for y in x]
     else: x = [hw.mul(y, p.softmax_scale*LOG2E) for y in x]
     if self.slopes is not None:
       slope = hw.mul(flat(self.slopes)[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)

@@ -4,7 +4,7 @@ Where B*H heads of Sq queries make fewer workgroups than the chip has compute un
 pytorch.org/blog/flash-decoding; the merge is that of FlashAttention-2, arXiv 2307.08691, section 2.3.1):
 
   p = resolve(p, arch, tile)                                        # chooses p.num_splits, G
-  forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # arguments(p), of attn/kernels/forward.py: normalised O and natural-log LSE of each range
+  forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # forward.arguments(p): normalised O and natural-log LSE of each range
   combine(p, arch, p.num_splits)(o, [lse,] o_partial, lse_partial, [sinks])
 
 An empty range gives O = 0 and LSE = -inf, and so weighs nothing.
@@ -24,6 +24,7 @@ from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp
 
 THREADS = 256       # of a workgroup of `combine`, at most
 PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys
+COMBINE = 320       # launching `combine`, likewise
 COMBINE_BYTES = 2**14   # scratch that the whole chip writes and reads again while a workgroup gets over one key
 
 # ***** how many *****
@@ -38,10 +39,11 @@ def workgroups(p:Problem, tile:Tile) -> int:
 def split_heuristic(p:Problem, arch:Arch, tile:Tile) -> int:
   """The number of splits, a power of two, by an occupancy model.
 
-  A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than a compute unit has SIMDs and
-  its LDS has the room: the workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each of 1/G of the trips, so in units of a key
+  A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than a compute unit has
+  SIMDs and its LDS has the room: the workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each
+  of 1/G of the trips, so in units of a key
 
-    time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + scratch(G) / COMBINE_BYTES
+    time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
 
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
@@ -49,13 +51,13 @@ def split_heuristic(p:Problem, arch:Arch, tile:Tile) -> int:
   places = arch.cus*max(1, min(simds//tile.waves, arch.lds//lds_bytes(p, tile)))
   trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
   def time(splits:int) -> float:
-    scratch = 4*splits*p.rows*(p.Dv + 1) if splits > 1 else 0
-    return ceildiv(workgroups(p, tile)*splits, places)*(ceildiv(trips, splits)*tile.block_n + PROLOGUE) + scratch/COMBINE_BYTES
+    merge = COMBINE + 4*splits*p.rows*(p.Dv + 1)/COMBINE_BYTES if splits > 1 else 0
+    return ceildiv(workgroups(p, tile)*splits, places)*(ceildiv(trips, splits)*tile.block_n + PROLOGUE) + merge
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return min(choices or [1], key=lambda splits: (time(splits), splits))
 
 def resolve(p:Problem, arch:Arch, tile:Tile) -> Problem:
-  """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one is held to the number of key tiles."""
+  """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one held to the number of key tiles."""
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))
 
 # ***** many into one *****
@@ -70,10 +72,11 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
 
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
 
-  with the largest exponent taken out. o is in the layout and dtype of the problem; a row without keys gives 0 and -inf. Raises ValueError where `splits` is
-  not what p says.
+  with the largest exponent taken out. o is in the layout and dtype of the problem; a row without keys gives 0 and -inf. Raises ValueError where
+  `splits` is not what p says.
   """
-  if splits != p.num_splits or splits < 2: raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
+  if splits != p.num_splits or splits < 2:
+    raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
   names, vec = combine_arguments(p), math.gcd(p.Dv, 4)
   columns = p.Dv//vec                       # threads of a row, each with `vec` neighbouring elements
   per = max(1, THREADS//columns)            # rows of a workgroup
@@ -121,7 +124,7 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
       log_sum = weights.eq(0.0).where(NEG_INF, hw.add(reference, hw.mul(hw.log2(weights), LN2)))
       outputs.append(given["lse"][row.valid(there & column.eq(0))].store(log_sum))
     size = 4*p.rows*(p.Dv + 1)*splits
-    return UOp.group(*outputs).end(block, thread).sink(
-      arg=KernelInfo(f"attn_combine_{arch.name}_{p.out_dtype}_{splits}x{p.Dv}", opts_to_apply=(), estimates=Estimates(ops=2*p.rows*p.Dv*splits, lds=size, mem=size)),
-      tag=OPTIMISED)
+    estimates = Estimates(ops=2*p.rows*p.Dv*splits, lds=size, mem=size)
+    info = KernelInfo(f"attn_combine_{arch.name}_{p.out_dtype}_{splits}x{p.Dv}", opts_to_apply=(), estimates=estimates)
+    return UOp.group(*outputs).end(block, thread).sink(arg=info, tag=OPTIMISED)
   return kernel

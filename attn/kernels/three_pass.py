@@ -1,7 +1,7 @@
 """The fallback: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P V, everything in fp32.
 
-Written in tensor operations, which tinygrad schedules as its own kernels: any dtype, any head dimension, any length, any device, every option, and sharded
-tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the other kernels are there to avoid.
+Written in tensor operations, which tinygrad schedules as its own kernels: any dtype, any head dimension, any length, any device, every option, and
+sharded tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the other kernels are there to avoid.
 """
 from __future__ import annotations
 import math
@@ -39,14 +39,14 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor) -> Exten
   j = Tensor.arange(Sk) - each(in_k, cu_k[:-1])
   return Extent((number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0), i.reshape(Sq, 1), j.reshape(1, Sk), in_q)
 
-def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0, softcap:float=0.0,
-               alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
+def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
+               softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None) -> tuple[Tensor, Tensor]:
   """(o, lse), both float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and -inf.
 
-  q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that decides:
-  `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, softcap*tanh(score/softcap), minus slope*distance,
-  plus bias, then masked. `sinks` (H) are scores of one more key that has no value; lse counts it.
+  q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that
+  decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, softcap*tanh(score/softcap), minus
+  slope*distance, plus bias, then masked. `sinks` (H) are scores of one more key that has no value; lse counts it.
   """
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])

@@ -1,0 +1,108 @@
+"""The kernel against its peers on the same NVIDIA GPU, in one process and on the same inputs: PyTorch's SDPA with the FlashAttention-2 and the cuDNN
+backend, and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`, with SWEEP=1 for the shapes below and PLOT=path.png for a picture.
+
+Device time, by events around many launches, median over rounds in which the peers take turns: what the chip's temperature does to one it does to all.
+"""
+from __future__ import annotations
+import itertools, statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+import numpy as np
+from attn.api import device_arch, flash_attention_fn
+from attn.dispatch import single_kernel
+from attn.problem import Problem
+from attn.tinygrad_compat import Tensor, compiled, cuda_seconds, device_seconds, dtypes, foreign_cuda_context
+
+SHAPES: list[dict[str, Any]] = [
+  {"B": 1, "H": 64, "N": 8192, "D": 128}, {"B": 4, "H": 16, "N": 4096, "D": 128}, {"B": 4, "H": 32, "N": 4096, "D": 64},
+  {"B": 1, "H": 32, "N": 1024, "D": 64}, {"B": 1, "H": 16, "N": 16384, "D": 64}, {"B": 4, "H": 32, "HKV": 8, "N": 4096, "D": 128}]
+SWEEP = [{**shape, "DTYPE": dtype, "CAUSAL": causal} for dtype, shape, causal in itertools.product(("float16", "bfloat16"), SHAPES, ("0", "1"))]
+OURS, FLASH, CUDNN, OWN = "attn", "FlashAttention-2", "cuDNN", "tinygrad SDPA"
+ROUNDS, ROUND_SECONDS = 5, 0.25     # long enough for the chip to settle at the clock that its power limit leaves to each
+TYPES = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16}
+ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5}     # how far outputs of size 1 may lie apart: four units in the last place
+
+def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
+  """By name: a function that computes attention, and its output; a backend that refuses the problem is left out."""
+  import torch
+  from torch.nn.attention import SDPBackend, sdpa_kernel
+  def peer(backend:Any) -> Callable[[], Any]:
+    def attention() -> Any:
+      with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=p.softmax_scale, enable_gqa=p.H//p.Hkv > 1)
+    return attention
+  found = {}
+  for name, backend in ((FLASH, SDPBackend.FLASH_ATTENTION), (CUDNN, SDPBackend.CUDNN_ATTENTION)):
+    try: found[name] = peer(backend), peer(backend)()
+    except RuntimeError as e: print(f"{name} refuses {p}: {e}")
+  return found
+
+def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
+  """Seconds of one call: a graph of as many as fill a round."""
+  import torch
+  def seconds(run:Callable[[], None]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)*1e-3
+  seconds(attention)
+  count = max(1, round(ROUND_SECONDS/min(seconds(attention) for _ in range(3))))
+  graph = torch.cuda.CUDAGraph()
+  with torch.cuda.graph(graph):
+    for _ in range(count): attention()
+  seconds(graph.replay)
+  return lambda: seconds(graph.replay)/count
+
+def compare(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
+  """Times one problem; a row of the table."""
+  import torch
+  torch.cuda.init()
+  generator = torch.Generator("cuda").manual_seed(seed)
+  kind = {"float16": torch.float16, "bfloat16": torch.bfloat16}[p.dtype]
+  inputs = [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in ((p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))]
+  peers = torch_peers(p, causal, *inputs)
+  timers = {peer: torch_timer(attention) for peer, (attention, _) in peers.items()}
+  bits = [x.cpu().view(torch.int16).numpy().view(np.uint16) for x in inputs]
+  values = lambda x: x.float().cpu().numpy()
+  others = {peer: values(o) for peer, (_, o) in peers.items()}
+  with foreign_cuda_context() as theirs:
+    q, k, v = (Tensor(x).bitcast(TYPES[p.dtype]).realize() for x in bits)
+    fxn = flash_attention_fn(causal="top-left" if causal else False, softmax_scale=p.softmax_scale)
+    ours = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), q, k, v, fxn=fxn)[0]
+    schedule = compiled(ours)
+    count = max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3))))
+    timers = {OURS: lambda: cuda_seconds(schedule, count)} | {peer: theirs(timer) for peer, timer in timers.items()}
+    rounds = [{peer: timer() for peer, timer in timers.items()} for _ in range(ROUNDS)]
+    o = ours.float().numpy()
+    own = q.scaled_dot_product_attention(k, v, is_causal=causal, enable_gqa=p.H//p.Hkv > 1)
+    own_schedule = compiled(own)
+    times = {peer: statistics.median(r[peer] for r in rounds) for peer in timers}
+    times[OWN] = statistics.median(device_seconds(own_schedule) for _ in range(4))
+    others[OWN] = own.float().numpy()
+  apart = {peer: float((np.abs(o - x)/np.maximum(np.abs(x), 1)).max()) for peer, x in others.items()}
+  row: dict[str, Any] = {"shape": name, "causal": causal, "dtype": p.dtype, "tile": str(single_kernel(p, device_arch())[1]), "ms": times[OURS]*1e3}
+  row |= {f"TFLOP/s {peer}": p.flops/t/1e12 for peer, t in times.items()}
+  row |= {f"x {peer}": t/times[OURS] for peer, t in times.items() if peer != OURS}
+  return row | {"apart": max(apart.values()), "verdict": "ok" if max(apart.values()) <= ULPS[p.dtype] else "WRONG"}
+
+def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
+  """Bars of TFLOP/s, a group for each shape."""
+  import matplotlib
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt
+  parts = list(dict.fromkeys((row["dtype"], row["causal"]) for row in rows))
+  figure, axes = plt.subplots(len(parts), 1, figsize=(12, 3.2*len(parts)), squeeze=False, layout="constrained")
+  for axis, part in zip(axes[:, 0], parts, strict=True):
+    mine = [row for row in rows if (row["dtype"], row["causal"]) == part]
+    for i, peer in enumerate((OURS, FLASH, CUDNN, OWN)):
+      heights = [row.get(f"TFLOP/s {peer}", 0.0) for row in mine]
+      bars = axis.bar([x + (i - 1.5)*0.2 for x in range(len(mine))], heights, 0.2, label=peer)
+      axis.bar_label(bars, fmt="%.0f", fontsize=7)
+    axis.set_xticks(range(len(mine)), [row["shape"] for row in mine], fontsize=8)
+    axis.set_ylabel("TFLOP/s")
+    axis.set_title(f"{part[0]}, {'causal' if part[1] else 'full'}", fontsize=9)
+  axes[0, 0].legend(ncols=4, fontsize=8)
+  figure.suptitle(title, fontsize=10)
+  figure.savefig(path, dpi=120)

@@ -1,0 +1,145 @@
+"""mma.sync on NVIDIA: the kernel against float64, on the emulator and, with `python -m pytest -m gpu`, on the GPU that is there."""
+from __future__ import annotations
+import itertools, re, shutil, subprocess
+import numpy as np
+import pytest
+from attn import intrinsics_cuda as hw
+from attn.arch import get_arch
+from attn.dispatch import choose
+from attn.emulator.checks import LdsRace
+from attn.fragment import MMA
+from attn.kernels import forward_mma
+from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes, tile_of
+from attn.problem import Problem
+from attn.tinygrad_compat import Context, Tensor, UOp, render
+from cases import DTYPES, Inputs, check, normal, problem
+from test_forward import ADVERSARIAL, MASKS, SHAPES
+
+GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
+either = pytest.mark.parametrize("chip", ("sm_90", GPU))
+
+@either
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
+
+@either
+@pytest.mark.parametrize("case", MASKS)
+def test_masks(chip:str, case:str) -> None: check(chip, **MASKS[case])
+
+@either
+@pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
+def test_adversarial(chip:str, make) -> None:
+  check(chip, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make.__name__ == "huge_key" else "float16")
+  check(chip, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
+
+@either
+def test_scores_too_large_for_one_fma(chip:str) -> None:
+  """bf16 scores of 1.7e10, beside rows of ordinary ones: exp2 of (score - maximum) must not overflow by rounding the two differently."""
+  def make(p:Problem) -> Inputs:
+    x = normal(p)
+    q, k = np.full_like(x.q, 16384), np.full_like(x.k, 16384)
+    q[..., ::3, :] = x.q[..., ::3, :]*2.0**-14
+    return Inputs(q, k, x.v)
+  check(chip, make, Sq=20, Sk=170, D=64, dtype="bfloat16", softmax_scale=0.25, out_dtype="float32")
+
+@pytest.mark.parametrize("chip", ("sm_80", "sm_86", "sm_89", GPU))
+@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
+def test_head_dimensions(chip:str, D:int) -> None:
+  """The tiles of large grids, in both dtypes and all alignments of the mask; on the emulator a few heads stand for the many of a large grid."""
+  for dtype, causal in zip(("float16", "bfloat16", "float16"), (False, True, "top-left"), strict=True):
+    check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
+
+@either
+@pytest.mark.parametrize("ratio", (1, 3, 4, 5, 7, 8, 24))
+def test_grouped_heads(chip:str, ratio:int) -> None:
+  check(chip, B=2, H=2*ratio, Hkv=2, Sq=20, Sk=40, layout=("bhsd", "bshd")[ratio % 2], causal=ratio % 2 == 1)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
+def test_large_grids(D:int) -> None:
+  """Grids that fill the chip get the large tiles."""
+  for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
+    check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
+
+@pytest.mark.gpu
+def test_attention_of_tensors() -> None:
+  """The API, with options that go to another kernel."""
+  from attn.api import attention
+  with Context(DEV="CUDA"):
+    rng = np.random.default_rng(0)
+    q, k, v = (Tensor(rng.standard_normal((2, 4, 100, 64)).astype(np.float16)) for _ in range(3))
+    close = lambda x, y: np.testing.assert_allclose(x.numpy(), y.numpy(), atol=4e-3)
+    close(attention(q, k, v), q.scaled_dot_product_attention(k, v))
+    close(attention(q, k, v, causal="top-left"), q.scaled_dot_product_attention(k, v, is_causal=True))
+    bias = Tensor(rng.standard_normal((100, 100)).astype(np.float32))
+    close(attention(q, k, v, bias=bias), q.scaled_dot_product_attention(k, v, attn_mask=bias.half()))
+
+# ***** tiles *****
+
+TILES = [MmaTile(MMA["float16"], *args) for args in ((4, 2, 64), (8, 1, 64), (4, 2, 48, 2, True), (2, 1, 32, 3), (4, 1, 32, 4, True), (1, 2, 16))]
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_kind_of_tile(tile:MmaTile, monkeypatch) -> None:
+  """Warps, query tiles, keys, stages and where Q is kept may be chosen freely."""
+  monkeypatch.setattr(forward_mma, "tile_of", lambda p, arch: tile)
+  monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
+  choose_anew(monkeypatch)
+  check("sm_90", Sq=150, Sk=133, D=64, causal=True)
+  check("sm_90", Sq=40, Sk=203, D=96, window=(70, -1))
+  check("sm_90", H=1, Sq=70, Sk=130, D=128, dtype="float16")
+
+def choose_anew(monkeypatch) -> None:
+  """Dispatch forgets what it has chosen, now and when the test is over."""
+  from attn import dispatch
+  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
+
+@pytest.mark.parametrize("arch", ("sm_80", "sm_86", "sm_89", "sm_90"))
+def test_tiles_fit(arch:str) -> None:
+  for D, heads in itertools.product((16, 64, 80, 96, 128, 160, 192, 256), (1, 256)):
+    p = problem(H=heads, Sq=1024, D=D)
+    choice = choose(p, a := get_arch(arch))
+    assert choice.kernel == "forward_mma"
+    assert lds_bytes(p, tile_of(p, a)) <= a.lds
+
+def test_banks() -> None:
+  """The eight rows of a matrix that ldmatrix reads, and the eight units of a line that cp.async writes, lie in all the banks."""
+  for width in (16, 64, 80, 128, 192, 256):
+    rows = Rows(width)
+    at = np.array([[int(rows.place(UOp.const(r), UOp.const(u)).simplify().arg) for u in range(rows.units)] for r in range(16)])
+    assert len(set(at.flat)) == at.size
+    for u in range(rows.units): assert {len(set(at[r:r + 8, u] % 8)) for r in (0, 8)} == {8}
+    for u in range(0, rows.units//8*8, 8): assert all(len(set(at[r, u:u + 8] % 8)) == 8 for r in range(16))
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("D", (64, 96, 128, 256))
+def test_no_local_memory(D:int, tmp_path) -> None:
+  """What the large tiles compile to: no spills and no stack."""
+  p = problem(H=256, Sq=1024, D=D, lse=False, causal=True)
+  tensors = [UOp.placeholder(shape, DTYPES[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
+  (source := tmp_path/"kernel.cu").write_text(render(forward_mma.forward_mma(p, a := get_arch("sm_90"), tile_of(p, a))(*tensors), "sm_90"))
+  command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
+  text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+  assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text), text
+
+# ***** what the emulator must see *****
+
+def test_copies_are_garbage_until_waited_for(monkeypatch) -> None:
+  monkeypatch.setattr(hw, "wait", lambda order, but: hw.commit(order))
+  with pytest.raises(AssertionError, match="NaN"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
+
+def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
+  monkeypatch.setattr(forward_mma, "barrier", lambda after: after)
+  with pytest.raises(LdsRace): check("sm_80", H=1, Sq=64, Sk=130, D=16)
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_ldmatrix(transposed:bool) -> None:
+  """Lane l gets columns 2*(l%4), +1 of row l//4 of each matrix (PTX ISA 9.7.14.5.15), from its transpose where asked."""
+  class Lanes:
+    active, wave = np.ones(32, bool), 32
+    def load_bytes(self, pointer, offset, nbytes, gate): return np.ascontiguousarray(memory.reshape(32, 8)).view(np.uint8).T
+  memory = np.arange(4*8*8, dtype=np.uint16).reshape(4, 8, 8)
+  got = hw._ldmatrix(Lanes(), None, 0, transposed)
+  for matrix, lane in itertools.product(range(4), range(32)):
+    m = memory[matrix].T if transposed else memory[matrix]
+    assert got[matrix, lane] == int(m[lane//4, lane%4*2]) | int(m[lane//4, lane%4*2 + 1]) << 16

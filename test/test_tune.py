@@ -1,0 +1,192 @@
+"""The search for tiles: what it takes for better, that the table is what it finds, and TUNE=1 of bench.py with a clock of ours."""
+from __future__ import annotations
+import json, os, subprocess, sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+import pytest
+from click.testing import CliRunner
+from tinygrad import Context
+import bench
+from attn import tune, tuned
+from attn.arch import get_arch
+from attn.dispatch import CANDIDATES, choose, choose_tile, tile_of
+from attn.isa.model import pipes
+from attn.isa.source import Spec, problem_of
+from attn.kernels.tiles import Candidate, Tile
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+from attn.tune import Bound, Found, best
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL = replace(get_arch("gfx942"), tuned=True)
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> Path:
+  monkeypatch.setattr(tuned, "path", lambda: tmp_path/"attn"/"tune.json")
+  return tmp_path/"attn"/"tune.json"
+
+def problem(**sizes:Any) -> Problem:
+  return Problem(**{"B": 2, "H": 16, "Hkv": 16, "Sq": 4096, "Sk": 4096, "D": 128, "Dv": 128} | sizes, softmax_scale=0.1)
+
+# ***** the search *****
+
+FIGURES = {"enough": 2, "issued": 120, "serial": 136, "waves": 2, "overlap": 200, "small": -128, "short": -64}
+def bound(**figures:int) -> Bound: return Bound(**FIGURES | figures)
+
+@pytest.mark.parametrize(("better", "worse"), [
+  ({"enough": 2}, {"enough": 1, "issued": 140}), ({"issued": 121}, {"serial": 140}), ({"serial": 137}, {"waves": 3}),
+  ({"waves": 3, "overlap": 180}, {"waves": 2}), ({"overlap": 180, "small": -256}, {"overlap": 179}),
+  ({"small": -128}, {"small": -256}), ({"short": -32}, {"short": -64})])
+def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
+  assert bound(**better) > bound(**worse)
+
+def test_the_best_is_the_best_of_the_worst() -> None:
+  """The tile that leads by one variant has a bad one; the last is not looked at, for even its good variant is no better."""
+  tiles = [Candidate(64, 4, 1, n) for n in (16, 32, 64, 128)]
+  ranked = [Found(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
+  worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
+  def look(c:Candidate) -> Bound|None:
+    seen.append(c)
+    return worst[c]
+  assert best(ranked, look) == Found(tiles[2], bound(issued=120)) and seen == tiles[:3]
+  assert best([], look) is None
+
+@pytest.mark.parametrize(("arch", "waves", "registers", "lds", "fit"), [
+  ("gfx942", 8, 3, 6.0, 2), ("gfx942", 4, 3, 6.0, 3), ("gfx942", 8, 1, 6.0, 0), ("gfx942", 4, 8, 2.0, 2), ("gfx1100", 8, 6, 4.0, 4),
+  ("gfx1100", 4, 5, 16.0, 4)])
+def test_waves_come_in_workgroups(arch:str, waves:int, registers:int, lds:float, fit:int) -> None:
+  report: Any = SimpleNamespace(resources=SimpleNamespace(waves_by_registers=registers, waves_by_lds=lds))
+  tile = replace(tile_of(problem_of(Spec(arch, 64)), get_arch(arch), Candidate(64, 4, 1, 32)), waves=waves)
+  assert tune.waves_of(report, tile, pipes(arch)) == fit
+
+def test_the_space_is_what_fits() -> None:
+  wide, narrow = (tune.candidates(get_arch(a), 128) for a in ("gfx950", "gfx942"))
+  assert set(narrow) < set(wide)                                                           # more LDS
+  assert {c.block_n for c in wide} == {32, 64, 128} and {c.block_n for c in tune.candidates(get_arch("gfx1201"), 64)} == {16, 32, 64, 128}
+  assert all(c.q_in_lds for c in tune.candidates(get_arch("gfx1100"), 256))               # registers
+
+def test_a_tile_that_spills_has_no_bound() -> None:
+  pytest.importorskip("ziglang")
+  assert tune.first_bound("gfx1100", Candidate(128, 4, 2, 32)) is None
+  assert (found := tune.first_bound("gfx1100", Candidate(128, 8, 1, 32, fenced=True))) is not None
+  assert found.enough == 2 and found.issued < found.serial <= found.overlap and (found.small, found.short) == (-128, -32)
+
+def test_the_table_is_what_the_search_finds() -> None:
+  """The smallest class: all of them take minutes, `python -m attn.tune --check`."""
+  pytest.importorskip("ziglang")
+  result = CliRunner().invoke(tune.main, ["--arch", "gfx1100", "--d", "256", "--jobs", "1", "--check"])
+  assert result.exit_code == 0 and "tiles_table.py has these tiles" in result.output and "bounds, not measured" in result.output, result.output
+
+# ***** the table *****
+
+def test_the_table_is_whole() -> None:
+  rows = tune.rows_in(tune.TABLE.read_text())
+  assert tune.file_text(rows) == tune.TABLE.read_text()
+  assert list(rows) == list(CANDIDATES) == [get_arch(a).family for a in tune.ARCHS]
+  for arch in map(get_arch, tune.ARCHS):
+    found = CANDIDATES[arch.family]
+    assert [c.up_to for c in found] == sorted(c.up_to for c in found) and set(rows[arch.family]) == set(tune.CLASSES)
+    for d in tune.CLASSES:
+      *large, last = [c for c in found if c.up_to == d]
+      assert last.fills == 0 and tile_of(problem(D=d, Dv=d), arch, last).block_m <= tune.SMALL     # every grid has a tile
+      assert all(c.fills == tune.FILLS and tile_of(problem(D=d, Dv=d), arch, c).block_m > tune.SMALL for c in large)
+
+def test_rows_are_merged_by_class() -> None:
+  found = tune.Class("gfx942", 64, (), (Found(Candidate(64, 8, 2, 32, fenced=True, fills=256), bound()), Found(Candidate(64, 4, 1, 32), bound())))
+  new = tune.rows_of([found])
+  assert new["cdna3"][64][0].startswith("    Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and new["cdna3"][64][1].endswith("waves 2")
+  old = tune.rows_in(tune.TABLE.read_text())
+  assert tune.differences(old, old) == [] and f"cdna3: + {new['cdna3'][64][0].partition('#')[0].strip()}" in tune.differences(old, new)
+  text = tune.file_text({**old, "cdna3": {**old["cdna3"], **new["cdna3"]}})
+  assert tune.rows_in(text)["cdna3"] == {**old["cdna3"], **new["cdna3"]} and tune.rows_in(text)["rdna4"] == old["rdna4"]
+
+@pytest.mark.parametrize(("words", "line"), [(["--write", "--check"], "--write or --check"), (["--arch", "gfx906"], "'gfx906' is not one of"),
+                                             (["--d", "96"], "'96' is not one of"), (["--jobs", "0"], "0 is not in the range")])
+def test_bad_options(words:list[str], line:str) -> None:
+  result = CliRunner().invoke(tune.main, words)
+  assert result.exit_code == 2 and line in result.output
+
+# ***** winners by time *****
+
+FAST = Candidate(128, 4, 2, 32, fenced=True)
+
+def test_a_winner_is_for_its_class_and_a_real_device(cache:Path) -> None:
+  p = problem()
+  before = choose_tile(p, REAL)
+  assert tuned.winner(p, REAL) is None and tuned.store(p, REAL, FAST, 1e-3) == cache
+  assert tuned.winner(p, REAL) == tuned.winner(problem(Sq=3000, D=96), REAL) == FAST
+  assert choose_tile(p, REAL) == tile_of(p, REAL, FAST) != before
+  assert choose_tile(p, get_arch("gfx942")) == before                                     # the emulator, attn.isa
+  for other in (problem(Sq=9000), problem(D=64, Dv=64), problem(window=(-1, 0)), problem(dtype="bfloat16"), problem(softcap=20.0), problem(Hkv=4)):
+    assert tuned.winner(other, REAL) is None
+  assert tuned.winner(p, replace(REAL, name="gfx950")) is None
+  tuned.store(problem(D=64, Dv=64), REAL, FAST, 1e-3)
+  assert len(json.loads(cache.read_text())["gfx942"]) == 2 and tuned.winner(p, REAL) == FAST
+  tuned.store(p, REAL, None, 1e-3)
+  assert tuned.winner(p, REAL) is None and choose_tile(p, REAL) == before
+
+def test_a_winner_comes_before_the_dual_wave_kernel() -> None:
+  arch, p = replace(get_arch("gfx950"), tuned=True), problem(B=4)
+  assert choose(replace(p, Sq=4095), arch).kernel == "dual_wave"
+  tuned.store(p, arch, FAST, 1e-3)
+  assert choose(p, arch).kernel == "forward" and "TUNE=1" in str(choose(p, arch).why_not("dual_wave"))
+
+@pytest.mark.parametrize("text", [
+  "", "{", "[]", '{"gfx942": 3}', '{"gfx942": {"KIND": {"tile": {"wheels": 3}}}}', '{"gfx942": {"KIND": {"tile": null}}}'])
+def test_a_damaged_cache_is_an_empty_one(text:str, cache:Path) -> None:
+  cache.parent.mkdir()
+  cache.write_text(text.replace("KIND", str(tuned.problem_class(problem()))))
+  assert tuned.winner(problem(), REAL) is None
+
+def test_what_cannot_be_kept(monkeypatch:pytest.MonkeyPatch) -> None:
+  with pytest.raises(ValueError, match="softcap belongs to no class"): tuned.store(problem(softcap=20.0), REAL, FAST, 1e-3)
+  monkeypatch.setattr(tuned, "path", lambda: None)
+  with pytest.raises(ValueError, match="platformdirs"): tuned.store(problem(), REAL, FAST, 1e-3)
+  assert tuned.winner(problem(), REAL) is None
+
+# ***** TUNE=1 *****
+
+def small_space(monkeypatch:pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(tune, "SPACE", {"waves": (4,), "q_tiles": (1,), "block_n": (64, 32), "q_in_lds": (False,), "fenced": (False, True)})
+
+def settings(monkeypatch:pytest.MonkeyPatch, **values:str) -> bench.Settings:
+  for name, value in values.items(): monkeypatch.setenv(name, value)
+  bench.getenv.cache_clear()
+  try: return bench.settings(bench.ON_THE_EMULATOR)
+  finally: bench.getenv.cache_clear()
+
+def clock(s:bench.Settings, fastest:Callable[[Tile], bool]) -> bench.Seconds:
+  """Runs the kernels on the emulator, for whose time it says what it likes."""
+  run = bench.device_timer(s)
+  def seconds(program:Callable[..., UOp], tile:Tile) -> float:
+    assert run(program, tile) >= 0
+    return 1e-3 if fastest(tile) else 2e-3
+  return seconds
+
+def test_tuning_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
+  small_space(monkeypatch)
+  with Context(DEV="EMU::gfx942"):
+    s = settings(monkeypatch, H="2", N="128", D="64")
+    table = bench.tune(s, REAL, clock(s, lambda tile: tile.block_n == 32 and tile.fenced))
+    assert tuned.winner(s.problem, REAL) == Candidate(64, 4, 1, 32, fenced=True)
+    assert table[0] | {"options": "fenced", "ms": 1.0, "chosen by": ""} == table[0] and "128x32 4 waves" in table[0]["tile"]
+    assert [row["ms"] for row in table] == sorted(row["ms"] for row in table) and len({(row["tile"], row["options"]) for row in table}) == len(table)
+    own = choose_tile(s.problem, get_arch("gfx942"))
+    bench.tune(s, REAL, clock(s, lambda tile: tile == own))
+    assert tuned.winner(s.problem, REAL) is None                                          # the table's own
+
+def test_tuning_leaves_out_what_spills(monkeypatch:pytest.MonkeyPatch) -> None:
+  pytest.importorskip("ziglang")
+  monkeypatch.setattr(tune, "SPACE", {"waves": (4,), "q_tiles": (2, 1), "block_n": (16,), "q_in_lds": (False,), "fenced": (False,)})
+  s, arch, seen = settings(monkeypatch, H="2", N="512", D="128"), replace(get_arch("gfx1201"), tuned=True), list[Tile]()
+  bench.tune(s, arch, lambda program, tile: float(len(seen.append(tile) or seen)))    # type: ignore[func-returns-value]
+  assert [c.q_tiles for c in tune.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
+
+def test_the_emulator_is_not_timed() -> None:
+  env = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LANG", "VIRTUAL_ENV", "XDG_CACHE_HOME")} | {"DEV": "EMU::gfx942"}
+  result = subprocess.run([sys.executable, "bench.py"], capture_output=True, text=True, timeout=120, cwd=ROOT, env=env | {"TUNE": "1"})
+  assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stdout == ""
+  assert "TUNE=1: needs a GPU" in result.stderr and "search over bounds" in result.stderr
