@@ -25,7 +25,7 @@ def fits(p:Problem, arch:Arch, tile:Tile, c:Candidate) -> str|None:
 def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
   """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its bias."""
   mat = MATRIX[arch.family, p.dtype][c.matrix]
-  pack = p.H > p.Hkv and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
+  pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
   q_tiles = c.q_tiles if rows > mat.N else 1
   waves = ceildiv(rows, mat.N*q_tiles)

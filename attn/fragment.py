@@ -14,10 +14,9 @@ lane groups exchange halves).
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import TypeVar
-from attn.tinygrad_compat import UOp
+from typing import Any
 
-Int = TypeVar("Int", int, UOp)
+Int = Any   # an int, or a UOp in a kernel
 
 @dataclass(frozen=True)
 class Matrix:

@@ -42,7 +42,8 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Intrinsic:
-  text: str|Callable[..., str]    # HIP (or CUDA) with {0}, {1} for the sources; or a function of the result dtype and the static parameters that gives it
+  # HIP (or CUDA) with {0}, {1} for the sources; or a function of the result dtype and the static parameters that gives it
+  text: str|Callable[..., str]
   meaning: Callable[..., Array]   # (lanes, *sources, **static parameters) -> value
 
 MEANING: dict[str, Callable[..., Array]] = {} # printed text -> meaning (lanes, *sources)
@@ -95,7 +96,8 @@ def _bpermute(lanes:Lanes, address:Array, x:Array) -> Array: return _from_lane(l
 def _byte_perm(lanes:Lanes, hi:Array, lo:Array, selector:Array) -> Array:   # v_perm_b32: selector bytes 0-3 take from lo, 4-7 from hi
   src = np.stack([(w >> np.uint32(8*i)) & np.uint32(0xff) for w in (lo, hi) for i in range(4)])
   sel = [np.broadcast_to((selector >> np.uint32(8*i)) & np.uint32(0xff), lo.shape).astype(np.int64) for i in range(4)]
-  return sum((np.take_along_axis(src, s[None], 0)[0] << np.uint32(8*i) for i, s in enumerate(sel)), np.uint32(0)).astype(np.uint32)
+  words = [np.take_along_axis(src, s[None], 0)[0] << np.uint32(8*i) for i, s in enumerate(sel)]
+  return np.asarray(words[0] | words[1] | words[2] | words[3], np.uint32)
 
 def _buffer_load(lanes:Lanes, pointer:Any, records:Array, offset:Array, width:int) -> Array:
   """Raw buffer load: `width` bytes at `pointer` + `offset`, all zero where the range check fails (offset + width > records, unsigned)."""
@@ -167,14 +169,16 @@ def _pack_text(out:DType, n:int, dtype:str, native:bool) -> str:
   """Without a conversion instruction for bf16: add half an ulp (and the odd bit, for ties) to the fp32 pattern and keep its upper half."""
   if dtype == "float16": return f"__builtin_bit_cast({out.name}, __builtin_convertvector({{0}}, {_vec(_H16[dtype], n)}))"
   if native:   # pair by pair: of a whole vector clang makes copies
-    words = ", ".join(f"__builtin_bit_cast(unsigned, __builtin_convertvector(({_vec('float', 2)}){{{{x_[{i}], x_[{i+1}]}}}}, {_vec('__bf16', 2)}))" for i in range(0, n, 2))
+    pairs = [f"({_vec('float', 2)}){{{{x_[{i}], x_[{i+1}]}}}}" for i in range(0, n, 2)]
+    words = ", ".join(f"__builtin_bit_cast(unsigned, __builtin_convertvector({pair}, {_vec('__bf16', 2)}))" for pair in pairs)
     return f"({{{{ {_vec('float', n)} x_ = {{0}}; " + (f"({out.name}){{{{{words}}}}}" if n > 2 else words) + "; }})"
   u = _vec("unsigned", n)
   words = ", ".join(f"__builtin_amdgcn_perm(u_[{i+1}], u_[{i}], 0x07060302u)" for i in range(0, n, 2))
   body = f"({out.name}){{{{{words}}}}}" if n > 2 else words
   return f"({{{{ {u} u_ = __builtin_bit_cast({u}, {{0}}); u_ += 0x7fffu + ((u_ >> 16) & 1u); {body}; }}}})"
 
-# buffer resource descriptor, last dword: a raw buffer of 32-bit data whose range check counts bytes (MI300 ISA 9.1.5, RDNA3 ISA 8.1.5, RDNA4 ISA 9.1.5)
+# buffer resource descriptor, last dword: a raw buffer of 32-bit data whose range check counts bytes (MI300 ISA 9.1.5, RDNA3 ISA
+# 8.1.5, RDNA4 ISA 9.1.5)
 _DESCRIPTOR = {"cdna3": 0x00027000, "cdna4": 0x00027000, "rdna3": 0x31004000, "rdna4": 0x31004000}
 
 def _buffer_load_text(out:DType, width:int, family:str) -> str:
@@ -196,19 +200,21 @@ _SWAP16 = "__builtin_amdgcn_permlanex16({0}, {0}, 0x76543210u, 0xfedcba98u, fals
 def _other_group_text(x:str, step:int, wave:int) -> str:
   """x of the lane `step` further in the wave, round the end."""
   if wave == 32: return f"__builtin_bit_cast(float, {_SWAP16.replace('{0}', f'__builtin_bit_cast(unsigned, {x})')})"
-  return (f"__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(((__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u)) + {step}u) & 63u) << 2, "
-          f"__builtin_bit_cast(int, {x})))")
+  lane = "__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u))"
+  return f"__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute((({lane} + {step}u) & 63u) << 2, __builtin_bit_cast(int, {x})))"
 
 def _rescale_text(out:DType, accs:int, wave:int, groups:int, scale:float, above:float) -> str:
   exchange = "".join(f" n_ = __builtin_fmaxf(n_, {_other_group_text('n_', step, wave)});" for step in _steps(wave, groups))
   tiles = "".join(f" {{4}}[{i}] *= a_;" for i in range(accs))
-  return (f"({{{{ if (__builtin_expect(__builtin_amdgcn_ballot_w{wave}(({{0}} - *{{1}})*{scale!r}f > {above!r}f) != 0, 0)) {{{{ float o_ = *{{1}}, n_ = {{0}};{exchange}"
+  outgrown = f"__builtin_amdgcn_ballot_w{wave}(({{0}} - *{{1}})*{scale!r}f > {above!r}f) != 0"
+  return (f"({{{{ if (__builtin_expect({outgrown}, 0)) {{{{ float o_ = *{{1}}, n_ = {{0}};{exchange}"
           f" float s_ = n_ == -__builtin_inff() ? 0.0f : n_, a_ = __builtin_amdgcn_exp2f((o_ - s_)*{scale!r}f);"
           f" *{{1}} = n_; *{{2}} = -s_*{scale!r}f; *{{3}} *= a_;{tiles} }}}} 0.0f; }}}})")
 
 def _steps(wave:int, groups:int) -> list[int]: return [wave//groups << i for i in range(groups.bit_length() - 1)]
 
-def _rescale(lanes:Lanes, m:Array, reference:Any, bias:Any, l:Any, acc:Any, *_:Array, accs:int, wave:int, groups:int, scale:float, above:float) -> Array:
+def _rescale(lanes:Lanes, m:Array, reference:Any, bias:Any, l:Any, acc:Any, *_:Array, accs:int, wave:int, groups:int, scale:float,
+             above:float) -> Array:
   c = np.float32(scale)
   with np.errstate(invalid="ignore", over="ignore"):
     old = lanes.load_register(reference, 0)
@@ -237,7 +243,8 @@ def _load_to_lds(lanes:Lanes, pointer:Any, records:Array, offset:Array, lds:Any)
   return np.zeros(raw.shape[1], np.float32)
 
 def _load_transposed(lanes:Lanes, pointer:Any) -> Array:
-  raw = np.ascontiguousarray(lanes.load_bytes(pointer, np.zeros(lanes.active.shape, np.int64), 8, lanes.active).T).view(np.uint16).astype(np.uint32)   # (T, 4)
+  loaded = lanes.load_bytes(pointer, np.zeros(lanes.active.shape, np.int64), 8, lanes.active)
+  raw = np.ascontiguousarray(loaded.T).view(np.uint16).astype(np.uint32)   # (T, 4)
   lane = np.arange(raw.shape[0])
   got = [raw[lane // 16 * 16 + 4*e + lane % 16 // 4, lane % 4] for e in range(4)]
   return np.stack([got[0] | got[1] << np.uint32(16), got[2] | got[3] << np.uint32(16)])
@@ -285,7 +292,8 @@ TABLE: dict[str, Intrinsic] = {
   "as_float": Intrinsic(lambda out: f"__builtin_bit_cast({out.name}, {{0}})", lambda lanes, bits: _bits(bits, "float32")),
   # across lanes
   "bpermute": Intrinsic("__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute({0}, __builtin_bit_cast(int, {1})))", _bpermute),
-  "swap16": Intrinsic(f"__builtin_bit_cast(float, {_SWAP16.replace('{0}', '__builtin_bit_cast(unsigned, {0})')})", lambda lanes, x: _xor_lane(lanes, x, 16)),
+  "swap16": Intrinsic(f"__builtin_bit_cast(float, {_SWAP16.replace('{0}', '__builtin_bit_cast(unsigned, {0})')})",
+                      lambda lanes, x: _xor_lane(lanes, x, 16)),
   "share_halves": Intrinsic(_share_halves_text, lambda lanes, x, low, n: np.concatenate([np.where(low, x, other := _xor_lane(lanes, x, 16)),
                                                                                          np.where(low, other, x)])),
   "uniform": Intrinsic("__builtin_amdgcn_readfirstlane({0})", lambda lanes, x: x),
@@ -293,13 +301,16 @@ TABLE: dict[str, Intrinsic] = {
                         _any_lane),
   "rescale": Intrinsic(_rescale_text, _rescale),
   # order; further sources only say what comes before
-  "barrier": Intrinsic('({{ __builtin_amdgcn_sched_barrier(0); __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local"); __builtin_amdgcn_s_barrier(); '
+  "barrier": Intrinsic('({{ __builtin_amdgcn_sched_barrier(0); __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local"); '
+                       '__builtin_amdgcn_s_barrier(); '
                        '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local"); __builtin_amdgcn_sched_barrier(0); 0.0f; }})',
                        lambda lanes, *_: lanes.barrier(lanes.active)),
   "barrier_of": Intrinsic("({{ if (__builtin_amdgcn_readfirstlane({0})) __builtin_amdgcn_s_barrier(); 0.0f; }})",
                           lambda lanes, waves, *_: lanes.barrier(lanes.active & (waves != 0))),
-  "wait_loads": Intrinsic(lambda out, n: f"({{{{ __builtin_amdgcn_s_waitcnt({0x0f70 | n & 15 | n >> 4 << 14}); 0.0f; }}}})", lambda lanes, *_, n: lanes.wait_loads(n)),
-  "priority": Intrinsic(lambda out, level: f"({{{{ __builtin_amdgcn_s_setprio({level}); 0.0f; }}}})", lambda lanes, *_, level: np.zeros(lanes.active.shape, np.float32)),
+  "wait_loads": Intrinsic(lambda out, n: f"({{{{ __builtin_amdgcn_s_waitcnt({0x0f70 | n & 15 | n >> 4 << 14}); 0.0f; }}}})",
+                          lambda lanes, *_, n: lanes.wait_loads(n)),
+  "priority": Intrinsic(lambda out, level: f"({{{{ __builtin_amdgcn_s_setprio({level}); 0.0f; }}}})",
+                        lambda lanes, *_, level: np.zeros(lanes.active.shape, np.float32)),
   "opaque_uniform": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+s"(v_)); v_; }})', lambda lanes, x: x),
   "opaque": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+v"(v_)); v_; }})', lambda lanes, x, _: x),
   "sched_barrier": Intrinsic("({{ __builtin_amdgcn_sched_barrier(0); 0.0f; }})", lambda lanes, x, *_: np.zeros(x.shape[-1], np.float32)),
@@ -307,10 +318,12 @@ TABLE: dict[str, Intrinsic] = {
   # bits
   "byte_perm": Intrinsic("__builtin_amdgcn_perm({0}, {1}, {2})", _byte_perm),
   # memory; the last source only makes the renderer declare the buffer's element type, which it does for computed values alone
-  "buffer_load": Intrinsic(_buffer_load_text, lambda lanes, pointer, records, offset, _, width, family: _buffer_load(lanes, pointer, records, offset, width)),
-  "load_to_lds": Intrinsic(_load_to_lds_text, lambda lanes, pointer, records, offset, lds, *_, family: _load_to_lds(lanes, pointer, records, offset, lds)),
-  "load_transposed": Intrinsic(lambda out: f"__builtin_bit_cast({out.name}, __builtin_amdgcn_ds_read_tr16_b64_v4i16((__attribute__((address_space(3))) "
-                               "__typeof__(short __attribute__((vector_size(8))))*)({0})))", lambda lanes, pointer: _load_transposed(lanes, pointer)),
+  "buffer_load": Intrinsic(_buffer_load_text,
+                           lambda lanes, pointer, records, offset, _, width, family: _buffer_load(lanes, pointer, records, offset, width)),
+  "load_to_lds": Intrinsic(_load_to_lds_text,
+                           lambda lanes, pointer, records, offset, lds, *_, family: _load_to_lds(lanes, pointer, records, offset, lds)),
+  "load_transposed": Intrinsic(lambda out: f"__builtin_bit_cast({out.name}, __builtin_amdgcn_ds_read_tr16_b64_v4i16("
+                               "(__attribute__((address_space(3))) __typeof__(short __attribute__((vector_size(8))))*)({0})))", _load_transposed),
   # matrix unit
   "matrix": Intrinsic(_matrix_text, lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c)),
 }
@@ -331,7 +344,8 @@ def length(x:UOp) -> int: return VECTORS[x.dtype][1] if x.dtype in VECTORS else 
 
 def splat(x:float, n:int) -> UOp: return UOp.const(x, dtypes.float) if n == 1 else emit("splat", f32(n), UOp.const(x, dtypes.float), n=n)
 def build(*xs:UOp) -> UOp: return emit("build", u32(len(xs)) if xs[0].dtype == dtypes.uint else f32(len(xs)), *xs, n=len(xs))
-def extract(x:UOp, i:int) -> UOp: return emit("extract", dtypes.uint if VECTORS[x.dtype][0] == "uint32" else dtypes.float, x, i=i) if length(x) > 1 else x
+def extract(x:UOp, i:int) -> UOp:
+  return emit("extract", dtypes.uint if VECTORS[x.dtype][0] == "uint32" else dtypes.float, x, i=i) if length(x) > 1 else x
 def concat(x:UOp, y:UOp) -> UOp: return emit("concat", vector_dtype(VECTORS[x.dtype][0], 2*length(x)), x, y, n=2*length(x))
 def slice_(x:UOp, start:int, n:int) -> UOp:
   if n == 1: return extract(x, start)
@@ -353,9 +367,10 @@ def any_lane(x:UOp, wave:int) -> UOp:
   """Whether x holds in any active lane of the wave: the same in all of them."""
   return emit("any_lane", dtypes.bool, x, wave=wave)
 def rescale(m:UOp, reference:UOp, bias:UOp, l:UOp, acc:UOp, accs:int, matrix:Any, scale:float, above:float, *done:UOp) -> UOp:
-  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where the maximum m of a lane's scores exceeds the
-  `reference` by more than `above` (times `scale`: in powers of two) in any lane of the wave, the reference of each row becomes the maximum over the lane
-  groups and l and the `accs` accumulators are scaled to it. The register operands are INDEXes. The value means nothing: store it to order what follows."""
+  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where the maximum m of a lane's scores
+  exceeds the `reference` by more than `above` (times `scale`: in powers of two) in any lane of the wave, the reference of each row becomes the
+  maximum over the lane groups and l and the `accs` accumulators are scaled to it. The register operands are INDEXes. The value means nothing: store
+  it to order what follows."""
   return emit("rescale", dtypes.float, m, reference, bias, l, acc, *done, accs=accs, wave=matrix.wave,
               groups=matrix.groups, scale=scale, above=above)
 def opaque(x:UOp, trip:UOp) -> UOp:
@@ -378,13 +393,15 @@ def priority(level:int, *done:UOp) -> UOp:
   return emit("priority", dtypes.float, *done, level=level)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, family:str, *done:UOp) -> UOp:
   """`buffer_load` of 16 bytes straight to LDS: lane l's go to `lds` (an INDEX: wave-uniform) + 16*l. Under way until `wait_loads`. A statement."""
-  return emit("load_to_lds", dtypes.float, base, records.cast(dtypes.int), offset.cast(dtypes.uint), lds, UOp.const(0.0, base.dtype), *done, family=family)
+  return emit("load_to_lds", dtypes.float, base, records.cast(dtypes.int), offset.cast(dtypes.uint), lds, UOp.const(0.0, base.dtype), *done,
+              family=family)
 def load_transposed(lds:UOp) -> UOp:
-  """ds_read_b64_tr_b16: the 16 lanes of a group each name 4 consecutive 16-bit elements, lane l those of row l//4, columns 4*(l%4) on, of a 4 x 16 matrix;
-  lane l gets its column l (CDNA4 ISA section 11.4)."""
+  """ds_read_b64_tr_b16: the 16 lanes of a group each name 4 consecutive 16-bit elements, lane l those of row l//4, columns 4*(l%4) on, of a 4 x 16
+  matrix; lane l gets its column l (CDNA4 ISA section 11.4)."""
   return emit("load_transposed", u32(2), lds)
 def sched_barrier(*done:UOp) -> UOp:
-  """Nothing is scheduled across the point at which all of `done` are known: keeps loads from being started long before their use. A statement, like `rescale`."""
+  """Nothing is scheduled across the point at which all of `done` are known: keeps loads from being started long before their use. A statement, like
+  `rescale`."""
   return emit("sched_barrier", dtypes.float, *done)
 def softcap(x:UOp, inner:float, outer:float, series:bool) -> UOp:
   """outer * tanh(x * inner), to 1e-7 * outer; with `series` also to a few units in the last place of the value."""
@@ -437,6 +454,6 @@ def buffer_load(base:UOp, records:UOp, offset:UOp, width:int, family:str) -> UOp
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
   """acc + A B by one matrix instruction (a row of `attn.fragment.MATRIX`); a and b are register images, two 16-bit elements a dword.
 
-  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's: an `Ops.WMMA` wants shaped operands,
-  which the devectorizer takes apart element by element, and names builtins that do not exist for the 32x32 shapes."""
+  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's: an `Ops.WMMA` wants shaped
+  operands, which the devectorizer takes apart element by element, and names builtins that do not exist for the 32x32 shapes."""
   return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

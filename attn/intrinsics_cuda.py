@@ -27,6 +27,8 @@ def _code(body:str) -> str:
 _EX2 = 'auto ex2_ = [](float x_) { float y_; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y_) : "f"(x_)); return y_; };'
 _CVT = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}    # 9.7.9.21: high half first
 
+_ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}
+
 def _pack_function(dtype:str) -> str:
   return f'auto pack_ = [](float l_, float h_) {{ unsigned d_; asm("{_CVT[dtype]} %0, %1, %2;" : "=r"(d_) : "f"(h_), "f"(l_)); return d_; }};'
 
@@ -159,6 +161,8 @@ def _rescale(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, s:Any, *maxim
 TABLE: dict[str, Intrinsic] = {
   # vectors
   "zero": Intrinsic("make_float4(0.0f, 0.0f, 0.0f, 0.0f)", lambda lanes, _: np.zeros((4, len(lanes.active)), np.float32)),
+  "ones": Intrinsic(lambda out, dtype: _code(f"unsigned x_ = 0x{_ONES[dtype]:08x}u; return make_uint4(x_, x_, x_, x_);"),
+                    lambda lanes, _, dtype: np.full((4, len(lanes.active)), _ONES[dtype], np.uint32)),
   "rows": Intrinsic("make_float2({0}, {0})", lambda lanes, x: np.stack([x, x])),
   "element": Intrinsic(lambda out, i: f"{{0}}.{'xyzw'[i]}", lambda lanes, x, i: x[i]),
   # memory
@@ -189,6 +193,7 @@ TABLE: dict[str, Intrinsic] = {
 }
 
 def zero(order:UOp) -> UOp: return express(TABLE["zero"], F4, order)
+def ones(dtype:str) -> UOp: return express(TABLE["ones"], U4, UOp.const(0, dtypes.int), dtype=dtype)
 def rows(x:float) -> UOp: return express(TABLE["rows"], F2, UOp.const(x, dtypes.float))
 def element(x:UOp, i:int) -> UOp: return express(TABLE["element"], dtypes.float, x, i=i)
 

@@ -1,7 +1,7 @@
 """Attention by the textbook, in numpy, and the accuracy contract that every kernel is held to.
 
-Contract: with `exact` the float64 computation on the inputs as they are rounded to their dtype, and `same` the textbook computation with the roundings
-that the dtypes force (fp32 scores and sums, P and O rounded), every element of a kernel's output must satisfy
+Contract: with `exact` the float64 computation on the inputs as they are rounded to their dtype, and `same` the textbook computation with the
+roundings that the dtypes force (fp32 scores and sums, P and O rounded), every element of a kernel's output must satisfy
   |out - exact| <= 2 * max|same - exact| + 1e-5,
 and be NaN, +inf or -inf exactly where `exact` is.
 """
@@ -85,7 +85,8 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
 
 @dataclass(frozen=True)
 class Verdict:
-  """How far an output is from exact: `error` and `limit` of the worst element, which stands at `where`; `pattern` says what NaN or inf is out of place."""
+  """How far an output is from exact: `error` and `limit` of the worst element, which stands at `where`; `pattern` says what NaN or inf is out of
+  place."""
   error: float
   limit: float
   where: tuple[int, ...]
@@ -101,7 +102,8 @@ def judge(out:Array, exact_:Array, same_:Array, relative:float=0.0) -> Verdict:
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(exact_)).any():
       at = tuple(int(i) for i in np.argwhere(wrong)[0])
-      return Verdict(float("nan"), 0.0, at, f"{name} pattern differs at {at} and {int(wrong.sum())} elements in all: got {out[at]}, exact is {exact_[at]}")
+      return Verdict(float("nan"), 0.0, at,
+                     f"{name} pattern differs at {at} and {int(wrong.sum())} elements in all: got {out[at]}, exact is {exact_[at]}")
   finite = np.isfinite(exact_)
   difference = np.where(finite, np.abs(out.astype(np.float64) - np.where(finite, exact_, 0)), 0)
   rounding = np.where(finite & np.isfinite(same_), np.abs(same_.astype(np.float64) - np.where(finite, exact_, 0)), 0)

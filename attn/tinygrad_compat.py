@@ -46,7 +46,8 @@ def vector_dtype(element:str, n:int, cuda:bool=False) -> DType:
 # **** lowering without a device ****
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
   """A kernel's AST (a SINK) -> the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
-  with Context(ALLOW_DEVICE_USAGE=0): return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
+  with Context(ALLOW_DEVICE_USAGE=0):
+    return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
 def render(sink:UOp, arch:str) -> str:
   """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""

@@ -22,4 +22,5 @@ def test_kernel(spec:Spec) -> None:
   assert r.lds is not None and r.lds <= arch.lds
   assert report.loop is not None and f"_{matrix.M}x{matrix.N}x{matrix.K}_" in " ".join(f"_{name}" for name in report.loop.matrix)
   assert costs.defects(parse(text)[0]) == []
-  assert costs.compare(FILE.read_text(), [costs.line_of(report)]) == [], "the costs changed: look, and if it is meant: python -m attn.isa costs --write docs/costs.txt"
+  assert costs.compare(FILE.read_text(),
+                       [costs.line_of(report)]) == [], "the costs changed: look, and if it is meant: python -m attn.isa costs --write docs/costs.txt"

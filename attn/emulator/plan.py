@@ -261,7 +261,7 @@ class Plan:
     for u in uops:
       for s in u.src:
         if (of := inside.get(s, ())) != scope[:len(of)]:
-          raise OutOfScope(f"{self.name}: a {s.op.name} computed inside a loop is used by a {u.op.name} after its end, where C knows no such variable")
+          raise OutOfScope(f"{self.name}: a {s.op.name} computed inside a loop is used by a {u.op.name} after its end: C knows no such variable")
       if u.op is Ops.RANGE: scope += (u,)
       elif u.op is Ops.END: scope = scope[:-1]
       elif u.op in _NAMED or (u.op in GroupOp.ALU and uses[u] > 1): inside[u] = scope

@@ -78,7 +78,9 @@ class State:
 
 class Order:
   """Keeps statements in the order in which they are given, as a program would be read: each takes what the one before left in a register."""
-  def __init__(self, register:UOp): self.register, self.last, self.open = register, register, [[]]
+  def __init__(self, register:UOp):
+    self.register, self.last = register, register
+    self.open: list[list[UOp]] = [[]]   # the effects of each loop around
   def do(self, statement:Callable[..., UOp], *args:Any) -> UOp:
     stored = self.note(self.register[0].store(statement(*args, *([] if self.last is self.register else [self.last[0].load()]))))
     self.last = self.register.after(stored)
@@ -104,7 +106,7 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
   k_tiles, d_tiles, q_blocks, right = BLOCK_N//mat.M, HEAD//mat.M, ceildiv(p.Sq, tile.block_m), p.window[1]
 
   def kernel(o:UOp, *args:UOp) -> UOp:
-    lse, q, k, v = args if p.return_lse else (None, *args)
+    lse, q, k, v = args if p.return_lse else (o, *args)
 
     # ***** ranges *****
     axes = itertools.count(4)
@@ -247,7 +249,7 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     (here, row), sums = late(), s.l[0].load()
     factor, log_sum = finish(s.m[0].load(), over_groups(here, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add), scores, None)
     number, (sb, sh, ss) = head*p.Sq + row.query, strides(p.layout, p.H, p.Sq, HEAD)
-    outputs = [] if lse is None else [flat(lse)[number.valid(here.h.eq(0) & row.there)].store(log_sum)]
+    outputs = [] if not p.return_lse else [flat(lse)[number.valid(here.h.eq(0) & row.there)].store(log_sum)]
     for dt in range(d_tiles):
       outputs += store_row(arch, flat(o), p.out_dtype, HEAD, batch*sb + q_head*sh + row.query*ss, dt*mat.M + here.h*mat.accumulator,
                            hw.mul(s.acc[dt].load(), factor), row.there)

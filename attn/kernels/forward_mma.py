@@ -121,6 +121,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
   mat, q_tiles, block_n, stages = tile.matrix, tile.q_tiles, tile.block_n, tile.stages
   depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)
   k_tiles, d_tiles = block_n//mat.N, width//mat.N
+  c_tiles = d_tiles + 1                                 # accumulators of a query tile: those of O, and the sums of P
   q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
   to_log2 = p.softmax_scale*LOG2E
   # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
@@ -146,7 +147,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     # ***** placeholders *****
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
-    start = State(registers(q_tiles*d_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2), registers(q_tiles, 5, hw.F2),
+    start = State(registers(q_tiles*c_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2), registers(q_tiles, 5, hw.F2),
                   registers(q_tiles*k_tiles, 6, hw.F4), UOp.placeholder((lds_bytes(p, tile)//16,), hw.U4, 0, AddrSpace.LOCAL), registers(1, 7))
     q_rows, k_size, v_size = Rows(depth), block_n*Rows(depth).stride, block_n*Rows(width).stride
     k_base, v_base = tile.block_m*q_rows.stride, tile.block_m*q_rows.stride + stages*k_size
@@ -216,19 +217,20 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       s = s.after(fetch_tile(s, t + stages - 1))      # while the tensor cores work
       maxima = [functools.reduce(lambda m, y: hw.row_max(y, m), ys, s.m[qt].load()) for qt, ys in enumerate(tiles)]
       s = s.after(s.do(hw.rescale(maxima, s.m, s.bias, s.l, s.acc, s.scores, k_tiles, to_log2, tile.rescale_above)))
-      accs = [[s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
+      accs = [[s.acc[qt*c_tiles + i].load() for i in range(c_tiles)] for qt in range(q_tiles)]
       sums, (row, unit) = [s.l[qt].load() for qt in range(q_tiles)], mat.b_transposed_address(lane)
       for step in range(block_n//mat.K):
         a = []
         for qt in range(q_tiles):
           pair = [hw.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
-          for y in pair: sums[qt] = hw.row_sum(y, sums[qt])
+          if p.return_lse: sums[qt] = functools.reduce(lambda l, y: hw.row_sum(y, l), pair, sums[qt])
           a.append(hw.pack_a(pair[0], pair[1], p.dtype))
+          accs[qt][d_tiles] = hw.mma(mat, a[qt], hw.ones(p.dtype), 0, accs[qt][d_tiles])
         for d_pair in range(d_tiles//2):
           b = read(s, v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
           for qt, half in itertools.product(range(q_tiles), range(2)):
             accs[qt][2*d_pair + half] = hw.mma(mat, a[qt], b, half, accs[qt][2*d_pair + half])
-      return UOp.group(*[s.acc[qt*d_tiles + dt].store(y) for qt, ys in enumerate(accs) for dt, y in enumerate(ys)],
+      return UOp.group(*[s.acc[qt*c_tiles + i].store(y) for qt, ys in enumerate(accs) for i, y in enumerate(ys)],
                        *[s.l[qt].store(y) for qt, y in enumerate(sums)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
@@ -240,7 +242,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     # ***** all of it *****
     nought = UOp.const(0.0, dtypes.float)
-    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(q_tiles*d_tiles)]
+    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(q_tiles*c_tiles)]
     zero += [y[qt].store(hw.rows(value)) for y, value in ((start.m, NEG_INF), (start.bias, 0.0), (start.l, 0.0)) for qt in range(q_tiles)]
     s = start.after(UOp.group(*zero))
     s = s.after(UOp.group(*fetch(s, q, False, p.Sq, first_query, tile.block_m, p.D, q_rows)))
@@ -256,14 +258,15 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     outputs = []
     for qt in range(q_tiles):
       for r, query in enumerate(queries[qt]):
-        m, total = hw.element(s.m[qt].load(), r), hw.element(s.l[qt].load(), r)
-        for step in (1, 2): total = total + hw.xor_lane(total, step)
-        inverse = total.eq(0.0).where(0.0, total.reciprocal())
+        rounded_sum = hw.element(s.acc[qt*c_tiles + d_tiles].load(), 2*r)
+        inverse = rounded_sum.eq(0.0).where(0.0, rounded_sum.reciprocal())
         if lse is not None:
+          m, total = hw.element(s.m[qt].load(), r), hw.element(s.l[qt].load(), r)
+          for step in (1, 2): total = total + hw.xor_lane(total, step)
           value = total.eq(0.0).where(NEG_INF, m*p.softmax_scale + total.log2()*LN2)
           outputs.append(flat(lse)[(head*p.Sq + query).valid((lane%4).eq(0) & (query < p.Sq))].store(value))
         for dt in range(d_tiles):
-          values = [hw.element(s.acc[qt*d_tiles + dt].load(), 2*r + i)*inverse for i in range(2)]
+          values = [hw.element(s.acc[qt*c_tiles + dt].load(), 2*r + i)*inverse for i in range(2)]
           outputs += store_pair(p, flat(o), batch, q_head, query, dt*mat.N + mat.c_column(lane), values)
     name = dynamic_shared_name(f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}", lds_bytes(p, tile))
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))

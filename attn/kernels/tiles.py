@@ -96,7 +96,8 @@ class LdsTile:
 # ***** global memory *****
 
 def flat(placeholder:UOp) -> UOp:
-  """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow to lower.)"""
+  """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow
+  to lower.)"""
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
 
