@@ -22,7 +22,7 @@ def test_without_settings() -> None:
   result = run()
   assert result.returncode == 0, result.stderr
   assert result.stdout.startswith("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942\n") or "TFLOP/s" in result.stdout
-  assert re.search(r"gfx942 .*128x64 4 waves.*100%.* ok ", result.stdout) and "emulated s" in result.stdout and "limit" in result.stdout
+  assert re.search(r"gfx942 .*128x32 4 waves.*100%.* ok ", result.stdout) and "emulated s" in result.stdout and "limit" in result.stdout
 
 @pytest.mark.parametrize(("settings", "shape", "tile"), [
   ({"DEV": "EMU::gfx950", "DTYPE": "bf16", "CAUSAL": "1", "HKV": "1", "LSE": "1"}, "B1 H2/1 64x64 D32 bfloat16 bhsd causal lse", "32x32x16"),

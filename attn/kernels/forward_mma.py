@@ -75,7 +75,7 @@ class Candidate:
   large: bool = False
 
 WAVES = 4     # of a block: two or three blocks share a multiprocessor, and one computes while another waits
-CANDIDATES = (Candidate(64, 2, 64, False, True), Candidate(96, 2, 64, True, True), Candidate(128, 2, 48, True, True), Candidate(64, 1, 64, False),
+CANDIDATES = (Candidate(64, 2, 64, False, True), Candidate(128, 2, 64, True, True), Candidate(64, 1, 64, False),
               Candidate(128, 1, 32, False), Candidate(256, 1, 32, True))     # the first that fits is taken
 
 def refuses(p:Problem, arch:Arch) -> str|None:
