@@ -80,7 +80,7 @@ def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.Monke
 @pytest.mark.parametrize(("settings", "line"), [
   ({"B": "x"}, "B='x': must be a whole number, at least 1"),
   ({"D": "300"}, "D=300"),
-  ({"DEV": "CPU"}, "DEV='CPU': must be AMD, or EMU::<arch>"),
+  ({"DEV": "CPU"}, "DEV='CPU': must be AMD, CUDA, or EMU::<arch>"),
   ({"DEV": "EMU::gfx906"}, "EMU does not emulate 'gfx906'"),
 ])
 def test_a_bad_setting_is_one_line(settings:dict[str, str], line:str) -> None:
