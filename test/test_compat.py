@@ -24,6 +24,7 @@ SIGNATURES = {
   "tinygrad.device:Program.__call__": "self *bufs global_size= local_size= vals= wait=",
   "tinygrad.device:TinyELF": "lib name target signature profile_key=", "tinygrad.dtype:DType": "*args **kwargs",
   "tinygrad.dtype:DType.new": "priority bitsize name fmt", "tinygrad.engine.realize:compile_linear": "linear beam= validate= input_uops= profile=",
+  "tinygrad.engine.realize:get_runtime": "device ast cache=",
   "tinygrad.engine.realize:run_linear": "linear var_vals= input_uops= update_stats= jit= wait=", "tinygrad.helpers:Context": "**kwargs",
   "tinygrad.helpers:Target": "device= renderer= arch= interface= indices=", "tinygrad.renderer.amd:decode_inst": "data arch=",
   "tinygrad.renderer.cstyle:CUDARenderer": "target use_nvcc=", "tinygrad.renderer.cstyle:HIPCCRenderer": "target",
@@ -31,7 +32,8 @@ SIGNATURES = {
   "tinygrad.renderer.cstyle:HIPRenderer.render_kernel": "self function_name kernel bufs uops prefix=",
   "tinygrad.renderer.cstyle:NVCCRenderer": "target", "tinygrad.renderer:Estimates": "ops= lds= mem=", "tinygrad.renderer:Renderer": "target",
   "tinygrad.renderer:Renderer.render": "self uops", "tinygrad.renderer:Renderer.supported_dtypes": "self",
-  "tinygrad.runtime.ops_cuda:CUDAProgram": "dev obj smem=",
+  "tinygrad.runtime.ops_cuda:CUDAProgram": "dev obj smem=", "tinygrad.runtime.ops_cuda:check": "status",
+  "tinygrad.runtime.ops_cuda:cu_time_execution": "cb enable=",
   "tinygrad.runtime.support.elf:elf_loader": "blob force_section_align= link_libs=",
   "tinygrad.uop.ops:KernelInfo": "name= axis_types= dont_use_locals= applied_opts= opts_to_apply= estimates= beam=",
   "tinygrad.uop.ops:PatternMatcher": "patterns compiled=",
@@ -58,6 +60,7 @@ SIGNATURES = {
 # names that are no functions
 VALUES = ("tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
           "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING",
+          "tinygrad.runtime.autogen:cuda",
           "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF", "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType",
           "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad:Device")
 # attributes of those

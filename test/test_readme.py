@@ -8,9 +8,10 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT/"README.md").read_text()
 BLOCKS = [text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL) if not kind]
 COMMANDS = [line[2:] for block in BLOCKS for line in block.splitlines() if line.startswith("$ ")]
-TESTS, INSTALL = "python -m pytest -n 2", "python -m pip install -e '.[dev]'"
+TESTS, GPU_TESTS, INSTALL = "python -m pytest -n 2", "python -m pytest -m gpu", "python -m pip install -e '.[dev]'"
 # what a long command is run with here, and what stands in for a GPU
-SMALL = {"N=4096": "N=96", "B=4 H=16": "B=1 H=2", "DEV=AMD": "DEV=EMU::gfx942", "SWEEP=1": "SWEEP=1 H=2 HKV=1 N=64 SK=64 D=32"}
+SMALL = {"N=4096": "N=96", "B=4 H=16": "B=1 H=2", "DEV=AMD": "DEV=EMU::gfx942", "DEV=CUDA": "DEV=EMU::sm_90",
+         "SWEEP=1": "SWEEP=1 H=2 HKV=1 N=64 SK=64 D=32"}
 
 def run(command:str, folder:Path) -> str:
   for long, short in SMALL.items(): command = command.replace(long, short)
@@ -36,16 +37,23 @@ def test_the_gate_runs_the_test_command() -> None:
   expression = re.search(r"sed -n '([^']*)' README.md", script)
   assert expression is not None
   found = subprocess.run(["sed", "-n", expression[1], "README.md"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-  assert found.splitlines() == [TESTS] and 'eval "$test_command"' in script
+  assert found.splitlines()[0] == TESTS and "head -n 1" in script and 'eval "$test_command"' in script
 
 def test_install_names_an_extra_that_exists(tmp_path:Path) -> None:
   project = tomllib.loads((ROOT/"pyproject.toml").read_text())["project"]
   assert "dev" in project["optional-dependencies"]
   for extra in re.findall(r"`(?:attn\[)?(bench|isa|test|dev)\]?`", README): assert extra in project["optional-dependencies"]
 
-def test_the_test_command_collects(tmp_path:Path) -> None: assert "test_readme.py" in run(TESTS.replace("-n 2", "--collect-only"), tmp_path)
+def test_the_test_commands_collect(tmp_path:Path) -> None:
+  assert "test_readme.py" in run(TESTS.replace("-n 2", "--collect-only"), tmp_path)
+  assert GPU_TESTS in COMMANDS and "test_nvidia.py" in run(f"{GPU_TESTS} --collect-only", tmp_path)
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in (TESTS, INSTALL) and "examples/" not in c])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "COMPARE=1" in c])
+def test_a_comparison_needs_a_gpu(command:str, tmp_path:Path) -> None:
+  """The settings of the command are known ones: what stops it is that there is nothing to compare with."""
+  with pytest.raises(AssertionError, match=r"bench\.py: COMPARE=1 on EMU: it is for DEV=CUDA"): run(command, tmp_path)
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in (TESTS, GPU_TESTS, INSTALL) and "examples/" not in c and "COMPARE=1" not in c])
 def test_command(command:str, tmp_path:Path) -> None:
   output = run(command, tmp_path)
   assert output.strip()

@@ -73,10 +73,12 @@ class Candidate:
   block_n: int
   q_in_lds: bool
   large: bool = False
+  masked: bool = False         # only for problems with a causal mask or a window, whose loops need a few registers more
 
 WAVES = 4     # of a block: two or three blocks share a multiprocessor, and one computes while another waits
-CANDIDATES = (Candidate(64, 2, 64, False, True), Candidate(128, 2, 64, True, True), Candidate(64, 1, 64, False),
-              Candidate(128, 1, 32, False), Candidate(256, 1, 32, True))     # the first that fits is taken
+CANDIDATES = (Candidate(64, 2, 64, False, large=True), Candidate(96, 2, 64, True, large=True), Candidate(128, 2, 48, True, large=True, masked=True),
+              Candidate(128, 2, 64, True, large=True), Candidate(64, 1, 64, False), Candidate(128, 1, 32, False),
+              Candidate(256, 1, 32, True))     # the first that fits is taken
 
 def refuses(p:Problem, arch:Arch) -> str|None:
   """Why the kernel is not for `p` on `arch`, or None."""
@@ -95,13 +97,15 @@ def tile_of(p:Problem, arch:Arch) -> MmaTile:
     tile = MmaTile(MMA[p.dtype], WAVES, q_tiles, c.block_n, q_in_lds=c.q_in_lds)
     blocks = p.B*p.H*ceildiv(p.Sq, tile.block_m)
     tile = replace(tile, waves=min(WAVES, ceildiv(p.Sq, q_tiles*tile.matrix.M)))
+    if c.masked and p.window == (-1, -1): continue
     if max(p.D, p.Dv) <= c.up_to and (blocks >= arch.cus or not c.large) and lds_bytes(p, tile) <= arch.lds: return tile
   raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
 
 @dataclass(frozen=True)
 class State:
-  """What crosses trips: O accumulators, per query tile the reference m of its rows, bias = -m*softmax_scale*log2(e), the lane's part of the row
-  sums l; the scores of a trip; shared memory; and a dummy that statements are stored to."""
+  """What crosses trips: the accumulators of O and, by the matrix unit too, of the sums of P as it is rounded: O divided by those is a mean of V,
+  whatever the rounding did. Per query tile the reference m of its rows, bias = -m*softmax_scale*log2(e) and, for the LSE, the lane's part of the
+  exact row sums l; the scores of a trip; shared memory; and a dummy that statements are stored to."""
   acc: UOp
   m: UOp
   bias: UOp
