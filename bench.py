@@ -22,7 +22,7 @@ from rich.table import Table
 from tqdm import tqdm
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn import tuned
-from attn.api import device_arch, flash_attention_fn, kernel_of
+from attn.api import FLOATS, device_arch, flash_attention_fn
 from attn.arch import Arch
 from attn.dispatch import PROGRAMS, choose, fits, single_kernel, tile_of
 from attn.emulator.checks import EmulatorError
@@ -34,7 +34,6 @@ if TYPE_CHECKING: from attn.isa.report import Report
 
 NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 OUT_NAMES = {**NAMES, "float": "float32", "fp32": "float32", "float32": "float32"}
-TYPES = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
 LAYOUTS = {name: name for name in ("bhsd", "bshd", "nsd")}
 MASKS: dict[str, bool|str] = {"0": False, "1": True, "bottom-right": "bottom-right", "top-left": "top-left"}
 ON_THE_EMULATOR = {"B": 1, "H": 8, "N": 256, "D": 128, "CNT": 1}
@@ -147,7 +146,7 @@ def operands(s:Settings) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
   inputs = [rounded(rng.standard_normal((p.B, h, n, d), np.float32), p.dtype)
             for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
   *_, o_shape, lse_shape = shapes_of(p)
-  outs = [Tensor.empty(*o_shape, dtype=TYPES[p.out_dtype])] + [Tensor.empty(*lse_shape, dtype=dtypes.float)]*p.return_lse
+  outs = [Tensor.empty(*o_shape, dtype=FLOATS[p.out_dtype])] + [Tensor.empty(*lse_shape, dtype=dtypes.float)]*p.return_lse
   return inputs, [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], outs
 
 def bench(s:Settings) -> dict[str, Any]:
@@ -194,7 +193,7 @@ def report_of(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> Re
   from attn.isa import compiler, report
   q, k, v, o, lse = shapes_of(p)
   tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
-  source = render(program(*(UOp.placeholder(shape, TYPES[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
+  source = render(program(*(UOp.placeholder(shape, FLOATS[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
   return report.analyse(compiler.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
                         queries=tile.q_tiles*tile.matrix.N)
 
@@ -203,9 +202,9 @@ def show_bounds(s:Settings) -> None:
   try: from attn.isa import roofline, table
   except ImportError as e: raise BadSetting(f"ISA=1: needs {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
   p, arch = s.problem, device_arch()
-  tile = single_kernel(p, arch)[1]
+  program, tile = single_kernel(p, arch)
   if not isinstance(tile, Tile): raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {arch}")
-  found = report_of(p, arch, kernel_of(p, arch), tile)
+  found = report_of(p, arch, program, tile)
   console().print(table.brief([found]))
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
   rows = []

@@ -8,18 +8,17 @@ import itertools, statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 import numpy as np
-from attn.api import device_arch, flash_attention_fn
+from attn.api import FLOATS, device_arch, flash_attention_fn
 from attn.dispatch import single_kernel
 from attn.problem import Problem
-from attn.tinygrad_compat import Tensor, compiled, cuda_seconds, device_seconds, dtypes, foreign_cuda_context
+from attn.tinygrad_compat import Tensor, compiled, cuda_seconds, device_seconds, foreign_cuda_context
 
 SHAPES: list[dict[str, Any]] = [
   {"B": 1, "H": 64, "N": 8192, "D": 128}, {"B": 4, "H": 16, "N": 4096, "D": 128}, {"B": 4, "H": 32, "N": 4096, "D": 64},
   {"B": 1, "H": 32, "N": 1024, "D": 64}, {"B": 1, "H": 16, "N": 16384, "D": 64}, {"B": 4, "H": 32, "HKV": 8, "N": 4096, "D": 128}]
 SWEEP = [{**shape, "DTYPE": dtype, "CAUSAL": causal} for dtype, shape, causal in itertools.product(("float16", "bfloat16"), SHAPES, ("0", "1"))]
 OURS, FLASH, CUDNN, OWN = "attn", "FlashAttention-2", "cuDNN", "tinygrad SDPA"
-ROUNDS, ROUND_SECONDS = 5, 0.25     # long enough for the chip to settle at the clock that its power limit leaves to each
-TYPES = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16}
+ROUNDS, ROUND_SECONDS = 5, 0.25     # shorter rounds favour cuDNN: docs/nvidia.md
 ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5}     # how far outputs of size 1 may lie apart: four units in the last place
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
@@ -68,7 +67,7 @@ def compare(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
   values = lambda x: x.float().cpu().numpy()
   others = {peer: values(o) for peer, (_, o) in peers.items()}
   with foreign_cuda_context() as theirs:
-    q, k, v = (Tensor(x).bitcast(TYPES[p.dtype]).realize() for x in bits)
+    q, k, v = (Tensor(x).bitcast(FLOATS[p.dtype]).realize() for x in bits)
     fxn = flash_attention_fn(causal="top-left" if causal else False, softmax_scale=p.softmax_scale)
     ours = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), q, k, v, fxn=fxn)[0]
     schedule = compiled(ours)

@@ -101,12 +101,8 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
                    lse=shapes["lse"] if return_lse else None, causal=causal, window=window, softmax_scale=softmax_scale, layout=layout,
                    softcap=softcap, extras={n: (shapes[n], dtype_name(n, t[n])) for n in extras}, max_seqlen_q=max_seqlen_q,
                    max_seqlen_k=max_seqlen_k)
-    return CheckedKernel(kernel_of(p, found)(*placeholders), outputs)
+    return CheckedKernel(single_kernel(p, found)[0](*placeholders), outputs)
   return kernel
-
-def kernel_of(p:Problem, arch:Arch) -> Any:
-  """The forward kernel of `p`, with the tile that dispatch chooses on `arch`, as a function of its placeholders."""
-  return single_kernel(p, arch)[0]
 
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:
   """Full attention of (B, H, S, D) tensors: `Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=flash_attention)[0]`."""

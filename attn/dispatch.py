@@ -13,7 +13,6 @@ from attn.tiles_table import CANDIDATES
 from attn.tinygrad_compat import UOp
 
 MATRIX_DTYPES = ("float16", "bfloat16")
-MAX_D = 256            # a row of O^T is held in registers
 
 def fits(p:Problem, arch:Arch, tile:Tile, c:Candidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
@@ -77,9 +76,7 @@ def no_matrix(p:Problem, arch:Arch) -> str|None:
   """Why no kernel made of matrix instructions takes `p` on `arch`, or None."""
   if arch.family not in CANDIDATES: return f"{arch.name}: there is no tile for its matrix unit; there are tiles for {', '.join(CANDIDATES)}"
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
-  for name in ("D", "Dv"):
-    if (value := getattr(p, name)) > MAX_D: return f"{name}={value}: a row is held in registers, up to {MAX_D}"
-  return None
+  return forward.too_wide(p)
 
 def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT

@@ -94,6 +94,10 @@ class Problem:
   @property
   def varlen(self) -> bool: return self.layout == "thd"
   @property
+  def options(self) -> tuple[str, ...]:
+    """Those of the options that a kernel has to be written for which are in use, by name."""
+    return tuple(x for x in ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "varlen") if getattr(self, x))
+  @property
   def rows(self) -> int:
     """Rows of the output, over batches and heads: the elements of lse."""
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)

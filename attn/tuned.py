@@ -12,7 +12,6 @@ from attn.kernels.tiles import Candidate
 from attn.problem import Problem
 
 CLASSES = (64, 128, 192, 256)   # head dimensions: a class goes up to its number
-SPECIAL = ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "varlen")
 
 def head_class(p:Problem) -> int:
   """The class of a problem's head dimensions, the larger one where they differ."""
@@ -21,7 +20,7 @@ def head_class(p:Problem) -> int:
 def problem_class(p:Problem) -> str|None:
   """Problems of one class share a tile: the same but for lengths and heads, and those up to the next power of two. None for problems with an option
   that takes registers of its own: they are not timed."""
-  if any(getattr(p, name) for name in SPECIAL): return None
+  if p.options: return None
   mask = "window" if p.window[0] >= 0 else "causal" if p.window[1] >= 0 else "full"
   heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.B*p.H, p.Sq, p.Sk))
   return f"{p.dtype} D{head_class(p)} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
@@ -49,7 +48,7 @@ def store(p:Problem, arch:Arch, tile:Candidate|None, seconds:float) -> Path:
   """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no place or no class for it."""
   file, kind = path(), problem_class(p)
   if file is None: raise ValueError("no place to keep the winner: platformdirs is not installed, pip install -e '.[bench]' brings it")
-  if kind is None: raise ValueError(f"a problem with {', '.join(x for x in SPECIAL if getattr(p, x))} belongs to no class of which a winner is kept")
+  if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class of which a winner is kept")
   found = load()
   found[arch.name] = {**found.get(arch.name, {}), kind: {"tile": asdict(tile) if tile is not None else None, "seconds": seconds}}
   file.parent.mkdir(parents=True, exist_ok=True)

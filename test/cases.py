@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 import numpy as np
 from attn import flash_attention_fn
+from attn.api import FLOATS as DTYPES
 from attn.arch import get_arch
 from attn.dispatch import choose_tile
 from attn.kernels.forward import arguments, forward
@@ -15,7 +16,6 @@ from attn.reference import LSE_ULPS, Options, exact, judge, rounded, same
 from attn.tinygrad_compat import Context, Tensor, dtypes
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each matrix unit
-DTYPES = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
 
 @dataclass(frozen=True)
 class Inputs:

@@ -38,10 +38,7 @@ def refuses(p:Problem, arch:Arch) -> str|None:
   if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
   if (p.D, p.Dv) != (HEAD, HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {HEAD}"
   if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
-  for name, on in (("softcap", p.softcap), ("alibi", p.alibi), ("bias", p.bias), ("sinks", p.sinks), ("varlen", p.varlen),
-                   ("kv_lengths", p.kv_lengths),
-                   ("sk_variable", p.sk_variable), ("num_splits", p.num_splits > 1)):
-    if on: return f"{name}: it takes plain problems only"
+  if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
   if (blocks := p.B*p.H*ceildiv(p.Sq, 256)) < arch.cus:
     return f"{blocks} blocks of 256 queries leave compute units idle, of which there are {arch.cus}"
   return None

@@ -19,6 +19,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
 
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
+MAX_D = 256      # the longest row of O that registers hold
 FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
@@ -257,6 +258,11 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
   return kernel
+
+def too_wide(p:Problem) -> str|None:
+  """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""
+  widths = (("D", p.D), ("Dv", p.Dv))
+  return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
 
 def check_range(p:Problem, tile:Tile) -> None:
   """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""

@@ -13,14 +13,13 @@ from attn import intrinsics_cuda as hw
 from attn.arch import Arch
 from attn.fragment import MMA, Mma
 from attn.kernels.blocks import extent, key_blocks, strides
-from attn.kernels.forward import OPTIMISED, estimates
+from attn.kernels.forward import OPTIMISED, estimates, too_wide
 from attn.kernels.scores import LN2, LOG2E, NEG_INF
 from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
 
 LINE = 8            # units of 128 bytes: all banks
-MAX_D = 256         # a row of O is held in registers
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in L2
 
 @dataclass(frozen=True)
@@ -84,10 +83,8 @@ def refuses(p:Problem, arch:Arch) -> str|None:
   """Why the kernel is not for `p` on `arch`, or None."""
   if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
   if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
-  for name in ("D", "Dv"):
-    if (value := getattr(p, name)) > MAX_D: return f"{name}={value}: a row is held in registers, up to {MAX_D}"
-  for name in ("softcap", "alibi", "bias", "sinks", "kv_lengths", "varlen", "sk_variable"):
-    if getattr(p, name): return f"it has no {name}"
+  if (reason := too_wide(p)) is not None: return reason
+  if p.options: return f"it has no {p.options[0]}"
   return None if p.num_splits <= 1 else f"num_splits={p.num_splits}: it has no key ranges to split into"
 
 def tile_of(p:Problem, arch:Arch) -> MmaTile:
