@@ -14,6 +14,10 @@ class Arch:
   chips: str           # cards that have it
   tuned: bool = False  # a real device, whose tiles may come from its own TUNE=1 (attn/tuned.py)
 
+  @property
+  def simds(self) -> int:
+    """Units of a compute unit that a wave each has instructions issued from: of RDNA's, those of one CU."""
+    return 2 if self.family.startswith("rdna") else 4
   def __str__(self) -> str: return f"{self.name} ({self.chips})"
 
 ARCHS: dict[str, Arch] = {a.name: a for a in (

@@ -7,6 +7,7 @@ from attn import tuned
 from attn.arch import ARCHS, Arch
 from attn.fragment import MATRIX
 from attn.kernels import dual_wave, forward, forward_mma, split_kv
+from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Candidate, Tile, ceildiv
 from attn.problem import Problem
 from attn.tiles_table import CANDIDATES
@@ -34,8 +35,11 @@ def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//8)))     # waves without a query only help to carry
   return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced, pack)
 
-def choose_tile(p:Problem, arch:Arch) -> Tile:
-  """The first candidate tile that fits. Raises NotImplementedError, with every reason, when none does."""
+def choose_tile(p:Problem, arch:Arch) -> Tile|MmaTile:
+  """The tile of the chip's forward kernel: the first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
+  if arch.family == "nvidia":
+    if (reason := forward_mma.refuses(p, arch)) is not None: raise NotImplementedError(reason)
+    return forward_mma.tile_of(p, arch)
   if (reason := no_matrix(p, arch)) is not None: raise NotImplementedError(reason)
   reasons = []
   found = tuned.winner(p, arch)
@@ -50,7 +54,7 @@ def choose_tile(p:Problem, arch:Arch) -> Tile:
 @dataclass(frozen=True)
 class Work:
   """How a kernel divides a problem: its tile (None: tinygrad's own schedule) and into how many key ranges."""
-  tile: Tile|forward_mma.MmaTile|None
+  tile: Tile|MmaTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
@@ -78,14 +82,18 @@ def no_matrix(p:Problem, arch:Arch) -> str|None:
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
   return forward.too_wide(p)
 
-def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
-  if arch is None: return NO_UNIT
+def takes_chosen_tile(p:Problem, arch:Arch) -> Work|str:
+  """The chip's forward kernel, without splits."""
   try:
     tile = choose_tile(p, arch)
     forward.check_range(p, tile)
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, split_kv.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
+
+def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
+  if arch is None: return NO_UNIT
+  return no_matrix(p, arch) or takes_chosen_tile(p, arch)
 
 def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
@@ -95,15 +103,14 @@ def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
 
 def takes_forward_mma(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
-  if (reason := forward_mma.refuses(p, arch)) is not None: return reason
-  try: return Work(forward_mma.tile_of(p, arch))
-  except NotImplementedError as e: return str(e)
+  return forward_mma.refuses(p, arch) or takes_chosen_tile(p, arch)
 
 def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
+  if arch is None: return NO_UNIT
   if p.num_splits == 1: return "num_splits=1 asks for no split"
-  work = takes_forward(replace(p, num_splits=1), arch)
+  work = takes_chosen_tile(replace(p, num_splits=1), arch)
   if isinstance(work, str): return work
-  assert arch is not None and isinstance(work.tile, Tile)
+  assert work.tile is not None
   if (splits := split_kv.resolve(p, arch, work.tile).num_splits) > 1: return Work(work.tile, splits)
   blocks = f"{split_kv.workgroups(p, work.tile)} workgroups, {split_kv.key_tiles(p, work.tile)} key tiles, {arch.cus} compute units"
   return f"no split is {'possible' if p.num_splits else 'the fastest'}: {blocks}"
@@ -116,11 +123,15 @@ def takes_three_pass(p:Problem, arch:Arch|None) -> Work|str:
 KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {"split_kv": takes_split_kv, "dual_wave": takes_dual_wave, "forward": takes_forward,
                                                                    "forward_mma": takes_forward_mma, "three_pass": takes_three_pass}
 
+def forward_of(p:Problem, arch:Arch, tile:Tile|MmaTile) -> Callable[..., UOp]:
+  """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
+  return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
+
 # what they are made of: problem, arch and tile -> a function of the placeholders that `forward.arguments` names
 PROGRAMS: dict[str, Callable[[Problem, Arch, Any], Callable[..., UOp]]] = {
-  "split_kv": forward.forward, "dual_wave": dual_wave.dual_wave, "forward": forward.forward, "forward_mma": forward_mma.forward_mma}
+  "split_kv": forward_of, "dual_wave": dual_wave.dual_wave, "forward": forward.forward, "forward_mma": forward_mma.forward_mma}
 
-def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile|forward_mma.MmaTile]:
+def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile|MmaTile]:
   """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. NotImplementedError where it takes more than one."""
   choice = choose(replace(p, num_splits=1), arch)
   if choice.work.tile is None:

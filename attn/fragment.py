@@ -36,6 +36,10 @@ class Matrix:
   def groups(self) -> int: return self.wave // self.N             # lane groups
   @property
   def accumulator(self) -> int: return self.M*self.N // self.wave # fp32 elements of C in a lane
+  @property
+  def row_part(self) -> int: return self.accumulator             # those of them that belong to one query
+  @property
+  def tile_keys(self) -> int: return self.M                       # keys of a tile of scores
   def c_row(self, h:Int, i:Int) -> Int:
     """The row of C that lane group h holds as element i."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
@@ -81,8 +85,16 @@ class Mma:
   N: int = 8
   K: int = 16
   wave: int = 32
-  def c_row(self, lane:Int, i:int) -> Int: return lane//4 + i*8     # i: which of the two rows
-  def c_column(self, lane:Int) -> Int: return lane%4*2
+  groups: int = 4   # lanes that share a row of C
+  block: int = 2    # consecutive columns of C in a lane
+  @property
+  def row_part(self) -> int: return self.N//self.groups            # elements of C in a lane that belong to one query
+  @property
+  def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
+  def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
+  def key_of(self, h:Int, n:int) -> Int:
+    """The key that lane h of a row holds as its n-th score, over a row of tiles of S."""
+    return n//self.block*self.N + h*self.block + n%self.block
   # (row, unit of 8 columns) of the address that a lane gives
   def a_address(self, lane:Int) -> tuple[Int, Int]:
     """A of 16 rows and 16 columns, from rows of A: a uint4."""

@@ -1,5 +1,5 @@
 """The operations of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side, as attn/intrinsics.py has
-them for AMD.
+them for AMD. What both have is listed in attn/operations.py.
 
 Sections are those of the PTX ISA 8.7. A value is a CUDA vector: a C fragment is a float4, what belongs to the two rows of a lane a float2, an A
 fragment a uint4, and a uint4 holds the B fragments of two neighbouring tiles. Where several instructions make one operation, a lambda holds them
@@ -9,10 +9,13 @@ The emulator takes asynchronous copies strictly: from its start until the thread
 """
 from __future__ import annotations
 import re, weakref
-from typing import Any
+from typing import Any, Callable
 import numpy as np
-from attn.intrinsics import Array, Intrinsic, Lanes, _any_lane, _exp2, _fma, _pack, _xor_lane, express
-from attn.tinygrad_compat import UOp, dtypes, vector_dtype
+from attn.intrinsics import (_2LOG2E, _NEAR, _TANH, Array, Intrinsic, Lanes, _any_lane, _bits, _buffer_load, _exp2, _fma, _log2, _pack, _rcp, _softcap,
+                             _widen, _xor_lane, declare, express, length)
+from attn.tinygrad_compat import DType, UOp, dtypes, vector_dtype
+
+__all__ = ["declare", "length"]   # the same for both vendors
 
 F2, F4, U4 = vector_dtype("float32", 2, cuda=True), vector_dtype("float32", 4, cuda=True), vector_dtype("uint32", 4, cuda=True)
 ROWS = 2             # rows of C (and of A) that a lane has a part in: g and g + 8
@@ -28,6 +31,31 @@ _EX2 = 'auto ex2_ = [](float x_) { float y_; asm("ex2.approx.ftz.f32 %0, %1;" : 
 _CVT = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}    # 9.7.9.21: high half first
 
 _ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}
+
+def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n, cuda=True)
+def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n, cuda=True)
+
+def _make(kind:str, xs:list[str]) -> str: return xs[0] if len(xs) == 1 else f"make_{kind}{len(xs)}({', '.join(xs)})"
+
+def _at(name:str, n:int, i:int) -> str:
+  """Element i of a value of n."""
+  return name if n == 1 else f"{name}.{'xyzw'[i]}"
+
+def _each(expression:str, prelude:str="") -> Callable[..., str]:
+  """An expression of the elements of the sources, `@0` of the first, for every element; scalars are the same for all. `#` is the element's number in
+  `offsets`."""
+  def text(out:DType, lengths:tuple[int, ...], offsets:tuple[int, ...]=(), **static:Any) -> str:
+    values = []
+    for i in range(max(lengths)):
+      value = expression.replace("#", str(offsets[i]) if offsets else "")
+      for k, n in enumerate(lengths): value = value.replace(f"@{k}", _at(f"v{k}_", n, i))
+      values.append(value)
+    return _code(" ".join([prelude, *(f"auto v{k}_ = ${k};" for k in range(len(lengths))), f"return {_make('float', values)};"]))
+  return text
+
+def _elementwise(name:str, *srcs:UOp, **static:Any) -> UOp:
+  lengths = tuple(length(x) for x in srcs)
+  return express(TABLE[name], f32(max(lengths)), *srcs, lengths=lengths, **static)
 
 def _pack_function(dtype:str) -> str:
   return f'auto pack_ = [](float l_, float h_) {{ unsigned d_; asm("{_CVT[dtype]} %0, %1, %2;" : "=r"(d_) : "f"(h_), "f"(l_)); return d_; }};'
@@ -89,6 +117,23 @@ def _copy_text(out:Any, step:tuple[int, int], asynchronous:bool) -> str:
   return _code(f"if ($3) {{ const unsigned short* s_ = (const unsigned short*)($1) + {step[1]//2}; int n_ = $2; "
                f"($0)[{step[0]//16}] = make_uint4({words}); }} return 0.0f;")
 
+def _buffer_load_text(out:DType, width:int) -> str:
+  kind = {2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}[width]
+  nothing = _make("uint", ["0u"]*max(1, width//4))
+  return _code(f"unsigned o_ = $2; return o_ + {width}u <= (unsigned)$1 ? *(const {kind}*)((const char*)($0) + o_) : {nothing};"
+               .replace("*(const unsigned short*)", "(unsigned)*(const unsigned short*)"))
+
+def _pack_text(out:DType, n:int, dtype:str) -> str:
+  words = [f"pack_(x_.{'xyzw'[i]}, x_.{'xyzw'[i+1]})" for i in range(0, n, 2)]
+  return _code(f"{_pack_function(dtype)} auto x_ = $0; return {_make('uint', words)};")
+
+def _widen_text(out:DType, n:int, dtype:str) -> str:
+  """fp16 by the conversion instruction, bf16 as the upper half of an fp32."""
+  to_float = {"float16": 'float f_; asm("cvt.f32.f16 %0, %1;" : "=f"(f_) : "h"((unsigned short)u_)); return f_;',
+              "bfloat16": "return __uint_as_float(u_ << 16);"}[dtype]
+  words = [f"to_float_({_at('w_', (n + 1)//2, i//2)} >> {16*(i % 2)})" for i in range(n)]
+  return _code(f"auto to_float_ = [](unsigned u_) {{ {to_float} }}; auto w_ = $0; return {_make('float', words)};")
+
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Lanes, pointer:Any, step:int, transposed:bool) -> Array:
@@ -114,13 +159,13 @@ def _mma_text(out:Any, matrix:Any, half:int) -> str:
 
 def _row_max(lanes:Lanes, s:Array, m:Array) -> Array: return np.fmax(m, np.fmax(s[0::2], s[1::2]))
 
-def _mask_text(out:Any, column:int, op:str) -> str:
-  kept = ", ".join(f"{column + i%2} {op} {'$1' if i < 2 else '$2'} ? -INFINITY : s_.{'xyzw'[i]}" for i in range(4))
-  return _code(f"float4 s_ = $0; return make_float4({kept});")
+def _mask(op:Callable[[Array, Array], Array]) -> Callable[..., Array]:
+  return lambda lanes, s, limit, offsets, lengths: np.where(op(np.array(offsets)[:, None], limit), np.float32(-np.inf), s)
 
-def _mask(lanes:Lanes, s:Array, low:Array, high:Array, column:int, op:str) -> Array:
-  keys, limits = np.array([column, column + 1]*ROWS)[:, None], np.stack([low, low, high, high])
-  return np.where(keys > limits if op == ">" else keys < limits, np.float32(-np.inf), s)
+# near 0 tanh is its series, where it matters: see attn/intrinsics.py
+_CAP = (f"{_EX2} auto far_ = [&](float y_) {{ return 1.0f - __fdividef(2.0f, 1.0f + ex2_(y_*{_2LOG2E!r}f)); }};"
+        " auto near_ = [](float y_) { float z_ = y_*y_; return y_*"
+        + "fmaf(z_, "*(len(_TANH) - 1) + f"{_TANH[-1]!r}f" + "".join(f", {c!r}f)" for c in _TANH[-2::-1]) + "; };")
 
 def _rescale_text(out:Any, tiles:int, accs:int, scores:int, scale:float, above:float) -> str:
   x, both = f"{scale!r}f", [(t, r) for t in range(tiles) for r in "xy"]
@@ -163,8 +208,23 @@ TABLE: dict[str, Intrinsic] = {
   "zero": Intrinsic("make_float4(0.0f, 0.0f, 0.0f, 0.0f)", lambda lanes, _: np.zeros((4, len(lanes.active)), np.float32)),
   "ones": Intrinsic(lambda out, dtype: _code(f"unsigned x_ = 0x{_ONES[dtype]:08x}u; return make_uint4(x_, x_, x_, x_);"),
                     lambda lanes, _, dtype: np.full((4, len(lanes.active)), _ONES[dtype], np.uint32)),
-  "rows": Intrinsic("make_float2({0}, {0})", lambda lanes, x: np.stack([x, x])),
-  "element": Intrinsic(lambda out, i: f"{{0}}.{'xyzw'[i]}", lambda lanes, x, i: x[i]),
+  "splat": Intrinsic(lambda out, n: _code(f"float x_ = $0; return {_make('float', ['x_']*n)};"),
+                     lambda lanes, x, n: np.broadcast_to(x, (n,) + x.shape)),
+  "build": Intrinsic(lambda out, kind, n: _make(kind, [f"{{{i}}}" for i in range(n)]), lambda lanes, *xs, kind, n: np.stack(xs)),
+  "extract": Intrinsic(lambda out, i: f"{{0}}.{'xyzw'[i]}", lambda lanes, x, i: x[i]),
+  "slice": Intrinsic(lambda out, kind, start, n: _code(f"auto x_ = $0; return {_make(kind, [f'x_.{e}' for e in 'xyzw'[start:start + n]])};"),
+                     lambda lanes, x, kind, start, n: x[start:start + n]),
+  "concat": Intrinsic(_code("float2 x_ = $0, y_ = $1; return make_float4(x_.x, x_.y, y_.x, y_.y);"), lambda lanes, x, y: np.concatenate([x, y])),
+  # fp32 arithmetic, on vectors or scalars
+  "add": Intrinsic(_each("@0 + @1"), lambda lanes, x, y, lengths: x + y),
+  "sub": Intrinsic(_each("@0 - @1"), lambda lanes, x, y, lengths: x - y),
+  "mul": Intrinsic(_each("@0 * @1"), lambda lanes, x, y, lengths: x * y),
+  "fma": Intrinsic(_each("fmaf(@0, @1, @2)"), lambda lanes, x, y, z, lengths: _fma(x, y, z)),
+  "exp2": Intrinsic(_each("ex2_(@0)", _EX2), lambda lanes, x, lengths: _exp2(x)),
+  "log2": Intrinsic(_each("log2f(@0)"), lambda lanes, x, lengths: _log2(x)),
+  "rcp": Intrinsic(_each("1.0f/@0"), lambda lanes, x, lengths: _rcp(x)),
+  "max": Intrinsic(_each("fmaxf(@0, @1)"), lambda lanes, x, y, lengths: np.fmax(x, y)),
+  "as_float": Intrinsic(_each("__uint_as_float(@0)"), lambda lanes, bits, lengths: _bits(bits, "float32")),
   # memory
   "copy": Intrinsic(_copy_text, lambda lanes, to, source, nbytes, gate, _, **static: _copy(lanes, to, source, nbytes, gate, **static)),
   "commit": Intrinsic(_code('asm volatile("cp.async.commit_group;" ::: "memory"); return 0.0f;'), lambda lanes, _: _commit(lanes)),
@@ -178,7 +238,13 @@ TABLE: dict[str, Intrinsic] = {
                        _row_max),
   "row_sum": Intrinsic(_code("float4 p_ = $0; float2 l_ = $1; return make_float2(l_.x + (p_.x + p_.y), l_.y + (p_.z + p_.w));"),
                        lambda lanes, p, l: l + (p[0::2] + p[1::2])),
-  "mask": Intrinsic(_mask_text, _mask),
+  "softcap": Intrinsic(_each("far_(@0*@1)*@2", _CAP), lambda lanes, x, inner, outer, lengths: _softcap(lanes, x, inner, outer, 0, False)),
+  "softcap_series": Intrinsic(_each(f"(@0*@1*(@0*@1) < {_NEAR!r}f ? near_(@0*@1) : far_(@0*@1))*@2", _CAP),
+                              lambda lanes, x, inner, outer, lengths: _softcap(lanes, x, inner, outer, 0, True)),
+  "alibi": Intrinsic(_each("fmaf(@1, fabsf((float)@2 - #.0f), @0)"), lambda lanes, x, slope, distance, offsets, lengths:
+                     _fma(slope, np.abs(distance.astype(np.float32) - np.array(offsets, np.float32)[:, None]), x)),
+  "mask_above": Intrinsic(_each("# > @1 ? -INFINITY : @0"), _mask(np.greater)),
+  "mask_below": Intrinsic(_each("# < @1 ? -INFINITY : @0"), _mask(np.less)),
   "rescale": Intrinsic(_rescale_text, _rescale),
   "weights": Intrinsic(lambda out, scale: _code(f"{_EX2} float4 s_ = $0; float2 b_ = $1; return make_float4("
                                                 + ", ".join(f"ex2_(fmaf(s_.{e}, {scale!r}f, b_.{r}))" for e, r in zip("xyzw", "xxyy")) + ");"),
@@ -186,16 +252,40 @@ TABLE: dict[str, Intrinsic] = {
   "pack_a": Intrinsic(lambda out, dtype: _code(f"{_pack_function(dtype)} float4 p_ = $0, q_ = $1; "
                                                "return make_uint4(pack_(p_.x, p_.y), pack_(p_.z, p_.w), pack_(q_.x, q_.y), pack_(q_.z, q_.w));"),
                       lambda lanes, p, q, dtype: np.concatenate([_pack(p, dtype), _pack(q, dtype)])),
-  "pack": Intrinsic(lambda out, dtype: _code(f"{_pack_function(dtype)} return pack_($0, $1);"),
-                    lambda lanes, x, y, _, dtype: _pack(np.stack([x, y]), dtype)[0]),
+  "pack": Intrinsic(_pack_text, lambda lanes, x, n, dtype: _pack(x, dtype)[0] if n == 2 else _pack(x, dtype)),
+  "widen": Intrinsic(_widen_text, lambda lanes, bits, n, dtype: _widen(bits, n, dtype)),
+  "buffer_load": Intrinsic(_buffer_load_text, lambda lanes, pointer, records, offset, _, width: _buffer_load(lanes, pointer, records, offset, width)),
   "xor_lane": Intrinsic(lambda out, mask: f"__shfl_xor_sync({WARP}, {{0}}, {mask})", _xor_lane),
-  "opaque": Intrinsic(_code('int v_ = $0; asm volatile("" : "+r"(v_)); return v_;'), lambda lanes, x: x),
+  "uniform": Intrinsic(f"__shfl_sync({WARP}, {{0}}, 0)", lambda lanes, x: x),
+  "opaque_uniform": Intrinsic(_code('int v_ = $0; asm volatile("" : "+r"(v_)); return v_;'), lambda lanes, x: x),
 }
 
 def zero(order:UOp) -> UOp: return express(TABLE["zero"], F4, order)
 def ones(dtype:str) -> UOp: return express(TABLE["ones"], U4, UOp.const(0, dtypes.int), dtype=dtype)
-def rows(x:float) -> UOp: return express(TABLE["rows"], F2, UOp.const(x, dtypes.float))
-def element(x:UOp, i:int) -> UOp: return express(TABLE["element"], dtypes.float, x, i=i)
+def splat(x:float, n:int) -> UOp:
+  return UOp.const(x, dtypes.float) if n == 1 else express(TABLE["splat"], f32(n), UOp.const(x, dtypes.float), n=n)
+def _kind(x:UOp) -> tuple[str, Callable[[int], DType]]: return ("uint", u32) if x.dtype in (dtypes.uint, u32(2), u32(4)) else ("float", f32)
+def build(*xs:UOp) -> UOp:
+  kind, dtype = _kind(xs[0])
+  return express(TABLE["build"], dtype(len(xs)), *xs, kind=kind, n=len(xs))
+def extract(x:UOp, i:int) -> UOp: return express(TABLE["extract"], _kind(x)[1](1), x, i=i) if length(x) > 1 else x
+def slice_(x:UOp, start:int, n:int) -> UOp:
+  if n == length(x): return x
+  if n == 1: return extract(x, start)
+  kind, dtype = _kind(x)
+  return express(TABLE["slice"], dtype(n), x, kind=kind, start=start, n=n)
+def concat(x:UOp, y:UOp) -> UOp:
+  """Two pairs -> four numbers."""
+  return express(TABLE["concat"], F4, x, y)
+
+def add(x:UOp, y:UOp) -> UOp: return _elementwise("add", x, y)
+def sub(x:UOp, y:UOp) -> UOp: return _elementwise("sub", x, y)
+def mul(x:UOp, y:UOp|float) -> UOp: return _elementwise("mul", x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float))
+def fma(x:UOp, y:float, z:UOp) -> UOp: return _elementwise("fma", x, UOp.const(y, dtypes.float), z)
+def exp2(x:UOp) -> UOp: return _elementwise("exp2", x)
+def log2(x:UOp) -> UOp: return _elementwise("log2", x)
+def rcp(x:UOp) -> UOp: return _elementwise("rcp", x)
+def max_(x:UOp, y:UOp) -> UOp: return _elementwise("max", x, y)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
   """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are
@@ -217,11 +307,14 @@ def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   return express(TABLE["mma"], F4, a, b, c, matrix=matrix, half=half)
 def row_max(s:UOp, m:UOp) -> UOp: return express(TABLE["row_max"], F2, s, m)
 def row_sum(p:UOp, l:UOp) -> UOp: return express(TABLE["row_sum"], F2, p, l)
-def mask_above(s:UOp, limits:tuple[UOp, UOp], column:int) -> UOp:
-  """-inf where `column` or the one after it, in which a lane's elements stand, is beyond the row's limit."""
-  return express(TABLE["mask"], F4, s, *[x.cast(dtypes.int) for x in limits], column=column, op=">")
-def mask_below(s:UOp, limits:tuple[UOp, UOp], column:int) -> UOp:
-  return express(TABLE["mask"], F4, s, *[x.cast(dtypes.int) for x in limits], column=column, op="<")
+def softcap(x:UOp, inner:float, outer:float, series:bool) -> UOp:
+  """outer * tanh(x * inner), to 1e-7 * outer; with `series` also to a few units in the last place of the value."""
+  return _elementwise("softcap_series" if series else "softcap", x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float))
+def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
+  """x + slope*|distance - offset|, with an offset per element."""
+  return _elementwise("alibi", x, slope, distance.cast(dtypes.int), offsets=offsets)
+def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return _elementwise("mask_above", x, limit.cast(dtypes.int), offsets=offsets)
+def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return _elementwise("mask_below", x, limit.cast(dtypes.int), offsets=offsets)
 def rescale(maxima:list[UOp], reference:UOp, bias:UOp, l:UOp, acc:UOp, s:UOp, scores:int, scale:float, above:float) -> UOp:
   """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where a row maximum (one pair for each
   query tile) exceeds the `reference` by more than `above` (times `scale`: in powers of two) in any lane of the warp, the reference of each row
@@ -236,12 +329,25 @@ def weights(s:UOp, bias:UOp, scale:float) -> UOp:
 def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
   """The C fragments of two neighbouring tiles -> the A fragment of 16 columns, rounded to nearest even."""
   return express(TABLE["pack_a"], U4, p, q, dtype=dtype)
-def pack(x:UOp, y:UOp, dtype:str, declare:UOp) -> UOp:
-  """Two numbers as a word of `dtype`; `declare` makes the renderer declare the type of the buffer for which it is."""
-  return express(TABLE["pack"], dtypes.uint, x, y, declare, dtype=dtype)
+def pack(x:UOp, dtype:str, native_bf16:bool=True) -> UOp:
+  """n fp32 -> n/2 dwords of `dtype`, rounded to nearest even."""
+  return express(TABLE["pack"], u32(length(x)//2), x, n=length(x), dtype=dtype)
+def as_float(x:UOp) -> UOp:
+  """Dwords as the fp32 they are."""
+  return _elementwise("as_float", x)
+def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
+  """n 16-bit floats, two a dword (a single one in the low half), as fp32."""
+  return express(TABLE["widen"], f32(n), x, n=n, dtype=dtype)
+def buffer_load(base:UOp, records:UOp, offset:UOp, width:int, family:str) -> UOp:
+  """`width` (2, 4, 8 or 16) bytes at `base` (an INDEX) + `offset` bytes, zero where offset + width exceeds `records` bytes."""
+  type_known = UOp.const(0.0, base.dtype) if base.dtype in (dtypes.half, dtypes.bfloat16) else UOp.const(0, dtypes.int)
+  return express(TABLE["buffer_load"], u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), type_known, width=width)
 def xor_lane(x:UOp, mask:int) -> UOp:
   """x of the lane whose number differs in the bits of `mask` (shfl.sync.bfly)."""
   return express(TABLE["xor_lane"], dtypes.float, x, mask=mask)
-def opaque(x:UOp) -> UOp:
-  """The integer x, in a way that neither tinygrad nor the compiler can tell."""
-  return express(TABLE["opaque"], dtypes.int, x.cast(dtypes.int))
+def uniform(x:UOp) -> UOp:
+  """The integer x, which all lanes hold."""
+  return express(TABLE["uniform"], dtypes.int, x.cast(dtypes.int))
+def opaque_uniform(x:UOp) -> UOp:
+  """The integer x, the same in the whole block, in a way that neither tinygrad nor the compiler can tell."""
+  return express(TABLE["opaque_uniform"], dtypes.int, x.cast(dtypes.int))

@@ -7,15 +7,17 @@ import numpy as np
 from attn import flash_attention_fn
 from attn.api import FLOATS as DTYPES
 from attn.arch import get_arch
-from attn.dispatch import choose_tile
-from attn.kernels.forward import arguments, forward
+from attn.dispatch import choose_tile, forward_of
+from attn.kernels.forward import arguments
 from attn.kernels.split_kv import combine, combine_arguments
+from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Options, exact, judge, rounded, same
 from attn.tinygrad_compat import Context, Tensor, dtypes
 
-ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each matrix unit
+ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's matrix units
+EVERY_ARCH = (*ARCHS, "sm_90")                           # and NVIDIA's mma.sync
 
 @dataclass(frozen=True)
 class Inputs:
@@ -76,11 +78,11 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 # ***** the kernels themselves, with every option *****
 
 @functools.cache
-def _kernels(p:Problem, arch:str, tile:Tile) -> tuple[Callable[..., Any], Callable[..., Any]|None]:
+def _kernels(p:Problem, arch:str, tile:Tile|MmaTile) -> tuple[Callable[..., Any], Callable[..., Any]|None]:
   a = get_arch(arch)
-  return forward(p, a, tile), combine(p, a, p.num_splits) if p.num_splits > 1 else None
+  return forward_of(p, a, tile), combine(p, a, p.num_splits) if p.num_splits > 1 else None
 
-def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
+def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
   """o (B, H, Sq, Dv) and lse of the forward kernel, and of `combine` where p has splits, on the emulator; of layout "thd", (1, H, total_q, Dv)."""
   tile = tile or choose_tile(p, get_arch(arch))
   first, second = _kernels(p, arch, tile)
@@ -118,7 +120,7 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np
     parts.append(both(q, k, v, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes))
   return [tuple(np.concatenate([part[i][j] for part in parts], axis=2) for j in range(2)) for i in range(2)]   # type: ignore[misc]
 
-def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Tile], Tile]|None=None, extras:dict[str, np.ndarray]|None=None,
+def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
   """Poses the problem, with any of its options, runs the kernels, holds o and lse to the contract and returns them. `tile` changes the chosen one."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})

@@ -7,27 +7,29 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from attn.arch import get_arch
-from attn.dispatch import choose_tile
-from attn.emulator.device import EmulatedHIPRenderer
+from attn.dispatch import choose_tile, forward_of
+from attn.emulator.device import EmulatedCUDARenderer, EmulatedHIPRenderer
 from attn.emulator.machine import Frame
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan
 from attn.intrinsics import widen
 from attn.isa import compiler
 from attn.kernels.forward import arguments, forward
+from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem
 from attn.tinygrad_compat import Ops, Target, UOp, dtypes, lower, render
-from cases import ARCHS, DTYPES, Inputs, check_kernels, expected, judge, normal, problem, run_kernels
+from cases import ARCHS, DTYPES, EVERY_ARCH, Inputs, check_kernels, expected, judge, normal, problem, run_kernels
 
-every_arch = pytest.mark.parametrize("arch", ARCHS)
+every_arch = pytest.mark.parametrize("arch", EVERY_ARCH)
+every_amd = pytest.mark.parametrize("arch", ARCHS)
 TYPES = {**DTYPES, "int32": dtypes.int}
 
 def floats(*shape:int, seed:int=7) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 def ints(*values:int) -> np.ndarray: return np.array(values, np.int32)
 def slopes(*shape:int) -> np.ndarray: return np.abs(floats(*shape))/4
-def packed(tile:Tile) -> Tile: return replace(tile, pack_gqa=True)
-def apart(tile:Tile) -> Tile: return replace(tile, pack_gqa=False)
+def packed(tile:Tile|MmaTile) -> Tile|MmaTile: return replace(tile, pack_gqa=True)
+def apart(tile:Tile|MmaTile) -> Tile|MmaTile: return replace(tile, pack_gqa=False)
 
 # ***** each option by itself *****
 
@@ -85,7 +87,8 @@ def test_packed_sequences(arch:str, ends:str, causal:bool) -> None:
 
 def test_packed_sequences_with_options() -> None:
   q, k = ENDS["even"]
-  for arch, more in zip(ARCHS, (dict(softcap=2.0), dict(window=(20, 5)), dict(causal=True, window=(30, 0)), dict(causal="top-left")), strict=True):
+  for arch, more in zip(EVERY_ARCH, (dict(softcap=2.0), dict(window=(20, 5)), dict(causal=True, window=(30, 0)), dict(causal="top-left"),
+                                     dict(causal=True, softcap=2.0)), strict=True):
     check_kernels(arch, layout="thd", Sq=100, Sk=120, **more, extras=dict(alibi_slopes=slopes(2, 2), sinks=floats(2), cu_seqlens_q=q, cu_seqlens_k=k))
 
 # ***** query heads of a group in one tile *****
@@ -114,7 +117,7 @@ def test_grouped_queries(arch:str, case:str) -> None:
 def test_decoding_reads_keys_once() -> None:
   """The eight query heads of a key/value head are one workgroup."""
   p = problem(H=64, Hkv=8, Sq=1, Sk=4096, D=128)
-  for arch in ARCHS:
+  for arch in EVERY_ARCH:
     tile = choose_tile(p, get_arch(arch))
     assert tile.pack_gqa
     grid = [u.vmax + 1 for u in uops_of(p, arch, tile) if u.op is Ops.SPECIAL and u.arg.startswith("g")]
@@ -214,9 +217,10 @@ def test_huge_scores(arch:str, option:dict[str, Any]) -> None:
 
 # ***** sizes *****
 
-def uops_of(p:Problem, arch:str, tile:Tile) -> list[UOp]:
+def uops_of(p:Problem, arch:str, tile:Tile|MmaTile) -> list[UOp]:
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  return lower(forward(p, get_arch(arch), tile)(*tensors), EmulatedHIPRenderer(Target("EMU", "HIP", arch)))
+  renderer = EmulatedCUDARenderer if arch.startswith("sm_") else EmulatedHIPRenderer
+  return lower(forward_of(p, get_arch(arch), tile)(*tensors), renderer(Target("EMU", "HIP", arch)))
 
 def sparse(nbytes:int) -> View:
   """Device memory of zeros that takes no memory until it is written."""
@@ -252,9 +256,9 @@ def test_indices_beyond_32_bits(arch:str) -> None:
 def test_index_type(Sk:int, wide:bool) -> None:
   """Addresses are computed in 32 bits where those do, and in 64 where not."""
   p = problem(B=8300, H=16, Sq=1, Sk=Sk, D=128, lse=False)
-  for arch in ARCHS:
+  for arch in EVERY_ARCH:
     tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-    text = render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch).split("{", 1)[1]
+    text = render(forward_of(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch).split("{", 1)[1]
     assert ("(long)" in text) == wide
 
 @every_arch
@@ -278,7 +282,7 @@ COMPILED: dict[str, dict[str, Any]] = {   # heads enough for the largest tile
   "packed sequences": dict(layout="thd", causal=True, extras=dict(cu_seqlens_q=ints(0, 512), cu_seqlens_k=ints(0, 512))),
 }
 
-@every_arch
+@every_amd
 @pytest.mark.parametrize("option", COMPILED)
 @pytest.mark.parametrize("D", (64, 128))
 def test_no_spills(arch:str, option:str, D:int) -> None:
@@ -347,12 +351,12 @@ def problems(draw:st.DrawFn) -> tuple[str, dict[str, Any]]:
   if draw(st.booleans()): extras["bias"] = floats(*(n if draw(st.booleans()) else 1 for n in (B, H, Sq, Sk)), seed=seed + 1)
   if draw(st.booleans()): extras["sinks"] = floats(H, seed=seed + 2)
   if draw(st.booleans()): extras["kv_lengths"] = ints(*(draw(st.integers(0, Sk)) for _ in range(B)))
-  return draw(st.sampled_from(ARCHS)), dict(
+  return draw(st.sampled_from(EVERY_ARCH)), dict(
     B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=draw(st.sampled_from((8, 16, 24, 64))), Dv=draw(st.sampled_from((16, 20, 40))), causal=causal,
     window=(window[0], min(window[1], 0)) if causal else window, dtype=draw(st.sampled_from(("float16", "bfloat16"))),
     layout=draw(st.sampled_from(("bhsd", "bshd"))), softcap=draw(st.sampled_from((0.0, 0.0, 2.5))), num_splits=draw(st.integers(1, 3)), extras=extras)
 
-@settings(max_examples=24, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(problems())
 def test_any_problem(drawn:tuple[str, dict[str, Any]]) -> None:
   arch, parameters = drawn

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from tinygrad import TinyJit
 from attn.arch import get_arch
-from attn.dispatch import choose_tile
+from attn.dispatch import choose_tile, forward_of
 from attn.isa import compiler
 from attn.kernels.forward import arguments, forward
 from attn.kernels.split_kv import combine, combine_arguments, key_tiles, resolve, split_heuristic
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes, render
-from cases import ARCHS, DTYPES, Inputs, array, check_kernels, expected, judge, normal, problem, run_kernels, tensor
+from cases import ARCHS, DTYPES, EVERY_ARCH, Inputs, array, check_kernels, expected, judge, normal, problem, run_kernels, tensor
 
-every_arch = pytest.mark.parametrize("arch", ARCHS)
+every_arch = pytest.mark.parametrize("arch", EVERY_ARCH)
+every_amd = pytest.mark.parametrize("arch", ARCHS)
 TYPES = {**DTYPES, "int32": dtypes.int}
 
 def floats(*shape:int, seed:int=7) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
@@ -113,7 +114,7 @@ def test_variable_length_under_jit(arch:str) -> None:
   p = problem(H=4, Hkv=2, Sq=1, Sk=200, causal=True, num_splits=2, sk_variable=("n_k", 1, 200))
   x, a = normal(p), get_arch(arch)
   tile = choose_tile(p, a)
-  first, second, names, merged = forward(p, a, tile), combine(p, a, 2), arguments(p), combine_arguments(p)
+  first, second, names, merged = forward_of(p, a, tile), combine(p, a, 2), arguments(p), combine_arguments(p)
   variable = UOp.variable("n_k", 1, 200)
   with Context(DEV=f"EMU::{arch}"):
     q, k, v = (tensor(t, p.dtype).realize() for t in (x.q, x.k, x.v))
@@ -146,7 +147,7 @@ def test_resolve() -> None:
     tile = choose_tile(p, arch)
     assert resolve(p, arch, tile).num_splits == (want or key_tiles(p, tile))
 
-@pytest.mark.parametrize("arch", ARCHS)
+@every_arch
 def test_heuristic_fills_the_chip(arch:str) -> None:
   """A decoding batch too small for the chip is split until there is a workgroup for every compute unit, or no more tiles."""
   a = get_arch(arch)
@@ -164,7 +165,7 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
 
 # ***** machine code *****
 
-@every_arch
+@every_amd
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("D", (64, 128, 256))
 def test_no_spills(arch:str, dtype:str, D:int) -> None:

@@ -2,8 +2,8 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
-from attn import intrinsics as hw
 from attn.kernels.tiles import flat
+from attn.operations import Operations
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
@@ -12,7 +12,7 @@ def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int
   if layout == "thd": return 0, width, heads*width
   return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
-def run_time(x:UOp, low:int, high:int) -> UOp:
+def run_time(x:UOp, low:int, high:int, hw:Operations) -> UOp:
   """A number that is loaded, the same in the whole workgroup: as an index, held within `low`..`high` so that no access can leave a buffer."""
   return hw.uniform(x).cast(dtypes.weakint).maximum(low).minimum(high)
 
@@ -25,15 +25,15 @@ class Extent:
   k_start: int|UOp
   offset: int|UOp
 
-def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
+def extent(p:Problem, batch:UOp, given:Mapping[str, UOp], hw:Operations) -> Extent:
   """`given` has the optional tensors by name."""
   if p.varlen:
     def bounds(name:str, total:int, longest:int) -> tuple[UOp, UOp]:
-      start, end = (run_time(flat(given[name])[batch + i].load(), 0, total) for i in range(2))
+      start, end = (run_time(flat(given[name])[batch + i].load(), 0, total, hw) for i in range(2))
       return start, (end - start).maximum(0).minimum(longest)
     (q_start, n_q), (k_start, n_k) = bounds("cu_seqlens_q", p.total_q, p.Sq), bounds("cu_seqlens_k", p.total_k, p.Sk)
     return Extent(n_q, n_k, q_start, k_start, 0 if p.top_left else n_k - n_q)
-  if p.kv_lengths: keys: int|UOp = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
+  if p.kv_lengths: keys: int|UOp = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk, hw)
   else: keys = UOp.variable(*p.sk_variable, param=True) if p.sk_variable is not None else p.Sk
   return Extent(p.Sq, keys, 0, 0, p.offset if p.top_left or isinstance(keys, int) else keys + (p.offset - p.Sk))
 
@@ -63,3 +63,10 @@ def key_blocks(p:Problem, x:Extent, first_query:UOp, last_query:UOp, block_n:int
   full_end = keys//block_n if right < 0 else (first_query + x.offset + right + 1).maximum(0).minimum(x.n_k)//block_n
   full_begin = full_begin.minimum(end)
   return KeyBlocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end)
+
+def loop_count(first:UOp, last:UOp, hw:Operations) -> UOp|None:
+  """Trips of a loop over the tiles `first`..`last`, None where there can be none. tinygrad places values from outside into a loop of at most one trip,
+  and uses them behind it too: it is not told that there is no more than one."""
+  count = (last - first).simplify()
+  if count.vmax <= 0: return None
+  return hw.opaque_uniform(count) if count.vmax == 1 else count

@@ -125,7 +125,7 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       return Rows(flat(buffer), batch*sb + h*sh, ss, length, HEAD, arch.family)
     kv_head = q_head//(p.H//p.Hkv)
     q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq), rows(k, kv_head, p.Hkv, p.Sk), rows(v, kv_head, p.Hkv, p.Sk)
-    sequence = extent(p, batch, {})
+    sequence = extent(p, batch, {}, hw)
     def scores_of(here:Lane) -> Scores:
       return Scores(p, here, BLOCK_N, arch.family, sequence, Row(batch, q_head, first_query, UOp.const(True)), None, None)
     scores = scores_of(at)

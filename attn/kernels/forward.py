@@ -8,13 +8,14 @@ Per trip: the K and V tiles, loaded one trip ahead into registers, go to LDS (V 
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass, fields, replace
-from typing import Callable
+from typing import Any, Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
-from attn.kernels.blocks import extent, key_blocks, strides
+from attn.kernels.blocks import Extent, extent, key_blocks, strides
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import over_groups, p_operands, probabilities, row_max, row_sum
 from attn.kernels.tiles import UNIT, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
+from attn.operations import operations
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
 
@@ -119,7 +120,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     in_block = [(wave*q_tiles + t)*mat.N + at.n for t in range(q_tiles)]
 
     # ***** the sequence, its rows, and the key tiles that a block sees *****
-    sequence = extent(p, batch, given)
+    sequence = extent(p, batch, given, hw)
     def rows(buffer:UOp, h:UOp, heads:int, length:int, columns:int, start:int|UOp, count:int|UOp) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, columns)
       return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, arch.family, pin=splits > 1 or isinstance(sequence.n_k, UOp))
@@ -245,11 +246,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       m, sums = done.m[qt].load(), done.l[qt].load()
       total = over_groups(at, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add)
       factor, log_sum = finish(m, total, scores, flat(given["sinks"])[row.head].load() if "sinks" in given else None)
-      number = row.head*p.total_q + sequence.q_start + row.query if p.varlen else (batch*p.H + row.head)*p.Sq + row.query    # of the row, in lse
-      if splits > 1: number = split[0]*p.rows + number
+      number, begin = place_of_row(p, sequence, row, *split)
       if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
-      sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
-      begin = batch*sb + row.head*sh + (sequence.q_start + row.query)*ss if splits == 1 else number*p.Dv
       for dt in range(d_tiles):
         values = hw.mul(done.acc[qt*d_tiles + dt].load(), factor)
         if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
@@ -264,7 +262,7 @@ def too_wide(p:Problem) -> str|None:
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
 
-def check_range(p:Problem, tile:Tile) -> None:
+def check_range(p:Problem, tile:Any) -> None:
   """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""
   heads = p.H//p.Hkv if tile.pack_gqa else 1
   queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
@@ -275,6 +273,7 @@ def check_range(p:Problem, tile:Tile) -> None:
 
 def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
   """(what O^T is to be multiplied by, LSE) of a row with sum `total` relative to the reference `m`. A sink is one more term of the sum."""
+  hw = scores.hw
   if sink is None:
     inverse = total.eq(0.0).where(0.0, hw.rcp(total))
     return inverse, total.eq(0.0).where(NEG_INF, hw.add(hw.mul(m, scores.to_natural), hw.mul(hw.log2(total), LN2)))
@@ -285,9 +284,17 @@ def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
   total = hw.add(hw.mul(total, weight), hw.exp2(hw.mul(hw.sub(sink, safe), LOG2E)))
   return total.eq(0.0).where(0.0, hw.mul(weight, hw.rcp(total))), total.eq(0.0).where(NEG_INF, hw.add(safe, hw.mul(hw.log2(total), LN2)))
 
+def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
+  """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""
+  number = row.head*p.total_q + x.q_start + row.query if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.query
+  for s in split: number = s*p.rows + number
+  sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
+  return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
+
 def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
   a time where rows are so aligned."""
+  hw = operations(arch.family)
   index, n, size = begin + column, hw.length(values), 4 if dtype == "float32" else 2
   words = values if size == 4 else hw.pack(values if n > 1 else hw.build(values, values), dtype, arch.bf16_pack)   # dwords of the row
   wide = min(16//size, n)                                                          # elements of a store

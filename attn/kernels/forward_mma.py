@@ -8,14 +8,14 @@ the way, from rows that are swizzled against bank conflicts.
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, fields, replace
-from typing import Callable, ClassVar
+from typing import Callable
 from attn import intrinsics_cuda as hw
 from attn.arch import Arch
 from attn.fragment import MMA, Mma
-from attn.kernels.blocks import extent, key_blocks, strides
-from attn.kernels.forward import OPTIMISED, estimates, too_wide
-from attn.kernels.scores import LN2, LOG2E, NEG_INF
-from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
+from attn.kernels.blocks import extent, key_blocks, loop_count, strides
+from attn.kernels.forward import OPTIMISED, arguments, check_range, estimates, finish, place_of_row, store_row, too_wide
+from attn.kernels.scores import NEG_INF, Row, Scores
+from attn.kernels.tiles import UNIT, MmaLane, ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
 
@@ -31,9 +31,9 @@ class MmaTile:
   block_n: int                 # keys of a trip
   stages: int = 2              # K and V tiles in shared memory
   q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
+  pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two
 
-  pack_gqa: ClassVar[bool] = False
   @property
   def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.M
   @property
@@ -83,17 +83,18 @@ def refuses(p:Problem, arch:Arch) -> str|None:
   """Why the kernel is not for `p` on `arch`, or None."""
   if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
   if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
-  if (reason := too_wide(p)) is not None: return reason
-  if p.options: return f"it has no {p.options[0]}"
-  return None if p.num_splits <= 1 else f"num_splits={p.num_splits}: it has no key ranges to split into"
+  return too_wide(p)
 
 def tile_of(p:Problem, arch:Arch) -> MmaTile:
   """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
+  mat = MMA[p.dtype]
+  group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
+  rows = p.Sq*group
   for c in CANDIDATES:
-    q_tiles = c.q_tiles if p.Sq > MMA[p.dtype].M else 1
-    tile = MmaTile(MMA[p.dtype], WAVES, q_tiles, c.block_n, q_in_lds=c.q_in_lds)
-    blocks = p.B*p.H*ceildiv(p.Sq, tile.block_m)
-    tile = replace(tile, waves=min(WAVES, ceildiv(p.Sq, q_tiles*tile.matrix.M)))
+    q_tiles = c.q_tiles if rows > mat.M else 1
+    tile = MmaTile(mat, WAVES, q_tiles, c.block_n, q_in_lds=c.q_in_lds, pack_gqa=group > 1)
+    blocks = p.B*p.H//group*ceildiv(rows, tile.block_m)
+    tile = replace(tile, waves=min(WAVES, ceildiv(rows, q_tiles*mat.M)))
     if c.masked and p.window == (-1, -1): continue
     if max(p.D, p.Dv) <= c.up_to and (blocks >= arch.cus or not c.large) and lds_bytes(p, tile) <= arch.lds: return tile
   raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
@@ -118,19 +119,25 @@ class State:
   def do(self, statement:UOp) -> UOp: return self.nothing[0].store(statement)
 
 def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse."""
+  """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)` in that order, and with p.sk_variable of that Variable:
+  as `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
+  if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
+  check_range(p, tile)
   mat, q_tiles, block_n, stages = tile.matrix, tile.q_tiles, tile.block_n, tile.stages
   depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)
   k_tiles, d_tiles = block_n//mat.N, width//mat.N
   c_tiles = d_tiles + 1                                 # accumulators of a query tile: those of O, and the sums of P
-  q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
-  to_log2 = p.softmax_scale*LOG2E
+  group, splits, names = p.H//p.Hkv if tile.pack_gqa else 1, p.num_splits, arguments(p)
+  q_blocks, (left, right), heads = ceildiv(p.Sq*group, tile.block_m), p.window, p.B*p.H//group
   # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
-  cached = CACHED*(p.H//p.Hkv)//(2*p.Sk*(p.D + p.Dv))
+  cached = CACHED*(p.H//p.Hkv//group)//(2*p.Sk*(p.D + p.Dv))
   together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, cached if right >= 0 else 1))
 
-  def kernel(o:UOp, *args:UOp) -> UOp:
-    lse, (q, k, v) = (args[0], args[1:]) if p.return_lse else (None, args)
+  def kernel(*args:UOp) -> UOp:
+    if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
+    given = dict(zip(names, args))
+    o, lse, q, k, v = args[0], given.get("lse", given.get("lse_partial")), given["q"], given["k"], given["v"]
+    o_dtype = p.out_dtype if splits == 1 else "float32"
 
     # ***** ranges *****
     axes = itertools.count(5)                                        # ids of the loops
@@ -139,12 +146,22 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     head_in_group = UOp.range(together, 2, AxisType.GLOBAL)          # varies fastest over blocks
     lane = UOp.range(mat.wave, 3, AxisType.WARP)
     wave = UOp.range(tile.waves, 4, AxisType.WARP)
-    thread, head = wave*mat.wave + lane, head_group*together + head_in_group
-    batch, q_head = head//p.H, head%p.H
-    kv_head, x = q_head//(p.H//p.Hkv), extent(p, batch, {})
-    first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
+    split = [UOp.range(splits, next(axes), AxisType.GLOBAL)] if splits > 1 else []
+    at, head = MmaLane(lane, wave, mat), head_group*together + head_in_group
+    batch, first_head = head//(p.H//group), head%(p.H//group)*group
+    kv_head = first_head//(p.H//p.Hkv)
+    first_row = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
+    first_query, last_query = first_row//group, (first_row + tile.block_m - 1)//group
     in_block = [(wave*q_tiles + t)*mat.M for t in range(q_tiles)]    # first rows of the warp's query tiles
-    queries = [[first_query + i + mat.c_row(lane, r) for r in range(hw.ROWS)] for i in in_block]
+
+    # ***** the sequence, its rows, and the key tiles that a block sees *****
+    x = extent(p, batch, given, hw)
+    def query_of(row:UOp) -> Row: return Row(batch, first_head + row%group, row//group, row < x.n_q*group)
+    queries = [[query_of(first_row + i + mat.c_row(lane, r)) for r in range(hw.ROWS)] for i in in_block]
+    scores = Scores(p, at, block_n, arch.family, x, Row(batch, first_head, first_query, UOp.const(True)), given.get("alibi_slopes"), given.get("bias"))
+    blocks = key_blocks(p, x, first_query, last_query, block_n)
+    for n in split: blocks = blocks.share(n, splits)
+    last_key = (blocks.end*block_n).minimum(x.n_k)
 
     # ***** placeholders *****
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
@@ -158,22 +175,22 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     # ***** global -> shared memory *****
     def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, rows:int, columns:int, to:Rows) -> list[UOp]:
       """`rows` rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
-      tensor_head, tensor_heads, length = (kv_head, p.Hkv, p.Sk) if kv else (q_head, p.H, p.Sq)
+      tensor_head, tensor_heads, length, start = (kv_head, p.Hkv, p.Sk, x.k_start) if kv else (first_head, p.H, p.Sq, x.q_start)
       sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
-      at, apart, statements = batch*sb + tensor_head*sh + first*ss, tile.threads//to.stride, []
-      regular = tile.threads % to.stride == 0 and apart % LINE == 0
+      packed, base, apart, statements = not kv and group > 1, batch*sb + tensor_head*sh + start*ss, tile.threads//to.stride, []
+      regular = tile.threads % to.stride == 0 and apart % LINE == 0 and not packed
       for j in range(ceildiv(rows*to.stride, tile.threads)):
         moved = j if regular else 0                      # by so many times `apart` rows: in the instruction
-        row, unit = (thread + (j - moved)*tile.threads)//to.stride, (thread + (j - moved)*tile.threads)%to.stride
+        index = at.thread + (j - moved)*tile.threads
+        row, unit = index//to.stride, index%to.stride
+        begin = base + ((first + row)//group*ss + (first + row)%group*sh if packed else first*ss + row*ss)
         left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
         nbytes = (first + row + moved*apart < there).where(left_over, 0)
         step = 16*moved*apart*to.stride, 2*moved*apart*ss
-        statements.append(s.do(hw.copy(s.shared[to.place(row, unit)], flat(source)[at + row*ss + unit*UNIT], step, nbytes,
+        statements.append(s.do(hw.copy(s.shared[to.place(row, unit)], flat(source)[begin + unit*UNIT], step, nbytes,
                                        (row + moved*apart < rows) & (unit < to.units), columns % UNIT == 0)))
       return statements
 
-    blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
-    last_key = (blocks.end*block_n).minimum(x.n_k)
     def fetch_tile(s:State, t:UOp) -> UOp:
       copies = fetch(s, k, True, last_key, t*block_n, block_n, p.D, k_rows(t)) + fetch(s, v, True, last_key, t*block_n, block_n, p.Dv, v_rows(t))
       s = s.after(UOp.group(*copies))
@@ -192,13 +209,13 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
       return s.after(barrier(s.do(hw.wait(s.order, but))))
 
-    def mask(s:list[UOp], qt:int, t:UOp) -> list[UOp]:
-      here, columns = t*block_n + mat.c_column(lane), [kt*mat.N for kt in range(k_tiles)]
-      above = [(x.n_k - 1 if right < 0 else (query + x.offset + right).minimum(x.n_k - 1)) - here for query in queries[qt]]
-      s = [hw.mask_above(y, (above[0], above[1]), c) for y, c in zip(s, columns)]
-      if left < 0: return s
-      below = [query + x.offset - left - here for query in queries[qt]]
-      return [hw.mask_below(y, (below[0], below[1]), c) for y, c in zip(s, columns)]
+    def finished(tiles:list[UOp], qt:int, t:UOp, masked:bool) -> list[UOp]:
+      """What the softmax takes, of raw scores: row by row."""
+      if scores.raw and not masked: return tiles
+      rows = [[hw.slice_(y, 2*r, 2) for y in tiles] for r in range(hw.ROWS)]
+      rows = [scores.modify(row, query, t) for row, query in zip(rows, queries[qt])]
+      if masked: rows = [scores.mask(row, query, t) for row, query in zip(rows, queries[qt])]
+      return [hw.concat(low, high) for low, high in zip(*rows)]
 
     def score(s:State, t:UOp) -> list[list[UOp]]:
       """S of one key tile: for each query tile its C fragments."""
@@ -212,19 +229,18 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       return tiles
 
     def trip(s:State, t:UOp, masked:bool) -> UOp:
-      tiles = score(s, t)
-      if masked: tiles = [mask(y, qt, t) for qt, y in enumerate(tiles)]
+      tiles = [finished(y, qt, t, masked) for qt, y in enumerate(score(s, t))]
       s = s.after(UOp.group(*[s.scores[qt*k_tiles + kt].store(y) for qt, ys in enumerate(tiles) for kt, y in enumerate(ys)]))
       s = s.after(fetch_tile(s, t + stages - 1))      # while the tensor cores work
       maxima = [functools.reduce(lambda m, y: hw.row_max(y, m), ys, s.m[qt].load()) for qt, ys in enumerate(tiles)]
-      s = s.after(s.do(hw.rescale(maxima, s.m, s.bias, s.l, s.acc, s.scores, k_tiles, to_log2, tile.rescale_above)))
+      s = s.after(s.do(hw.rescale(maxima, s.m, s.bias, s.l, s.acc, s.scores, k_tiles, scores.to_log2, tile.rescale_above)))
       accs = [[s.acc[qt*c_tiles + i].load() for i in range(c_tiles)] for qt in range(q_tiles)]
       sums, (row, unit) = [s.l[qt].load() for qt in range(q_tiles)], mat.b_transposed_address(lane)
       for step in range(block_n//mat.K):
         a = []
         for qt in range(q_tiles):
-          pair = [hw.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
-          if p.return_lse: sums[qt] = functools.reduce(lambda l, y: hw.row_sum(y, l), pair, sums[qt])
+          pair = [hw.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), scores.to_log2) for i in range(2)]
+          if lse is not None: sums[qt] = functools.reduce(lambda l, y: hw.row_sum(y, l), pair, sums[qt])
           a.append(hw.pack_a(pair[0], pair[1], p.dtype))
           accs[qt][d_tiles] = hw.mma(mat, a[qt], hw.ones(p.dtype), 0, accs[qt][d_tiles])
         for d_pair in range(d_tiles//2):
@@ -235,18 +251,16 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
                        *[s.l[qt].store(y) for qt, y in enumerate(sums)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      count = (last - first).simplify()
-      if count.vmax <= 0: return s
-      if count.vmax == 1: count = hw.opaque(count)    # tinygrad places values from outside into a loop of at most one trip
+      if (count := loop_count(first, last, hw)) is None: return s
       r = UOp.range(count, next(axes), AxisType.LOOP)
       return s.after(trip(arrived(s.after(r), stages - 2), first + r, masked).end(r))
 
     # ***** all of it *****
     nought = UOp.const(0.0, dtypes.float)
     zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(q_tiles*c_tiles)]
-    zero += [y[qt].store(hw.rows(value)) for y, value in ((start.m, NEG_INF), (start.bias, 0.0), (start.l, 0.0)) for qt in range(q_tiles)]
+    zero += [y[qt].store(hw.splat(value, 2)) for y, value in ((start.m, NEG_INF), (start.bias, 0.0), (start.l, 0.0)) for qt in range(q_tiles)]
     s = start.after(UOp.group(*zero))
-    s = s.after(UOp.group(*fetch(s, q, False, p.Sq, first_query, tile.block_m, p.D, q_rows)))
+    s = s.after(UOp.group(*fetch(s, q, False, x.n_q*group, first_row, tile.block_m, p.D, q_rows)))
     s = s.after(s.do(hw.commit(s.order)))
     for i in range(stages - 1): s = s.after(fetch_tile(s, blocks.begin + i))
     s = arrived(s, stages - 1)
@@ -255,32 +269,24 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     s = trips(s, blocks.full_begin, blocks.full_end, masked=False)
     s = trips(s, blocks.full_end, blocks.end, masked=True)
 
-    # ***** O = O / l, LSE = softmax_scale * m + ln l *****
+    # ***** O = O / l, LSE = m + ln l *****
     outputs = []
-    for qt in range(q_tiles):
-      for r, query in enumerate(queries[qt]):
-        rounded_sum = hw.element(s.acc[qt*c_tiles + d_tiles].load(), 2*r)
-        inverse = rounded_sum.eq(0.0).where(0.0, rounded_sum.reciprocal())
-        if lse is not None:
-          m, total = hw.element(s.m[qt].load(), r), hw.element(s.l[qt].load(), r)
-          for step in (1, 2): total = total + hw.xor_lane(total, step)
-          value = total.eq(0.0).where(NEG_INF, m*p.softmax_scale + total.log2()*LN2)
-          outputs.append(flat(lse)[(head*p.Sq + query).valid((lane%4).eq(0) & (query < p.Sq))].store(value))
-        for dt in range(d_tiles):
-          values = [hw.element(s.acc[qt*c_tiles + dt].load(), 2*r + i)*inverse for i in range(2)]
-          outputs += store_pair(p, flat(o), batch, q_head, query, dt*mat.N + mat.c_column(lane), values)
-    name = dynamic_shared_name(f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}", lds_bytes(p, tile))
-    info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
-    return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave).sink(arg=info, tag=OPTIMISED)
+    for qt, r in itertools.product(range(q_tiles), range(hw.ROWS)):
+      row, m = queries[qt][r], hw.extract(s.m[qt].load(), r)
+      sink = flat(given["sinks"])[row.head].load() if "sinks" in given else None
+      number, begin = place_of_row(p, x, row, *split)
+      if lse is not None:
+        total = hw.extract(s.l[qt].load(), r)
+        for step in (1, 2): total = total + hw.xor_lane(total, step)
+        outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(finish(m, total, scores, sink)[1]))
+      factor, _ = finish(m, hw.extract(s.acc[qt*c_tiles + d_tiles].load(), 2*r), scores, sink)
+      for dt in range(d_tiles):
+        values = hw.mul(hw.slice_(s.acc[qt*c_tiles + dt].load(), 2*r, 2), factor)
+        if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
+        outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.N + at.h*mat.block, values, row.there)
+    name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
+    info = KernelInfo(dynamic_shared_name(name, lds_bytes(p, tile)), opts_to_apply=(), estimates=estimates(p))
+    return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
   return kernel
 
 def barrier(after:UOp) -> UOp: return UOp(Ops.BARRIER, dtypes.void, (after,))   # tinygrad's implicit ones go by LOCAL stores, of which there are none
-
-def store_pair(p:Problem, o:UOp, batch:UOp, head:UOp, query:UOp, column:UOp, values:list[UOp]) -> list[UOp]:
-  """Stores two neighbouring elements of a row of O, converted to the output dtype: at once where rows are so aligned."""
-  sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
-  index, there = batch*sb + head*sh + query*ss + column, query < p.Sq
-  if p.out_dtype == "float32": return [o[(index + i).valid(there & (column + i < p.Dv))].store(y) for i, y in enumerate(values)]
-  word = hw.pack(values[0], values[1], p.out_dtype, UOp.const(0.0, o.dtype))
-  if p.Dv % 2 == 0: return [o.bitcast(dtypes.uint)[(index//2).valid(there & (column < p.Dv))].store(word)]
-  return [o[(index + i).valid(there & (column + i < p.Dv))].store((word >> (16*i)).cast(dtypes.ushort).bitcast(o.dtype)) for i in range(2)]

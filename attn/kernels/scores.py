@@ -6,9 +6,9 @@ scores are mapped to base-2 logarithms here, in fp32, and the softmax works on t
 from __future__ import annotations
 import math
 from dataclasses import dataclass
-from attn import intrinsics as hw
 from attn.kernels.blocks import Extent
-from attn.kernels.tiles import Lane, flat
+from attn.kernels.tiles import Lane, MmaLane, flat
+from attn.operations import Operations, operations
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
@@ -27,9 +27,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Scores:
-  """The scores of one trip as a lane holds them: a list of vectors, element n of them all being key `tile*block_n + matrix.key_of(h, n)`."""
+  """The scores of one row and trip as a lane holds them: a list of vectors, element n of them all being key `tile*block_n + matrix.key_of(h, n)`."""
   p: Problem
-  at: Lane
+  at: Lane|MmaLane
   block_n: int
   family: str
   extent: Extent
@@ -37,6 +37,8 @@ class Scores:
   slopes: UOp|None
   bias: UOp|None
 
+  @property
+  def hw(self) -> Operations: return operations(self.family)
   @property
   def raw(self) -> bool: return not self.p.softcap and self.slopes is None and self.bias is None
   @property
@@ -49,25 +51,25 @@ class Scores:
   def keys(self) -> list[tuple[int, ...]]:
     """The keys of each vector in lane group 0; those of lane group h lie h*matrix.block further on."""
     mat = self.at.matrix
-    return [tuple(mat.key_of(0, kt*mat.accumulator + i) for i in range(mat.accumulator)) for kt in range(self.block_n//mat.M)]
+    return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def begin(self, tile:UOp) -> UOp: return tile*self.block_n + self.at.h*self.at.matrix.block
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """Raw scores -> base-2 logarithms: log2(e) * (cap(softmax_scale*x) - slope*|i + offset - j| + bias), see Problem."""
-    p = self.p
+    p, hw = self.p, self.hw
     if self.raw: return x
     if p.softcap: x = [hw.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E, series=p.softcap > SMALL_CAP) for y in x]
     else: x = [hw.mul(y, p.softmax_scale*LOG2E) for y in x]
     if self.slopes is not None:
       slope = hw.mul(flat(self.slopes)[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
       distance = row.query + self.extent.offset - self.begin(tile)
-      x = [hw.alibi(y, slope, distance - kt*self.at.matrix.M, self.keys[0]) for kt, y in enumerate(x)]   # the same few constants for all
+      x = [hw.alibi(y, slope, distance - kt*self.at.matrix.tile_keys, self.keys[0]) for kt, y in enumerate(x)]   # the same few constants for all
     if self.bias is not None: x = [hw.fma(b, LOG2E, y) for b, y in zip(self.load_bias(self.bias, row, tile), x)]
     return x
 
   def load_bias(self, bias:UOp, row:Row, tile:UOp) -> list[UOp]:
     """The bias of a lane's scores in fp32; zero beyond the end of the tensor, and any of its elements where a mask will take the score away."""
-    p, size, mat = self.p, 4 if self.p.bias_dtype == "float32" else 2, self.at.matrix
+    p, hw, size, mat = self.p, self.hw, 4 if self.p.bias_dtype == "float32" else 2, self.at.matrix
     shape = p.shapes["bias"][0]
     b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # distances, 0 where the bias is broadcast
     start = self.first.batch*b + self.first.head*h + self.first.query*i + tile*(self.block_n*j)
@@ -86,5 +88,6 @@ class Scores:
     (left, right), offset, n_k, here = self.p.window, self.extent.offset, self.extent.n_k, self.begin(tile)
     last = n_k - 1 if isinstance(n_k, UOp) else UOp.const(n_k - 1)
     above = last - here if right < 0 else (row.query + offset + right).minimum(last) - here
+    hw = self.hw
     x = [hw.mask_above(y, above, keys) for y, keys in zip(x, self.keys)]
     return x if left < 0 else [hw.mask_below(y, row.query + offset - left - here, keys) for y, keys in zip(x, self.keys)]

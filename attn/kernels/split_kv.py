@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Callable
-from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.kernels.blocks import strides
-from attn.kernels.forward import OPTIMISED, arguments, lds_bytes, store_row
+from attn.kernels import forward, forward_mma
+from attn.kernels.forward import OPTIMISED, arguments, store_row
+from attn.kernels.forward_mma import MmaTile
 from attn.kernels.scores import LN2, LOG2E, NEG_INF
 from attn.kernels.tiles import Tile, ceildiv, flat
+from attn.operations import operations
 from attn.problem import MAX_SPLITS, Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
 
@@ -29,14 +31,14 @@ COMBINE_BYTES = 2**14   # scratch that the whole chip writes and reads again whi
 
 # ***** how many *****
 
-def key_tiles(p:Problem, tile:Tile) -> int: return ceildiv(p.Sk, tile.block_n)
+def key_tiles(p:Problem, tile:Tile|MmaTile) -> int: return ceildiv(p.Sk, tile.block_n)
 
-def workgroups(p:Problem, tile:Tile) -> int:
+def workgroups(p:Problem, tile:Tile|MmaTile) -> int:
   """Workgroups of the forward kernel without splits."""
   heads = p.H//p.Hkv if tile.pack_gqa else 1
   return p.B*p.H//heads*ceildiv(p.Sq*heads, tile.block_m)
 
-def split_heuristic(p:Problem, arch:Arch, tile:Tile) -> int:
+def split_heuristic(p:Problem, arch:Arch, tile:Tile|MmaTile) -> int:
   """The number of splits, a power of two, by an occupancy model.
 
   A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than a compute unit has
@@ -47,8 +49,8 @@ def split_heuristic(p:Problem, arch:Arch, tile:Tile) -> int:
 
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
-  simds = 4 if tile.matrix.wave == 64 else 2
-  places = arch.cus*max(1, min(simds//tile.waves, arch.lds//lds_bytes(p, tile)))
+  need = forward_mma.lds_bytes(p, tile) if isinstance(tile, MmaTile) else forward.lds_bytes(p, tile)
+  places = arch.cus*max(1, min(arch.simds//tile.waves, arch.lds//need))
   trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
   def time(splits:int) -> float:
     merge = COMBINE + 4*splits*p.rows*(p.Dv + 1)/COMBINE_BYTES if splits > 1 else 0
@@ -56,7 +58,7 @@ def split_heuristic(p:Problem, arch:Arch, tile:Tile) -> int:
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return min(choices or [1], key=lambda splits: (time(splits), splits))
 
-def resolve(p:Problem, arch:Arch, tile:Tile) -> Problem:
+def resolve(p:Problem, arch:Arch, tile:Tile|MmaTile) -> Problem:
   """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one held to the number of key tiles."""
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))
 
@@ -77,7 +79,7 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
   """
   if splits != p.num_splits or splits < 2:
     raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
-  names, vec = combine_arguments(p), math.gcd(p.Dv, 4)
+  hw, names, vec = operations(arch.family), combine_arguments(p), math.gcd(p.Dv, 4)
   columns = p.Dv//vec                       # threads of a row, each with `vec` neighbouring elements
   per = max(1, THREADS//columns)            # rows of a workgroup
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass, field
 from attn import intrinsics as hw
-from attn.fragment import Matrix
+from attn.fragment import Matrix, Mma
 from attn.tinygrad_compat import AddrSpace, Ops, UOp
 
 UNIT = 8   # 16-bit elements of 16 bytes, the widest access of LDS and of global memory
@@ -50,6 +50,17 @@ class Lane:
   def n(self) -> UOp: return self.lane % self.matrix.N
   @property
   def h(self) -> UOp: return self.lane // self.matrix.N
+  @property
+  def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
+
+@dataclass(frozen=True)
+class MmaLane:
+  """The same for mma.sync: `h` says which columns of a tile of C the lane has."""
+  lane: UOp
+  wave: UOp
+  matrix: Mma
+  @property
+  def h(self) -> UOp: return self.lane % self.matrix.groups
   @property
   def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
 
