@@ -11,11 +11,10 @@ from __future__ import annotations
 import re, weakref
 from typing import Any, Callable
 import numpy as np
-from attn.intrinsics import (_2LOG2E, _NEAR, _TANH, Array, Intrinsic, Lanes, _any_lane, _bits, _buffer_load, _exp2, _fma, _log2, _pack, _rcp, _softcap,
-                             _widen, _xor_lane, declare, express, length)
+from attn.intrinsics import (_2LOG2E, _NEAR, _TANH, Array, Intrinsic, Lanes, _any_lane, _bits, _buffer_load, _exp2, _fma, _log2, _pack, _rcp,
+                             _softcap, _widen, _xor_lane, express)
+from attn.intrinsics import declare as declare, length as length   # the same for both vendors
 from attn.tinygrad_compat import DType, UOp, dtypes, vector_dtype
-
-__all__ = ["declare", "length"]   # the same for both vendors
 
 F2, F4, U4 = vector_dtype("float32", 2, cuda=True), vector_dtype("float32", 4, cuda=True), vector_dtype("uint32", 4, cuda=True)
 ROWS = 2             # rows of C (and of A) that a lane has a part in: g and g + 8

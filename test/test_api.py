@@ -1,5 +1,5 @@
 """`attention`: every option on every kernel that has it, placement on devices, TinyJit, dispatch, and what it refuses."""
-import os, sys
+import itertools, os, sys
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -11,13 +11,14 @@ from attn.reference import exact, judge, same
 from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32
-from cases import ARCHS, Inputs, array, normal
+from cases import ARCHS, EVERY_ARCH, Inputs, array, normal
 
-KERNELS = ("forward", "split_kv", "three_pass")
+KERNELS = ("forward", "forward_mma", "split_kv", "three_pass")
 SPLITS = {"split_kv": {"num_splits": 2}}
 DEVICES = ("EMU:0", "EMU:1")
 
-def on_kernel(kernel, arch="gfx942", **parameters): return check_attention(arch, kernel, **SPLITS.get(kernel, {}), **parameters)
+def on_kernel(kernel, arch="", **parameters):
+  return check_attention(arch or ("sm_90" if kernel == "forward_mma" else "gfx942"), kernel, **SPLITS.get(kernel, {}), **parameters)
 
 # ***** options *****
 
@@ -34,8 +35,8 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, kernel): on_kernel(kernel, B=2, H=4, Hkv=2, Sq=20, Sk=150, D=32, **OPTIONS[name])
 
-@pytest.mark.parametrize("arch", ARCHS[1:])
-@pytest.mark.parametrize("kernel", ("forward", "split_kv"))
+@pytest.mark.parametrize("arch, kernel", [*itertools.product(ARCHS[1:], ("forward", "split_kv")), ("sm_80", "forward_mma"), ("sm_86", "split_kv"),
+                                          ("sm_90", "split_kv")])
 def test_all_options_on_every_chip(kernel, arch):
   on_kernel(kernel, arch, B=2, H=4, Hkv=2, Sq=3, Sk=150, D=32, causal=True, window=(70, -1), softcap=2.0, dtype="bfloat16",
             extras={"alibi_slopes": np.float32([.5, .25, .1, .03]), "bias": floats(2, 1, 3, 150), "sinks": floats(4), "kv_lengths": int32(101, 150)})
@@ -46,7 +47,7 @@ def test_layouts(layout, kernel): on_kernel(kernel, B=2, H=4, Sq=20, Sk=150, D=3
 
 # ***** what has gone wrong elsewhere *****
 
-@pytest.mark.parametrize("kernel", ("forward", "three_pass"))
+@pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_more_queries_than_keys(kernel):
   """Causal with Sq=5, Sk=2: rows 0 to 2 see nothing."""
   o, lse = on_kernel(kernel, Sq=5, Sk=2, causal=True)
@@ -105,7 +106,7 @@ def test_low_scores_are_not_taken_for_masked_ones(kernel):
   o, lse = on_kernel(kernel, Sq=8, Sk=150, D=64, softmax_scale=1.0, causal=True, make=low)
   assert (lse < -5e4).all() and (o != 0).any()
 
-@pytest.mark.parametrize("kernel", ("forward", "three_pass"))
+@pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_huge_scores(kernel):
   """bf16 scores of 1.7e10, scaled by 0.25. (Parts that are merged by LSE have rounded it to 256: a split is finite here, and no more.)"""
   def huge(p:Problem) -> Inputs:
@@ -136,8 +137,8 @@ def problems(d):
           "softcap": d(st.sampled_from((0.0, 1.5))),
           "layout": d(st.sampled_from(("bhsd", "bshd"))), "num_splits": d(st.sampled_from((0, 1, 2, 5)))}
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(problems(), st.sampled_from(ARCHS))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(problems(), st.sampled_from(EVERY_ARCH))
 def test_any_problem(parameters, arch): check_attention(arch, **parameters)
 
 # ***** tensors *****
@@ -234,6 +235,20 @@ def test_explain(capsys):
     choice = attn.explain(single, single, single)
     assert choice.kernel == "three_pass" and choice.why_not("forward").startswith("dtype float32") and choice.work.tile is None
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
+
+def test_explain_on_nvidia():
+  """The same choices with mma.sync: no option of the score, no length and no split leads to three_pass."""
+  for arch in ("sm_80", "sm_90"):
+    with emulated(arch):
+      q, k = draw(1, 8, 1, 64), draw(1, 1, 4096, 64)
+      choice = attn.choice_of(q, k, k, kv_lengths=4000, softcap=2.0)
+      assert choice.kernel == "split_kv" and choice.work.splits > 1 and choice.work.tile.pack_gqa and not choice.refused
+      choice = attn.choice_of(q, k, k, num_splits=1, bias=draw(4096, dtype="float32"), sinks=draw(8, dtype="float32"))
+      assert choice.kernel == "forward_mma" and choice.why_not("split_kv") == "num_splits=1 asks for no split"
+      assert choice.why_not("forward").startswith(f"{arch}: there is no tile for its matrix unit")
+      wide, single = draw(1, 1, 4, 300), draw(1, 1, 4, 64, dtype="float32")
+      assert attn.choice_of(wide, wide, wide).why_not("forward_mma") == "D=300: a row is held in registers, up to 256"
+      assert attn.choice_of(single, single, single).why_not("split_kv") == "dtype float32: mma.sync takes float16 and bfloat16"
 
 def test_forced(monkeypatch):
   with emulated("gfx942"):

@@ -7,7 +7,7 @@ from attn.tinygrad_compat import Context
 from cases import array, normal, problem, tensor
 
 @pytest.mark.parametrize("Sk", (16384, 16385, 20000))
-@pytest.mark.parametrize("arch, Sq", (("gfx942", 1), ("gfx1201", 3)))
+@pytest.mark.parametrize("arch, Sq", (("gfx942", 1), ("gfx1201", 3), ("sm_90", 1), ("sm_80", 3)))
 def test_long_keys(arch:str, Sq:int, Sk:int) -> None:
   p = problem(H=4, Hkv=1, Sq=Sq, Sk=Sk, D=64, causal=True)
   x = normal(p)

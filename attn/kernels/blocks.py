@@ -65,8 +65,8 @@ def key_blocks(p:Problem, x:Extent, first_query:UOp, last_query:UOp, block_n:int
   return KeyBlocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end)
 
 def loop_count(first:UOp, last:UOp, hw:Operations) -> UOp|None:
-  """Trips of a loop over the tiles `first`..`last`, None where there can be none. tinygrad places values from outside into a loop of at most one trip,
-  and uses them behind it too: it is not told that there is no more than one."""
+  """Trips of a loop over the tiles `first`..`last`, None where there can be none. tinygrad places values from outside into a loop of at most one
+  trip, and uses them behind it too: it is told that there may be two."""
   count = (last - first).simplify()
   if count.vmax <= 0: return None
-  return hw.opaque_uniform(count) if count.vmax == 1 else count
+  return hw.opaque_uniform(count).cast(dtypes.weakint).maximum(0).minimum(2) if count.vmax == 1 else count

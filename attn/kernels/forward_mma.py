@@ -119,8 +119,8 @@ class State:
   def do(self, statement:UOp) -> UOp: return self.nothing[0].store(statement)
 
 def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)` in that order, and with p.sk_variable of that Variable:
-  as `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
+  """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
+  `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
   mat, q_tiles, block_n, stages = tile.matrix, tile.q_tiles, tile.block_n, tile.stages
@@ -158,7 +158,8 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     x = extent(p, batch, given, hw)
     def query_of(row:UOp) -> Row: return Row(batch, first_head + row%group, row//group, row < x.n_q*group)
     queries = [[query_of(first_row + i + mat.c_row(lane, r)) for r in range(hw.ROWS)] for i in in_block]
-    scores = Scores(p, at, block_n, arch.family, x, Row(batch, first_head, first_query, UOp.const(True)), given.get("alibi_slopes"), given.get("bias"))
+    first = Row(batch, first_head, first_query, UOp.const(True))
+    scores = Scores(p, at, block_n, arch.family, x, first, given.get("alibi_slopes"), given.get("bias"))
     blocks = key_blocks(p, x, first_query, last_query, block_n)
     for n in split: blocks = blocks.share(n, splits)
     last_key = (blocks.end*block_n).minimum(x.n_k)
