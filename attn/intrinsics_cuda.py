@@ -19,6 +19,10 @@ from attn.tinygrad_compat import DType, UOp, dtypes, vector_dtype
 F2, F4, U4 = vector_dtype("float32", 2, cuda=True), vector_dtype("float32", 4, cuda=True), vector_dtype("uint32", 4, cuda=True)
 ROWS = 2             # rows of C (and of A) that a lane has a part in: g and g + 8
 LARGE = 2.0**14      # exponents from a reference beyond it are taken by a difference and not by one fma, whose rounding would show
+NOTHING = -float(np.finfo(np.float32).max)    # the reference of a row that has seen no key: below every score, and finite
+def first_bias(scale:float) -> float:
+  """exp2(s*scale + bias) of a row that has seen no key: inf for a score, 0 for -inf."""
+  return -NOTHING*min(scale, 1.0)
 WARP = "0xffffffffu"
 
 def _code(body:str) -> str:
@@ -148,15 +152,15 @@ def _ldmatrix_text(out:Any, step:int, transposed:bool) -> str:
   return _code(f'uint4 v_; asm volatile("ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%0, %1, %2, %3}}, [%4+{step}];" : '
                f'{_operands("=r", "v_")} : "r"((unsigned)__cvta_generic_to_shared($0))); return v_;')
 
+def _mma_assembly(matrix:Any, a:str, b0:str, b1:str, c:str, d:str) -> str:
+  return (f'asm("mma.sync.aligned.m16n8k16.row.col.f32.{matrix.ptx}.{matrix.ptx}.f32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, '
+          f'{{%10, %11, %12, %13}};" : {_operands("=f", d)} : {_operands("r", a)}, "r"({b0}), "r"({b1}), {_operands("f", c)});')
+
 def _mma_text(out:Any, matrix:Any, half:int) -> str:
   b = "xyzw"[2*half:2*half + 2]
-  return _code(f'uint4 a_ = $0, b_ = $1; float4 c_ = $2, d_; asm("mma.sync.aligned.m16n8k16.row.col.f32.{matrix.ptx}.{matrix.ptx}.f32 '
-               f'{{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, {{%10, %11, %12, %13}};" : {_operands("=f", "d_")} : {_operands("r", "a_")}, '
-               f'"r"(b_.{b[0]}), "r"(b_.{b[1]}), {_operands("f", "c_")}); return d_;')
+  return _code(f"uint4 a_ = $0, b_ = $1; float4 c_ = $2, d_; {_mma_assembly(matrix, 'a_', f'b_.{b[0]}', f'b_.{b[1]}', 'c_', 'd_')} return d_;")
 
 # ***** the online softmax *****
-
-def _row_max(lanes:Lanes, s:Array, m:Array) -> Array: return np.fmax(m, np.fmax(s[0::2], s[1::2]))
 
 def _mask(op:Callable[[Array, Array], Array]) -> Callable[..., Array]:
   return lambda lanes, s, limit, offsets, lengths: np.where(op(np.array(offsets)[:, None], limit), np.float32(-np.inf), s)
@@ -166,38 +170,56 @@ _CAP = (f"{_EX2} auto far_ = [&](float y_) {{ return 1.0f - __fdividef(2.0f, 1.0
         " auto near_ = [](float y_) { float z_ = y_*y_; return y_*"
         + "fmaf(z_, "*(len(_TANH) - 1) + f"{_TANH[-1]!r}f" + "".join(f", {c!r}f)" for c in _TANH[-2::-1]) + "; };")
 
-def _rescale_text(out:Any, tiles:int, accs:int, scores:int, scale:float, above:float) -> str:
-  x, both = f"{scale!r}f", [(t, r) for t in range(tiles) for r in "xy"]
-  load = " ".join(f"float2 n{t}_ = ${5 + t}, o{t}_ = $0[{t}];" for t in range(tiles))
-  grown = " | ".join(f"((n{t}_.{r} - o{t}_.{r})*{x} > {above!r}f) | !(fabsf(o{t}_.{r}*{x}) <= {LARGE!r}f)" for t, r in both)    # no branches
-  exchange = " ".join(f"n{t}_.{r} = fmaxf(n{t}_.{r}, __shfl_xor_sync({WARP}, n{t}_.{r}, {step}));" for step in (1, 2) for t, r in both)
-  correct = ""
+def _settle_text(out:DType, matrix:Any, dtype:str, tiles:int, kinds:int, accs:int, scores:int, first:int, count:int, scale:float,
+                 above:float) -> str:
+  x, rows, text = f"{scale!r}f", range(ROWS), f"{_EX2} {_pack_function(dtype)} unsigned one_ = 0x{_ONES[dtype]:08x}u; "
+  outgrown = " | ".join(f"!($3[{t}].{'xy'[r]} <= {2.0**above!r}f)" for t in range(tiles) for r in rows)    # no branches
+  def pair(template:str) -> str: return f"make_float2({_list(template, ROWS)})"
   for t in range(tiles):
-    n, o, a, d = (f"{name}{t}_" for name in "noad")
-    correct += (f"float2 r{t}_ = make_float2({_list(f'{n}.@ == -INFINITY ? 0.0f : {n}.@', 2)}), "
-                f"{a} = make_float2({_list(f'ex2_(({o}.@ - r{t}_.@)*{x})', 2)}); "
-                f"float2 {d} = make_float2({_list(f'fabsf(r{t}_.@*{x}) > {LARGE!r}f ? r{t}_.@ : 0.0f', 2)}); $0[{t}] = {n}; "
-                f"$1[{t}] = make_float2({_list(f'{d}.@ == 0.0f ? -r{t}_.@*{x} : 0.0f', 2)}); $2[{t}].x *= {a}.x; $2[{t}].y *= {a}.y; ")
-    for e, r in zip("xyzw", "xxyy"):
-      correct += " ".join(f"$3[{i}].{e} *= {a}.{r};" for i in range(t*accs, (t + 1)*accs)) + " "
-      correct += " ".join(f"$4[{i}].{e} -= {d}.{r};" for i in range(t*scores, (t + 1)*scores)) + " "
-  return _code(f"{load} if (__any_sync({WARP}, {grown})) {{ {_EX2} {exchange} {correct}}} return 0.0f;")
+    s = [f"$5[{t*scores + i}]" for i in range(first, first + count)]
+    text += f"{{ float2 o_ = $0[{t}], n_ = o_, e_ = make_float2(0.0f, 0.0f); float4 c_ = make_float4(0.0f, 0.0f, 0.0f, 0.0f); "
+    text += "".join(f"n_.{r} = fmaxf(n_.{r}, fmaxf({y}.{e[0]}, {y}.{e[1]})); " for y in s for r, e in (("x", "xy"), ("y", "zw")))
+    text += "".join(f"n_.{r} = fmaxf(n_.{r}, __shfl_xor_sync({WARP}, n_.{r}, {step})); " for step in (1, 2) for r in "xy")
+    text += f"float2 a_ = {pair(f'ex2_((o_.@ - n_.@)*{x})')}, d_ = {pair(f'n_.@ > {NOTHING!r}f & fabsf(n_.@*{x}) > {LARGE!r}f ? n_.@ : 0.0f')}; "
+    text += f"float2 b_ = {pair(f'n_.@ == {NOTHING!r}f ? {first_bias(scale)!r}f : d_.@ == 0.0f ? -n_.@*{x} : 0.0f')}; "
+    text += f"$0[{t}] = n_; $1[{t}] = {pair('d_.@ == 0.0f ? b_.@ : __int_as_float(0x7fc00000)')}; "
+    text += "".join(f"$2[{k*tiles + t}].{r} *= a_.{r}; " for k in range(kinds) for r in "xy")
+    text += "".join(f"$4[{i}].{e} *= a_.{r}; " for i in range(t*accs, (t + 1)*accs) for e, r in zip("xyzw", "xxyy"))
+    for j in range(0, count, 2):
+      weights = [[f"ex2_(fmaf({y}.{e} - d_.{r}, {x}, b_.{r}))" for e, r in zip("xyzw", "xxyy")] for y in s[j:j + 2]]
+      text += "".join(f"float4 {name} = make_float4({', '.join(w)}); " for name, w in zip((f"p{j}_", f"q{j}_"), weights))
+      text += f"uint4 w{j}_ = make_uint4({', '.join(f'pack_({v}{j}_.{e[0]}, {v}{j}_.{e[1]})' for v in 'pq' for e in ('xy', 'zw'))}); "
+      text += f"$6[{(t*scores + first + j)//2}] = w{j}_; {_mma_assembly(matrix, f'w{j}_', 'one_', 'one_', 'c_', 'c_')} "
+      if kinds > 1: text += "".join(f"e_.{r} += {v}{j}_.{e[0]} + {v}{j}_.{e[1]}; " for v in "pq" for r, e in (("x", "xy"), ("y", "zw")))
+    text += f"$3[{t}] = make_float2(c_.x, c_.z); " + (f"$3[{tiles + t}] = e_; " if kinds > 1 else "") + "} "
+  return _code(f"if (__any_sync({WARP}, {outgrown})) {{ {text}}} return 0.0f;")
 
-def _rescale(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, s:Any, *maxima:Array, tiles:int, accs:int, scores:int, scale:float,
-             above:float) -> Array:
-  x, old = np.float32(scale), [lanes.load_register(reference, t) for t in range(tiles)]
+def _settle(lanes:Lanes, reference:Any, bias:Any, l:Any, part:Any, acc:Any, s:Any, p:Any, *, matrix:Any, dtype:str, tiles:int, kinds:int, accs:int,
+            scores:int, first:int, count:int, scale:float, above:float) -> Array:
+  x, nothing, get = np.float32(scale), np.float32(NOTHING), lanes.load_register
   with np.errstate(invalid="ignore", over="ignore"):
-    grown = [(((m - o)*x > np.float32(above)) | ~(np.abs(o*x) <= LARGE)).any(0) for m, o in zip(maxima, old)]
-    if not (gate := lanes.active & _any_lane(lanes, np.logical_or.reduce(grown), lanes.wave)).any(): return np.zeros(len(gate), np.float32)
-    for t, m in enumerate(maxima):
-      for step in (1, 2): m = np.fmax(m, _xor_lane(lanes, m, step))
-      safe = np.where(m == -np.inf, np.float32(0), m)
-      alpha, shift = _exp2((old[t] - safe)*x), np.where(np.abs(safe*x) > LARGE, safe, np.float32(0))
-      lanes.store_register(reference, t, m, gate)
-      lanes.store_register(bias, t, np.where(shift == 0, -safe*x, np.float32(0)), gate)
-      lanes.store_register(l, t, lanes.load_register(l, t)*alpha, gate)
-      for i in range(t*accs, (t + 1)*accs): lanes.store_register(acc, i, lanes.load_register(acc, i)*np.repeat(alpha, 2, 0), gate)
-      for i in range(t*scores, (t + 1)*scores): lanes.store_register(s, i, lanes.load_register(s, i) - np.repeat(shift, 2, 0), gate)
+    outgrown = np.logical_or.reduce([~(get(part, t) <= np.float32(2.0**above)) for t in range(tiles)]).any(0)
+    if not (gate := lanes.active & _any_lane(lanes, outgrown, lanes.wave)).any(): return np.zeros(len(gate), np.float32)
+    def put(to:Any, i:int, value:Array) -> None: lanes.store_register(to, i, value, gate)
+    for t in range(tiles):
+      ys, old = [get(s, t*scores + i) for i in range(first, first + count)], get(reference, t)
+      new = np.fmax.reduce([old] + [np.fmax(y[0::2], y[1::2]) for y in ys])
+      for step in (1, 2): new = np.fmax(new, _xor_lane(lanes, new, step))
+      alpha, shift = _exp2((old - new)*x), np.where((new > nothing) & (np.abs(new*x) > LARGE), new, np.float32(0))
+      start = np.where(new == nothing, np.float32(first_bias(scale)), np.where(shift == 0, -new*x, np.float32(0)))
+      put(reference, t, new)
+      put(bias, t, np.where(shift == 0, start, np.float32(np.nan)))
+      for k in range(kinds): put(l, k*tiles + t, get(l, k*tiles + t)*alpha)
+      for i in range(t*accs, (t + 1)*accs): put(acc, i, get(acc, i)*np.repeat(alpha, 2, 0))
+      c, exact = np.zeros((4, len(gate)), np.float32), np.zeros((ROWS, len(gate)), np.float32)
+      for j in range(0, count, 2):
+        weights = [_exp2(_fma(y - np.repeat(shift, 2, 0), x, np.repeat(start, 2, 0))) for y in ys[j:j + 2]]
+        words = np.concatenate([_pack(w, dtype) for w in weights])
+        put(p, (t*scores + first + j)//2, words)
+        c = lanes.matrix(matrix.name, words, np.full((2, len(gate)), _ONES[dtype], np.uint32), c)
+        for w in weights: exact = exact + (w[0::2] + w[1::2])
+      put(part, t, c[0::2])
+      if kinds > 1: put(part, tiles + t, exact)
   return np.zeros(len(gate), np.float32)
 
 # ***** the table *****
@@ -233,8 +255,7 @@ TABLE: dict[str, Intrinsic] = {
   # matrix unit
   "mma": Intrinsic(_mma_text, lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c)),
   # softmax, on the scores of a lane's two rows
-  "row_max": Intrinsic(_code("float4 s_ = $0; float2 m_ = $1; return make_float2(fmaxf(m_.x, fmaxf(s_.x, s_.y)), fmaxf(m_.y, fmaxf(s_.z, s_.w)));"),
-                       _row_max),
+  "sums": Intrinsic(_code("float4 c_ = $0; return make_float2(c_.x, c_.z);"), lambda lanes, c: c[0::2]),
   "row_sum": Intrinsic(_code("float4 p_ = $0; float2 l_ = $1; return make_float2(l_.x + (p_.x + p_.y), l_.y + (p_.z + p_.w));"),
                        lambda lanes, p, l: l + (p[0::2] + p[1::2])),
   "softcap": Intrinsic(_each("far_(@0*@1)*@2", _CAP), lambda lanes, x, inner, outer, lengths: _softcap(lanes, x, inner, outer, 0, False)),
@@ -244,7 +265,7 @@ TABLE: dict[str, Intrinsic] = {
                      _fma(slope, np.abs(distance.astype(np.float32) - np.array(offsets, np.float32)[:, None]), x)),
   "mask_above": Intrinsic(_each("# > @1 ? -INFINITY : @0"), _mask(np.greater)),
   "mask_below": Intrinsic(_each("# < @1 ? -INFINITY : @0"), _mask(np.less)),
-  "rescale": Intrinsic(_rescale_text, _rescale),
+  "settle": Intrinsic(_settle_text, _settle),
   "weights": Intrinsic(lambda out, scale: _code(f"{_EX2} float4 s_ = $0; float2 b_ = $1; return make_float4("
                                                 + ", ".join(f"ex2_(fmaf(s_.{e}, {scale!r}f, b_.{r}))" for e, r in zip("xyzw", "xxyy")) + ");"),
                        lambda lanes, s, bias, scale: _exp2(_fma(s, np.array(scale, np.float32), np.repeat(bias, 2, 0)))),
@@ -304,7 +325,9 @@ def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """c + A B by one mma.sync; `half` says which of the two B fragments in `b`."""
   return express(TABLE["mma"], F4, a, b, c, matrix=matrix, half=half)
-def row_max(s:UOp, m:UOp) -> UOp: return express(TABLE["row_max"], F2, s, m)
+def sums(c:UOp) -> UOp:
+  """Of P times a B of ones: the row sums, over all four lanes."""
+  return express(TABLE["sums"], F2, c)
 def row_sum(p:UOp, l:UOp) -> UOp: return express(TABLE["row_sum"], F2, p, l)
 def softcap(x:UOp, inner:float, outer:float, series:bool) -> UOp:
   """outer * tanh(x * inner), to 1e-7 * outer; with `series` also to a few units in the last place of the value."""
@@ -314,14 +337,19 @@ def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
   return _elementwise("alibi", x, slope, distance.cast(dtypes.int), offsets=offsets)
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return _elementwise("mask_above", x, limit.cast(dtypes.int), offsets=offsets)
 def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp: return _elementwise("mask_below", x, limit.cast(dtypes.int), offsets=offsets)
-def rescale(maxima:list[UOp], reference:UOp, bias:UOp, l:UOp, acc:UOp, s:UOp, scores:int, scale:float, above:float) -> UOp:
-  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where a row maximum (one pair for each
-  query tile) exceeds the `reference` by more than `above` (times `scale`: in powers of two) in any lane of the warp, the reference of each row
-  becomes the maximum over its four lanes, and l and the accumulators are scaled to it. bias = -reference*scale, for `weights`; where that is LARGE
-  the difference is taken in the scores `s`, of which there are `scores` a query tile, and bias is 0. The register operands are placeholders."""
-  tiles = len(maxima)
-  return express(TABLE["rescale"], dtypes.float, *[x[0] for x in (reference, bias, l, acc, s)], *maxima, tiles=tiles, accs=acc.max_numel()//tiles,
-                 scores=scores, scale=scale, above=above)
+def settle(reference:UOp, bias:UOp, l:UOp, part:UOp, acc:UOp, s:UOp, p:UOp, matrix:Any, dtype:str, scores:int, first:int, count:int, scale:float,
+           above:float) -> UOp:
+  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers.
+
+  `p` holds exp2(s*scale + bias), rounded, of `count` of the `scores` C fragments of each query tile, from `first` on, and `part` the row sums of it, as
+  `weights` and `sums` give them. P >= 0, so a sum of at most 2^above says that no P is more. Where one is more, or not a number, in any lane of the
+  warp, the reference of each row becomes the maximum of it and these scores, l and the accumulators are scaled to it, and p and part computed anew.
+  A row without a key has the reference NOTHING, and `first_bias`. bias = -reference*scale, but NaN where that is LARGE: then every trip comes here,
+  and takes the difference of score and reference first. l and part: pairs of rows by query tile, then again (where there are so many) of the sums as
+  not rounded. The operands are placeholders."""
+  tiles = reference.max_numel()
+  return express(TABLE["settle"], dtypes.float, *[x[0] for x in (reference, bias, l, part, acc, s, p)], matrix=matrix, dtype=dtype, tiles=tiles,
+                 kinds=l.max_numel()//tiles, accs=acc.max_numel()//tiles, scores=scores, first=first, count=count, scale=scale, above=above)
 def weights(s:UOp, bias:UOp, scale:float) -> UOp:
   """exp2(s*scale + bias)."""
   return express(TABLE["weights"], F4, s, bias, scale=scale)

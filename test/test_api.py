@@ -17,8 +17,8 @@ KERNELS = ("forward", "forward_mma", "split_kv", "three_pass")
 SPLITS = {"split_kv": {"num_splits": 2}}
 DEVICES = ("EMU:0", "EMU:1")
 
-def on_kernel(kernel, arch="", **parameters):
-  return check_attention(arch or ("sm_90" if kernel == "forward_mma" else "gfx942"), kernel, **SPLITS.get(kernel, {}), **parameters)
+def arch_of(kernel): return "sm_90" if kernel == "forward_mma" else "gfx942"
+def on_kernel(kernel, arch="", **parameters): return check_attention(arch or arch_of(kernel), kernel, **SPLITS.get(kernel, {}), **parameters)
 
 # ***** options *****
 
@@ -69,7 +69,7 @@ def test_nan_beyond_the_lengths(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_window_counts_the_diagonal(kernel):
   """(W-1, 0) is W keys; causal is (-1, 0); W=128 of 256 keys for a single query."""
-  with emulated("gfx942", kernel):
+  with emulated(arch_of(kernel), kernel):
     q, k, v = draw(1, 2, 1, 64), draw(1, 2, 256, 64, seed=1), draw(1, 2, 256, 64, seed=2)
     more = SPLITS.get(kernel, {})
     o = array(attn.attention(q, k, v, window=(127, 0), **more))
@@ -153,7 +153,7 @@ def test_views_are_copied():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_out(kernel):
-  with emulated("gfx942", kernel):
+  with emulated(arch_of(kernel), kernel):
     q, k, out = draw(1, 2, 8, 64), draw(1, 2, 130, 64), Tensor.empty(1, 2, 8, 64, dtype=dtypes.half, device="EMU").realize()
     more = SPLITS.get(kernel, {})
     memory = out.uop.buffer
@@ -163,7 +163,7 @@ def test_out(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_jit(kernel):
-  with emulated("gfx942", kernel):
+  with emulated(arch_of(kernel), kernel):
     @TinyJit
     def step(q, k, v): return attn.attention(q, k, v, causal=True, **SPLITS.get(kernel, {})).realize()
     for seed in range(4):
@@ -175,7 +175,7 @@ def test_jit(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_variable_number_of_keys_is_one_kernel(kernel):
-  with emulated("gfx942", kernel):
+  with emulated(arch_of(kernel), kernel):
     q, k, v = draw(1, 4, 1, 32), draw(1, 2, 200, 32, seed=1), draw(1, 2, 200, 32, seed=2)
     captured = []
     @TinyJit
@@ -241,14 +241,14 @@ def test_explain_on_nvidia():
   for arch in ("sm_80", "sm_90"):
     with emulated(arch):
       q, k = draw(1, 8, 1, 64), draw(1, 1, 4096, 64)
-      choice = attn.choice_of(q, k, k, kv_lengths=4000, softcap=2.0)
+      choice = attn.explain(q, k, k, kv_lengths=4000, softcap=2.0)
       assert choice.kernel == "split_kv" and choice.work.splits > 1 and choice.work.tile.pack_gqa and not choice.refused
-      choice = attn.choice_of(q, k, k, num_splits=1, bias=draw(4096, dtype="float32"), sinks=draw(8, dtype="float32"))
+      choice = attn.explain(q, k, k, num_splits=1, bias=draw(4096, dtype="float32"), sinks=draw(8, dtype="float32"))
       assert choice.kernel == "forward_mma" and choice.why_not("split_kv") == "num_splits=1 asks for no split"
       assert choice.why_not("forward").startswith(f"{arch}: there is no tile for its matrix unit")
       wide, single = draw(1, 1, 4, 300), draw(1, 1, 4, 64, dtype="float32")
-      assert attn.choice_of(wide, wide, wide).why_not("forward_mma") == "D=300: a row is held in registers, up to 256"
-      assert attn.choice_of(single, single, single).why_not("split_kv") == "dtype float32: mma.sync takes float16 and bfloat16"
+      assert attn.explain(wide, wide, wide).why_not("forward_mma") == "D=300: a row is held in registers, up to 256"
+      assert attn.explain(single, single, single).why_not("split_kv") == "dtype float32: mma.sync takes float16 and bfloat16"
 
 def test_forced(monkeypatch):
   with emulated("gfx942"):

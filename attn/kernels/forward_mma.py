@@ -14,7 +14,7 @@ from attn.arch import Arch
 from attn.fragment import MMA, Mma
 from attn.kernels.blocks import extent, key_blocks, loop_count, strides
 from attn.kernels.forward import OPTIMISED, arguments, check_range, estimates, finish, place_of_row, store_row, too_wide
-from attn.kernels.scores import NEG_INF, Row, Scores
+from attn.kernels.scores import Row, Scores
 from attn.kernels.tiles import UNIT, MmaLane, ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
@@ -32,7 +32,8 @@ class MmaTile:
   stages: int = 2              # K and V tiles in shared memory
   q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
   pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
-  rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two
+  parts: int = 2               # of a trip's keys, whose P is computed and used by turns
+  rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than this, in powers of two
 
   @property
   def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.M
@@ -72,10 +73,11 @@ class Candidate:
   block_n: int
   q_in_lds: bool
   large: bool = False
-  masked: bool = False         # only for problems with a causal mask or a window, whose loops need a few registers more
+  parts: int = 2
+  plain: bool = True           # also for problems with neither mask nor lse nor options of the score, whose loops need the fewest registers
 
 WAVES = 4     # of a block: two or three blocks share a multiprocessor, and one computes while another waits
-CANDIDATES = (Candidate(64, 2, 64, False, large=True), Candidate(96, 2, 64, True, large=True), Candidate(128, 2, 48, True, large=True, masked=True),
+CANDIDATES = (Candidate(64, 2, 64, False, large=True), Candidate(96, 2, 64, True, large=True), Candidate(128, 2, 48, True, large=True, plain=False),
               Candidate(128, 2, 64, True, large=True), Candidate(64, 1, 64, False), Candidate(128, 1, 32, False),
               Candidate(256, 1, 32, True))     # the first that fits is taken
 
@@ -89,26 +91,29 @@ def tile_of(p:Problem, arch:Arch) -> MmaTile:
   """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
-  rows = p.Sq*group
+  rows, plain = p.Sq*group, p.window == (-1, -1) and not (p.options or p.return_lse or p.num_splits != 1)
   for c in CANDIDATES:
     q_tiles = c.q_tiles if rows > mat.M else 1
-    tile = MmaTile(mat, WAVES, q_tiles, c.block_n, q_in_lds=c.q_in_lds, pack_gqa=group > 1)
+    block_n = min(c.block_n, 32) if p.bias is not None else c.block_n    # a bias takes as many registers as the scores
+    tile = MmaTile(mat, WAVES, q_tiles, block_n, q_in_lds=c.q_in_lds, parts=c.parts, pack_gqa=group > 1)
     blocks = p.B*p.H//group*ceildiv(rows, tile.block_m)
     tile = replace(tile, waves=min(WAVES, ceildiv(rows, q_tiles*mat.M)))
-    if c.masked and p.window == (-1, -1): continue
+    if plain and not c.plain: continue
     if max(p.D, p.Dv) <= c.up_to and (blocks >= arch.cus or not c.large) and lds_bytes(p, tile) <= arch.lds: return tile
   raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
 
 @dataclass(frozen=True)
 class State:
-  """What crosses trips: the accumulators of O and, by the matrix unit too, of the sums of P as it is rounded: O divided by those is a mean of V,
-  whatever the rounding did. Per query tile the reference m of its rows, bias = -m*softmax_scale*log2(e) and, for the LSE, the lane's part of the
-  exact row sums l; the scores of a trip; shared memory; and a dummy that statements are stored to."""
+  """What crosses trips: the accumulators of O and, per query tile, the reference m of its rows, bias = -m*Scores.to_log2 and the row sums l, of P as
+  it is rounded: O divided by those is a mean of V, whatever the rounding did. For the LSE, l has the lane's part of the exact sums besides. Within a
+  trip: the scores, P as the A operand of O, and its part of l. Shared memory, and a dummy that statements are stored to."""
   acc: UOp
   m: UOp
   bias: UOp
   l: UOp
   scores: UOp
+  weights: UOp
+  part: UOp
   shared: UOp
   nothing: UOp
   def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
@@ -126,8 +131,9 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
   mat, q_tiles, block_n, stages = tile.matrix, tile.q_tiles, tile.block_n, tile.stages
   depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)
   k_tiles, d_tiles = block_n//mat.N, width//mat.N
-  c_tiles = d_tiles + 1                                 # accumulators of a query tile: those of O, and the sums of P
   group, splits, names = p.H//p.Hkv if tile.pack_gqa else 1, p.num_splits, arguments(p)
+  steps = block_n//mat.K                                # of O += P V
+  parts = [range(i*steps//tile.parts, (i + 1)*steps//tile.parts) for i in range(tile.parts)]
   q_blocks, (left, right), heads = ceildiv(p.Sq*group, tile.block_m), p.window, p.B*p.H//group
   # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
   cached = CACHED*(p.H//p.Hkv//group)//(2*p.Sk*(p.D + p.Dv))
@@ -166,8 +172,10 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     # ***** placeholders *****
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
-    start = State(registers(q_tiles*c_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2), registers(q_tiles, 5, hw.F2),
-                  registers(q_tiles*k_tiles, 6, hw.F4), UOp.placeholder((lds_bytes(p, tile)//16,), hw.U4, 0, AddrSpace.LOCAL), registers(1, 7))
+    kinds = 1 if lse is None else 2                       # of row sums
+    start = State(registers(q_tiles*d_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2),
+                  registers(kinds*q_tiles, 5, hw.F2), registers(q_tiles*k_tiles, 6, hw.F4), registers(q_tiles*k_tiles//2, 7, hw.U4),
+                  registers(kinds*q_tiles, 8, hw.F2), UOp.placeholder((lds_bytes(p, tile)//16,), hw.U4, 0, AddrSpace.LOCAL), registers(1, 9))
     q_rows, k_size, v_size = Rows(depth), block_n*Rows(depth).stride, block_n*Rows(width).stride
     k_base, v_base = tile.block_m*q_rows.stride, tile.block_m*q_rows.stride + stages*k_size
     def k_rows(t:UOp) -> Rows: return Rows(depth, k_base + t%stages*k_size)
@@ -233,23 +241,35 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       tiles = [finished(y, qt, t, masked) for qt, y in enumerate(score(s, t))]
       s = s.after(UOp.group(*[s.scores[qt*k_tiles + kt].store(y) for qt, ys in enumerate(tiles) for kt, y in enumerate(ys)]))
       s = s.after(fetch_tile(s, t + stages - 1))      # while the tensor cores work
-      maxima = [functools.reduce(lambda m, y: hw.row_max(y, m), ys, s.m[qt].load()) for qt, ys in enumerate(tiles)]
-      s = s.after(s.do(hw.rescale(maxima, s.m, s.bias, s.l, s.acc, s.scores, k_tiles, scores.to_log2, tile.rescale_above)))
-      accs = [[s.acc[qt*c_tiles + i].load() for i in range(c_tiles)] for qt in range(q_tiles)]
-      sums, (row, unit) = [s.l[qt].load() for qt in range(q_tiles)], mat.b_transposed_address(lane)
-      for step in range(block_n//mat.K):
-        a = []
-        for qt in range(q_tiles):
+      for steps in parts:
+        done = product(weigh(s, steps), t, steps)
+        s = s.after(done)
+      return done
+
+    def weigh(s:State, steps:range) -> State:
+      """P of some of the keys, relative to a reference that it does not outgrow."""
+      stores = []
+      for qt in range(q_tiles):
+        total, exact = hw.zero(s.order), hw.splat(0.0, 2)
+        for step in steps:
           pair = [hw.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), scores.to_log2) for i in range(2)]
-          if lse is not None: sums[qt] = functools.reduce(lambda l, y: hw.row_sum(y, l), pair, sums[qt])
-          a.append(hw.pack_a(pair[0], pair[1], p.dtype))
-          accs[qt][d_tiles] = hw.mma(mat, a[qt], hw.ones(p.dtype), 0, accs[qt][d_tiles])
-        for d_pair in range(d_tiles//2):
-          b = read(s, v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
-          for qt, half in itertools.product(range(q_tiles), range(2)):
-            accs[qt][2*d_pair + half] = hw.mma(mat, a[qt], b, half, accs[qt][2*d_pair + half])
-      return UOp.group(*[s.acc[qt*c_tiles + i].store(y) for qt, ys in enumerate(accs) for i, y in enumerate(ys)],
-                       *[s.l[qt].store(y) for qt, y in enumerate(sums)])
+          a = hw.pack_a(pair[0], pair[1], p.dtype)
+          total, exact = hw.mma(mat, a, hw.ones(p.dtype), 0, total), functools.reduce(lambda l, y: hw.row_sum(y, l), pair, exact)
+          stores.append(s.weights[qt*k_tiles//2 + step].store(a))
+        stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((hw.sums(total), exact)[:kinds])]
+      s = s.after(UOp.group(*stores))
+      s = s.after(s.do(hw.settle(s.m, s.bias, s.l, s.part, s.acc, s.scores, s.weights, mat, p.dtype, k_tiles, 2*steps.start, 2*len(steps),
+                                 scores.to_log2, tile.rescale_above)))
+      return s.after(UOp.group(*[s.l[i].store(hw.add(s.l[i].load(), s.part[i].load())) for i in range(kinds*q_tiles)]))
+
+    def product(s:State, t:UOp, steps:range) -> UOp:
+      """O += P V over those keys."""
+      accs, (row, unit) = [[s.acc[qt*d_tiles + i].load() for i in range(d_tiles)] for qt in range(q_tiles)], mat.b_transposed_address(lane)
+      for step, d_pair in itertools.product(steps, range(d_tiles//2)):
+        b = read(s, v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
+        for qt, half in itertools.product(range(q_tiles), range(2)):
+          accs[qt][2*d_pair + half] = hw.mma(mat, s.weights[qt*k_tiles//2 + step].load(), b, half, accs[qt][2*d_pair + half])
+      return UOp.group(*[s.acc[qt*d_tiles + i].store(y) for qt, ys in enumerate(accs) for i, y in enumerate(ys)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
       if (count := loop_count(first, last, hw)) is None: return s
@@ -258,8 +278,9 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     # ***** all of it *****
     nought = UOp.const(0.0, dtypes.float)
-    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(q_tiles*c_tiles)]
-    zero += [y[qt].store(hw.splat(value, 2)) for y, value in ((start.m, NEG_INF), (start.bias, 0.0), (start.l, 0.0)) for qt in range(q_tiles)]
+    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(q_tiles*d_tiles)]
+    zero += [y[i].store(hw.splat(value, 2)) for y, value in ((start.m, hw.NOTHING), (start.bias, hw.first_bias(scores.to_log2)), (start.l, 0.0))
+             for i in range(y.max_numel())]
     s = start.after(UOp.group(*zero))
     s = s.after(UOp.group(*fetch(s, q, False, x.n_q*group, first_row, tile.block_m, p.D, q_rows)))
     s = s.after(s.do(hw.commit(s.order)))
@@ -277,12 +298,12 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       sink = flat(given["sinks"])[row.head].load() if "sinks" in given else None
       number, begin = place_of_row(p, x, row, *split)
       if lse is not None:
-        total = hw.extract(s.l[qt].load(), r)
+        total = hw.extract(s.l[q_tiles + qt].load(), r)
         for step in (1, 2): total = total + hw.xor_lane(total, step)
         outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(finish(m, total, scores, sink)[1]))
-      factor, _ = finish(m, hw.extract(s.acc[qt*c_tiles + d_tiles].load(), 2*r), scores, sink)
+      factor, _ = finish(m, hw.extract(s.l[qt].load(), r), scores, sink)
       for dt in range(d_tiles):
-        values = hw.mul(hw.slice_(s.acc[qt*c_tiles + dt].load(), 2*r, 2), factor)
+        values = hw.mul(hw.slice_(s.acc[qt*d_tiles + dt].load(), 2*r, 2), factor)
         if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
         outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.N + at.h*mat.block, values, row.there)
     name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
