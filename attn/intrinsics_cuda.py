@@ -213,7 +213,7 @@ def _settle(lanes:Lanes, reference:Any, bias:Any, l:Any, part:Any, acc:Any, s:An
       for i in range(t*accs, (t + 1)*accs): put(acc, i, get(acc, i)*np.repeat(alpha, 2, 0))
       c, exact = np.zeros((4, len(gate)), np.float32), np.zeros((ROWS, len(gate)), np.float32)
       for j in range(0, count, 2):
-        weights = [_exp2(_fma(y - np.repeat(shift, 2, 0), x, np.repeat(start, 2, 0))) for y in ys[j:j + 2]]
+        weights = [_exp2(_fma(y - np.repeat(shift, 2, 0), np.array(x), np.repeat(start, 2, 0))) for y in ys[j:j + 2]]
         words = np.concatenate([_pack(w, dtype) for w in weights])
         put(p, (t*scores + first + j)//2, words)
         c = lanes.matrix(matrix.name, words, np.full((2, len(gate)), _ONES[dtype], np.uint32), c)
@@ -341,9 +341,10 @@ def settle(reference:UOp, bias:UOp, l:UOp, part:UOp, acc:UOp, s:UOp, p:UOp, matr
            above:float) -> UOp:
   """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers.
 
-  `p` holds exp2(s*scale + bias), rounded, of `count` of the `scores` C fragments of each query tile, from `first` on, and `part` the row sums of it, as
-  `weights` and `sums` give them. P >= 0, so a sum of at most 2^above says that no P is more. Where one is more, or not a number, in any lane of the
-  warp, the reference of each row becomes the maximum of it and these scores, l and the accumulators are scaled to it, and p and part computed anew.
+  `p` holds exp2(s*scale + bias), rounded, of `count` of the `scores` C fragments of each query tile, from `first` on, and `part` the row sums of it,
+  as `weights` and `sums` give them. P >= 0, so a sum of at most 2^above says that no P is more. Where one is more, or not a number, in any lane of
+  the warp, the reference of each row becomes the maximum of it and these scores, l and the accumulators are scaled to it, and p and part computed
+  anew.
   A row without a key has the reference NOTHING, and `first_bias`. bias = -reference*scale, but NaN where that is LARGE: then every trip comes here,
   and takes the difference of score and reference first. l and part: pairs of rows by query tile, then again (where there are so many) of the sums as
   not rounded. The operands are placeholders."""
