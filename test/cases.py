@@ -1,15 +1,15 @@
 """Inputs and checks that the kernel tests share."""
 from __future__ import annotations
-import functools
 from dataclasses import dataclass
 from typing import Any, Callable
 import numpy as np
+import pytest
 from attn import flash_attention_fn
-from attn.api import FLOATS as DTYPES
-from attn.arch import get_arch
-from attn.dispatch import choose_tile, forward_of
+from attn.api import FLOATS as DTYPES, device_arch, kernels
+from attn.arch import Arch, get_arch
+from attn.dispatch import Choice, Work, choose_tile
 from attn.kernels.forward import arguments
-from attn.kernels.split_kv import combine, combine_arguments
+from attn.kernels.split_kv import combine_arguments
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem, problem_of
@@ -18,6 +18,7 @@ from attn.tinygrad_compat import Context, Tensor, dtypes
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's matrix units
 EVERY_ARCH = (*ARCHS, "sm_90")                           # and NVIDIA's mma.sync
+GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 
 @dataclass(frozen=True)
 class Inputs:
@@ -77,28 +78,24 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 
 # ***** the kernels themselves, with every option *****
 
-@functools.cache
-def _kernels(p:Problem, arch:str, tile:Tile|MmaTile) -> tuple[Callable[..., Any], Callable[..., Any]|None]:
-  a = get_arch(arch)
-  return forward_of(p, a, tile), combine(p, a, p.num_splits) if p.num_splits > 1 else None
+def chip(arch:str) -> Arch:
+  """Of the emulator, or for the `arch` "CUDA" of that device."""
+  if arch != "CUDA": return get_arch(arch)
+  with Context(DEV=arch): return device_arch()
 
 def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
-  """o (B, H, Sq, Dv) and lse of the forward kernel, and of `combine` where p has splits, on the emulator; of layout "thd", (1, H, total_q, Dv)."""
-  tile = tile or choose_tile(p, get_arch(arch))
-  first, second = _kernels(p, arch, tile)
-  with Context(DEV=f"EMU::{arch}"):
-    given = {n: tensor(arrange(a, p.layout), p.dtype) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
-    given |= {n: Tensor(a, device="EMU") if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32") for n, a in extras.items()}
-    for t in given.values(): t.realize()
-    empty = lambda shape, dtype: Tensor.empty(*shape, dtype=DTYPES[dtype], device="EMU")
-    names = arguments(p)
-    outputs = {n: empty(*names[n]) for n in names if n not in given}
-    results = Tensor.custom_kernel(*[{**outputs, **given}[n] for n in names], fxn=first)
-    done = dict(zip(names, results))
-    if second is not None:
-      names = combine_arguments(p)
-      done |= {n: empty(*names[n]) for n in names if n in ("o", "lse")} | ({"sinks": given["sinks"]} if p.sinks else {})
-      done |= dict(zip(names, Tensor.custom_kernel(*[done[n] for n in names], fxn=second)))
+  """o (B, H, Sq, Dv) and lse of the forward kernel, and of `combine` where p has splits; of layout "thd", (1, H, total_q, Dv). On the emulator, or
+  for the `arch` "CUDA" on that device."""
+  tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
+  launches = kernels(p, Choice("split_kv", Work(tile, p.num_splits), chip(arch), ()))
+  with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
+    done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
+    for n, a in extras.items():
+      done[n] = Tensor(a, device=device) if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
+    for t in done.values(): t.realize()
+    for names, fxn in zip((arguments(p), combine_arguments(p)), launches):
+      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
+      done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
     Tensor.realize(done["o"], *[done[n] for n in ("lse",) if n in done])
     B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
     o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
@@ -125,7 +122,7 @@ def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Cal
   """Poses the problem, with any of its options, runs the kernels, holds o and lse to the contract and returns them. `tile` changes the chosen one."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
-  chosen = choose_tile(p, get_arch(arch))
+  chosen = choose_tile(p, chip(arch))
   if tile is not None: chosen = tile(chosen)
   x = make(p)
   o, lse = run_kernels(p, x, arch, extras, chosen)

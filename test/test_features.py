@@ -19,9 +19,10 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem
 from attn.tinygrad_compat import Ops, Target, UOp, dtypes, lower, render
-from cases import ARCHS, DTYPES, EVERY_ARCH, Inputs, check_kernels, expected, judge, normal, problem, run_kernels
+from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, check_kernels, expected, judge, normal, problem, run_kernels
 
-every_arch = pytest.mark.parametrize("arch", EVERY_ARCH)
+every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
+on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
 TYPES = {**DTYPES, "int32": dtypes.int}
 
@@ -243,7 +244,7 @@ def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
   assert not views[0].data[-4*last:-2*last].any(), "the last workgroup wrote to another head"
   return widen(views[0].data[-2*last:].view(np.uint16).astype(np.uint32), "float16").reshape(p.Sq, p.Dv), x
 
-@every_arch
+@on_the_emulator
 def test_indices_beyond_32_bits(arch:str) -> None:
   """K and V of 2^31 elements and more."""
   p = problem(B=8300, H=16, Sq=1, Sk=130, D=128, lse=False)
@@ -261,7 +262,7 @@ def test_index_type(Sk:int, wide:bool) -> None:
     text = render(forward_of(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch).split("{", 1)[1]
     assert ("(long)" in text) == wide
 
-@every_arch
+@on_the_emulator
 @pytest.mark.parametrize("heads", (65536, 70001))
 def test_more_heads_than_a_grid_axis(arch:str, heads:int) -> None:
   p = problem(H=heads, Sq=3, Sk=20, D=16, lse=False)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools, re, shutil, subprocess
 import numpy as np
 import pytest
+from tinygrad import TinyJit, Variable
 from attn import intrinsics_cuda as hw
 from attn.arch import get_arch
 from attn.dispatch import choose
@@ -12,10 +13,9 @@ from attn.kernels import forward_mma
 from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes, tile_of
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, render
-from cases import DTYPES, Inputs, check, normal, problem
+from cases import DTYPES, GPU, Inputs, check, normal, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
-GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @either
@@ -63,15 +63,22 @@ def test_large_grids(D:int) -> None:
 
 @pytest.mark.gpu
 def test_attention_of_tensors() -> None:
-  """The API, with options that go to another kernel."""
-  from attn.api import attention
+  """The API on the device itself: options of the score, a split, and a cache that TinyJit appends to."""
+  from attn import attention, attention_with_kv_cache, explain
   with Context(DEV="CUDA"):
     rng = np.random.default_rng(0)
     q, k, v = (Tensor(rng.standard_normal((2, 4, 100, 64)).astype(np.float16)) for _ in range(3))
     close = lambda x, y: np.testing.assert_allclose(x.numpy(), y.numpy(), atol=4e-3)
     close(attention(q, k, v), q.scaled_dot_product_attention(k, v))
     close(attention(q, k, v, causal="top-left"), q.scaled_dot_product_attention(k, v, is_causal=True))
+    assert explain(q, k, v, num_splits=2).kernel == "split_kv"
+    close(attention(q, k, v, num_splits=2), q.scaled_dot_product_attention(k, v))
+    cache = [Tensor.zeros(2, 4, 100, 64, dtype="half").contiguous().realize() for _ in range(2)]
+    step = TinyJit(lambda n, *new: attention_with_kv_cache(*new, *cache, n, causal=True).realize())
+    steps = [step(Variable("n", 0, 99).bind(i), *(x[:, :, i:i + 1].contiguous().realize() for x in (q, k, v))).numpy() for i in range(100)]
+    close(Tensor(np.concatenate(steps, 2)), q.scaled_dot_product_attention(k, v, is_causal=True))
     bias = Tensor(rng.standard_normal((100, 100)).astype(np.float32))
+    assert explain(q, k, v, bias=bias).kernel == "forward_mma"
     close(attention(q, k, v, bias=bias), q.scaled_dot_product_attention(k, v, attn_mask=bias.half()))
 
 # ***** tiles *****

@@ -5,16 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 from tinygrad import TinyJit
+from attn.api import kernels
 from attn.arch import get_arch
-from attn.dispatch import choose_tile, forward_of
+from attn.dispatch import Choice, Work, choose_tile
 from attn.isa import compiler
 from attn.kernels.forward import arguments, forward
 from attn.kernels.split_kv import combine, combine_arguments, key_tiles, resolve, split_heuristic
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes, render
-from cases import ARCHS, DTYPES, EVERY_ARCH, Inputs, array, check_kernels, expected, judge, normal, problem, run_kernels, tensor
+from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, array, check_kernels, chip, expected, judge, normal, problem, run_kernels, tensor
 
-every_arch = pytest.mark.parametrize("arch", EVERY_ARCH)
+every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
+on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
 TYPES = {**DTYPES, "int32": dtypes.int}
 
@@ -112,16 +114,15 @@ def test_refusals() -> None:
 @every_arch
 def test_variable_length_under_jit(arch:str) -> None:
   p = problem(H=4, Hkv=2, Sq=1, Sk=200, causal=True, num_splits=2, sk_variable=("n_k", 1, 200))
-  x, a = normal(p), get_arch(arch)
-  tile = choose_tile(p, a)
-  first, second, names, merged = forward_of(p, a, tile), combine(p, a, 2), arguments(p), combine_arguments(p)
-  variable = UOp.variable("n_k", 1, 200)
-  with Context(DEV=f"EMU::{arch}"):
-    q, k, v = (tensor(t, p.dtype).realize() for t in (x.q, x.k, x.v))
+  x, a, device = normal(p), chip(arch), "CUDA" if arch == "CUDA" else "EMU"
+  first, second = kernels(p, Choice("split_kv", Work(choose_tile(p, a), 2), a, ()))
+  names, merged, variable = arguments(p), combine_arguments(p), UOp.variable("n_k", 1, 200)
+  with Context(DEV=arch if device == "CUDA" else f"EMU::{arch}"):
+    q, k, v = (tensor(t, p.dtype, device).realize() for t in (x.q, x.k, x.v))
     def call(kernel:Any, tensors:list[Tensor], *more:UOp) -> list[Tensor]:
       done = kernel(*[UOp.placeholder_like(t.uop, slot=i) for i, t in enumerate(tensors)]).call(*[t.uop for t in tensors], *more)
       return [Tensor(t.uop.after(done)) for t in tensors]
-    def empty(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor.empty(*shape, dtype=DTYPES[dtype], device="EMU")
+    def empty(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor.empty(*shape, dtype=DTYPES[dtype], device=device)
     @TinyJit
     def step(q:Tensor, k:Tensor, v:Tensor, n:UOp) -> Tensor:
       parts = call(first, [empty(*names["o_partial"]), empty(*names["lse_partial"]), q, k, v], n)
@@ -147,7 +148,7 @@ def test_resolve() -> None:
     tile = choose_tile(p, arch)
     assert resolve(p, arch, tile).num_splits == (want or key_tiles(p, tile))
 
-@every_arch
+@on_the_emulator
 def test_heuristic_fills_the_chip(arch:str) -> None:
   """A decoding batch too small for the chip is split until there is a workgroup for every compute unit, or no more tiles."""
   a = get_arch(arch)
