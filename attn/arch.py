@@ -15,9 +15,10 @@ class Arch:
   tuned: bool = False  # a real device, whose tiles may come from its own TUNE=1 (attn/tuned.py)
 
   @property
-  def simds(self) -> int:
-    """Units of a compute unit that a wave each has instructions issued from: of RDNA's, those of one CU."""
-    return 2 if self.family.startswith("rdna") else 4
+  def busy_waves(self) -> int:
+    """Waves that keep a compute unit busy, beyond which they share it: one for each SIMD (of RDNA, those of one CU), on NVIDIA two, measured on an
+    H200 (docs/nvidia.md)."""
+    return 2 if self.family.startswith("rdna") else 8 if self.family == "nvidia" else 4
   def __str__(self) -> str: return f"{self.name} ({self.chips})"
 
 ARCHS: dict[str, Arch] = {a.name: a for a in (

@@ -111,7 +111,7 @@ def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
   work = takes_chosen_tile(replace(p, num_splits=1), arch)
   if isinstance(work, str): return work
   assert work.tile is not None
-  if (splits := split_kv.resolve(p, arch, work.tile).num_splits) > 1: return Work(work.tile, splits)
+  if (splits := split_kv.resolve(p, arch, work.tile).num_splits) > 1: return Work(choose_tile(replace(p, num_splits=splits), arch), splits)
   blocks = f"{split_kv.workgroups(p, work.tile)} workgroups, {split_kv.key_tiles(p, work.tile)} key tiles, {arch.cus} compute units"
   return f"no split is {'possible' if p.num_splits else 'the fastest'}: {blocks}"
 

@@ -91,7 +91,7 @@ def tile_of(p:Problem, arch:Arch) -> MmaTile:
   """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
-  rows, plain = p.Sq*group, p.window == (-1, -1) and not (p.options or p.return_lse or p.num_splits != 1)
+  rows, plain = p.Sq*group, p.window == (-1, -1) and not (p.options or p.return_lse or p.num_splits > 1)
   for c in CANDIDATES:
     q_tiles = c.q_tiles if rows > mat.M else 1
     block_n = min(c.block_n, 32) if p.bias is not None else c.block_n    # a bias takes as many registers as the scores

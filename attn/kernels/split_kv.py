@@ -41,8 +41,8 @@ def workgroups(p:Problem, tile:Tile|MmaTile) -> int:
 def split_heuristic(p:Problem, arch:Arch, tile:Tile|MmaTile) -> int:
   """The number of splits, a power of two, by an occupancy model.
 
-  A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than a compute unit has
-  SIMDs and its LDS has the room: the workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each
+  A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than keep a compute unit
+  busy and its LDS has the room: the workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each
   of 1/G of the trips, so in units of a key
 
     time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
@@ -50,7 +50,7 @@ def split_heuristic(p:Problem, arch:Arch, tile:Tile|MmaTile) -> int:
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
   need = forward_mma.lds_bytes(p, tile) if isinstance(tile, MmaTile) else forward.lds_bytes(p, tile)
-  places = arch.cus*max(1, min(arch.simds//tile.waves, arch.lds//need))
+  places = arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//need))
   trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
   def time(splits:int) -> float:
     merge = COMBINE + 4*splits*p.rows*(p.Dv + 1)/COMBINE_BYTES if splits > 1 else 0
