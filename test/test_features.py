@@ -204,17 +204,18 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Scores of 1.7e10: one rounding more in the difference than in the maximum is hundreds of powers of two."""
+  """Scores of 1.3e10, no power of two, lest their product with the scale be exact: one rounding more in the difference than in the maximum is hundreds
+  of powers of two."""
   x = normal(p)
   k = np.full_like(x.k, 16384)
   k[:, :, ::3] = 16256               # the bf16 below it
-  return Inputs(np.full_like(x.q, 16384), k, x.v)
+  return Inputs(np.full_like(x.q, 12288), k, x.v)
 
 @every_arch
 @pytest.mark.parametrize("option", ({}, dict(extras=dict(bias=np.zeros((1, 1, 1, 100), np.float32)))), ids=("raw", "bias"))
 def test_huge_scores(arch:str, option:dict[str, Any]) -> None:
   o, lse = check_kernels(arch, huge, Sq=20, Sk=100, dtype="bfloat16", softmax_scale=0.25, **option)
-  assert lse is not None and np.isfinite(o).all() and (lse > 4e9).all()
+  assert lse is not None and np.isfinite(o).all() and (lse > 3e9).all()
 
 # ***** sizes *****
 

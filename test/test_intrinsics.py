@@ -1,16 +1,17 @@
-"""An intrinsic's two forms agree: its HIP text, compiled for this machine with one-lane stand-ins for the GPU's builtins, and its meaning in numpy.
+"""An intrinsic's two forms agree: its HIP or CUDA text, compiled for this machine with one-lane stand-ins for the GPU's builtins and instructions, and
+its meaning in numpy.
 
 The emulator runs meanings and hardware runs texts. Every lane of a wave gets the same values here, so an exchange between lanes gives back one's own
 and what is tested is all the rest: operand order, selectors, constants, rounding, branches.
 """
 from __future__ import annotations
-import ctypes, subprocess, sys
+import ctypes, re, subprocess, sys
 from pathlib import Path
 import numpy as np
 import pytest
-from attn import intrinsics as hw
-from attn.fragment import MATRIX
-from attn.intrinsics import MEANING
+from attn import intrinsics as hw, intrinsics_cuda as cuda
+from attn.fragment import MATRIX, MMA
+from attn.intrinsics import MEANING, widen
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes
 
 STAND_INS = r"""
@@ -32,7 +33,40 @@ static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
   for (int i = 0; i < 4; i++) r |= (u32)((both >> (8*((selector >> 8*i) & 7))) & 255) << 8*i;
   return r;
 }
+
+struct uint2 { u32 x, y; }; struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; }; struct alignas(16) float4 { float x, y, z, w; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+#define INFINITY __builtin_inff()
+#define fmaxf __builtin_fmaxf
+#define fabsf __builtin_fabsf
+#define __fdividef(x, y) ((x)/(y))
+#define __uint_as_float bits_f
+#define __int_as_float(x) bits_f((u32)(x))
+#define __shfl_sync(mask, x, lane) (x)
+#define __shfl_xor_sync(mask, x, step) (x)
+#define __any_sync(mask, x) (x)
+static float ex2(float x) { float y = exp2f(x); return y < 1.17549435e-38f ? 0.0f : y; }
+static float half(u32 h) { return (float)__builtin_bit_cast(_Float16, (unsigned short)h); }
+static u32 pack_f16(float h, float l) {
+  return __builtin_bit_cast(unsigned short, (_Float16)l) | (u32)__builtin_bit_cast(unsigned short, (_Float16)h) << 16; }
+static u32 round_bf16(float x) { u32 u = __builtin_bit_cast(u32, x); return x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16; }
+static u32 pack_bf16(float h, float l) { return round_bf16(l) | round_bf16(h) << 16; }
+static float sum(u32 a, u32 b) { return half(a) + half(a >> 16) + half(b) + half(b >> 16); }
+// a row is in four lanes, which are all alike here, and B is all ones
+static float4 times_ones(uint4 a, float4 c) {
+  float x = 4*sum(a.x, a.z), y = 4*sum(a.y, a.w); return {c.x + x, c.y + x, c.z + y, c.w + y}; }
 """
+# inline assembly -> the stand-ins
+ASSEMBLY = (
+  (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
+  (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),
+  (r'asm\("cvt\.f32\.f16 %0, %1;" : "=f"\((\w+)\) : "h"\(([^;]*)\)\)', r"\1 = half(\2)"),
+  (r'asm\("mma\.sync[^"]*" : "=f"\((\w+)\.x\)[^:]*: "r"\((\w+)\.x\).*?"r"\(one_\), "r"\(one_\), "f"\((\w+)\.x\)[^;]*\);', r"\1 = times_ones(\2, \3);"),
+)
 NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32, dtypes.bool: np.bool_}
 C = {dtypes.float: "float", dtypes.uint: "unsigned", dtypes.int: "int", dtypes.bool: "bool"}
 SAMPLES = 48
@@ -69,6 +103,32 @@ CASES = {
                                 8.0),
 }
 
+def cf(n:int=1, slot:int=0) -> UOp: return value(cuda.f32(n), slot)
+def cu(n:int=1, slot:int=0) -> UOp: return value(cuda.u32(n), slot)
+def array(n:int, dtype, slot:int) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
+def settle(kinds:int, scale:float) -> UOp:
+  """Of two query tiles, the second half of their four score tiles."""
+  arrays = [array(n, dtype, i) for i, (n, dtype) in enumerate(((2, cuda.F2), (2, cuda.F2), (2*kinds, cuda.F2), (2*kinds, cuda.F2), (6, cuda.F4),
+                                                               (8, cuda.F4), (4, cuda.U4)))]
+  return cuda.settle(*arrays, MMA["float16"], "float16", 4, 2, 2, scale, 8.0)
+
+CASES |= {
+  "cuda splat": lambda: cuda.splat(1.5, 4), "cuda build": lambda: cuda.build(cf(1, 0), cf(1, 1)), "cuda extract": lambda: cuda.extract(cf(4), 2),
+  "cuda build of dwords": lambda: cuda.build(cu(1, 0), cu(1, 1)), "cuda slice": lambda: cuda.slice_(cf(4), 2, 2),
+  "cuda concat": lambda: cuda.concat(cf(2, 0), cf(2, 1)), "cuda add": lambda: cuda.add(cf(4, 0), cf(4, 1)), "cuda sub": lambda: cuda.sub(cf(), cf(1, 1)),
+  "cuda mul by a scalar": lambda: cuda.mul(cf(4, 0), cf(1, 1)), "cuda fma": lambda: cuda.fma(cf(4, 0), 0.3, cf(4, 1)), "cuda exp2": lambda: cuda.exp2(cf(4)),
+  "cuda log2": lambda: cuda.log2(cf()), "cuda rcp": lambda: cuda.rcp(cf()), "cuda max": lambda: cuda.max_(cf(1, 0), cf(1, 1)),
+  "cuda mask_above": lambda: cuda.mask_above(cf(2, 0), i(1), (0, 1)), "cuda mask_below": lambda: cuda.mask_below(cf(2, 0), i(1), (8, 9)),
+  "cuda softcap": lambda: cuda.softcap(cf(2), 0.05, 30.0, False), "cuda softcap that hardly bends": lambda: cuda.softcap(cf(2), 0.0005, 3000.0, True),
+  "cuda alibi": lambda: cuda.alibi(cf(2, 0), cf(1, 1), i(2), (8, 9)), "cuda row_sum": lambda: cuda.row_sum(cf(4, 0), cf(2, 1)),
+  "cuda sums": lambda: cuda.sums(cf(4)), "cuda weights": lambda: cuda.weights(cf(4, 0), cf(2, 1), 0.18),
+  "cuda pack_a": lambda: cuda.pack_a(cf(4, 0), cf(4, 1), "float16"), "cuda pack to fp16": lambda: cuda.pack(cf(4), "float16"),
+  "cuda pack to bf16": lambda: cuda.pack(cf(4), "bfloat16"), "cuda pack a pair": lambda: cuda.pack(cf(2), "bfloat16"),
+  "cuda widen fp16": lambda: cuda.widen_to_float(cu(), 2, "float16"), "cuda widen bf16": lambda: cuda.widen_to_float(cu(), 2, "bfloat16"),
+  "cuda widen one bf16": lambda: cuda.widen_to_float(cu(), 1, "bfloat16"), "cuda as_float": lambda: cuda.as_float(cu(2)),
+  "cuda settle": lambda: settle(1, 0.18), "cuda settle with exact sums": lambda: settle(2, 1.5), "cuda settle of huge scores": lambda: settle(1, 4e4),
+}
+
 def ctype(dtype) -> str: return dtype.name if dtype in VECTORS else C[dtype]
 
 def draw(dtype, rng:np.random.Generator) -> np.ndarray:
@@ -82,6 +142,8 @@ def draw(dtype, rng:np.random.Generator) -> np.ndarray:
   x = (rng.standard_normal((SAMPLES, n))*rng.choice([0.01, 1, 40], (SAMPLES, 1))).astype(np.float32)
   x[3, 0], x[5, -1], x[7, 0] = -np.inf, 0, 65504
   x[9] = np.float32(1 + 2.0**-8)   # a tie between two bf16
+  x[11, 0] = np.nan
+  x[13] = x[15, 0] = cuda.NOTHING
   return x
 
 class OneLane:
@@ -90,6 +152,11 @@ class OneLane:
   active = np.ones(SAMPLES*64, np.bool_)
   def load_register(self, pointer, i): return pointer[i]
   def store_register(self, pointer, i, value, gate): pointer[i] = np.where(gate, value, pointer[i])
+  def matrix(self, name, a, b, c):
+    """mma.sync of a B of ones, where the four lanes of a row are alike."""
+    low, high = (widen(a, "float16"), widen(a >> np.uint32(16), "float16"))
+    pairs = [np.float32(4)*(low[r] + high[r] + low[r + 2] + high[r + 2]) for r in range(2)]
+    return c + np.stack([pairs[0], pairs[0], pairs[1], pairs[1]])
 
 def lanes(x:np.ndarray) -> np.ndarray:
   """(SAMPLES, n) -> (T,) or (n, T), every sample in all 64 lanes of a wave."""
@@ -107,7 +174,9 @@ def library(tmp_path_factory) -> tuple[ctypes.CDLL, dict[str, UOp]]:
     parameters = ", ".join(f"{ctype(s.dtype)} *a{j}" for j, s in enumerate(op.src))
     counts = [s.src[0].max_numel() if p else 1 for s, p in zip(op.src, pointers, strict=True)]
     sources = [f"(a{j} + {n}*i)" if p else f"a{j}[i]" for j, (n, p) in enumerate(zip(counts, pointers, strict=True))]
-    loop = f"for (int i = 0; i < {SAMPLES}; i++) out[i] = {op.arg.format(*sources)};"
+    code = op.arg.format(*sources)
+    for assembly, stand_in in ASSEMBLY: code = re.sub(assembly, stand_in, code)
+    loop = f"for (int i = 0; i < {SAMPLES}; i++) out[i] = {code};"
     text.append(f'extern "C" void f{k}({parameters}, {ctype(op.dtype)} *out) {{ {loop} }}')
   folder:Path = tmp_path_factory.mktemp("intrinsics")
   (folder/"all.cpp").write_text("\n".join(text))
@@ -153,7 +222,7 @@ def aligned(x:np.ndarray) -> np.ndarray:
   copy[...] = x
   return copy
 
-ABSOLUTE = {"softcap": 30*4e-7}   # it promises a share of the cap, not of the value
+ABSOLUTE = {"softcap": 30*4e-7, "cuda softcap": 30*4e-7}   # it promises a share of the cap, not of the value
 
 def close(a:np.ndarray, b:np.ndarray, absolute:float=2e-38) -> None:
   """Equal, NaN for NaN; fp32 to two units in the last place, for libm's exp2 and log2."""
