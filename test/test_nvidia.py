@@ -33,15 +33,16 @@ def test_adversarial(chip:str, make) -> None:
   check(chip, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
 
 @either
-def test_scores_too_large_for_one_fma(chip:str) -> None:
-  """bf16 scores of 1.3e10, beside rows of ordinary ones: exp2 of (score - maximum) must not overflow by rounding the two differently. (Of a power of
-  two the product with the scale would be exact.)"""
+@pytest.mark.parametrize(("value", "scale"), ((12288, 0.25), (14336, 0.1)))
+def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
+  """bf16 scores of more than 1e10, beside rows of ordinary ones: exp2 of (score - maximum) must not overflow, nor vanish, by rounding the two
+  differently: by one fma the exponents here would be 128 and -96."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
-    q, k = np.full_like(x.q, 12288), np.full_like(x.k, 16384)
+    q, k = np.full_like(x.q, value), np.full_like(x.k, 16384)
     q[..., ::3, :] = x.q[..., ::3, :]*2.0**-14
     return Inputs(q, k, x.v)
-  check(chip, make, Sq=20, Sk=170, D=64, dtype="bfloat16", softmax_scale=0.25, out_dtype="float32")
+  check(chip, make, Sq=20, Sk=170, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
 
 @pytest.mark.parametrize("chip", ("sm_80", "sm_86", "sm_89", GPU))
 @pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
