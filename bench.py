@@ -28,7 +28,7 @@ from attn.dispatch import PROGRAMS, choose, fits, single_kernel, tile_of
 from attn.emulator.checks import EmulatorError
 from attn.kernels.tiles import Candidate, Tile, contraction, round_up
 from attn.problem import Problem, problem_of
-from attn.reference import LSE_ULPS, Verdict, exact, judge, rounded, same
+from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same
 from attn.tinygrad_compat import UOp, compiled, device_seconds, render
 if TYPE_CHECKING: from attn.isa.report import Report
 
@@ -102,12 +102,6 @@ def find_device() -> str:
 
 # ***** tensors *****
 
-def arrange(x:np.ndarray, layout:str) -> np.ndarray:
-  """(B, H, S, D) in `layout`."""
-  return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
-
-def restore(x:np.ndarray, p:Problem) -> np.ndarray: return x.swapaxes(1, 2) if p.layout == "bshd" else x.reshape(p.B, p.H, p.Sq, p.Dv)
-
 def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> list[tuple[int, ...]]:
   """Of q, k, v, o and lse."""
   four = [(B, H, N, D), (B, HKV, SK, D), (B, HKV, SK, DV), (B, H, N, DV)]
@@ -167,7 +161,7 @@ def bench(s:Settings) -> dict[str, Any]:
   else: row |= {"ms best": best*1e3, "median": median*1e3, "TFLOP/s best": p.flops/best/1e12, "of median": p.flops/median/1e12}
   if s.verify == 0: return row
   o, *lse = (to_array(t) for t in results)
-  verdict, part = verify(p, inputs, [restore(o, p), *(x.reshape(p.B, p.H, p.Sq) for x in lse)], s.verify > 1)
+  verdict, part = verify(p, inputs, [restore(o, p.layout, (p.B, p.H, p.Sq, p.Dv)), *(x.reshape(p.B, p.H, p.Sq) for x in lse)], s.verify > 1)
   verdict_text = "ok" if verdict.ok else verdict.pattern or "WRONG"
   return row | {"error": verdict.error, "limit": verdict.limit, "rows checked": f"{100*part:.0f}%", "verdict": verdict_text}
 

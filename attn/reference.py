@@ -20,6 +20,15 @@ def rounded(x:Array, dtype:str) -> Array:
   bits = (round_fp16 if dtype == "float16" else round_bf16)(np.ascontiguousarray(x, dtype=np.float32))
   return widen(bits, dtype)
 
+def arrange(x:Array, layout:str) -> Array:
+  """(B, H, S, D) in `layout`."""
+  if layout == "thd": return x[0].swapaxes(0, 1)
+  return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
+
+def restore(x:Array, layout:str, shape:tuple[int, ...]) -> Array:
+  """What `arrange` was given, of this shape."""
+  return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
+
 def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
   """bool (Sq, Sk): whether query i sees key j, i + offset - left <= j <= i + offset + right."""
   (left, right), i, j = window, np.arange(Sq)[:, None] + offset, np.arange(Sk)[None]

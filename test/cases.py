@@ -13,7 +13,7 @@ from attn.kernels.split_kv import combine_arguments
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem, problem_of
-from attn.reference import LSE_ULPS, Options, exact, judge, rounded, same
+from attn.reference import LSE_ULPS, Options, arrange, exact, judge, restore, rounded, same
 from attn.tinygrad_compat import Context, Tensor, dtypes
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's matrix units
@@ -31,14 +31,6 @@ def normal(p:Problem, seed:int=0) -> Inputs:
   draw = lambda *shape: rounded(rng.standard_normal(shape, dtype=np.float32), p.dtype)
   if p.varlen: return Inputs(draw(1, p.H, p.total_q, p.D), draw(1, p.Hkv, p.total_k, p.D), draw(1, p.Hkv, p.total_k, p.Dv))
   return Inputs(draw(p.B, p.H, p.Sq, p.D), draw(p.B, p.Hkv, p.Sk, p.D), draw(p.B, p.Hkv, p.Sk, p.Dv))
-
-def arrange(x:np.ndarray, layout:str) -> np.ndarray:
-  """(B, H, S, D) -> `layout`."""
-  if layout == "thd": return x[0].swapaxes(0, 1)
-  return x if layout == "bhsd" else x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:])
-
-def restore(x:np.ndarray, layout:str, shape:tuple[int, ...]) -> np.ndarray:
-  return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def tensor(x:np.ndarray, dtype:str, device:str="EMU") -> Tensor:
   if dtype == "bfloat16":
