@@ -204,8 +204,8 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Scores of 1.3e10, no power of two, lest their product with the scale be exact: one rounding more in the difference than in the maximum is hundreds
-  of powers of two."""
+  """Scores of 1.3e10, no power of two, lest their product with the scale be exact: one rounding more in the difference than in the maximum is
+  hundreds of powers of two."""
   x = normal(p)
   k = np.full_like(x.k, 16384)
   k[:, :, ::3] = 16256               # the bf16 below it

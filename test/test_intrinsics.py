@@ -1,5 +1,5 @@
-"""An intrinsic's two forms agree: its HIP or CUDA text, compiled for this machine with one-lane stand-ins for the GPU's builtins and instructions, and
-its meaning in numpy.
+"""An intrinsic's two forms agree: its HIP or CUDA text, compiled for this machine with one-lane stand-ins for the GPU's builtins and instructions,
+and its meaning in numpy.
 
 The emulator runs meanings and hardware runs texts. Every lane of a wave gets the same values here, so an exchange between lanes gives back one's own
 and what is tested is all the rest: operand order, selectors, constants, rounding, branches.
@@ -65,7 +65,8 @@ ASSEMBLY = (
   (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
   (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),
   (r'asm\("cvt\.f32\.f16 %0, %1;" : "=f"\((\w+)\) : "h"\(([^;]*)\)\)', r"\1 = half(\2)"),
-  (r'asm\("mma\.sync[^"]*" : "=f"\((\w+)\.x\)[^:]*: "r"\((\w+)\.x\).*?"r"\(one_\), "r"\(one_\), "f"\((\w+)\.x\)[^;]*\);', r"\1 = times_ones(\2, \3);"),
+  (r'asm\("mma\.sync[^"]*" : "=f"\((\w+)\.x\)[^:]*: "r"\((\w+)\.x\).*?"r"\(one_\), "r"\(one_\), "f"\((\w+)\.x\)[^;]*\);',
+   r"\1 = times_ones(\2, \3);"),
 )
 NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32, dtypes.bool: np.bool_}
 C = {dtypes.float: "float", dtypes.uint: "unsigned", dtypes.int: "int", dtypes.bool: "bool"}
@@ -115,8 +116,9 @@ def settle(kinds:int, scale:float) -> UOp:
 CASES |= {
   "cuda splat": lambda: cuda.splat(1.5, 4), "cuda build": lambda: cuda.build(cf(1, 0), cf(1, 1)), "cuda extract": lambda: cuda.extract(cf(4), 2),
   "cuda build of dwords": lambda: cuda.build(cu(1, 0), cu(1, 1)), "cuda slice": lambda: cuda.slice_(cf(4), 2, 2),
-  "cuda concat": lambda: cuda.concat(cf(2, 0), cf(2, 1)), "cuda add": lambda: cuda.add(cf(4, 0), cf(4, 1)), "cuda sub": lambda: cuda.sub(cf(), cf(1, 1)),
-  "cuda mul by a scalar": lambda: cuda.mul(cf(4, 0), cf(1, 1)), "cuda fma": lambda: cuda.fma(cf(4, 0), 0.3, cf(4, 1)), "cuda exp2": lambda: cuda.exp2(cf(4)),
+  "cuda concat": lambda: cuda.concat(cf(2, 0), cf(2, 1)), "cuda add": lambda: cuda.add(cf(4, 0), cf(4, 1)),
+  "cuda sub": lambda: cuda.sub(cf(), cf(1, 1)), "cuda mul by a scalar": lambda: cuda.mul(cf(4, 0), cf(1, 1)),
+  "cuda fma": lambda: cuda.fma(cf(4, 0), 0.3, cf(4, 1)), "cuda exp2": lambda: cuda.exp2(cf(4)),
   "cuda log2": lambda: cuda.log2(cf()), "cuda rcp": lambda: cuda.rcp(cf()), "cuda max": lambda: cuda.max_(cf(1, 0), cf(1, 1)),
   "cuda mask_above": lambda: cuda.mask_above(cf(2, 0), i(1), (0, 1)), "cuda mask_below": lambda: cuda.mask_below(cf(2, 0), i(1), (8, 9)),
   "cuda softcap": lambda: cuda.softcap(cf(2), 0.05, 30.0, False), "cuda softcap that hardly bends": lambda: cuda.softcap(cf(2), 0.0005, 3000.0, True),

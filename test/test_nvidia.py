@@ -1,6 +1,7 @@
 """mma.sync on NVIDIA: the kernel against float64, on the emulator and, with `python -m pytest -m gpu`, on the GPU that is there."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
+from typing import Any
 import numpy as np
 import pytest
 from tinygrad import TinyJit, Variable
@@ -10,10 +11,12 @@ from attn.dispatch import choose
 from attn.emulator.checks import LdsRace
 from attn.fragment import MMA
 from attn.kernels import forward_mma
+from attn.kernels.forward import arguments
 from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes, tile_of
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, render
-from cases import DTYPES, GPU, Inputs, check, normal, problem
+from cases import GPU, Inputs, check, normal, problem
+from test_features import COMPILED as OPTIONS_COMPILED, TYPES
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
@@ -119,14 +122,18 @@ def test_banks() -> None:
     for u in range(rows.units): assert {len(set(at[r:r + 8, u] % 8)) for r in (0, 8)} == {8}
     for u in range(0, rows.units//8*8, 8): assert all(len(set(at[r, u:u + 8] % 8)) == 8 for r in range(16))
 
+DECODE = dict(B=2, H=16, Hkv=2, Sq=1, Sk=4096, causal=True, num_splits=16, extras=dict(kv_lengths=np.ones(1, np.int32).repeat(2)))
+COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(lse=False, causal=True), "lse": {}, "causal, lse": dict(causal=True),
+                                       **OPTIONS_COMPILED, "decode": DECODE}
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("D", (64, 96, 128, 256))
-def test_no_local_memory(D:int, causal:bool, tmp_path) -> None:
-  """What the large tiles compile to: no spills and no stack."""
-  p = problem(H=256, Sq=1024, D=D, lse=False, causal=causal)
-  tensors = [UOp.placeholder(shape, DTYPES[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
-  (source := tmp_path/"kernel.cu").write_text(render(forward_mma.forward_mma(p, a := get_arch("sm_90"), tile_of(p, a))(*tensors), "sm_90"))
+@pytest.mark.parametrize(("D", "option"), [*itertools.product((64, 128), COMPILED), *itertools.product((96, 256), ("full", "causal")),
+                                            (256, "16-bit bias"), (256, "decode")])
+def test_no_local_memory(D:int, option:str, tmp_path) -> None:
+  """What the tiles of large grids, and of decoding, compile to: no spills and no stack."""
+  a, p = get_arch("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
+  tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
+  (source := tmp_path/"kernel.cu").write_text(render(forward_mma.forward_mma(p, a, tile_of(p, a))(*tensors), "sm_90"))
   command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
   assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text), text

@@ -64,22 +64,32 @@ def lds_bytes(p:Problem, tile:MmaTile) -> int:
   k_rows, v_rows = (Rows(round_up(d, tile.matrix.K)) for d in (p.D, p.Dv))
   return 16*(tile.block_m*k_rows.stride + tile.stages*tile.block_n*(k_rows.stride + v_rows.stride))
 
+# what the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next
+PLAIN, EXTRAS, ALIBI, BIAS = range(4)
+
+def burden(p:Problem) -> int:
+  if p.bias is not None: return BIAS
+  if p.alibi: return ALIBI
+  return EXTRAS if p.window != (-1, -1) or p.options or p.return_lse or p.num_splits > 1 else PLAIN
+
 @dataclass(frozen=True)
 class Candidate:
-  """A tile for head dimensions up to `up_to`, beyond which it spills registers, and, where it is `large`, grids of at least one block per
-  multiprocessor. Measured on an H200: docs/nvidia.md."""
+  """A tile for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers, and, where it is `large`, grids of
+  at least one block per multiprocessor. Measured on an H200: docs/nvidia.md."""
   up_to: int
   q_tiles: int
   block_n: int
   q_in_lds: bool
+  burden: int = BIAS
   large: bool = False
   parts: int = 2
-  plain: bool = True           # also for problems with neither mask nor lse nor options of the score, whose loops need the fewest registers
 
 WAVES = 4     # of a block: two or three blocks share a multiprocessor, and one computes while another waits
-CANDIDATES = (Candidate(64, 2, 64, False, large=True), Candidate(96, 2, 64, True, large=True), Candidate(128, 2, 48, True, large=True, plain=False),
-              Candidate(128, 2, 64, True, large=True), Candidate(64, 1, 64, False), Candidate(128, 1, 32, False),
-              Candidate(256, 1, 32, True))     # the first that fits is taken
+CANDIDATES = (    # the first that fits is taken
+  Candidate(64, 2, 64, False, ALIBI, large=True), Candidate(64, 2, 32, False, large=True), Candidate(96, 2, 64, True, EXTRAS, large=True),
+  Candidate(128, 2, 64, True, PLAIN, large=True), Candidate(128, 2, 48, True, EXTRAS, large=True), Candidate(128, 2, 32, True, ALIBI, large=True),
+  Candidate(64, 1, 64, False), Candidate(128, 1, 32, False), Candidate(256, 1, 32, True, ALIBI),
+  Candidate(256, 1, 16, True, parts=1))
 
 def refuses(p:Problem, arch:Arch) -> str|None:
   """Why the kernel is not for `p` on `arch`, or None."""
@@ -91,15 +101,14 @@ def tile_of(p:Problem, arch:Arch) -> MmaTile:
   """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
-  rows, plain = p.Sq*group, p.window == (-1, -1) and not (p.options or p.return_lse or p.num_splits > 1)
+  rows = p.Sq*group
   for c in CANDIDATES:
     q_tiles = c.q_tiles if rows > mat.M else 1
-    block_n = min(c.block_n, 32) if p.bias is not None else c.block_n    # a bias takes as many registers as the scores
-    tile = MmaTile(mat, WAVES, q_tiles, block_n, q_in_lds=c.q_in_lds, parts=c.parts, pack_gqa=group > 1)
+    tile = MmaTile(mat, WAVES, q_tiles, c.block_n, q_in_lds=c.q_in_lds, parts=c.parts, pack_gqa=group > 1)
     blocks = p.B*p.H//group*ceildiv(rows, tile.block_m)
     tile = replace(tile, waves=min(WAVES, ceildiv(rows, q_tiles*mat.M)))
-    if plain and not c.plain: continue
-    if max(p.D, p.Dv) <= c.up_to and (blocks >= arch.cus or not c.large) and lds_bytes(p, tile) <= arch.lds: return tile
+    if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden or (c.large and blocks < arch.cus): continue
+    if lds_bytes(p, tile) <= arch.lds: return tile
   raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
 
 @dataclass(frozen=True)
