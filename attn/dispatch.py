@@ -77,8 +77,8 @@ class Choice:
 NO_UNIT = f"the device has no matrix unit that the kernels know; they know {', '.join(ARCHS)}"
 
 def no_matrix(p:Problem, arch:Arch) -> str|None:
-  """Why no kernel made of matrix instructions takes `p` on `arch`, or None."""
-  if arch.family not in CANDIDATES: return f"{arch.name}: there is no tile for its matrix unit; there are tiles for {', '.join(CANDIDATES)}"
+  """Why no kernel made of AMD's matrix instructions takes `p` on `arch`, or None."""
+  if arch.family not in CANDIDATES: return f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(CANDIDATES)}"
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
   return forward.too_wide(p)
 

@@ -245,7 +245,7 @@ def test_explain_on_nvidia():
       assert choice.kernel == "split_kv" and choice.work.splits > 1 and choice.work.tile.pack_gqa and not choice.refused
       choice = attn.explain(q, k, k, num_splits=1, bias=draw(4096, dtype="float32"), sinks=draw(8, dtype="float32"))
       assert choice.kernel == "forward_mma" and choice.why_not("split_kv") == "num_splits=1 asks for no split"
-      assert choice.why_not("forward").startswith(f"{arch}: there is no tile for its matrix unit")
+      assert choice.why_not("forward").startswith(f"{arch}: AMD's kernels have no tile for its matrix unit")
       wide, single = draw(1, 1, 4, 300), draw(1, 1, 4, 64, dtype="float32")
       assert attn.explain(wide, wide, wide).why_not("forward_mma") == "D=300: a row is held in registers, up to 256"
       assert attn.explain(single, single, single).why_not("split_kv") == "dtype float32: mma.sync takes float16 and bfloat16"

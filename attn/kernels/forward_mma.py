@@ -65,12 +65,13 @@ def lds_bytes(p:Problem, tile:MmaTile) -> int:
   return 16*(tile.block_m*k_rows.stride + tile.stages*tile.block_n*(k_rows.stride + v_rows.stride))
 
 # what the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next
-PLAIN, EXTRAS, ALIBI, BIAS = range(4)
+PLAIN, MASK, EXTRAS, ALIBI, BIAS = range(5)
 
 def burden(p:Problem) -> int:
   if p.bias is not None: return BIAS
   if p.alibi: return ALIBI
-  return EXTRAS if p.window != (-1, -1) or p.options or p.return_lse or p.num_splits > 1 else PLAIN
+  if p.options or p.return_lse or p.num_splits > 1: return EXTRAS
+  return PLAIN if p.window == (-1, -1) else MASK
 
 @dataclass(frozen=True)
 class Candidate:
@@ -87,9 +88,9 @@ class Candidate:
 WAVES = 4     # of a block: two or three blocks share a multiprocessor, and one computes while another waits
 CANDIDATES = (    # the first that fits is taken
   Candidate(64, 2, 64, False, ALIBI, large=True), Candidate(64, 2, 32, False, large=True), Candidate(96, 2, 64, True, EXTRAS, large=True),
-  Candidate(128, 2, 64, True, PLAIN, large=True), Candidate(128, 2, 48, True, EXTRAS, large=True), Candidate(128, 2, 32, True, ALIBI, large=True),
-  Candidate(64, 1, 64, False), Candidate(128, 1, 32, False), Candidate(256, 1, 32, True, ALIBI),
-  Candidate(256, 1, 16, True, parts=1))
+  Candidate(128, 2, 64, True, PLAIN, large=True, parts=4), Candidate(128, 2, 48, True, MASK, large=True, parts=3),
+  Candidate(128, 2, 48, True, EXTRAS, large=True), Candidate(128, 2, 32, True, ALIBI, large=True),
+  Candidate(64, 1, 64, False), Candidate(128, 1, 32, False), Candidate(256, 1, 32, True, ALIBI), Candidate(256, 1, 16, True, parts=1))
 
 def refuses(p:Problem, arch:Arch) -> str|None:
   """Why the kernel is not for `p` on `arch`, or None."""
