@@ -3,7 +3,7 @@
 A block owns one head and BLOCK_M queries, a warp 16 or 32 of them, and walks over the keys in tiles of BLOCK_N: S = Q K^T, the online softmax,
 O += P V (FlashAttention-2, arXiv 2307.08691, algorithm 1). K and V tiles come by cp.async into a ring of `stages` in shared memory, so that one
 barrier a trip is enough: it says that a tile is there and that the one before it is no longer read. Operands are read by ldmatrix, V transposed on
-the way, from rows that are swizzled against bank conflicts.
+the way, from rows that are swizzled against bank conflicts. The softmax takes no maxima but in a rare branch: `intrinsics_cuda.settle`.
 """
 from __future__ import annotations
 import functools, itertools
@@ -142,8 +142,8 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
   depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)
   k_tiles, d_tiles = block_n//mat.N, width//mat.N
   group, splits, names = p.H//p.Hkv if tile.pack_gqa else 1, p.num_splits, arguments(p)
-  steps = block_n//mat.K                                # of O += P V
-  parts = [range(i*steps//tile.parts, (i + 1)*steps//tile.parts) for i in range(tile.parts)]
+  steps, n_parts = block_n//mat.K, min(tile.parts, block_n//mat.K)   # of O += P V
+  parts = [range(i*steps//n_parts, (i + 1)*steps//n_parts) for i in range(n_parts)]
   q_blocks, (left, right), heads = ceildiv(p.Sq*group, tile.block_m), p.window, p.B*p.H//group
   # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
   cached = CACHED*(p.H//p.Hkv//group)//(2*p.Sk*(p.D + p.Dv))
