@@ -1,6 +1,7 @@
 """mma.sync on NVIDIA: the kernel against float64, on the emulator and, with `python -m pytest -m gpu`, on the GPU that is there."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
+from dataclasses import replace
 from typing import Any
 import numpy as np
 import pytest
@@ -89,10 +90,11 @@ def test_attention_of_tensors() -> None:
 # ***** tiles *****
 
 TILES = [MmaTile(MMA["float16"], *args) for args in ((4, 2, 64), (8, 1, 64), (4, 2, 48, 2, True), (2, 1, 32, 3), (4, 1, 32, 4, True), (1, 2, 16))]
+TILES += [replace(TILES[0], parts=4), replace(TILES[1], parts=1), replace(TILES[2], parts=3)]
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_kind_of_tile(tile:MmaTile, monkeypatch) -> None:
-  """Warps, query tiles, keys, stages and where Q is kept may be chosen freely."""
+  """Warps, query tiles, keys and their parts, stages and where Q is kept may be chosen freely."""
   monkeypatch.setattr(forward_mma, "tile_of", lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
   choose_anew(monkeypatch)
