@@ -12,6 +12,7 @@ class Arch:
   bf16_pack: bool      # converts two fp32 to bf16 in one instruction
   cus: int             # compute units (multiprocessors) of the largest card
   chips: str           # cards that have it
+  wgmma: bool = False  # multiplies for warpgroups, from shared memory
   tuned: bool = False  # a real device, whose tiles may come from its own TUNE=1 (attn/tuned.py)
 
   @property
@@ -32,7 +33,7 @@ ARCHS: dict[str, Arch] = {a.name: a for a in (
   Arch("sm_80", "nvidia", 32, 166912, 255, True, 108, "A100, A30"),
   Arch("sm_86", "nvidia", 32, 101376, 255, True, 84, "RTX 30, A10, A40"),
   Arch("sm_89", "nvidia", 32, 101376, 255, True, 142, "RTX 40, L4, L40S"),
-  Arch("sm_90", "nvidia", 32, 232448, 255, True, 132, "H100, H200, GH200"),
+  Arch("sm_90", "nvidia", 32, 232448, 255, True, 132, "H100, H200, GH200", True),
 )}
 
 def get_arch(name:str) -> Arch:

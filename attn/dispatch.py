@@ -6,8 +6,9 @@ from typing import Any, Callable
 from attn import tuned
 from attn.arch import ARCHS, Arch
 from attn.fragment import MATRIX
-from attn.kernels import dual_wave, forward, forward_mma, split_kv
+from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, split_kv
 from attn.kernels.forward_mma import MmaTile
+from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.tiles import Candidate, Tile, ceildiv
 from attn.problem import Problem
 from attn.tiles_table import CANDIDATES
@@ -54,7 +55,7 @@ def choose_tile(p:Problem, arch:Arch) -> Tile|MmaTile:
 @dataclass(frozen=True)
 class Work:
   """How a kernel divides a problem: its tile (None: tinygrad's own schedule) and into how many key ranges."""
-  tile: Tile|MmaTile|None
+  tile: Tile|MmaTile|WgmmaTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
@@ -101,6 +102,10 @@ def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
   if tuned.winner(p, arch) is not None: return "TUNE=1 found a tile of forward that is faster on this device"
   return Work(dual_wave.tile_of(p, arch))
 
+def takes_forward_wgmma(p:Problem, arch:Arch|None) -> Work|str:
+  if arch is None: return NO_UNIT
+  return Work(forward_wgmma.tile_of(p, arch)) if (reason := forward_wgmma.refuses(p, arch)) is None else reason
+
 def takes_forward_mma(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
   return forward_mma.refuses(p, arch) or takes_chosen_tile(p, arch)
@@ -121,7 +126,7 @@ def takes_three_pass(p:Problem, arch:Arch|None) -> Work|str:
 
 # best first; the first that takes the problem gets it
 KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {"split_kv": takes_split_kv, "dual_wave": takes_dual_wave, "forward": takes_forward,
-                                                                   "forward_mma": takes_forward_mma, "three_pass": takes_three_pass}
+                                                                   "forward_wgmma": takes_forward_wgmma, "forward_mma": takes_forward_mma, "three_pass": takes_three_pass}
 
 def forward_of(p:Problem, arch:Arch, tile:Tile|MmaTile) -> Callable[..., UOp]:
   """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
@@ -129,9 +134,10 @@ def forward_of(p:Problem, arch:Arch, tile:Tile|MmaTile) -> Callable[..., UOp]:
 
 # what they are made of: problem, arch and tile -> a function of the placeholders that `forward.arguments` names
 PROGRAMS: dict[str, Callable[[Problem, Arch, Any], Callable[..., UOp]]] = {
-  "split_kv": forward_of, "dual_wave": dual_wave.dual_wave, "forward": forward.forward, "forward_mma": forward_mma.forward_mma}
+  "split_kv": forward_of, "dual_wave": dual_wave.dual_wave, "forward": forward.forward, "forward_wgmma": forward_wgmma.forward_wgmma,
+  "forward_mma": forward_mma.forward_mma}
 
-def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile|MmaTile]:
+def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile|MmaTile|WgmmaTile]:
   """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. NotImplementedError where it takes more than one."""
   choice = choose(replace(p, num_splits=1), arch)
   if choice.work.tile is None:

@@ -37,6 +37,16 @@ class Lanes(Protocol):
     """`store_bytes` to LDS by all active threads that nobody may read before `wait_loads`."""
   def wait_loads(self, n:int) -> Array:
     """All but the last `n` started stores have arrived; zeros."""
+  def arrive(self) -> Array:
+    """The workgroups of the active threads arrive at the next phase of their mbarrier; zeros."""
+  def await_arrivals(self, parity:Array) -> Array:
+    """They wait for the next phase that they have not waited for, which must have this parity; zeros."""
+  def warpgroup_operand(self, a:Array) -> Array:
+    """The fragments of A of a warpgroup's wgmma, uint32 (registers, T), as bits (warpgroups, 64, k)."""
+  def warpgroup(self, a:Array, b:Array, c:Array) -> Array:
+    """c (registers, T) + A B^T by wgmma, of fp32 (warpgroups, 64, k) and (warpgroups, n, k)."""
+  def changed(self, text:str) -> Exception:
+    """The error that says so of an operand that was overwritten."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     """The matrix instruction `name` (a key of `attn.arch.MATRIX`), on register images as the ISA lays them out."""
 

@@ -67,9 +67,13 @@ class _DynamicShared(Renderer):
   def render_buffer(self, x:UOp) -> str:
     text = super().render_buffer(x)   # type: ignore[misc]
     if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
-    return f"extern {text[:text.rindex('[')]}[];"
+    return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle goes by the address
 
-class DynamicCUDARenderer(_DynamicShared, CUDARenderer): pass
+class DynamicCUDARenderer(_DynamicShared, CUDARenderer):
+  """For sm_90 the compiler's target is sm_90a, which has wgmma. tinygrad takes the number in an architecture's name for an int."""
+  def __init__(self, target:Target):
+    super().__init__(target)
+    if target.arch == "sm_90": self.compiler = type(self.compiler)("sm_90a", ptx=self.compiler.ptx)
 class DynamicNVCCRenderer(_DynamicShared, NVCCRenderer): pass
 
 def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:

@@ -67,6 +67,11 @@ class LdsShadow:
     if not self.complete and self.written: self.complete = bool(self.writer.all())
     if everyone: self.written = self.read = False
 
+  def foreign(self, tag:Array) -> Array:
+    """Where the last write, by another wave or still under way, need not have been done."""
+    f, late = self.f, tag >= self.f.tag_floor
+    return late & (tag != f.tag) if f.settled else late & ((tag % f.stride != f.wave_of) | (tag >= IN_FLIGHT//f.stride*f.stride))
+
   def send(self, at:Array, by:Array) -> None:
     """A store that threads `by` have started: nobody may touch those locations until it arrives, not even their own wave."""
     self.writer[at] = IN_FLIGHT//self.f.stride*self.f.stride + self.f.wave_of[by]
@@ -78,7 +83,7 @@ class LdsShadow:
     if not (self.complete and not self.written):
       tag = self.writer[at]
       if not self.complete and (bad := _some(tag == 0, active)) is not None: return Finding(UninitialisedRead, bad)
-      if self.written and self.waves > 1 and (bad := _some((tag >= f.tag_floor) & (tag != f.tag), active)) is not None:
+      if self.written and self.waves > 1 and (bad := _some(self.foreign(tag), active)) is not None:
         return Finding(LdsRace, bad, tag % f.stride, "written")
     if self.reader is not None:
       if active is None: self.reader[self.plane + at] = f.interval_of
@@ -90,10 +95,10 @@ class LdsShadow:
     if self.waves > 1:
       if self.written:
         tag = self.writer[at]
-        if (bad := _some((tag >= f.tag_floor) & (tag != f.tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
+        if (bad := _some(self.foreign(tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
       if self.read and self.reader is not None:
         for wave in range(self.waves):
-          seen = self.reader[wave*self.total + at] >= f.interval_of
+          seen = self.reader[wave*self.total + at] >= f.seen_of
           if seen.any() and (bad := _some(seen & (f.wave_of != wave), active)) is not None:
             return Finding(LdsRace, bad, np.full_like(f.wave_of, wave), "read")
     self.written = True

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
 from attn.emulator.banks import BankCounter, BankUse
-from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds
-from attn.emulator.matrix import MatrixUnit
+from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsRace, LdsShadow, Misaligned, OutOfBounds
+from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product
 from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
 if TYPE_CHECKING: from attn.emulator.plan import Address, Plan
 
@@ -56,7 +56,9 @@ class Frame:
     self.everyone = np.ones(self.T, bool)
     self.matrix_unit = MatrixUnit(plan.chip.family, plan.arch)
     # barrier intervals, per wave: a number that all share, or one each
-    self.interval = np.ones((workgroups, self.waves), np.int32)
+    self.interval = self.seen = np.ones((workgroups, self.waves), np.int32)
+    self.arrived, self.waited = np.zeros(workgroups, np.int64), np.zeros(workgroups, np.int64)   # phases of the mbarrier
+    self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the intervals that they ended
     self.stride = self.waves
     self._next_interval(np.ones((workgroups, self.waves), bool))
     self.under_way: list[tuple[LdsShadow, Array, Array]] = []   # stores to LDS that have been started: where, and by which threads
@@ -156,11 +158,48 @@ class Frame:
 
   def _next_interval(self, reached:Array) -> None:
     self.interval = self.interval + reached.astype(np.int32)
+    self.seen = np.where(reached, self.interval, self.seen)
+    self._note_intervals()
+
+  def _note_intervals(self) -> None:
+    """`interval` counts, per wave, the barriers and arrivals that it has come to, `seen` those of other waves that it has waited for."""
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # do the waves of each workgroup go from barrier to barrier together?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]
-    self.tag_floor: Any = self.interval_of*np.int32(self.stride)
-    self.tag = self.tag_floor + self.wave_of
+    self.settled = bool((self.seen == self.interval).all())
+    self.seen_of: Any = self.interval_of if self.settled else self.seen[self.workgroup_of, self.wave_of]
+    self.tag_floor: Any = self.seen_of*np.int32(self.stride)
+    self.tag = self.interval_of*np.int32(self.stride) + self.wave_of
+
+  def arrive(self) -> Array:
+    """The active workgroups, whole, arrive at the next phase of their mbarrier."""
+    here = self._whole(self.width, DivergentBarrier, "this thread does not arrive at an mbarrier that counts all of its workgroup")
+    if self.arrived.max(initial=0) >= self.arrivals.shape[1]: self.arrivals = np.pad(self.arrivals, ((0, 0), (0, 64)))
+    self.arrivals[here, self.arrived[here]] = self.interval[here, 0]
+    self.arrived[here] += 1
+    self.interval = self.interval + here[:, None].astype(np.int32)
+    self._note_intervals()
+    return np.zeros(self.T, np.float32)
+
+  def await_arrivals(self, parity:Array) -> Array:
+    """The active workgroups wait for the next phase that they have not waited for yet, of that parity."""
+    here = self._whole(self.width, DivergentBarrier, "this thread does not wait for an mbarrier as others of its workgroup do")
+    def each(bad:Array) -> Array: return np.repeat(bad & here, self.width) & self.active
+    if (bad := each(self.waited >= self.arrived)).any():
+      raise self.error(DivergentBarrier, bad, lambda t: "this thread waits for a phase of an mbarrier at which nobody has arrived")
+    if (bad := self.active & (np.repeat(self.waited, self.width) % 2 != parity)).any():
+      raise self.error(DivergentBarrier, bad, lambda t: f"this thread waits for a phase of parity {self.full(parity)[t]}, the next one has the other")
+    self.seen = self.seen.copy()
+    self.seen[here] = self.arrivals[here, self.waited[here]][:, None] + 1
+    self.waited[here] += 1
+    self._note_intervals()
+    return np.zeros(self.T, np.float32)
+
+  def _whole(self, unit:int, kind:type[EmulatorError], text:str) -> Array:
+    """Which units of so many threads are active; an error if some are only in part."""
+    here = self.active.reshape(-1, unit)
+    if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
+    return here.any(axis=1)
 
   def whole_waves_only(self) -> None:
     """A matrix instruction works on all lanes of a wave, whatever EXEC says (CDNA3 ISA section 7): an error if only some of them get there."""
@@ -203,6 +242,11 @@ class Frame:
     if bad.any():
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
+  def warpgroup(self, a:Array, b:Array, c:Array) -> Array:
+    self._whole(WARPGROUP, DivergentMatrix, "this thread does not reach a wgmma that others of its warpgroup execute")
+    return warpgroup_product(a, b, c)
+  def warpgroup_operand(self, a:Array) -> Array: return warpgroup_operand(a)
+  def changed(self, text:str) -> EmulatorError: return LdsRace(f"{self.plan.name}: {text} (step {self.pc} of {len(self.plan.steps)})")
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     self.whole_waves_only()
     return self.matrix_unit.instruction(name, a, b, c)

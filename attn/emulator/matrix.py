@@ -101,6 +101,19 @@ INSTRUCTIONS: dict[str, Instruction] = {
   "mma_m16n8k8_tf32": _mma(8, 1, "tfloat32"),
 }
 
+# wgmma.mma_async (PTX ISA 9.7.15.5): warp w of a warpgroup has rows 16w on, as in m16n8k16
+WARPGROUP = 128
+
+def warpgroup_operand(a:Array) -> Array:
+  """The fragments of A of some 16 columns each, uint32 (registers, T) -> bits, uint16 (warpgroups, 64, columns)."""
+  layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=2, w=4, g=8, t=4)
+  return layout.to_matrices(a, True, lambda x: x).swapaxes(1, 2)
+
+def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
+  """c (registers, T) + A B^T in fp32, of fp32 (warpgroups, 64, k) and (warpgroups, n, k)."""
+  layout = Layout("irp wgt -> wrg itp", i=c.shape[0]//4, r=2, p=2, w=4, g=8, t=4)
+  return layout.add_matrices(c, b @ a.swapaxes(1, 2))
+
 _HALF = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)   # every fp16 value
 
 _WIDEN: dict[str, Callable[[Array], Array]] = {

@@ -1,0 +1,235 @@
+"""Flash attention forward on Hopper's wgmma (sm_90): the algorithm of attn/kernels/forward_mma.py, with warpgroups that overlap by themselves.
+
+A block owns one head and 64 queries for each of its warpgroups, and walks over the keys in tiles of BLOCK_N (FlashAttention-2, arXiv 2307.08691,
+algorithm 1). Per trip a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V; the tensor cores do one group's products while
+the others are in their softmax. Nothing holds the groups together but the tiles that they all copy, by cp.async, into a ring of three: all threads
+arrive at an mbarrier when their part of a tile is there, one trip ahead, and who waits for it knows that every group has left the trip before.
+"""
+from __future__ import annotations
+import functools, itertools
+from dataclasses import dataclass, fields
+from typing import Callable, ClassVar
+from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
+from attn.arch import Arch
+from attn.fragment import MMA
+from attn.kernels.blocks import extent, key_blocks, strides
+from attn.kernels.forward import OPTIMISED, estimates, too_wide
+from attn.kernels.forward_mma import CACHED, barrier, store_pair
+from attn.kernels.scores import LN2, LOG2E, NEG_INF
+from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
+from attn.problem import Problem
+from attn.tinygrad_compat import AddrSpace, AxisType, DType, KernelInfo, UOp, dtypes, dynamic_shared_name
+
+LINE, STAGES = 8, 3      # units of a panel's row; K and V tiles in shared memory
+ATOM = wgmma.ATOM//16    # units of 8 rows
+
+@dataclass(frozen=True)
+class Panels:
+  """A tile of rows in shared memory as wgmma reads it, from unit `base` on: see attn/intrinsics_wgmma.py."""
+  rows: int                # a multiple of 8
+  width: int               # elements of a row, a multiple of 16
+  base: UOp|int = 0
+  @property
+  def units(self) -> int: return self.width//UNIT
+  @property
+  def panel(self) -> int: return self.rows*LINE
+  @property
+  def size(self) -> int: return ceildiv(self.units, LINE)*self.panel
+  def place(self, row:UOp, unit:UOp) -> UOp:
+    """Where a 16-byte unit lies."""
+    return (self.base + unit//LINE*self.panel + row*LINE).cast(dtypes.int) + ((unit%LINE).cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
+
+@dataclass(frozen=True)
+class WgmmaTile:
+  """How the kernel divides the work."""
+  groups: int                  # warpgroups of a block, each with 64 queries
+  block_n: int                 # keys of a trip
+  rescale_above: float = 8.0   # accumulators are rescaled when the P of a lane, in one trip, add up to more than this power of two
+
+  pack_gqa: ClassVar[bool] = False
+  @property
+  def waves(self) -> int: return self.groups*4
+  @property
+  def block_m(self) -> int: return self.groups*wgmma.M
+  @property
+  def threads(self) -> int: return self.groups*wgmma.GROUP
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {STAGES} stages"
+
+@dataclass(frozen=True)
+class Candidate:
+  """A tile for head dimensions up to `up_to`. Measured on an H200: docs/nvidia.md."""
+  up_to: int
+  groups: int
+  block_n: int
+
+CANDIDATES = (Candidate(64, 3, 128), Candidate(128, 3, 64), Candidate(192, 2, 64), Candidate(256, 2, 48))   # the first that is wide enough
+
+def panels_of(p:Problem, tile:WgmmaTile) -> tuple[Panels, Panels, Panels]:
+  """The tiles of Q, K and V."""
+  depth, width = round_up(p.D, wgmma.K), round_up(p.Dv, wgmma.K)
+  return Panels(tile.block_m, depth), Panels(tile.block_n, depth), Panels(tile.block_n, width)
+
+def lds_bytes(p:Problem, tile:WgmmaTile) -> int:
+  q, k, v = panels_of(p, tile)
+  return 16*(q.size + STAGES*(k.size + v.size) + 1)
+
+def tile_of(p:Problem, arch:Arch) -> WgmmaTile:
+  """`refuses(p, arch)` must be None."""
+  return next(WgmmaTile(c.groups, c.block_n) for c in CANDIDATES if max(p.D, p.Dv) <= c.up_to)
+
+def refuses(p:Problem, arch:Arch) -> str|None:
+  """Why the kernel is not for `p` on `arch`, or None."""
+  if not arch.wgmma: return f"{arch.name} has no wgmma"
+  if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
+  if (reason := too_wide(p)) is not None: return reason
+  for name, width in (("D", p.D), ("Dv", p.Dv)):
+    if width % UNIT: return f"{name}={width}: rows are copied by {UNIT} elements"
+  if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
+  return too_small(p, arch, tile_of(p, arch))
+
+def too_small(p:Problem, arch:Arch, tile:WgmmaTile) -> str|None:
+  blocks = p.B*p.H*ceildiv(p.Sq, tile.block_m)
+  return None if blocks >= arch.cus else f"{blocks} blocks of {tile.block_m} queries leave multiprocessors idle, of which there are {arch.cus}"
+
+@dataclass(frozen=True)
+class State:
+  """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*softmax_scale*log2(e) and their sums l; the scores of a
+  trip, and P; shared memory; and a dummy that statements are stored to."""
+  acc: UOp
+  m: UOp
+  bias: UOp
+  l: UOp
+  scores: UOp
+  p: UOp
+  shared: UOp
+  nothing: UOp
+  def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
+  @property
+  def order(self) -> UOp:
+    """A value that is there when all statements before are done."""
+    return self.nothing[0].load()
+  def do(self, statement:UOp) -> State: return self.after(self.nothing[0].store(statement))
+
+def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
+  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse."""
+  mat, block_n = MMA[p.dtype], tile.block_n
+  q_tile, k_tile, v_tile = panels_of(p, tile)
+  q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
+  to_log2 = p.softmax_scale*LOG2E
+  # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
+  cached = CACHED*(p.H//p.Hkv)//(2*p.Sk*(p.D + p.Dv))
+  together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, cached if right >= 0 else 1))
+
+  def kernel(o:UOp, *args:UOp) -> UOp:
+    lse, (q, k, v) = (args[0], args[1:]) if p.return_lse else (None, args)
+
+    # ***** ranges *****
+    axes = itertools.count(5)                                        # ids of the loops
+    head_group = UOp.range(heads//together, 0, AxisType.GLOBAL)
+    q_block = UOp.range(q_blocks, 1, AxisType.GLOBAL)
+    head_in_group = UOp.range(together, 2, AxisType.GLOBAL)          # varies fastest over blocks
+    lane = UOp.range(mat.wave, 3, AxisType.WARP)
+    wave = UOp.range(tile.waves, 4, AxisType.WARP)
+    thread, head, group = wave*mat.wave + lane, head_group*together + head_in_group, wgmma.group(wave)
+    batch, q_head = head//p.H, head%p.H
+    kv_head, x = q_head//(p.H//p.Hkv), extent(p, batch, {})
+    first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
+    queries = [first_query + wave*mat.M + mat.c_row(lane, r) for r in range(hw.ROWS)]
+    blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
+
+    # ***** placeholders *****
+    def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
+    units = lds_bytes(p, tile)//16
+    start = State(registers(v_tile.width//mat.N, 2, hw.F4), registers(1, 3, hw.F2), registers(1, 4, hw.F2), registers(1, 5, hw.F2),
+                  registers(block_n//mat.N, 6, hw.F4), registers(block_n//mat.K, 7, hw.U4), UOp.placeholder((units,), hw.U4, 0, AddrSpace.LOCAL),
+                  registers(1, 8))
+    def k_panels(t:UOp) -> Panels: return Panels(block_n, k_tile.width, q_tile.size + (t - blocks.begin)%STAGES*k_tile.size)
+    def v_panels(t:UOp) -> Panels:
+      return Panels(block_n, v_tile.width, q_tile.size + STAGES*k_tile.size + (t - blocks.begin)%STAGES*v_tile.size)
+    def arrivals(s:State) -> UOp: return s.shared[units - 1]
+
+    # ***** global -> shared memory *****
+    def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, columns:int, to:Panels) -> State:
+      """Its rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
+      tensor_head, tensor_heads, length = (kv_head, p.Hkv, p.Sk) if kv else (q_head, p.H, p.Sq)
+      sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
+      across = 1 << (to.units - 1).bit_length()                      # threads of a row
+      at, apart, statements = batch*sb + tensor_head*sh + first*ss, tile.threads//across, []
+      for j in range(ceildiv(to.rows, apart)):
+        moved = j*apart if apart % LINE == 0 else 0                  # rows further: in the instruction
+        row, unit = thread//across + (j*apart - moved), thread%across
+        nbytes = ((first + row + moved < there) & (unit*UNIT < columns)).where(16, 0)
+        statements.append(s.nothing[0].store(hw.copy(s.shared[to.place(row, unit)], flat(source)[at + row*ss + unit*UNIT], (16*moved*LINE, 2*moved*ss),
+                                                     nbytes, (row + moved < to.rows) & (unit < to.units), True)))
+      return s.after(UOp.group(*statements))
+
+    last_key = (blocks.end*block_n).minimum(x.n_k)
+    def fetch_tile(s:State, t:UOp) -> State:
+      s = fetch(s, k, True, last_key, t*block_n, p.D, k_panels(t))
+      s = fetch(s, v, True, last_key, t*block_n, p.Dv, v_panels(t))
+      return s.do(wgmma.arrive(arrivals(s), s.order))
+
+    # ***** one trip *****
+    def mask(s:list[UOp], t:UOp) -> list[UOp]:
+      here, columns = t*block_n + mat.c_column(lane), [kt*mat.N for kt in range(len(s))]
+      above = [(x.n_k - 1 if right < 0 else (query + x.offset + right).minimum(x.n_k - 1)) - here for query in queries]
+      s = [hw.mask_above(y, (above[0], above[1]), c) for y, c in zip(s, columns)]
+      if left < 0: return s
+      below = [query + x.offset - left - here for query in queries]
+      return [hw.mask_below(y, (below[0], below[1]), c) for y, c in zip(s, columns)]
+
+    def trip(s:State, t:UOp, masked:bool) -> State:
+      # S = Q K^T; meanwhile the next tile starts on its way
+      s = s.do(wgmma.arrived(arrivals(s), t - blocks.begin, s.order))
+      s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[k_panels(t).base], s.order, k_tile.width//mat.K,
+                            (16*q_tile.panel, 16*k_tile.panel), p.dtype))
+      s = fetch_tile(s, t + 1)
+      s = s.do(wgmma.wait(s.scores, s.order))
+      tiles = [s.scores[kt].load() for kt in range(block_n//mat.N)]
+      if masked:
+        tiles = mask(tiles, t)
+        s = s.after(UOp.group(*[s.scores[kt].store(y) for kt, y in enumerate(tiles)]))
+      # P = exp2(S - m)
+      weights = [hw.weights(y, s.bias[0].load(), to_log2) for y in tiles]
+      total = functools.reduce(lambda l, y: hw.row_sum(y, l), weights, hw.rows(0.0))
+      s = s.after(UOp.group(*[s.p[i].store(hw.pack_a(weights[2*i], weights[2*i + 1], p.dtype)) for i in range(block_n//mat.K)]))
+      s = s.do(wgmma.correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, total, p.dtype, to_log2, tile.rescale_above))
+      # O += P V
+      s = s.do(wgmma.output(s.acc, s.p, s.shared[v_panels(t).base], s.order, 16*v_tile.panel, p.dtype))
+      return s.do(wgmma.wait(s.acc, s.order))
+
+    def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
+      count = (last - first).simplify()
+      if count.vmax <= 0: return s
+      if count.vmax == 1: count = hw.opaque(count)    # tinygrad places values from outside into a loop of at most one trip
+      r = UOp.range(count, next(axes), AxisType.LOOP)
+      return s.after(trip(s.after(r), first + r, masked).order.end(r))
+
+    # ***** all of it *****
+    nought = UOp.const(0.0, dtypes.float)
+    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(start.acc.max_numel())]
+    zero += [y[0].store(hw.rows(value)) for y, value in ((start.m, wgmma.UNSET), (start.bias, wgmma.UNSET_BIAS), (start.l, 0.0))]
+    s = start.after(UOp.group(*zero))
+    s = s.do(wgmma.init(arrivals(s), thread.eq(0), tile.threads))
+    s = s.after(barrier(s.order))
+    s = fetch_tile(fetch(s, q, False, p.Sq, first_query, p.D, q_tile), blocks.begin)
+    if left >= 0: s = trips(s, blocks.begin, blocks.full_begin, masked=True)
+    s = trips(s, blocks.full_begin, blocks.full_end, masked=False)
+    s = trips(s, blocks.full_end, blocks.end, masked=True)
+
+    # ***** O = O / l, LSE = softmax_scale * m + ln l *****
+    outputs = []
+    for r, query in enumerate(queries):
+      m, total = hw.element(s.m[0].load(), r), hw.element(s.l[0].load(), r)
+      for step in (1, 2): total = total + hw.xor_lane(total, step)
+      inverse = total.eq(0.0).where(0.0, total.reciprocal())
+      if lse is not None:
+        value = total.eq(0.0).where(NEG_INF, m*p.softmax_scale + total.log2()*LN2)
+        outputs.append(flat(lse)[(head*p.Sq + query).valid((lane%4).eq(0) & (query < p.Sq))].store(value))
+      for dt in range(start.acc.max_numel()):
+        values = [hw.element(s.acc[dt].load(), 2*r + i)*inverse for i in range(2)]
+        outputs += store_pair(p, flat(o), batch, q_head, query, dt*mat.N + mat.c_column(lane), values)
+    name = dynamic_shared_name(f"attn_wgmma_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}", lds_bytes(p, tile))
+    info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
+    return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave).sink(arg=info, tag=OPTIMISED)
+  return kernel
