@@ -115,7 +115,7 @@ def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   work = takes_chosen_tile(replace(p, num_splits=1), arch)
   if isinstance(work, str): return work
-  assert work.tile is not None
+  assert isinstance(work.tile, Tile|MmaTile)
   if (splits := split_kv.resolve(p, arch, work.tile).num_splits) > 1: return Work(choose_tile(replace(p, num_splits=splits), arch), splits)
   blocks = f"{split_kv.workgroups(p, work.tile)} workgroups, {split_kv.key_tiles(p, work.tile)} key tiles, {arch.cus} compute units"
   return f"no split is {'possible' if p.num_splits else 'the fastest'}: {blocks}"
@@ -125,11 +125,13 @@ def takes_three_pass(p:Problem, arch:Arch|None) -> Work|str:
   return Work(None)
 
 # best first; the first that takes the problem gets it
-KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {"split_kv": takes_split_kv, "dual_wave": takes_dual_wave, "forward": takes_forward,
-                                                                   "forward_wgmma": takes_forward_wgmma, "forward_mma": takes_forward_mma, "three_pass": takes_three_pass}
+KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {
+  "split_kv": takes_split_kv, "dual_wave": takes_dual_wave, "forward": takes_forward, "forward_wgmma": takes_forward_wgmma,
+  "forward_mma": takes_forward_mma, "three_pass": takes_three_pass}
 
-def forward_of(p:Problem, arch:Arch, tile:Tile|MmaTile) -> Callable[..., UOp]:
+def forward_of(p:Problem, arch:Arch, tile:Tile|MmaTile|WgmmaTile) -> Callable[..., UOp]:
   """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
+  if isinstance(tile, WgmmaTile): return forward_wgmma.forward_wgmma(p, arch, tile)
   return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
 
 # what they are made of: problem, arch and tile -> a function of the placeholders that `forward.arguments` names

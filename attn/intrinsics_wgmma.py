@@ -15,14 +15,13 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Callable
 import numpy as np
-from attn.intrinsics import Array, Intrinsic, Lanes, _any_lane, _exp2, _fma, _pack, _xor_lane, express, widen
-from attn.intrinsics_cuda import _EX2, F2, WARP, _code, _copies_of, _list, _pack_function
+from attn.intrinsics import Array, Intrinsic, Lanes, _any_lane, _exp2, _pack, _xor_lane, express, widen
+from attn.intrinsics_cuda import _EX2, LARGE, NOTHING, WARP, _code, _copies_of, _list, _pack_function, first_bias
 from attn.tinygrad_compat import UOp, dtypes
 
 GROUP = 128                  # threads of a warpgroup
 M, K = 64, 16                # of one instruction
 PANEL, ATOM = 128, 1024      # bytes of a row of a panel, and of 8 rows: the pattern of the swizzle
-LARGE = 2.0**14              # references (in powers of two) beyond it: exponents are differences, and not one fma whose rounding would show
 
 # ***** the meaning *****
 
@@ -64,7 +63,8 @@ def _start(lanes:Lanes, acc:Any, accs:int, a:Callable[[], Array], b:Callable[[],
   """acc (+)= A B^T, once somebody waits for it; a gives (groups, 64, k), b (groups, n, k) in bits of `dtype`."""
   pending, operands = _pending_of(lanes), [(read, read()) for read in (a, b)]
   old = np.concatenate([lanes.load_register(acc, i) for i in range(accs)]) if more else np.zeros((4*accs, len(lanes.active)), np.float32)
-  new = lanes.warpgroup(*[widen(bits.astype(np.uint32), dtype) for _, bits in operands], old)
+  rows, columns = (widen(bits.astype(np.uint32), dtype) for _, bits in operands)
+  new = lanes.warpgroup(rows, columns, old)
   pending.results.append((acc, [new[4*i:4*i + 4] for i in range(accs)], lanes.active))
   pending.operands += operands
   for i in range(accs): lanes.store_register(acc, i, np.full((4, len(lanes.active)), np.nan, np.float32), lanes.active)
@@ -141,6 +141,7 @@ def _correct_text(out:Any, accs:int, scores:int, dtype:str, scale:float, above:f
   n = " ".join(f"n_.x = fmaxf(n_.x, fmaxf($5[{i}].x, $5[{i}].y)); n_.y = fmaxf(n_.y, fmaxf($5[{i}].z, $5[{i}].w));" for i in range(scores))
   exchange = " ".join(f"n_.{r} = fmaxf(n_.{r}, __shfl_xor_sync({WARP}, n_.{r}, {step}));" for step in (1, 2) for r in "xy")
   rescale = " ".join(f"$3[{i}].{e} *= a_.{r};" for i in range(accs) for e, r in zip("xyzw", "xxyy"))
+  bias = f"n_.@ == {NOTHING!r}f ? {first_bias(scale)!r}f : fabsf(n_.@*{c}) <= {LARGE!r}f ? -n_.@*{c} : __int_as_float(0x7fc00000)"
   anew = ""
   for i in range(0, scores, 2):
     for name, j in (("y_", i), ("z_", i + 1)):
@@ -149,14 +150,14 @@ def _correct_text(out:Any, accs:int, scores:int, dtype:str, scale:float, above:f
     anew += (f"$4[{i//2}] = make_uint4(pack_(y_{i}.x, y_{i}.y), pack_(y_{i}.z, y_{i}.w), pack_(z_{i}.x, z_{i}.y), pack_(z_{i}.z, z_{i}.w)); ")
   return _code(f"float2 t_ = $6; if (__any_sync({WARP}, !(t_.x <= {2.0**above!r}f) | !(t_.y <= {2.0**above!r}f))) {{ {_EX2} {_pack_function(dtype)} "
                f"float2 o_ = $0[0], n_ = o_; {n} {exchange} float2 a_ = make_float2({_list(f'ex2_((o_.@ - n_.@)*{c})', 2)}); "
-               f"$0[0] = n_; $1[0] = make_float2({_list(f'fabsf(n_.@*{c}) <= {LARGE!r}f ? -n_.@*{c} : 3.40282347e38f', 2)}); "
+               f"$0[0] = n_; $1[0] = make_float2({_list(bias, 2)}); "
                f"$2[0].x *= a_.x; $2[0].y *= a_.y; {rescale} t_ = make_float2(0.0f, 0.0f); {anew} }} $2[0].x += t_.x; $2[0].y += t_.y; return 0.0f;")
 
 def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, s:Any, total:Array, accs:int, scores:int, dtype:str, scale:float,
              above:float) -> Array:
   c = np.float32(scale)
   with np.errstate(invalid="ignore", over="ignore"):
-    gate = lanes.active & _any_lane(lanes, ~(total <= np.float32(2.0**above)).all(0), lanes.wave)
+    gate = lanes.active & _any_lane(lanes, np.asarray(~(total <= np.float32(2.0**above)).all(0)), lanes.wave)
     if gate.any():
       old = m = lanes.load_register(reference, 0)
       x = [lanes.load_register(s, i) for i in range(scores)]
@@ -164,7 +165,8 @@ def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, s:Any,
       for step in (1, 2): m = np.fmax(m, _xor_lane(lanes, m, step))
       alpha, weights = _exp2((old - m)*c), [_exp2((y - np.repeat(m, 2, 0))*c) for y in x]
       lanes.store_register(reference, 0, m, gate)
-      lanes.store_register(bias, 0, np.where(np.abs(m*c) <= LARGE, -m*c, UNSET_BIAS), gate)
+      lanes.store_register(bias, 0, np.where(m == np.float32(NOTHING), np.float32(first_bias(scale)),
+                                             np.where(np.abs(m*c) <= LARGE, -m*c, np.float32(np.nan))), gate)
       lanes.store_register(l, 0, lanes.load_register(l, 0)*alpha, gate)
       for i in range(accs): lanes.store_register(acc, i, lanes.load_register(acc, i)*np.repeat(alpha, 2, 0), gate)
       for i in range(scores//2): lanes.store_register(p, i, np.concatenate([_pack(weights[2*i + j], dtype) for j in range(2)]), gate)
@@ -172,15 +174,14 @@ def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, s:Any,
     lanes.store_register(l, 0, lanes.load_register(l, 0) + total, lanes.active)
   return np.zeros(len(lanes.active), np.float32)
 
-UNSET, UNSET_BIAS = -np.finfo(np.float32).max, np.finfo(np.float32).max    # a reference below every score, with which those give an infinite P
-
 TABLE: dict[str, Intrinsic] = {
   # 9.7.13.15: one mbarrier, in whose phases all threads of a block arrive
   "init": Intrinsic(lambda out, threads: _code(f'if ($1) asm volatile("mbarrier.init.shared.b64 [%0], {threads};" :: '
                                                '"r"((unsigned)__cvta_generic_to_shared($0)) : "memory"); return 0.0f;'),
                     lambda lanes, bar, gate, threads: np.zeros(len(lanes.active), np.float32)),
-  "arrive": Intrinsic(_code('asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"((unsigned)__cvta_generic_to_shared($0)) : "memory"); '
-                            "return 0.0f;"), lambda lanes, bar, _: _arrive(lanes)),
+  "arrive": Intrinsic(_code('unsigned b_ = (unsigned)__cvta_generic_to_shared($0); '
+                            'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(b_) : "memory"); return 0.0f;'),
+                      lambda lanes, bar, _: _arrive(lanes)),
   "arrived": Intrinsic(_code('unsigned b_ = (unsigned)__cvta_generic_to_shared($0), ok_ = 0u; while (!ok_) asm volatile("{ .reg .pred p; '
                              'mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(ok_) : "r"(b_), "r"($1) : "memory"); '
                              'asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); return 0.0f;'),
@@ -213,10 +214,10 @@ def wait(acc:UOp, order:UOp) -> UOp:
   """All that was started is done: `acc` may be used. A statement."""
   return express(TABLE["wait"], dtypes.float, acc[0], order, accs=acc.max_numel())
 def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, s:UOp, total:UOp, dtype:str, scale:float, above:float) -> UOp:
-  """l += total, the sums of this trip's P; but where in any lane of the warp one of them is not at most 2^above, P was taken from a reference that the
-  scores `s` have outgrown (P >= 0: a small sum proves that all of P is small). Then the references become the maxima of their rows, l and acc are
-  scaled to them, and P and its sums are computed anew, from differences: exact for scores of any size. A bias that is LARGE stays away: P is then
-  infinite, and computed here. One with a NaN comes here in every trip. A statement; its register operands are placeholders."""
+  """l += total, the sums of this trip's P; but where in any lane of the warp one of them is not at most 2^above, P was taken from a reference that
+  the scores `s` have outgrown (P >= 0: a small sum proves that all of P is small). Then the references become the maxima of their rows, l and acc
+  are scaled to them, and P and its sums are computed anew, from differences: exact for scores of any size. Where a bias would be LARGE it is NaN, and
+  every trip comes here, as with a NaN among the scores. A statement; its register operands are placeholders."""
   return express(TABLE["correct"], dtypes.float, *[x[0] for x in (reference, bias, l, acc, p, s)], total, accs=acc.max_numel(), scores=s.max_numel(),
                  dtype=dtype, scale=scale, above=above)
 def group(wave:UOp) -> UOp:

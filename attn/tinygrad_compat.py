@@ -63,18 +63,19 @@ def dynamic_shared_name(name:str, nbytes:int) -> str:
   """The name of a kernel that has `nbytes` of shared memory, in one buffer."""
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
-class _DynamicShared(Renderer):
+class _Dynamic(Renderer):
+  """And for sm_90 the compiler's target is sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's can't be."""
+  def __init__(self, target:Target):
+    super().__init__(target)
+    compiler: Any = self.compiler
+    if target.arch == "sm_90": self.compiler = type(compiler)("sm_90a", ptx=compiler.ptx)
   def render_buffer(self, x:UOp) -> str:
     text = super().render_buffer(x)   # type: ignore[misc]
     if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
     return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle goes by the address
 
-class DynamicCUDARenderer(_DynamicShared, CUDARenderer):
-  """For sm_90 the compiler's target is sm_90a, which has wgmma. tinygrad takes the number in an architecture's name for an int."""
-  def __init__(self, target:Target):
-    super().__init__(target)
-    if target.arch == "sm_90": self.compiler = type(self.compiler)("sm_90a", ptx=self.compiler.ptx)
-class DynamicNVCCRenderer(_DynamicShared, NVCCRenderer): pass
+class DynamicCUDARenderer(_Dynamic, CUDARenderer): pass
+class DynamicNVCCRenderer(_Dynamic, NVCCRenderer): pass
 
 def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
   from tinygrad.runtime.ops_cuda import CUDAProgram

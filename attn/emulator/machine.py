@@ -199,7 +199,7 @@ class Frame:
     """Which units of so many threads are active; an error if some are only in part."""
     here = self.active.reshape(-1, unit)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
-    return here.any(axis=1)
+    return np.asarray(here.any(axis=1))
 
   def whole_waves_only(self) -> None:
     """A matrix instruction works on all lanes of a wave, whatever EXEC says (CDNA3 ISA section 7): an error if only some of them get there."""

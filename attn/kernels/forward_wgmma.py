@@ -12,11 +12,11 @@ from typing import Callable, ClassVar
 from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.arch import Arch
 from attn.fragment import MMA
-from attn.kernels.blocks import extent, key_blocks, strides
-from attn.kernels.forward import OPTIMISED, estimates, too_wide
-from attn.kernels.forward_mma import CACHED, barrier, store_pair
-from attn.kernels.scores import LN2, LOG2E, NEG_INF
-from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
+from attn.kernels.blocks import extent, key_blocks, loop_count, strides
+from attn.kernels.forward import OPTIMISED, arguments, estimates, finish, place_of_row, store_row, too_wide
+from attn.kernels.forward_mma import CACHED, barrier, check_range
+from attn.kernels.scores import Row, Scores
+from attn.kernels.tiles import UNIT, MmaLane, ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, KernelInfo, UOp, dtypes, dynamic_shared_name
 
@@ -84,7 +84,7 @@ def refuses(p:Problem, arch:Arch) -> str|None:
   if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
     if width % UNIT: return f"{name}={width}: rows are copied by {UNIT} elements"
-  if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
+  if p.num_splits > 1: return f"num_splits={p.num_splits}: it has no key ranges to split into"
   return too_small(p, arch, tile_of(p, arch))
 
 def too_small(p:Problem, arch:Arch, tile:WgmmaTile) -> str|None:
@@ -93,8 +93,8 @@ def too_small(p:Problem, arch:Arch, tile:WgmmaTile) -> str|None:
 
 @dataclass(frozen=True)
 class State:
-  """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*softmax_scale*log2(e) and their sums l; the scores of a
-  trip, and P; shared memory; and a dummy that statements are stored to."""
+  """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*Scores.to_log2 and the row sums l. Within a trip: the
+  scores, and P as the A operand of O. Shared memory, and a dummy that statements are stored to."""
   acc: UOp
   m: UOp
   bias: UOp
@@ -111,17 +111,20 @@ class State:
   def do(self, statement:UOp) -> State: return self.after(self.nothing[0].store(statement))
 
 def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse."""
-  mat, block_n = MMA[p.dtype], tile.block_n
+  """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
+  `forward.forward`. Raises NotImplementedError for a bias beyond what 31 bits address."""
+  check_range(p, tile)
+  mat, block_n, names = MMA[p.dtype], tile.block_n, arguments(p)
   q_tile, k_tile, v_tile = panels_of(p, tile)
   q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
-  to_log2 = p.softmax_scale*LOG2E
   # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
   cached = CACHED*(p.H//p.Hkv)//(2*p.Sk*(p.D + p.Dv))
   together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, cached if right >= 0 else 1))
 
-  def kernel(o:UOp, *args:UOp) -> UOp:
-    lse, (q, k, v) = (args[0], args[1:]) if p.return_lse else (None, args)
+  def kernel(*args:UOp) -> UOp:
+    if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
+    given = dict(zip(names, args))
+    o, lse, q, k, v = args[0], given.get("lse"), given["q"], given["k"], given["v"]
 
     # ***** ranges *****
     axes = itertools.count(5)                                        # ids of the loops
@@ -130,12 +133,19 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     head_in_group = UOp.range(together, 2, AxisType.GLOBAL)          # varies fastest over blocks
     lane = UOp.range(mat.wave, 3, AxisType.WARP)
     wave = UOp.range(tile.waves, 4, AxisType.WARP)
-    thread, head, group = wave*mat.wave + lane, head_group*together + head_in_group, wgmma.group(wave)
+    at, head, group = MmaLane(lane, wave, mat), head_group*together + head_in_group, wgmma.group(wave)
     batch, q_head = head//p.H, head%p.H
-    kv_head, x = q_head//(p.H//p.Hkv), extent(p, batch, {})
+    kv_head = q_head//(p.H//p.Hkv)
     first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
-    queries = [first_query + wave*mat.M + mat.c_row(lane, r) for r in range(hw.ROWS)]
+
+    # ***** the sequence, its rows, and the key tiles that a block sees *****
+    x = extent(p, batch, given, hw)
+    rows = [first_query + wave*mat.M + mat.c_row(lane, r) for r in range(hw.ROWS)]
+    queries = [Row(batch, q_head, row, row < x.n_q) for row in rows]
+    first = Row(batch, q_head, first_query, UOp.const(True))
+    scores = Scores(p, at, block_n, arch.family, x, first, given.get("alibi_slopes"), given.get("bias"))
     blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
+    last_key = (blocks.end*block_n).minimum(x.n_k)
 
     # ***** placeholders *****
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
@@ -151,32 +161,31 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     # ***** global -> shared memory *****
     def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, columns:int, to:Panels) -> State:
       """Its rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
-      tensor_head, tensor_heads, length = (kv_head, p.Hkv, p.Sk) if kv else (q_head, p.H, p.Sq)
+      tensor_head, tensor_heads, length, begin = (kv_head, p.Hkv, p.Sk, x.k_start) if kv else (q_head, p.H, p.Sq, x.q_start)
       sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
       across = 1 << (to.units - 1).bit_length()                      # threads of a row
-      at, apart, statements = batch*sb + tensor_head*sh + first*ss, tile.threads//across, []
+      base, apart, statements = batch*sb + tensor_head*sh + (begin + first)*ss, tile.threads//across, []
       for j in range(ceildiv(to.rows, apart)):
         moved = j*apart if apart % LINE == 0 else 0                  # rows further: in the instruction
-        row, unit = thread//across + (j*apart - moved), thread%across
+        row, unit = at.thread//across + (j*apart - moved), at.thread%across
         nbytes = ((first + row + moved < there) & (unit*UNIT < columns)).where(16, 0)
-        statements.append(s.nothing[0].store(hw.copy(s.shared[to.place(row, unit)], flat(source)[at + row*ss + unit*UNIT], (16*moved*LINE, 2*moved*ss),
-                                                     nbytes, (row + moved < to.rows) & (unit < to.units), True)))
+        step = 16*moved*LINE, 2*moved*ss
+        statements.append(s.nothing[0].store(hw.copy(s.shared[to.place(row, unit)], flat(source)[base + row*ss + unit*UNIT], step, nbytes,
+                                                     (row + moved < to.rows) & (unit < to.units), True)))
       return s.after(UOp.group(*statements))
 
-    last_key = (blocks.end*block_n).minimum(x.n_k)
     def fetch_tile(s:State, t:UOp) -> State:
       s = fetch(s, k, True, last_key, t*block_n, p.D, k_panels(t))
       s = fetch(s, v, True, last_key, t*block_n, p.Dv, v_panels(t))
       return s.do(wgmma.arrive(arrivals(s), s.order))
 
     # ***** one trip *****
-    def mask(s:list[UOp], t:UOp) -> list[UOp]:
-      here, columns = t*block_n + mat.c_column(lane), [kt*mat.N for kt in range(len(s))]
-      above = [(x.n_k - 1 if right < 0 else (query + x.offset + right).minimum(x.n_k - 1)) - here for query in queries]
-      s = [hw.mask_above(y, (above[0], above[1]), c) for y, c in zip(s, columns)]
-      if left < 0: return s
-      below = [query + x.offset - left - here for query in queries]
-      return [hw.mask_below(y, (below[0], below[1]), c) for y, c in zip(s, columns)]
+    def finished(tiles:list[UOp], t:UOp, masked:bool) -> list[UOp]:
+      """What the softmax takes, of raw scores: row by row."""
+      parts = [[hw.slice_(y, 2*r, 2) for y in tiles] for r in range(hw.ROWS)]
+      parts = [scores.modify(part, query, t) for part, query in zip(parts, queries)]
+      if masked: parts = [scores.mask(part, query, t) for part, query in zip(parts, queries)]
+      return [hw.concat(low, high) for low, high in zip(*parts)]
 
     def trip(s:State, t:UOp, masked:bool) -> State:
       # S = Q K^T; meanwhile the next tile starts on its way
@@ -186,49 +195,48 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
       s = fetch_tile(s, t + 1)
       s = s.do(wgmma.wait(s.scores, s.order))
       tiles = [s.scores[kt].load() for kt in range(block_n//mat.N)]
-      if masked:
-        tiles = mask(tiles, t)
+      if masked or not scores.raw:
+        tiles = finished(tiles, t, masked)
         s = s.after(UOp.group(*[s.scores[kt].store(y) for kt, y in enumerate(tiles)]))
       # P = exp2(S - m)
-      weights = [hw.weights(y, s.bias[0].load(), to_log2) for y in tiles]
-      total = functools.reduce(lambda l, y: hw.row_sum(y, l), weights, hw.rows(0.0))
+      weights = [hw.weights(y, s.bias[0].load(), scores.to_log2) for y in tiles]
+      total = functools.reduce(lambda l, y: hw.row_sum(y, l), weights, hw.splat(0.0, 2))
       s = s.after(UOp.group(*[s.p[i].store(hw.pack_a(weights[2*i], weights[2*i + 1], p.dtype)) for i in range(block_n//mat.K)]))
-      s = s.do(wgmma.correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, total, p.dtype, to_log2, tile.rescale_above))
+      s = s.do(wgmma.correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, total, p.dtype, scores.to_log2, tile.rescale_above))
       # O += P V
       s = s.do(wgmma.output(s.acc, s.p, s.shared[v_panels(t).base], s.order, 16*v_tile.panel, p.dtype))
       return s.do(wgmma.wait(s.acc, s.order))
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      count = (last - first).simplify()
-      if count.vmax <= 0: return s
-      if count.vmax == 1: count = hw.opaque(count)    # tinygrad places values from outside into a loop of at most one trip
+      if (count := loop_count(first, last, hw)) is None: return s
       r = UOp.range(count, next(axes), AxisType.LOOP)
       return s.after(trip(s.after(r), first + r, masked).order.end(r))
 
     # ***** all of it *****
     nought = UOp.const(0.0, dtypes.float)
     zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(start.acc.max_numel())]
-    zero += [y[0].store(hw.rows(value)) for y, value in ((start.m, wgmma.UNSET), (start.bias, wgmma.UNSET_BIAS), (start.l, 0.0))]
+    zero += [y[0].store(hw.splat(value, 2)) for y, value in ((start.m, hw.NOTHING), (start.bias, hw.first_bias(scores.to_log2)), (start.l, 0.0))]
     s = start.after(UOp.group(*zero))
-    s = s.do(wgmma.init(arrivals(s), thread.eq(0), tile.threads))
+    s = s.do(wgmma.init(arrivals(s), at.thread.eq(0), tile.threads))
     s = s.after(barrier(s.order))
-    s = fetch_tile(fetch(s, q, False, p.Sq, first_query, p.D, q_tile), blocks.begin)
+    s = fetch_tile(fetch(s, q, False, x.n_q, first_query, p.D, q_tile), blocks.begin)
     if left >= 0: s = trips(s, blocks.begin, blocks.full_begin, masked=True)
     s = trips(s, blocks.full_begin, blocks.full_end, masked=False)
     s = trips(s, blocks.full_end, blocks.end, masked=True)
 
-    # ***** O = O / l, LSE = softmax_scale * m + ln l *****
+    # ***** O = O / l, LSE = m + ln l *****
     outputs = []
-    for r, query in enumerate(queries):
-      m, total = hw.element(s.m[0].load(), r), hw.element(s.l[0].load(), r)
+    for r, row in enumerate(queries):
+      total = hw.extract(s.l[0].load(), r)
       for step in (1, 2): total = total + hw.xor_lane(total, step)
-      inverse = total.eq(0.0).where(0.0, total.reciprocal())
-      if lse is not None:
-        value = total.eq(0.0).where(NEG_INF, m*p.softmax_scale + total.log2()*LN2)
-        outputs.append(flat(lse)[(head*p.Sq + query).valid((lane%4).eq(0) & (query < p.Sq))].store(value))
+      sink = flat(given["sinks"])[row.head].load() if "sinks" in given else None
+      factor, log_sum = finish(hw.extract(s.m[0].load(), r), total, scores, sink)
+      number, begin = place_of_row(p, x, row)
+      if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
       for dt in range(start.acc.max_numel()):
-        values = [hw.element(s.acc[dt].load(), 2*r + i)*inverse for i in range(2)]
-        outputs += store_pair(p, flat(o), batch, q_head, query, dt*mat.N + mat.c_column(lane), values)
+        values = hw.mul(hw.slice_(s.acc[dt].load(), 2*r, 2), factor)
+        if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
+        outputs += store_row(arch, flat(o), p.out_dtype, p.Dv, begin, dt*mat.N + at.h*mat.block, values, row.there)
     name = dynamic_shared_name(f"attn_wgmma_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}", lds_bytes(p, tile))
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave).sink(arg=info, tag=OPTIMISED)
