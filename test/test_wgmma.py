@@ -1,19 +1,24 @@
 """wgmma on Hopper: the kernel against float64, on the emulator and, with `python -m pytest -m gpu`, on the GPU that is there."""
 from __future__ import annotations
+import functools, re, shutil, subprocess
 import pytest
-from attn import dispatch
+import cases, test_features as features
+from attn import dispatch, intrinsics_cuda as hw, intrinsics_wgmma as wgmma
+from attn.arch import get_arch
+from attn.emulator.checks import DivergentBarrier, LdsRace
 from attn.kernels import forward_wgmma
-from cases import check
+from attn.tinygrad_compat import UOp, render
+from cases import DTYPES, GPU, check, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
-GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-  """The kernel takes small problems too."""
+  """The kernel takes small problems too, and those of test_features."""
   monkeypatch.setattr(forward_wgmma, "too_small", lambda p, arch, tile: None)
   monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
+  monkeypatch.setattr(cases, "choose_tile", forward_wgmma.tile_of)
 
 @either
 @pytest.mark.parametrize("case", SHAPES)
@@ -28,3 +33,61 @@ def test_masks(chip:str, case:str) -> None: check(chip, **MASKS[case])
 def test_adversarial(chip:str, make) -> None:
   check(chip, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make.__name__ == "huge_key" else "float16")
   check(chip, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
+
+@either
+@pytest.mark.parametrize("option", features.OPTIONS)
+def test_option(chip:str, option:str) -> None: features.test_option(chip, option)
+
+@either
+@pytest.mark.parametrize("ends", features.ENDS)
+def test_packed_sequences(chip:str, ends:str) -> None:
+  for causal in (False, True): features.test_packed_sequences(chip, ends, causal)
+
+FEATURES = {
+  **{f.__name__: f for f in (features.test_causal_rows_that_see_nothing, features.test_lengths_beyond_the_buffer, features.test_causal_is_a_window,
+                             features.test_bias_of_minus_infinity, features.test_nan_in_a_masked_bias)},
+  "cache beyond lengths": functools.partial(features.test_cache_beyond_lengths, Sq=20),
+  "window counts itself": functools.partial(features.test_window_counts_itself, Sq=256),
+  "wide, softcap": functools.partial(features.test_option_wide, option="softcap"),
+  "wide, bias": functools.partial(features.test_option_wide, option="bias"),
+  "scores far below zero": functools.partial(features.test_scores_far_below_zero, option={}),
+  "scores far below zero, softcap": functools.partial(features.test_scores_far_below_zero, option=dict(softcap=1e6)),
+  "huge scores": functools.partial(features.test_huge_scores, option={}),
+}
+
+@either
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(chip:str, feature:str) -> None: FEATURES[feature](chip)
+
+# ***** what the emulator must see *****
+
+def nothing(order:UOp) -> UOp: return hw.commit(order)
+
+PLANTED = {
+  "a tile is not waited for": (lambda m: m.setattr(wgmma, "arrived", lambda barrier, phase, order: nothing(order)), LdsRace, "reads lds"),
+  "nobody arrives": (lambda m: m.setattr(wgmma, "arrive", lambda barrier, order: nothing(order)), DivergentBarrier, "nobody has arrived"),
+  "a ring of two": (lambda m: m.setattr(forward_wgmma, "STAGES", 2), LdsRace, "writes lds"),
+  "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma, "STAGES", 1), LdsRace, "lds"),
+  "products are not waited for": (lambda m: m.setattr(wgmma, "wait", lambda acc, order: nothing(order)), AssertionError, "NaN"),
+  "panels not aligned": (lambda m: m.setattr(forward_wgmma, "lds_bytes", lambda p, tile: 16*9217) or m.setattr(
+    forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), ValueError, "multiples of 1024"),
+}
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted(fault:str, monkeypatch) -> None:
+  plant, error, text = PLANTED[fault]
+  plant(monkeypatch)
+  with pytest.raises(error, match=text): check("sm_90", H=1, Sq=200, Sk=500, D=64)
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("options", ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0)), ids=str)
+@pytest.mark.parametrize("D", (64, 128, 192, 256))
+def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
+  """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
+  p = problem(H=256, Sq=1024, D=D, **{"lse": False, **options})
+  tensors = [UOp.placeholder(shape, DTYPES[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
+  kernel = forward_wgmma.forward_wgmma(p, arch := get_arch("sm_90"), forward_wgmma.tile_of(p, arch))
+  (source := tmp_path/"kernel.cu").write_text(render(kernel(*tensors), "sm_90"))
+  command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
+  text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+  assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "serialized" not in text, text
