@@ -15,8 +15,8 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-  """The kernel takes small problems too, and those of test_features."""
-  monkeypatch.setattr(forward_wgmma, "too_small", lambda p, arch, tile: None)
+  """The kernel takes few queries too, and the problems of test_features."""
+  monkeypatch.setattr(forward_wgmma, "too_short", lambda p: None)
   monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
   monkeypatch.setattr(cases, "choose_tile", forward_wgmma.tile_of)
 

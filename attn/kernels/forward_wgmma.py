@@ -6,9 +6,9 @@ the others are in their softmax. Nothing holds the groups together but the tiles
 arrive at an mbarrier when their part of a tile is there, one trip ahead, and who waits for it knows that every group has left the trip before.
 """
 from __future__ import annotations
-import functools, itertools
+import functools, itertools, math
 from dataclasses import dataclass, fields
-from typing import Callable, ClassVar
+from typing import Callable, ClassVar, NamedTuple
 from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.arch import Arch
 from attn.fragment import MMA
@@ -55,14 +55,22 @@ class WgmmaTile:
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {STAGES} stages"
 
-@dataclass(frozen=True)
-class Candidate:
-  """A tile for head dimensions up to `up_to`. Measured on an H200: docs/nvidia.md."""
+class Candidate(NamedTuple):
+  """A tile for head dimensions up to `up_to`: warpgroups and keys, of how many blocks a multiprocessor has room for the registers and shared memory,
+  and TFLOP/s on an H200 with a large grid, without and with a causal mask (B = 4, H = 16, S = 8192, fp16: docs/nvidia.md)."""
   up_to: int
   groups: int
   block_n: int
+  resident: int
+  full: int
+  causal: int
 
-CANDIDATES = (Candidate(64, 3, 128), Candidate(128, 3, 64), Candidate(192, 2, 64), Candidate(256, 2, 48))   # the first that is wide enough
+CANDIDATES = tuple(itertools.starmap(Candidate, (
+  (64, 1, 64, 3, 439, 424), (64, 1, 128, 2, 438, 415), (64, 2, 64, 2, 494, 474), (64, 3, 128, 1, 532, 483), (64, 4, 64, 1, 508, 475),
+  (96, 1, 64, 2, 421, 403), (96, 2, 128, 1, 495, 483), (96, 3, 80, 1, 560, 509), (96, 3, 96, 1, 547, 531),
+  (128, 1, 64, 2, 508, 490), (128, 1, 128, 1, 441, 403), (128, 2, 128, 1, 560, 542), (128, 3, 64, 1, 593, 577), (128, 3, 80, 1, 645, 583),
+  (192, 1, 64, 1, 386, 348), (192, 2, 64, 1, 584, 555), (256, 1, 48, 1, 405, 391), (256, 2, 48, 1, 613, 592))))
+BIAS_KEYS = 64    # a bias takes as many registers as the scores
 
 def panels_of(p:Problem, tile:WgmmaTile) -> tuple[Panels, Panels, Panels]:
   """The tiles of Q, K and V."""
@@ -74,8 +82,15 @@ def lds_bytes(p:Problem, tile:WgmmaTile) -> int:
   return 16*(q.size + STAGES*(k.size + v.size) + 1)
 
 def tile_of(p:Problem, arch:Arch) -> WgmmaTile:
-  """`refuses(p, arch)` must be None."""
-  return next(WgmmaTile(c.groups, c.block_n) for c in CANDIDATES if max(p.D, p.Dv) <= c.up_to)
+  """The tile that should be fastest: its rate, times the part of the multiprocessors' turns that the blocks of this grid fill. Under a causal mask
+  the longest block takes two turns of an average one, and the short ones fill in. `refuses(p, arch)` must be None."""
+  up_to = min(c.up_to for c in CANDIDATES if max(p.D, p.Dv) <= c.up_to)
+  causal = p.window[1] >= 0 and p.window[0] < 0
+  def rate(c:Candidate) -> float:
+    turns = p.B*p.H*ceildiv(p.Sq, c.groups*wgmma.M)/(arch.cus*c.resident)
+    return c.causal*turns/max(turns, 2) if causal else c.full*turns/math.ceil(turns)
+  best = max((c for c in CANDIDATES if c.up_to == up_to and (p.bias is None or c.block_n <= BIAS_KEYS)), key=rate)
+  return WgmmaTile(best.groups, best.block_n)
 
 def refuses(p:Problem, arch:Arch) -> str|None:
   """Why the kernel is not for `p` on `arch`, or None."""
@@ -85,11 +100,10 @@ def refuses(p:Problem, arch:Arch) -> str|None:
   for name, width in (("D", p.D), ("Dv", p.Dv)):
     if width % UNIT: return f"{name}={width}: rows are copied by {UNIT} elements"
   if p.num_splits > 1: return f"num_splits={p.num_splits}: it has no key ranges to split into"
-  return too_small(p, arch, tile_of(p, arch))
+  return too_short(p)
 
-def too_small(p:Problem, arch:Arch, tile:WgmmaTile) -> str|None:
-  blocks = p.B*p.H*ceildiv(p.Sq, tile.block_m)
-  return None if blocks >= arch.cus else f"{blocks} blocks of {tile.block_m} queries leave multiprocessors idle, of which there are {arch.cus}"
+def too_short(p:Problem) -> str|None:
+  return f"Sq={p.Sq}: a warpgroup has {wgmma.M} queries, forward_mma has smaller tiles" if p.Sq < wgmma.M else None
 
 @dataclass(frozen=True)
 class State:
