@@ -99,7 +99,6 @@ def refuses(p:Problem, arch:Arch) -> str|None:
   if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
     if width % UNIT: return f"{name}={width}: rows are copied by {UNIT} elements"
-  if p.num_splits > 1: return f"num_splits={p.num_splits}: it has no key ranges to split into"
   return too_short(p)
 
 def too_short(p:Problem) -> str|None:
@@ -126,9 +125,10 @@ class State:
 
 def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
-  `forward.forward`. Raises NotImplementedError for a bias beyond what 31 bits address."""
+  `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
+  if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
-  mat, block_n, names = MMA[p.dtype], tile.block_n, arguments(p)
+  mat, block_n, splits, names = MMA[p.dtype], tile.block_n, p.num_splits, arguments(p)
   q_tile, k_tile, v_tile = panels_of(p, tile)
   q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
   # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
@@ -138,7 +138,8 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
   def kernel(*args:UOp) -> UOp:
     if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
     given = dict(zip(names, args))
-    o, lse, q, k, v = args[0], given.get("lse"), given["q"], given["k"], given["v"]
+    o, lse, q, k, v = args[0], given.get("lse", given.get("lse_partial")), given["q"], given["k"], given["v"]
+    o_dtype = p.out_dtype if splits == 1 else "float32"
 
     # ***** ranges *****
     axes = itertools.count(5)                                        # ids of the loops
@@ -147,6 +148,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     head_in_group = UOp.range(together, 2, AxisType.GLOBAL)          # varies fastest over blocks
     lane = UOp.range(mat.wave, 3, AxisType.WARP)
     wave = UOp.range(tile.waves, 4, AxisType.WARP)
+    split = [UOp.range(splits, next(axes), AxisType.GLOBAL)] if splits > 1 else []
     at, head, group = MmaLane(lane, wave, mat), head_group*together + head_in_group, wgmma.group(wave)
     batch, q_head = head//p.H, head%p.H
     kv_head = q_head//(p.H//p.Hkv)
@@ -159,6 +161,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     first = Row(batch, q_head, first_query, UOp.const(True))
     scores = Scores(p, at, block_n, arch.family, x, first, given.get("alibi_slopes"), given.get("bias"))
     blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
+    for n in split: blocks = blocks.share(n, splits)
     last_key = (blocks.end*block_n).minimum(x.n_k)
 
     # ***** placeholders *****
@@ -245,13 +248,13 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
       for step in (1, 2): total = total + hw.xor_lane(total, step)
       sink = flat(given["sinks"])[row.head].load() if "sinks" in given else None
       factor, log_sum = finish(hw.extract(s.m[0].load(), r), total, scores, sink)
-      number, begin = place_of_row(p, x, row)
+      number, begin = place_of_row(p, x, row, *split)
       if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
       for dt in range(start.acc.max_numel()):
         values = hw.mul(hw.slice_(s.acc[dt].load(), 2*r, 2), factor)
         if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
-        outputs += store_row(arch, flat(o), p.out_dtype, p.Dv, begin, dt*mat.N + at.h*mat.block, values, row.there)
-    name = dynamic_shared_name(f"attn_wgmma_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}", lds_bytes(p, tile))
-    info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
-    return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave).sink(arg=info, tag=OPTIMISED)
+        outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.N + at.h*mat.block, values, row.there)
+    name = f"attn_wgmma_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
+    info = KernelInfo(dynamic_shared_name(name, lds_bytes(p, tile)), opts_to_apply=(), estimates=estimates(p))
+    return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
   return kernel
