@@ -9,6 +9,7 @@ from attn.fragment import MATRIX
 from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, split_kv
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
+from attn.kernels.split_kv import AnyTile
 from attn.kernels.tiles import Candidate, Tile, ceildiv
 from attn.problem import Problem
 from attn.tiles_table import CANDIDATES
@@ -36,11 +37,16 @@ def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//8)))     # waves without a query only help to carry
   return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced, pack)
 
-def choose_tile(p:Problem, arch:Arch) -> Tile|MmaTile:
-  """The tile of the chip's forward kernel: the first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
+def choose_tile(p:Problem, arch:Arch) -> AnyTile:
+  """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""
   if arch.family == "nvidia":
+    if forward_wgmma.refuses(p, arch) is None: return forward_wgmma.tile_of(p, arch)
     if (reason := forward_mma.refuses(p, arch)) is not None: raise NotImplementedError(reason)
     return forward_mma.tile_of(p, arch)
+  return choose_amd_tile(p, arch)
+
+def choose_amd_tile(p:Problem, arch:Arch) -> Tile:
+  """The first candidate that fits."""
   if (reason := no_matrix(p, arch)) is not None: raise NotImplementedError(reason)
   reasons = []
   found = tuned.winner(p, arch)
@@ -55,7 +61,7 @@ def choose_tile(p:Problem, arch:Arch) -> Tile|MmaTile:
 @dataclass(frozen=True)
 class Work:
   """How a kernel divides a problem: its tile (None: tinygrad's own schedule) and into how many key ranges."""
-  tile: Tile|MmaTile|WgmmaTile|None
+  tile: AnyTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
@@ -83,18 +89,18 @@ def no_matrix(p:Problem, arch:Arch) -> str|None:
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
   return forward.too_wide(p)
 
-def takes_chosen_tile(p:Problem, arch:Arch) -> Work|str:
-  """The chip's forward kernel, without splits."""
+def takes_whole(p:Problem, tile:Callable[[], AnyTile]) -> Work|str:
+  """A forward kernel with the tile that is chosen, without splits."""
   try:
-    tile = choose_tile(p, arch)
-    forward.check_range(p, tile)
+    chosen = tile()
+    forward.check_range(p, chosen)
   except NotImplementedError as e: return str(e)
-  if (asked := min(p.num_splits, split_kv.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
-  return Work(tile)
+  if (asked := min(p.num_splits, split_kv.key_tiles(p, chosen))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
+  return Work(chosen)
 
 def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
-  return no_matrix(p, arch) or takes_chosen_tile(p, arch)
+  return no_matrix(p, arch) or takes_whole(p, lambda: choose_amd_tile(p, arch))
 
 def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
@@ -104,20 +110,21 @@ def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
 
 def takes_forward_wgmma(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
-  return Work(forward_wgmma.tile_of(p, arch)) if (reason := forward_wgmma.refuses(p, arch)) is None else reason
+  return forward_wgmma.refuses(p, arch) or takes_whole(p, lambda: forward_wgmma.tile_of(p, arch))
 
 def takes_forward_mma(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
-  return forward_mma.refuses(p, arch) or takes_chosen_tile(p, arch)
+  return forward_mma.refuses(p, arch) or takes_whole(p, lambda: forward_mma.tile_of(p, arch))
 
 def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
   if arch is None: return NO_UNIT
   if p.num_splits == 1: return "num_splits=1 asks for no split"
-  work = takes_chosen_tile(replace(p, num_splits=1), arch)
+  work = takes_whole(whole := replace(p, num_splits=1), lambda: choose_tile(whole, arch))
   if isinstance(work, str): return work
-  assert isinstance(work.tile, Tile|MmaTile)
-  if (splits := split_kv.resolve(p, arch, work.tile).num_splits) > 1: return Work(choose_tile(replace(p, num_splits=splits), arch), splits)
-  blocks = f"{split_kv.workgroups(p, work.tile)} workgroups, {split_kv.key_tiles(p, work.tile)} key tiles, {arch.cus} compute units"
+  tile = work.tile
+  assert tile is not None
+  if (splits := split_kv.resolve(p, arch, tile).num_splits) > 1: return Work(choose_tile(replace(p, num_splits=splits), arch), splits)
+  blocks = f"{split_kv.workgroups(p, tile)} workgroups, {split_kv.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
   return f"no split is {'possible' if p.num_splits else 'the fastest'}: {blocks}"
 
 def takes_three_pass(p:Problem, arch:Arch|None) -> Work|str:
@@ -129,7 +136,7 @@ KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {
   "split_kv": takes_split_kv, "dual_wave": takes_dual_wave, "forward": takes_forward, "forward_wgmma": takes_forward_wgmma,
   "forward_mma": takes_forward_mma, "three_pass": takes_three_pass}
 
-def forward_of(p:Problem, arch:Arch, tile:Tile|MmaTile|WgmmaTile) -> Callable[..., UOp]:
+def forward_of(p:Problem, arch:Arch, tile:AnyTile) -> Callable[..., UOp]:
   """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
   if isinstance(tile, WgmmaTile): return forward_wgmma.forward_wgmma(p, arch, tile)
   return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
@@ -139,7 +146,7 @@ PROGRAMS: dict[str, Callable[[Problem, Arch, Any], Callable[..., UOp]]] = {
   "split_kv": forward_of, "dual_wave": dual_wave.dual_wave, "forward": forward.forward, "forward_wgmma": forward_wgmma.forward_wgmma,
   "forward_mma": forward_mma.forward_mma}
 
-def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], Tile|MmaTile|WgmmaTile]:
+def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], AnyTile]:
   """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. NotImplementedError where it takes more than one."""
   choice = choose(replace(p, num_splits=1), arch)
   if choice.work.tile is None:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tinygrad import TinyJit, Variable
-from attn import intrinsics_cuda as hw
+from attn import dispatch, intrinsics_cuda as hw
 from attn.arch import get_arch
 from attn.dispatch import choose
 from attn.emulator.checks import LdsRace
 from attn.fragment import MMA
-from attn.kernels import forward_mma
+from attn.kernels import forward_mma, forward_wgmma
 from attn.kernels.forward import arguments
 from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes, tile_of
 from attn.problem import Problem
@@ -21,6 +21,12 @@ from test_features import COMPILED as OPTIONS_COMPILED, TYPES
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
+
+@pytest.fixture(autouse=True)
+def without_wgmma(monkeypatch) -> None:
+  """sm_90 has a kernel of its own: test_wgmma.py. Dispatch forgets what it has chosen, now and when the test is over."""
+  monkeypatch.setattr(forward_wgmma, "refuses", lambda p, arch: "this tests mma.sync")
+  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
 
 @either
 @pytest.mark.parametrize("case", SHAPES)
@@ -97,15 +103,9 @@ def test_every_kind_of_tile(tile:MmaTile, monkeypatch) -> None:
   """Warps, query tiles, keys and their parts, stages and where Q is kept may be chosen freely."""
   monkeypatch.setattr(forward_mma, "tile_of", lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
-  choose_anew(monkeypatch)
   check("sm_90", Sq=150, Sk=133, D=64, causal=True)
   check("sm_90", Sq=40, Sk=203, D=96, window=(70, -1))
   check("sm_90", H=1, Sq=70, Sk=130, D=128, dtype="float16")
-
-def choose_anew(monkeypatch) -> None:
-  """Dispatch forgets what it has chosen, now and when the test is over."""
-  from attn import dispatch
-  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_86", "sm_89", "sm_90"))
 def test_tiles_fit(arch:str) -> None:

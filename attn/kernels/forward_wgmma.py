@@ -13,8 +13,8 @@ from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.arch import Arch
 from attn.fragment import MMA
 from attn.kernels.blocks import extent, key_blocks, loop_count, strides
-from attn.kernels.forward import OPTIMISED, arguments, estimates, finish, place_of_row, store_row, too_wide
-from attn.kernels.forward_mma import CACHED, barrier, check_range
+from attn.kernels.forward import OPTIMISED, arguments, check_range, estimates, finish, place_of_row, store_row, too_wide
+from attn.kernels.forward_mma import CACHED, barrier
 from attn.kernels.scores import Row, Scores
 from attn.kernels.tiles import UNIT, MmaLane, ceildiv, flat, round_up
 from attn.problem import Problem
@@ -87,7 +87,7 @@ def tile_of(p:Problem, arch:Arch) -> WgmmaTile:
   up_to = min(c.up_to for c in CANDIDATES if max(p.D, p.Dv) <= c.up_to)
   causal = p.window[1] >= 0 and p.window[0] < 0
   def rate(c:Candidate) -> float:
-    turns = p.B*p.H*ceildiv(p.Sq, c.groups*wgmma.M)/(arch.cus*c.resident)
+    turns = max(1, p.num_splits)*p.B*p.H*ceildiv(p.Sq, c.groups*wgmma.M)/(arch.cus*c.resident)
     return c.causal*turns/max(turns, 2) if causal else c.full*turns/math.ceil(turns)
   best = max((c for c in CANDIDATES if c.up_to == up_to and (p.bias is None or c.block_n <= BIAS_KEYS)), key=rate)
   return WgmmaTile(best.groups, best.block_n)

@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import Callable
 from attn.arch import Arch
 from attn.kernels.blocks import strides
-from attn.kernels import forward, forward_mma
+from attn.kernels import forward, forward_mma, forward_wgmma
 from attn.kernels.forward import OPTIMISED, arguments, store_row
 from attn.kernels.forward_mma import MmaTile
+from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.scores import LN2, LOG2E, NEG_INF
 from attn.kernels.tiles import Tile, ceildiv, flat
 from attn.operations import operations
@@ -29,16 +30,19 @@ PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits fo
 COMBINE = 320       # launching `combine`, likewise
 COMBINE_BYTES = 2**14   # scratch that the whole chip writes and reads again while a workgroup gets over one key
 
+AnyTile = Tile|MmaTile|WgmmaTile
+LDS_BYTES: dict[type, Callable[..., int]] = {Tile: forward.lds_bytes, MmaTile: forward_mma.lds_bytes, WgmmaTile: forward_wgmma.lds_bytes}
+
 # ***** how many *****
 
-def key_tiles(p:Problem, tile:Tile|MmaTile) -> int: return ceildiv(p.Sk, tile.block_n)
+def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
 
-def workgroups(p:Problem, tile:Tile|MmaTile) -> int:
+def workgroups(p:Problem, tile:AnyTile) -> int:
   """Workgroups of the forward kernel without splits."""
   heads = p.H//p.Hkv if tile.pack_gqa else 1
   return p.B*p.H//heads*ceildiv(p.Sq*heads, tile.block_m)
 
-def split_heuristic(p:Problem, arch:Arch, tile:Tile|MmaTile) -> int:
+def split_heuristic(p:Problem, arch:Arch, tile:AnyTile) -> int:
   """The number of splits, a power of two, by an occupancy model.
 
   A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than keep a compute unit
@@ -49,8 +53,7 @@ def split_heuristic(p:Problem, arch:Arch, tile:Tile|MmaTile) -> int:
 
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
-  need = forward_mma.lds_bytes(p, tile) if isinstance(tile, MmaTile) else forward.lds_bytes(p, tile)
-  places = arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//need))
+  places = arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//LDS_BYTES[type(tile)](p, tile)))
   trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
   def time(splits:int) -> float:
     merge = COMBINE + 4*splits*p.rows*(p.Dv + 1)/COMBINE_BYTES if splits > 1 else 0
@@ -58,7 +61,7 @@ def split_heuristic(p:Problem, arch:Arch, tile:Tile|MmaTile) -> int:
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return min(choices or [1], key=lambda splits: (time(splits), splits))
 
-def resolve(p:Problem, arch:Arch, tile:Tile|MmaTile) -> Problem:
+def resolve(p:Problem, arch:Arch, tile:AnyTile) -> Problem:
   """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one held to the number of key tiles."""
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))
 
