@@ -12,15 +12,12 @@ from typing import Callable
 from attn import intrinsics_cuda as hw
 from attn.arch import Arch
 from attn.fragment import MMA, Mma
-from attn.kernels.blocks import extent, key_blocks, loop_count, strides
-from attn.kernels.forward import OPTIMISED, arguments, check_range, estimates, finish, place_of_row, store_row, too_wide
-from attn.kernels.scores import Row, Scores
-from attn.kernels.tiles import UNIT, MmaLane, ceildiv, flat, round_up
+from attn.kernels.blocks import loop_count
+from attn.kernels.forward import check_range, finish, too_wide
+from attn.kernels.nvidia import LINE, Block, barrier, total_of
+from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
 from attn.problem import Problem
-from attn.tinygrad_compat import AddrSpace, AxisType, DType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
-
-LINE = 8            # units of 128 bytes: all banks
-CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in L2
+from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaTile:
@@ -52,6 +49,10 @@ class Rows:
   def units(self) -> int: return self.width//UNIT
   @property
   def stride(self) -> int: return round_up(self.units, LINE)
+  @property
+  def across(self) -> int: return self.stride
+  @property
+  def pitch(self) -> int: return self.stride
   def place(self, row:UOp, unit:UOp) -> UOp:
     """Where a 16-byte unit lies."""
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
@@ -138,51 +139,21 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
-  mat, q_tiles, block_n, stages = tile.matrix, tile.q_tiles, tile.block_n, tile.stages
+  mat, q_tiles, block_n, stages, (left, _) = tile.matrix, tile.q_tiles, tile.block_n, tile.stages, p.window
   depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)
   k_tiles, d_tiles = block_n//mat.N, width//mat.N
-  group, splits, names = p.H//p.Hkv if tile.pack_gqa else 1, p.num_splits, arguments(p)
   steps, n_parts = block_n//mat.K, min(tile.parts, block_n//mat.K)   # of O += P V
   parts = [range(i*steps//n_parts, (i + 1)*steps//n_parts) for i in range(n_parts)]
-  q_blocks, (left, right), heads = ceildiv(p.Sq*group, tile.block_m), p.window, p.B*p.H//group
-  # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
-  cached = CACHED*(p.H//p.Hkv//group)//(2*p.Sk*(p.D + p.Dv))
-  together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, cached if right >= 0 else 1))
 
   def kernel(*args:UOp) -> UOp:
-    if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
-    given = dict(zip(names, args))
-    o, lse, q, k, v = args[0], given.get("lse", given.get("lse_partial")), given["q"], given["k"], given["v"]
-    o_dtype = p.out_dtype if splits == 1 else "float32"
-
-    # ***** ranges *****
-    axes = itertools.count(5)                                        # ids of the loops
-    head_group = UOp.range(heads//together, 0, AxisType.GLOBAL)
-    q_block = UOp.range(q_blocks, 1, AxisType.GLOBAL)
-    head_in_group = UOp.range(together, 2, AxisType.GLOBAL)          # varies fastest over blocks
-    lane = UOp.range(mat.wave, 3, AxisType.WARP)
-    wave = UOp.range(tile.waves, 4, AxisType.WARP)
-    split = [UOp.range(splits, next(axes), AxisType.GLOBAL)] if splits > 1 else []
-    at, head = MmaLane(lane, wave, mat), head_group*together + head_in_group
-    batch, first_head = head//(p.H//group), head%(p.H//group)*group
-    kv_head = first_head//(p.H//p.Hkv)
-    first_row = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
-    first_query, last_query = first_row//group, (first_row + tile.block_m - 1)//group
-    in_block = [(wave*q_tiles + t)*mat.M for t in range(q_tiles)]    # first rows of the warp's query tiles
-
-    # ***** the sequence, its rows, and the key tiles that a block sees *****
-    x = extent(p, batch, given, hw)
-    def query_of(row:UOp) -> Row: return Row(batch, first_head + row%group, row//group, row < x.n_q*group)
-    queries = [[query_of(first_row + i + mat.c_row(lane, r)) for r in range(hw.ROWS)] for i in in_block]
-    first = Row(batch, first_head, first_query, UOp.const(True))
-    scores = Scores(p, at, block_n, arch.family, x, first, given.get("alibi_slopes"), given.get("bias"))
-    blocks = key_blocks(p, x, first_query, last_query, block_n)
-    for n in split: blocks = blocks.share(n, splits)
-    last_key = (blocks.end*block_n).minimum(x.n_k)
+    block = Block.of(p, arch, tile, mat, args)
+    lane, scores, keys = block.at.lane, block.scores, block.keys
+    in_block = [(block.at.wave*q_tiles + t)*mat.M for t in range(q_tiles)]    # first rows of the warp's query tiles
+    queries = [block.queries(first) for first in in_block]
 
     # ***** placeholders *****
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
-    kinds = 1 if lse is None else 2                       # of row sums
+    kinds = 1 if block.lse is None else 2                       # of row sums
     start = State(registers(q_tiles*d_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2),
                   registers(kinds*q_tiles, 5, hw.F2), registers(q_tiles*k_tiles, 6, hw.F4), registers(q_tiles*k_tiles//2, 7, hw.U4),
                   registers(kinds*q_tiles, 8, hw.F2), UOp.placeholder((lds_bytes(p, tile)//16,), hw.U4, 0, AddrSpace.LOCAL), registers(1, 9))
@@ -191,28 +162,10 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     def k_rows(t:UOp) -> Rows: return Rows(depth, k_base + t%stages*k_size)
     def v_rows(t:UOp) -> Rows: return Rows(width, v_base + t%stages*v_size)
 
-    # ***** global -> shared memory *****
-    def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, rows:int, columns:int, to:Rows) -> list[UOp]:
-      """`rows` rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
-      tensor_head, tensor_heads, length, start = (kv_head, p.Hkv, p.Sk, x.k_start) if kv else (first_head, p.H, p.Sq, x.q_start)
-      sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
-      packed, base, apart, statements = not kv and group > 1, batch*sb + tensor_head*sh + start*ss, tile.threads//to.stride, []
-      regular = tile.threads % to.stride == 0 and apart % LINE == 0 and not packed
-      for j in range(ceildiv(rows*to.stride, tile.threads)):
-        moved = j if regular else 0                      # by so many times `apart` rows: in the instruction
-        index = at.thread + (j - moved)*tile.threads
-        row, unit = index//to.stride, index%to.stride
-        begin = base + ((first + row)//group*ss + (first + row)%group*sh if packed else first*ss + row*ss)
-        left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
-        nbytes = (first + row + moved*apart < there).where(left_over, 0)
-        step = 16*moved*apart*to.stride, 2*moved*apart*ss
-        statements.append(s.do(hw.copy(s.shared[to.place(row, unit)], flat(source)[begin + unit*UNIT], step, nbytes,
-                                       (row + moved*apart < rows) & (unit < to.units), columns % UNIT == 0)))
-      return statements
-
+    def fetch(s:State, name:str, first:UOp, rows:int, to:Rows) -> State:
+      return s.after(UOp.group(*[s.do(x) for x in block.copies(name, s.shared, first, rows, to)]))
     def fetch_tile(s:State, t:UOp) -> UOp:
-      copies = fetch(s, k, True, last_key, t*block_n, block_n, p.D, k_rows(t)) + fetch(s, v, True, last_key, t*block_n, block_n, p.Dv, v_rows(t))
-      s = s.after(UOp.group(*copies))
+      s = fetch(fetch(s, "k", t*block_n, block_n, k_rows(t)), "v", t*block_n, block_n, v_rows(t))
       return s.do(hw.commit(s.order))
 
     # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
@@ -228,14 +181,6 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
       return s.after(barrier(s.do(hw.wait(s.order, but))))
 
-    def finished(tiles:list[UOp], qt:int, t:UOp, masked:bool) -> list[UOp]:
-      """What the softmax takes, of raw scores: row by row."""
-      if scores.raw and not masked: return tiles
-      rows = [[hw.slice_(y, 2*r, 2) for y in tiles] for r in range(hw.ROWS)]
-      rows = [scores.modify(row, query, t) for row, query in zip(rows, queries[qt])]
-      if masked: rows = [scores.mask(row, query, t) for row, query in zip(rows, queries[qt])]
-      return [hw.concat(low, high) for low, high in zip(*rows)]
-
     def score(s:State, t:UOp) -> list[list[UOp]]:
       """S of one key tile: for each query tile its C fragments."""
       tiles, (row, unit) = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)], mat.b_address(lane)
@@ -248,7 +193,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       return tiles
 
     def trip(s:State, t:UOp, masked:bool) -> UOp:
-      tiles = [finished(y, qt, t, masked) for qt, y in enumerate(score(s, t))]
+      tiles = [block.finished(y, rows, t, masked) for y, rows in zip(score(s, t), queries)]
       s = s.after(UOp.group(*[s.scores[qt*k_tiles + kt].store(y) for qt, ys in enumerate(tiles) for kt, y in enumerate(ys)]))
       s = s.after(fetch_tile(s, t + stages - 1))      # while the tensor cores work
       for steps in parts:
@@ -283,7 +228,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
       if (count := loop_count(first, last, hw)) is None: return s
-      r = UOp.range(count, next(axes), AxisType.LOOP)
+      r = UOp.range(count, next(block.axes), AxisType.LOOP)
       return s.after(trip(arrived(s.after(r), stages - 2), first + r, masked).end(r))
 
     # ***** all of it *****
@@ -292,33 +237,23 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     zero += [y[i].store(hw.splat(value, 2)) for y, value in ((start.m, hw.NOTHING), (start.bias, hw.first_bias(scores.to_log2)), (start.l, 0.0))
              for i in range(y.max_numel())]
     s = start.after(UOp.group(*zero))
-    s = s.after(UOp.group(*fetch(s, q, False, x.n_q*group, first_row, tile.block_m, p.D, q_rows)))
+    s = fetch(s, "q", block.first_row, tile.block_m, q_rows)
     s = s.after(s.do(hw.commit(s.order)))
-    for i in range(stages - 1): s = s.after(fetch_tile(s, blocks.begin + i))
+    for i in range(stages - 1): s = s.after(fetch_tile(s, keys.begin + i))
     s = arrived(s, stages - 1)
     q_kept = [] if tile.q_in_lds else [[q_operand(s, qt, step) for step in range(depth//mat.K)] for qt in range(q_tiles)]
-    if left >= 0: s = trips(s, blocks.begin, blocks.full_begin, masked=True)
-    s = trips(s, blocks.full_begin, blocks.full_end, masked=False)
-    s = trips(s, blocks.full_end, blocks.end, masked=True)
+    if left >= 0: s = trips(s, keys.begin, keys.full_begin, masked=True)
+    s = trips(s, keys.full_begin, keys.full_end, masked=False)
+    s = trips(s, keys.full_end, keys.end, masked=True)
 
     # ***** O = O / l, LSE = m + ln l *****
     outputs = []
-    for qt, r in itertools.product(range(q_tiles), range(hw.ROWS)):
-      row, m = queries[qt][r], hw.extract(s.m[qt].load(), r)
-      sink = flat(given["sinks"])[row.head].load() if "sinks" in given else None
-      number, begin = place_of_row(p, x, row, *split)
-      if lse is not None:
-        total = hw.extract(s.l[q_tiles + qt].load(), r)
-        for step in (1, 2): total = total + hw.xor_lane(total, step)
-        outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(finish(m, total, scores, sink)[1]))
-      factor, _ = finish(m, hw.extract(s.l[qt].load(), r), scores, sink)
-      for dt in range(d_tiles):
-        values = hw.mul(hw.slice_(s.acc[qt*d_tiles + dt].load(), 2*r, 2), factor)
-        if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
-        outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.N + at.h*mat.block, values, row.there)
-    name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
-    info = KernelInfo(dynamic_shared_name(name, lds_bytes(p, tile)), opts_to_apply=(), estimates=estimates(p))
-    return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
+    for qt, rows in enumerate(queries):
+      factors, log_sums = [], []
+      for r, row in enumerate(rows):
+        m, sink = hw.extract(s.m[qt].load(), r), flat(block.given["sinks"])[row.head].load() if p.sinks else None
+        factors.append(finish(m, hw.extract(s.l[qt].load(), r), scores, sink)[0])
+        if kinds == 2: log_sums.append(finish(m, total_of(s.l[q_tiles + qt].load(), r), scores, sink)[1])
+      outputs += block.outputs(rows, [s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)], factors, log_sums)
+    return block.kernel("mma", outputs, lds_bytes(p, tile))
   return kernel
-
-def barrier(after:UOp) -> UOp: return UOp(Ops.BARRIER, dtypes.void, (after,))   # tinygrad's implicit ones go by LOCAL stores, of which there are none

@@ -12,16 +12,14 @@ from typing import Callable, ClassVar, NamedTuple
 from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.arch import Arch
 from attn.fragment import MMA
-from attn.kernels.blocks import extent, key_blocks, loop_count, strides
-from attn.kernels.forward import OPTIMISED, arguments, check_range, estimates, finish, place_of_row, store_row, too_wide
-from attn.kernels.forward_mma import CACHED, barrier
-from attn.kernels.scores import Row, Scores
-from attn.kernels.tiles import UNIT, MmaLane, ceildiv, flat, round_up
+from attn.kernels.blocks import loop_count
+from attn.kernels.forward import check_range, finish, too_wide
+from attn.kernels.nvidia import LINE, Block, barrier, total_of
+from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
 from attn.problem import Problem
-from attn.tinygrad_compat import AddrSpace, AxisType, DType, KernelInfo, UOp, dtypes, dynamic_shared_name
+from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
-LINE, STAGES = 8, 3      # units of a panel's row; K and V tiles in shared memory
-ATOM = wgmma.ATOM//16    # units of 8 rows
+STAGES = 3      # K and V tiles in shared memory
 
 @dataclass(frozen=True)
 class Panels:
@@ -31,6 +29,10 @@ class Panels:
   base: UOp|int = 0
   @property
   def units(self) -> int: return self.width//UNIT
+  @property
+  def across(self) -> int: return 1 << (self.units - 1).bit_length()
+  @property
+  def pitch(self) -> int: return LINE
   @property
   def panel(self) -> int: return self.rows*LINE
   @property
@@ -128,41 +130,13 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
-  mat, block_n, splits, names = MMA[p.dtype], tile.block_n, p.num_splits, arguments(p)
+  mat, block_n, (left, _) = MMA[p.dtype], tile.block_n, p.window
   q_tile, k_tile, v_tile = panels_of(p, tile)
-  q_blocks, (left, right), heads = ceildiv(p.Sq, tile.block_m), p.window, p.B*p.H
-  # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
-  cached = CACHED*(p.H//p.Hkv)//(2*p.Sk*(p.D + p.Dv))
-  together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, cached if right >= 0 else 1))
 
   def kernel(*args:UOp) -> UOp:
-    if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
-    given = dict(zip(names, args))
-    o, lse, q, k, v = args[0], given.get("lse", given.get("lse_partial")), given["q"], given["k"], given["v"]
-    o_dtype = p.out_dtype if splits == 1 else "float32"
-
-    # ***** ranges *****
-    axes = itertools.count(5)                                        # ids of the loops
-    head_group = UOp.range(heads//together, 0, AxisType.GLOBAL)
-    q_block = UOp.range(q_blocks, 1, AxisType.GLOBAL)
-    head_in_group = UOp.range(together, 2, AxisType.GLOBAL)          # varies fastest over blocks
-    lane = UOp.range(mat.wave, 3, AxisType.WARP)
-    wave = UOp.range(tile.waves, 4, AxisType.WARP)
-    split = [UOp.range(splits, next(axes), AxisType.GLOBAL)] if splits > 1 else []
-    at, head, group = MmaLane(lane, wave, mat), head_group*together + head_in_group, wgmma.group(wave)
-    batch, q_head = head//p.H, head%p.H
-    kv_head = q_head//(p.H//p.Hkv)
-    first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
-
-    # ***** the sequence, its rows, and the key tiles that a block sees *****
-    x = extent(p, batch, given, hw)
-    rows = [first_query + wave*mat.M + mat.c_row(lane, r) for r in range(hw.ROWS)]
-    queries = [Row(batch, q_head, row, row < x.n_q) for row in rows]
-    first = Row(batch, q_head, first_query, UOp.const(True))
-    scores = Scores(p, at, block_n, arch.family, x, first, given.get("alibi_slopes"), given.get("bias"))
-    blocks = key_blocks(p, x, first_query, first_query + tile.block_m - 1, block_n)
-    for n in split: blocks = blocks.share(n, splits)
-    last_key = (blocks.end*block_n).minimum(x.n_k)
+    block = Block.of(p, arch, tile, mat, args)
+    scores, keys, group = block.scores, block.keys, wgmma.group(block.at.wave)
+    queries = block.queries(block.at.wave*mat.M)
 
     # ***** placeholders *****
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
@@ -170,50 +144,27 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     start = State(registers(v_tile.width//mat.N, 2, hw.F4), registers(1, 3, hw.F2), registers(1, 4, hw.F2), registers(1, 5, hw.F2),
                   registers(block_n//mat.N, 6, hw.F4), registers(block_n//mat.K, 7, hw.U4), UOp.placeholder((units,), hw.U4, 0, AddrSpace.LOCAL),
                   registers(1, 8))
-    def k_panels(t:UOp) -> Panels: return Panels(block_n, k_tile.width, q_tile.size + (t - blocks.begin)%STAGES*k_tile.size)
-    def v_panels(t:UOp) -> Panels:
-      return Panels(block_n, v_tile.width, q_tile.size + STAGES*k_tile.size + (t - blocks.begin)%STAGES*v_tile.size)
+    def stage(t:UOp) -> UOp: return (t - keys.begin)%STAGES
+    def k_panels(t:UOp) -> Panels: return Panels(block_n, k_tile.width, q_tile.size + stage(t)*k_tile.size)
+    def v_panels(t:UOp) -> Panels: return Panels(block_n, v_tile.width, q_tile.size + STAGES*k_tile.size + stage(t)*v_tile.size)
     def arrivals(s:State) -> UOp: return s.shared[units - 1]
-
-    # ***** global -> shared memory *****
-    def fetch(s:State, source:UOp, kv:bool, there:UOp|int, first:UOp, columns:int, to:Panels) -> State:
-      """Its rows from `first` on, of which those from `there` on (and columns beyond the last) read as zero."""
-      tensor_head, tensor_heads, length, begin = (kv_head, p.Hkv, p.Sk, x.k_start) if kv else (q_head, p.H, p.Sq, x.q_start)
-      sb, sh, ss = strides(p.layout, tensor_heads, length, columns)
-      across = 1 << (to.units - 1).bit_length()                      # threads of a row
-      base, apart, statements = batch*sb + tensor_head*sh + (begin + first)*ss, tile.threads//across, []
-      for j in range(ceildiv(to.rows, apart)):
-        moved = j*apart if apart % LINE == 0 else 0                  # rows further: in the instruction
-        row, unit = at.thread//across + (j*apart - moved), at.thread%across
-        nbytes = ((first + row + moved < there) & (unit*UNIT < columns)).where(16, 0)
-        step = 16*moved*LINE, 2*moved*ss
-        statements.append(s.nothing[0].store(hw.copy(s.shared[to.place(row, unit)], flat(source)[base + row*ss + unit*UNIT], step, nbytes,
-                                                     (row + moved < to.rows) & (unit < to.units), True)))
-      return s.after(UOp.group(*statements))
-
+    def fetch(s:State, name:str, first:UOp, to:Panels) -> State:
+      return s.after(UOp.group(*[s.nothing[0].store(x) for x in block.copies(name, s.shared, first, to.rows, to)]))
     def fetch_tile(s:State, t:UOp) -> State:
-      s = fetch(s, k, True, last_key, t*block_n, p.D, k_panels(t))
-      s = fetch(s, v, True, last_key, t*block_n, p.Dv, v_panels(t))
+      s = fetch(fetch(s, "k", t*block_n, k_panels(t)), "v", t*block_n, v_panels(t))
       return s.do(wgmma.arrive(arrivals(s), s.order))
 
     # ***** one trip *****
-    def finished(tiles:list[UOp], t:UOp, masked:bool) -> list[UOp]:
-      """What the softmax takes, of raw scores: row by row."""
-      parts = [[hw.slice_(y, 2*r, 2) for y in tiles] for r in range(hw.ROWS)]
-      parts = [scores.modify(part, query, t) for part, query in zip(parts, queries)]
-      if masked: parts = [scores.mask(part, query, t) for part, query in zip(parts, queries)]
-      return [hw.concat(low, high) for low, high in zip(*parts)]
-
     def trip(s:State, t:UOp, masked:bool) -> State:
       # S = Q K^T; meanwhile the next tile starts on its way
-      s = s.do(wgmma.arrived(arrivals(s), t - blocks.begin, s.order))
+      s = s.do(wgmma.arrived(arrivals(s), t - keys.begin, s.order))
       s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[k_panels(t).base], s.order, k_tile.width//mat.K,
                             (16*q_tile.panel, 16*k_tile.panel), p.dtype))
       s = fetch_tile(s, t + 1)
       s = s.do(wgmma.wait(s.scores, s.order))
       tiles = [s.scores[kt].load() for kt in range(block_n//mat.N)]
       if masked or not scores.raw:
-        tiles = finished(tiles, t, masked)
+        tiles = block.finished(tiles, queries, t, masked)
         s = s.after(UOp.group(*[s.scores[kt].store(y) for kt, y in enumerate(tiles)]))
       # P = exp2(S - m)
       weights = [hw.weights(y, s.bias[0].load(), scores.to_log2) for y in tiles]
@@ -226,7 +177,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
       if (count := loop_count(first, last, hw)) is None: return s
-      r = UOp.range(count, next(axes), AxisType.LOOP)
+      r = UOp.range(count, next(block.axes), AxisType.LOOP)
       return s.after(trip(s.after(r), first + r, masked).order.end(r))
 
     # ***** all of it *****
@@ -234,27 +185,20 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(start.acc.max_numel())]
     zero += [y[0].store(hw.splat(value, 2)) for y, value in ((start.m, hw.NOTHING), (start.bias, hw.first_bias(scores.to_log2)), (start.l, 0.0))]
     s = start.after(UOp.group(*zero))
-    s = s.do(wgmma.init(arrivals(s), at.thread.eq(0), tile.threads))
+    s = s.do(wgmma.init(arrivals(s), block.at.thread.eq(0), tile.threads))
     s = s.after(barrier(s.order))
-    s = fetch_tile(fetch(s, q, False, x.n_q, first_query, p.D, q_tile), blocks.begin)
-    if left >= 0: s = trips(s, blocks.begin, blocks.full_begin, masked=True)
-    s = trips(s, blocks.full_begin, blocks.full_end, masked=False)
-    s = trips(s, blocks.full_end, blocks.end, masked=True)
+    s = fetch_tile(fetch(s, "q", block.first_row, q_tile), keys.begin)
+    if left >= 0: s = trips(s, keys.begin, keys.full_begin, masked=True)
+    s = trips(s, keys.full_begin, keys.full_end, masked=False)
+    s = trips(s, keys.full_end, keys.end, masked=True)
 
     # ***** O = O / l, LSE = m + ln l *****
-    outputs = []
+    factors, log_sums = [], []
     for r, row in enumerate(queries):
-      total = hw.extract(s.l[0].load(), r)
-      for step in (1, 2): total = total + hw.xor_lane(total, step)
-      sink = flat(given["sinks"])[row.head].load() if "sinks" in given else None
-      factor, log_sum = finish(hw.extract(s.m[0].load(), r), total, scores, sink)
-      number, begin = place_of_row(p, x, row, *split)
-      if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
-      for dt in range(start.acc.max_numel()):
-        values = hw.mul(hw.slice_(s.acc[dt].load(), 2*r, 2), factor)
-        if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
-        outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.N + at.h*mat.block, values, row.there)
-    name = f"attn_wgmma_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
-    info = KernelInfo(dynamic_shared_name(name, lds_bytes(p, tile)), opts_to_apply=(), estimates=estimates(p))
-    return UOp.group(*outputs).end(head_group, q_block, head_in_group, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
+      sink = flat(block.given["sinks"])[row.head].load() if p.sinks else None
+      factor, log_sum = finish(hw.extract(s.m[0].load(), r), total_of(s.l[0].load(), r), scores, sink)
+      factors.append(factor)
+      log_sums.append(log_sum)
+    accs = [s.acc[dt].load() for dt in range(start.acc.max_numel())]
+    return block.kernel("wgmma", block.outputs(queries, accs, factors, log_sums), lds_bytes(p, tile))
   return kernel
