@@ -162,11 +162,11 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     def k_rows(t:UOp) -> Rows: return Rows(depth, k_base + t%stages*k_size)
     def v_rows(t:UOp) -> Rows: return Rows(width, v_base + t%stages*v_size)
 
-    def fetch(s:State, name:str, first:UOp, rows:int, to:Rows) -> State:
-      return s.after(UOp.group(*[s.do(x) for x in block.copies(name, s.shared, first, rows, to)]))
-    def fetch_tile(s:State, t:UOp) -> UOp:
-      s = fetch(fetch(s, "k", t*block_n, block_n, k_rows(t)), "v", t*block_n, block_n, v_rows(t))
+    def fetch(s:State, copies:list[UOp]) -> UOp:
+      s = s.after(UOp.group(*map(s.do, copies)))
       return s.do(hw.commit(s.order))
+    def fetch_tile(s:State, t:UOp) -> UOp:
+      return fetch(s, block.copies("k", s.shared, t*block_n, block_n, k_rows(t)) + block.copies("v", s.shared, t*block_n, block_n, v_rows(t)))
 
     # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
     def read(s:State, rows:Rows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
@@ -237,8 +237,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     zero += [y[i].store(hw.splat(value, 2)) for y, value in ((start.m, hw.NOTHING), (start.bias, hw.first_bias(scores.to_log2)), (start.l, 0.0))
              for i in range(y.max_numel())]
     s = start.after(UOp.group(*zero))
-    s = fetch(s, "q", block.first_row, tile.block_m, q_rows)
-    s = s.after(s.do(hw.commit(s.order)))
+    s = s.after(fetch(s, block.copies("q", s.shared, block.first_row, tile.block_m, q_rows)))
     for i in range(stages - 1): s = s.after(fetch_tile(s, keys.begin + i))
     s = arrived(s, stages - 1)
     q_kept = [] if tile.q_in_lds else [[q_operand(s, qt, step) for step in range(depth//mat.K)] for qt in range(q_tiles)]

@@ -148,10 +148,9 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     def k_panels(t:UOp) -> Panels: return Panels(block_n, k_tile.width, q_tile.size + stage(t)*k_tile.size)
     def v_panels(t:UOp) -> Panels: return Panels(block_n, v_tile.width, q_tile.size + STAGES*k_tile.size + stage(t)*v_tile.size)
     def arrivals(s:State) -> UOp: return s.shared[units - 1]
-    def fetch(s:State, name:str, first:UOp, to:Panels) -> State:
-      return s.after(UOp.group(*[s.nothing[0].store(x) for x in block.copies(name, s.shared, first, to.rows, to)]))
+    def fetch(s:State, copies:list[UOp]) -> State: return s.after(UOp.group(*[s.nothing[0].store(x) for x in copies]))
     def fetch_tile(s:State, t:UOp) -> State:
-      s = fetch(fetch(s, "k", t*block_n, k_panels(t)), "v", t*block_n, v_panels(t))
+      s = fetch(s, block.copies("k", s.shared, t*block_n, block_n, k_panels(t)) + block.copies("v", s.shared, t*block_n, block_n, v_panels(t)))
       return s.do(wgmma.arrive(arrivals(s), s.order))
 
     # ***** one trip *****
@@ -187,7 +186,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     s = start.after(UOp.group(*zero))
     s = s.do(wgmma.init(arrivals(s), block.at.thread.eq(0), tile.threads))
     s = s.after(barrier(s.order))
-    s = fetch_tile(fetch(s, "q", block.first_row, q_tile), keys.begin)
+    s = fetch_tile(fetch(s, block.copies("q", s.shared, block.first_row, tile.block_m, q_tile)), keys.begin)
     if left >= 0: s = trips(s, keys.begin, keys.full_begin, masked=True)
     s = trips(s, keys.full_begin, keys.full_end, masked=False)
     s = trips(s, keys.full_end, keys.end, masked=True)
