@@ -56,6 +56,8 @@ class Intrinsic:
   text: str|Callable[..., str]
   meaning: Callable[..., Array]   # (lanes, *sources, **static parameters) -> value
 
+LARGE = 2.0**14   # a reference of more, in powers of two, has a rounding error that shows in exp2
+
 MEANING: dict[str, Callable[..., Array]] = {} # printed text -> meaning (lanes, *sources)
 
 def _bits(x:Array, dtype:str) -> Array: return np.ascontiguousarray(x).view(dtype)
@@ -128,12 +130,6 @@ def _each(fn:str) -> Callable[..., str]:
 
 def _build(out:DType, n:int) -> str: return f"(({out.name}){{{{{', '.join(f'{{{i}}}' for i in range(n))}}}}})"
 
-def _max_over(out:DType, n:int) -> str:
-  """max(...max(max(start, v[0]), v[1])..., v[n-1]): clang makes three-operand maxima of pairs."""
-  text = "{1}"
-  for i in range(n): text = f"__builtin_fmaxf({text}, v_[{i}])"
-  return f"({{{{ {_vec('float', n)} v_ = {{0}}; {text}; }}}})"
-
 def _mask(out:DType, offsets:tuple[int, ...], op:str) -> str:
   """Elements whose key offset is beyond the limit become -inf; a select and not an addition, so that a NaN score there disappears too."""
   i = _vec("int", n := len(offsets))
@@ -196,15 +192,6 @@ def _buffer_load_text(out:DType, width:int, family:str) -> str:
           "{2}, 0, 0)")
   return f"(({out.name}){load})" if width == 2 else f"__builtin_bit_cast({out.name}, {load})"
 
-def _exponent_text(out:DType, n:int) -> str:
-  """One fma, unless some lane's bias is so large that its rounding would show: then the difference first, which is exact where it matters."""
-  exact = "({0} - (({1}) == -__builtin_inff() ? 0.0f : ({1})))*({3})"
-  return f"(({{4}}) ? {exact} : __builtin_elementwise_fma({{0}}, ({out.name})({{3}}), ({out.name})({{2}})))"
-
-def _exponent(lanes:Lanes, s:Array, reference:Array, bias:Array, scale:Array, large:Array, n:int) -> Array:
-  with np.errstate(invalid="ignore", over="ignore"):
-    return np.where(large, (s - np.where(reference == -np.inf, np.float32(0), reference))*scale, _fma(s, scale, bias))
-
 _SWAP16 = "__builtin_amdgcn_permlanex16({0}, {0}, 0x76543210u, 0xfedcba98u, false, false)"
 
 def _other_group_text(x:str, step:int, wave:int) -> str:
@@ -213,31 +200,66 @@ def _other_group_text(x:str, step:int, wave:int) -> str:
   lane = "__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u))"
   return f"__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute((({lane} + {step}u) & 63u) << 2, __builtin_bit_cast(int, {x})))"
 
-def _rescale_text(out:DType, accs:int, wave:int, groups:int, scale:float, above:float) -> str:
-  exchange = "".join(f" n_ = __builtin_fmaxf(n_, {_other_group_text('n_', step, wave)});" for step in _steps(wave, groups))
-  tiles = "".join(f" {{4}}[{i}] *= a_;" for i in range(accs))
-  outgrown = f"__builtin_amdgcn_ballot_w{wave}(({{0}} - *{{1}})*{scale!r}f > {above!r}f) != 0"
-  return (f"({{{{ if (__builtin_expect({outgrown}, 0)) {{{{ float o_ = *{{1}}, n_ = {{0}};{exchange}"
-          f" float s_ = n_ == -__builtin_inff() ? 0.0f : n_, a_ = __builtin_amdgcn_exp2f((o_ - s_)*{scale!r}f);"
-          f" *{{1}} = n_; *{{2}} = -s_*{scale!r}f; *{{3}} *= a_;{tiles} }}}} 0.0f; }}}})")
+def _maximum(x:str, n:int, start:str) -> str:
+  """max(...max(max(start, x[0]), x[1])..., x[n-1]): clang makes three-operand maxima of pairs."""
+  for i in range(n): start = f"__builtin_fmaxf({start}, ({x})[{i}])"
+  return start
+
+def _correct_text(out:DType, tiles:int, vectors:int, n:int, accs:int, wave:int, groups:int, scale:float, above:float, dtype:str, native:bool) -> str:
+  m, bias, l, acc, p = (f"{{{i}}}" for i in range(5))
+  c, vector, words = f"{scale!r}f", _vec("float", n), _vec("unsigned", n//2)
+  def score(t:int, k:int) -> str: return f"{{{5 + tiles + t*vectors + k}}}"
+  def highest(t:int) -> str: return functools.reduce(lambda x, k: _maximum(score(t, k), n, x), range(vectors), f"{m}[{t}]")
+  sums = "".join(f" {_vec('float', 2)} t{t}_ = {{{5 + t}}};" for t in range(tiles))
+  outgrown = " | ".join(f"!(t{t}_[0] + t{t}_[1] <= {2**above!r}f)" if above else f"!(t{t}_[0] + t{t}_[1] < __builtin_inff()) | ({highest(t)} > {m}[{t}])"
+                        for t in range(tiles))
+  body = ""
+  for t in range(tiles):
+    exchange = "".join(f" n_ = __builtin_fmaxf(n_, {_other_group_text('n_', step, wave)});" for step in _steps(wave, groups))
+    weigh = ""
+    for k in range(vectors):
+      packed = _pack_text(vector_dtype("uint32", n//2) if n > 2 else dtypes.uint, n, dtype, native).replace("{0}", "v_")
+      exponents = ", ".join(f"__builtin_amdgcn_exp2f(x_[{i}])" for i in range(n))
+      halves = "".join(f" t{t}_ += __builtin_shufflevector(v_, v_, {i}, {i + 1});" for i in range(0, n, 2))
+      weigh += (f" {{{{ {vector} x_ = __builtin_elementwise_fma({score(t, k)} - d_, ({vector})({c}), ({vector})(e_)), v_ = {{{{{exponents}}}}};"
+                f"{halves} {p}[{t*vectors + k}] = {packed}; }}}}")
+    body += (f" {{{{ float o_ = {m}[{t}], n_ = {highest(t)};{exchange} float b_ = -n_*{c}, a_ = __builtin_amdgcn_exp2f((o_ - n_)*{c});"
+             f" bool w_ = !(__builtin_fabsf(b_) <= {LARGE!r}f); float d_ = w_ ? n_ : 0.0f, e_ = w_ ? 0.0f : b_;"
+             f" {bias}[{t}] = n_ == o_ ? {bias}[{t}] : w_ ? __builtin_nanf(\"\") : b_; {m}[{t}] = n_; {l}[{t}] *= a_;"
+             + "".join(f" {acc}[{i}] *= a_;" for i in range(t*accs, (t + 1)*accs)) + f" t{t}_ = ({_vec('float', 2)})(0.0f);{weigh} }}}}")
+  total = "".join(f" {l}[{t}] += t{t}_;" for t in range(tiles))
+  return f"({{{{{sums} if (__builtin_expect(__builtin_amdgcn_ballot_w{wave}({outgrown}) != 0, 0)) {{{{{body} }}}}{total} 0.0f; }}}})"
 
 def _steps(wave:int, groups:int) -> list[int]: return [wave//groups << i for i in range(groups.bit_length() - 1)]
 
-def _rescale(lanes:Lanes, m:Array, reference:Any, bias:Any, l:Any, acc:Any, *_:Array, accs:int, wave:int, groups:int, scale:float,
-             above:float) -> Array:
-  c = np.float32(scale)
-  with np.errstate(invalid="ignore", over="ignore"):
-    old = lanes.load_register(reference, 0)
-    gate = lanes.active & _any_lane(lanes, (m - old)*c > np.float32(above), wave)
-    if not gate.any(): return np.zeros_like(m)
-    for step in _steps(wave, groups): m = np.fmax(m, _from_lane(lanes, m, np.arange(m.shape[-1]) + step))
-    safe = np.where(m == -np.inf, np.float32(0), m)
-    alpha = _exp2((old - safe)*c)
-    lanes.store_register(reference, 0, m, gate)
-    lanes.store_register(bias, 0, -safe*c, gate)
-    lanes.store_register(l, 0, lanes.load_register(l, 0)*alpha, gate)
-    for i in range(accs): lanes.store_register(acc, i, lanes.load_register(acc, i)*alpha, gate)
-  return np.zeros_like(m)
+def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, *rest:Array, tiles:int, vectors:int, n:int, accs:int, wave:int, groups:int,
+             scale:float, above:float, dtype:str, native:bool) -> Array:
+  c, sums = np.float32(scale), list(rest[:tiles])
+  with np.errstate(all="ignore"):
+    olds = [lanes.load_register(reference, t) for t in range(tiles)]
+    scores = [np.stack(rest[tiles + t*vectors:tiles + (t + 1)*vectors]) for t in range(tiles)]
+    maxima = [np.fmax(o, np.fmax.reduce(x, axis=(0, 1))) for o, x in zip(olds, scores)]
+    if above: outgrown = [~(x[0] + x[1] <= np.float32(2**above)) for x in sums]
+    else: outgrown = [~(x[0] + x[1] < np.float32(np.inf)) | (m > o) for x, m, o in zip(sums, maxima, olds)]
+    gate = lanes.active & _any_lane(lanes, np.logical_or.reduce(outgrown), wave)
+    for t in range(tiles) if gate.any() else ():
+      old, m = olds[t], maxima[t]
+      for step in _steps(wave, groups): m = np.fmax(m, _from_lane(lanes, m, np.arange(m.shape[-1]) + step))
+      b, alpha = -m*c, _exp2((old - m)*c)
+      large = ~(np.abs(b) <= LARGE)
+      lanes.store_register(bias, t, np.where(m == old, lanes.load_register(bias, t), np.where(large, np.float32(np.nan), b)), gate)
+      lanes.store_register(reference, t, m, gate)
+      lanes.store_register(l, t, lanes.load_register(l, t)*alpha, gate)
+      for i in range(t*accs, (t + 1)*accs): lanes.store_register(acc, i, lanes.load_register(acc, i)*alpha, gate)
+      total = np.zeros_like(sums[t])
+      for k, x in enumerate(scores[t]):
+        v = _exp2(_fma(x - np.where(large, m, np.float32(0)), c, np.where(large, np.float32(0), b)))
+        for i in range(0, n, 2): total = total + v[i:i+2]
+        packed = _pack(v, dtype)
+        lanes.store_register(p, t*vectors + k, packed if n > 2 else packed[0], gate)
+      sums[t] = np.where(gate, total, sums[t])
+    for t, x in enumerate(sums): lanes.store_register(l, t, lanes.load_register(l, t) + x, lanes.active)
+  return np.zeros(len(gate), np.float32)
 
 def _any_lane(lanes:Lanes, x:Array, wave:int) -> Array: return np.repeat((x & lanes.active).reshape(-1, wave).any(1), wave)
 
@@ -282,13 +304,13 @@ TABLE: dict[str, Intrinsic] = {
   "sub": Intrinsic("({0} - {1})", lambda lanes, x, y: x - y),
   "mul": Intrinsic("({0} * {1})", lambda lanes, x, y: x * y),
   "fma": Intrinsic("__builtin_elementwise_fma({0}, {1}, {2})", lambda lanes, x, y, z: _fma(x, y, z)),
+  "exponent": Intrinsic(lambda out: f"__builtin_elementwise_fma({{0}}, ({out.name})({{1}}), ({out.name})({{2}}))",
+                        lambda lanes, x, scale, bias: _fma(x, scale, bias)),
   "exp2": Intrinsic("__builtin_amdgcn_exp2f({0})", lambda lanes, x: _exp2(x)),
   "exp2_each": Intrinsic(_each("__builtin_amdgcn_exp2f(@)"), lambda lanes, x, n: _exp2(x)),
   "log2": Intrinsic("__builtin_amdgcn_logf({0})", lambda lanes, x: _log2(x)),
   "rcp": Intrinsic("__builtin_amdgcn_rcpf({0})", lambda lanes, x: _rcp(x)),
   "max": Intrinsic("__builtin_fmaxf({0}, {1})", lambda lanes, x, y: np.fmax(x, y)),
-  "max_over": Intrinsic(_max_over, lambda lanes, x, start, n: np.fmax(start, np.fmax.reduce(x, axis=0))),
-  "exponent": Intrinsic(_exponent_text, _exponent),
   "mask_above": Intrinsic(lambda out, offsets: _mask(out, offsets, ">"),
                           lambda lanes, x, limit, offsets: np.where(np.array(offsets)[:, None] > limit, np.float32(-np.inf), x)),
   "mask_below": Intrinsic(lambda out, offsets: _mask(out, offsets, "<"),
@@ -307,9 +329,7 @@ TABLE: dict[str, Intrinsic] = {
   "share_halves": Intrinsic(_share_halves_text, lambda lanes, x, low, n: np.concatenate([np.where(low, x, other := _xor_lane(lanes, x, 16)),
                                                                                          np.where(low, other, x)])),
   "uniform": Intrinsic("__builtin_amdgcn_readfirstlane({0})", lambda lanes, x: x),
-  "any_lane": Intrinsic(lambda out, wave: f"(__builtin_amdgcn_ballot_w{wave}({{0}}) != 0)",
-                        _any_lane),
-  "rescale": Intrinsic(_rescale_text, _rescale),
+  "correct": Intrinsic(_correct_text, _correct),
   # order; further sources only say what comes before
   "barrier": Intrinsic('({{ __builtin_amdgcn_sched_barrier(0); __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local"); '
                        '__builtin_amdgcn_s_barrier(); '
@@ -369,20 +389,27 @@ def log2(x:UOp) -> UOp: return emit("log2", x.dtype, x)
 def fma(x:UOp, y:float, z:UOp) -> UOp: return emit("fma", z.dtype, x, splat(y, length(z)), z)
 def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)
 def max_(x:UOp, y:UOp) -> UOp: return emit("max", x.dtype, x, y)
-def max_over(x:UOp, start:UOp) -> UOp: return emit("max_over", dtypes.float, x, start, n=length(x))
-def exponent(s:UOp, reference:UOp, bias:UOp, scale:float, large:UOp) -> UOp:
-  """(s - reference)*scale of raw scores s, with bias = -reference*scale; `large` (uniform over the wave) says that bias is too large for one fma."""
-  return emit("exponent", s.dtype, s, reference, bias, UOp.const(scale, dtypes.float), large, n=length(s))
-def any_lane(x:UOp, wave:int) -> UOp:
-  """Whether x holds in any active lane of the wave: the same in all of them."""
-  return emit("any_lane", dtypes.bool, x, wave=wave)
-def rescale(m:UOp, reference:UOp, bias:UOp, l:UOp, acc:UOp, accs:int, matrix:Any, scale:float, above:float, *done:UOp) -> UOp:
-  """The online softmax's correction, as one statement: tinygrad has no branch around stores to registers. Where the maximum m of a lane's scores
-  exceeds the `reference` by more than `above` (times `scale`: in powers of two) in any lane of the wave, the reference of each row becomes the
-  maximum over the lane groups and l and the `accs` accumulators are scaled to it. The register operands are INDEXes. The value means nothing: store
-  it to order what follows."""
-  return emit("rescale", dtypes.float, m, reference, bias, l, acc, *done, accs=accs, wave=matrix.wave,
-              groups=matrix.groups, scale=scale, above=above)
+def exponent(x:UOp, scale:float, bias:UOp) -> UOp:
+  """x*scale + bias, of a vector and two scalars."""
+  return emit("exponent", x.dtype, x, UOp.const(scale, dtypes.float), bias)
+def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, sums:list[UOp], scores:list[list[UOp]], matrix:Any, scale:float, above:float, dtype:str,
+            native_bf16:bool, *done:UOp) -> UOp:
+  """The online softmax's correction, as one statement (tinygrad has no branch around stores to registers), and l += sums.
+
+  `p` holds the weights P = exp2(scores*scale + bias) of a trip, packed to `dtype`, and `sums` their sums in this lane, the even and the odd ones.
+  No weight is negative: a sum of at most 2^above shows that none exceeds it. Where it is larger, or inf or NaN, in any lane of the wave, the
+  reference of every row becomes the maximum of its scores so far, over the lane groups, l and the accumulators are scaled to it, and the weights and
+  sums are taken anew. bias = -reference*scale; NaN where that is LARGE: then its rounding would show in one fma, so each trip comes here, where the
+  difference is taken first. The same goes for each trip in which a score is NaN or +inf: right, but slow. With above = 0 the reference follows every
+  maximum that has grown, for which scores are compared.
+
+  reference, bias, l, acc and p are placeholders, with as many elements for each query tile; the value means nothing: store it to order what
+  follows."""
+  tiles = len(scores)
+  return emit("correct", dtypes.float, *[x[0] for x in (reference, bias, l, acc, p)], *sums, *[x for xs in scores for x in xs], *done, tiles=tiles,
+              vectors=len(scores[0]), n=length(scores[0][0]),
+              accs=acc.max_numel()//tiles, wave=matrix.wave, groups=matrix.groups, scale=scale,
+              above=above, dtype=dtype, native=native_bf16)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
   return emit("opaque", dtypes.int, x.cast(dtypes.int), trip if trip.dtype == dtypes.float else trip.cast(dtypes.int))
@@ -411,7 +438,7 @@ def load_transposed(lds:UOp) -> UOp:
   return emit("load_transposed", u32(2), lds)
 def sched_barrier(*done:UOp) -> UOp:
   """Nothing is scheduled across the point at which all of `done` are known: keeps loads from being started long before their use. A statement, like
-  `rescale`."""
+  `correct`."""
   return emit("sched_barrier", dtypes.float, *done)
 def softcap(x:UOp, inner:float, outer:float, series:bool) -> UOp:
   """outer * tanh(x * inner), to 1e-7 * outer; with `series` also to a few units in the last place of the value."""

@@ -1,10 +1,12 @@
 """The forward kernel against float64, on every matrix unit, element by element (the contract of attn/reference.py)."""
 from __future__ import annotations
+from dataclasses import replace
 import numpy as np
 import pytest
+from attn import intrinsics as hw
 from attn.problem import Problem
 from attn.reference import rounded
-from cases import ARCHS, Inputs, check, normal
+from cases import ARCHS, Inputs, check, check_kernels, normal
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 
@@ -87,6 +89,28 @@ def creeping(p:Problem) -> Inputs:
   k = np.broadcast_to((np.arange(p.Sk)//32).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
+def climbing(p:Problem) -> Inputs:
+  """Row maxima rise from tile to tile so far that no weight of the next one is finite: by more than 2^128."""
+  x = normal(p)
+  k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()
+  return Inputs(np.full_like(x.q, 0.5), k, x.v)
+
+def deep(p:Problem) -> Inputs:
+  """No score is anywhere near 0: exp of any underflows."""
+  x = normal(p)
+  return Inputs(np.full_like(x.q, 1), rounded(x.k*0.125 - 48, p.dtype), x.v)
+
+def late_key(p:Problem) -> Inputs:
+  """The last key outweighs all that came before, in some rows only."""
+  x = normal(p)
+  x.k[..., -1, :] = 64
+  return Inputs(np.where(np.arange(p.Sq)[:, None] % 7 == 2, np.abs(x.q), x.q*np.float32(0.125)), x.k, x.v)
+
+def masked_first(p:Problem) -> Inputs:
+  """Scores of -inf in the first tiles, for all of some waves."""
+  x = normal(p)
+  return Inputs(rounded(np.abs(x.q) + 1, p.dtype), np.where(np.arange(p.Sk)[:, None] < p.Sk*2//3, np.float32(-np.inf), x.k), x.v)
+
 def large_rows(p:Problem) -> Inputs:
   x = normal(p)
   x.q[..., ::3, :] *= 64
@@ -126,7 +150,7 @@ def nan_neighbour(p:Problem) -> Inputs:
   x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan
   return x
 
-ADVERSARIAL = (falling, rising, creeping, large_rows, constants, huge_key, minus_inf_keys, nan_query, inf_query, nan_neighbour)
+ADVERSARIAL = (falling, rising, creeping, climbing, deep, late_key, masked_first, large_rows, constants, huge_key, minus_inf_keys, nan_query, inf_query, nan_neighbour)
 
 @every_arch
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
@@ -135,12 +159,34 @@ def test_adversarial(arch:str, make) -> None:
   check(arch, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
 
 @every_arch
+@pytest.mark.parametrize("make", (normal, falling, rising, creeping, climbing, masked_first, nan_query), ids=lambda f: f.__name__)
+def test_rescaled_at_once(arch:str, make) -> None:
+  """With rescale_above=0 the reference follows every maximum."""
+  check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=0.0), H=1, Sq=40, Sk=300, D=64)
+
+TRIPS = {   # which of 8 trips move the reference
+  normal: (1, 0, 0, 0, 0, 0, 0, 0), constants: (1, 0, 0, 0, 0, 0, 0, 0), falling: (1, 0, 0, 0, 0, 0, 0, 0), climbing: (1, 0, 1, 0, 1, 0, 1, 0),
+  rising: (1,)*8, late_key: (1, 0, 0, 0, 0, 0, 0, 1), creeping: (1, 0)*4}     # creeping: 16 weights of a lane grow by 2^2.9 in each trip, their sum may reach 2^8
+
+@pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
+def test_which_trips_correct(monkeypatch, make) -> None:
+  """The inputs above do take both branches of the correction, and it is as rare as can be."""
+  seen, any_lane = [], hw._any_lane
+  def note(lanes, x, wave):
+    seen.append(int((found := any_lane(lanes, x, wave)).any()))
+    return found
+  monkeypatch.setattr(hw, "_any_lane", note)
+  check_kernels("gfx1201", make, tile=lambda t: replace(t, block_n=32), H=1, Sq=16, Sk=256, D=64)
+  assert tuple(seen) == TRIPS[make]
+
+@every_arch
 def test_scores_too_large_for_one_fma(arch:str) -> None:
-  """bf16 scores of 1.7e10: exp2 of (score - maximum) must not overflow by rounding the two differently."""
+  """bf16 scores of 1.7e10, whose product with the scale is not exact: exp2 of (score - maximum) must not overflow by rounding the two differently."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
-    return Inputs(np.full_like(x.q, 16384), np.full_like(x.k, 16384), x.v)
-  check(arch, make, Sq=20, Sk=70, D=64, dtype="bfloat16", softmax_scale=0.25, out_dtype="float32")
+    return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)
+  for scale in (0.25, 0.3, 0.11):
+    check(arch, make, H=1, Sq=20, Sk=300, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
 
 def test_65536_heads() -> None:
   """More heads than a grid's second dimension holds: folded, not dropped."""

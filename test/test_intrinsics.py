@@ -81,6 +81,12 @@ def u(n:int=1, slot:int=0) -> UOp: return value(hw.u32(n), slot)
 def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
 def register(n:int, slot:int, count:int=1) -> UOp: return UOp.placeholder((count,), hw.f32(n), slot, AddrSpace.REG)[0]
 
+def correction(above:float, dtype:str, native_bf16:bool) -> UOp:
+  """Two query tiles, of one vector of scores each."""
+  place = lambda n, slot, count, kind=hw.f32: UOp.placeholder((count,), kind(n), slot, AddrSpace.REG)
+  return hw.correct(place(1, 1, 2), place(1, 2, 2), place(2, 3, 2), place(16, 4, 4), place(8, 5, 2, hw.u32), [f(2, 6), f(2, 7)],
+                    [[f(16, 8)], [f(16, 9)]], MATRIX["cdna3", "float16"][0], 0.18, above, dtype, native_bf16)
+
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 CASES = {
   "splat": lambda: hw.splat(1.5, 4), "build": lambda: hw.build(f(1, 0), f(1, 1)), "extract": lambda: hw.extract(f(8), 5),
@@ -88,8 +94,7 @@ CASES = {
   "slice": lambda: hw.slice_(f(16), 8, 4), "add": lambda: hw.add(f(8, 0), f(8, 1)), "sub by a scalar": lambda: hw.sub(f(8, 0), f(1, 1)),
   "mul": lambda: hw.mul(f(8), 0.37),
   "exp2": lambda: hw.exp2(f(8)), "log2": lambda: hw.log2(f()), "rcp": lambda: hw.rcp(f()), "max": lambda: hw.max_(f(1, 0), f(1, 1)),
-  "max_over": lambda: hw.max_over(f(16, 0), f(1, 1)),
-  "fma": lambda: hw.fma(f(4, 0), 0.3, f(4, 1)), "exponent": lambda: hw.exponent(f(8, 0), f(1, 1), f(1, 2), 0.18, value(dtypes.bool, 3)),
+  "fma": lambda: hw.fma(f(4, 0), 0.3, f(4, 1)), "exponent": lambda: hw.exponent(f(8, 0), 0.18, f(1, 1)),
   "mask_above": lambda: hw.mask_above(f(8, 0), i(1), OFFSETS), "mask_below": lambda: hw.mask_below(f(8, 0), i(1), OFFSETS),
   "softcap": lambda: hw.softcap(f(8), 0.05, 30.0, False), "softcap that hardly bends": lambda: hw.softcap(f(8), 0.0005, 3000.0, True),
   "alibi": lambda: hw.alibi(f(8, 0), f(1, 1), i(2), OFFSETS),
@@ -98,10 +103,10 @@ CASES = {
   "widen fp16": lambda: hw.widen_to_float(u(2), 4, "float16"), "widen one bf16": lambda: hw.widen_to_float(u(), 1, "bfloat16"),
   "as_float": lambda: hw.as_float(u(4)),
   "byte_perm": lambda: hw.byte_perm(u(1, 0), u(1, 1), 0x07060302), "byte_perm of low halves": lambda: hw.byte_perm(u(1, 0), u(1, 1), 0x05040100),
-  "share_halves": lambda: hw.share_halves(u(4, 0), value(dtypes.bool, 1)), "any_lane": lambda: hw.any_lane(value(dtypes.bool, 0), 64),
+  "share_halves": lambda: hw.share_halves(u(4, 0), value(dtypes.bool, 1)),
   "uniform": lambda: hw.uniform(i()),
-  "rescale": lambda: hw.rescale(f(1, 0), register(1, 1), register(1, 2), register(2, 3), register(16, 4, 2), 2, MATRIX["cdna3", "float16"][0], 0.18,
-                                8.0),
+  "correct": lambda: correction(2.0, "float16", False), "correct at once": lambda: correction(0.0, "float16", False),
+  "correct bf16": lambda: correction(2.0, "bfloat16", False),
 }
 
 def cf(n:int=1, slot:int=0) -> UOp: return value(cuda.f32(n), slot)

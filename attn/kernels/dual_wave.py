@@ -20,8 +20,8 @@ from attn.arch import Arch
 from attn.fragment import MATRIX
 from attn.kernels.blocks import extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
-from attn.kernels.scores import NEG_INF, Row, Scores
-from attn.kernels.softmax import over_groups, p_operands, probabilities, row_max, row_sum
+from attn.kernels.scores import Row, Scores
+from attn.kernels.softmax import Softmax, over_groups
 from attn.kernels.tiles import UNIT, Lane, Rows, Tile, ceildiv, flat, units_of
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
@@ -58,11 +58,8 @@ V_LAYOUT = Layout(4)                             # a transposing load reads four
 
 @dataclass(frozen=True)
 class State:
-  """What crosses tiles: as forward.State, and S(t), K(t+1) in registers and the LDS buffers."""
-  acc: UOp
-  m: UOp
-  bias: UOp
-  l: UOp
+  """What crosses tiles: the softmax's registers, S(t) and K(t+1) in registers, and the LDS buffers."""
+  softmax: Softmax
   s: UOp
   k: UOp
   k0: UOp
@@ -133,10 +130,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
 
     # ***** placeholders *****
     order = Order(UOp.placeholder((1,), dtypes.float, 20, AddrSpace.REG))
-    def registers(n:int, slot:int, lanes:int=1) -> UOp: return UOp.placeholder((n,), hw.f32(lanes), slot, AddrSpace.REG)
     lds = [UOp.placeholder((BLOCK_N//CHUNK*STRIDE,), hw.u32(4), slot, AddrSpace.LOCAL) for slot in range(4)]
-    state = State(registers(d_tiles, 4, mat.accumulator), registers(1, 5), registers(1, 6), registers(1, 7, 2),
-                  registers(k_tiles, 8, mat.accumulator),
+    state = State(Softmax.create(mat, 1, d_tiles, k_tiles, 10), UOp.placeholder((k_tiles,), hw.f32(mat.accumulator), 8, AddrSpace.REG),
                   UOp.placeholder((k_tiles*HEAD//UNIT//mat.groups,), hw.u32(4), 9, AddrSpace.REG), *lds)
 
     # ***** the steps that clusters are made of *****
@@ -168,7 +163,7 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     def products(k_operands:list[UOp]) -> list[UOp]:
       """S = K Q^T."""
       tiles = []
-      for kt in range(k_tiles):
+      for kt in range(len(k_operands)//len(units)):
         x = hw.splat(0.0, mat.accumulator)
         for a, b in zip(k_operands[kt*len(units):], q_operands): x = hw.shaped_wmma(mat, a, b, x)
         tiles.append(x)
@@ -182,13 +177,13 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       s = s.after(order.do(hw.priority, 1))
       x = [s.s[kt].load() for kt in range(k_tiles)]
       if mask is not None: x = mask(x, t)
-      s = s.after(order.do(hw.rescale, row_max(x, s.m[0].load()), s.m[0], s.bias[0], s.l[0], s.acc[0], d_tiles, mat, scores.to_log2,
-                           tile.rescale_above))
-      x = probabilities(at, x, s.m[0].load(), s.bias[0].load(), scores.to_log2)
-      weights, total = p_operands(at, x, p.dtype, arch.bf16_pack), hw.add(s.l[0].load(), row_sum(x))
-      s = s.after(order.do(hw.sched_barrier, total, *weights))
-      following = products([s.k[j].load() for j in range(k_tiles*len(units))])
-      keep(s.l, [total])
+      following, exps = [], []
+      for kt in range(k_tiles):
+        following += products([s.k[j].load() for j in range(kt*len(units), (kt + 1)*len(units))])
+        exps += s.softmax.weights([x[kt]], 0, scores.to_log2)
+        s = s.after(order.do(hw.sched_barrier, following[-1], exps[-1]))
+      x = s.softmax.correct([exps], [x], scores.to_log2, mat, p.dtype, arch.bf16_pack, tile.rescale_above, order.do)
+      weights = x.operands(at, 0, k_tiles)
       keep(s.s, following)
       order.do(hw.priority, 0, *weights, *following)
       s = s.after(order.do(hw.barrier), order.noted)
@@ -199,10 +194,10 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       s = s.after(order.do(hw.barrier))
       # C2: O += V(t) P(t)
       s = s.after(order.do(hw.priority, 1))
-      accs = [s.acc[dt].load() for dt in range(d_tiles)]
+      accs = [s.softmax.acc[dt].load() for dt in range(d_tiles)]
       for dt, v_operands in enumerate(values):
         for a, b in zip(v_operands, weights): accs[dt] = hw.shaped_wmma(mat, a, b, accs[dt])
-      keep(s.acc, accs)
+      keep(s.softmax.acc, accs)
       order.do(hw.priority, 0, *accs)
       s = s.after(order.do(hw.barrier), order.noted)
       # M2: K(t+2) out of LDS, V(t+2) into it
@@ -223,8 +218,7 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       return s.after(order.leave(r))
 
     # ***** all of it *****
-    begin, s = blocks.begin, state.after(order.note(UOp.group(*[state.acc[i].store(hw.splat(0.0, mat.accumulator)) for i in range(d_tiles)],
-      state.m[0].store(hw.splat(NEG_INF, 1)), state.bias[0].store(hw.splat(0.0, 1)), state.l[0].store(hw.splat(0.0, 2)))))
+    begin, s = blocks.begin, state.after(order.note(state.softmax.start()))
     start(k_rows, K_LAYOUT, s.k0, begin)
     start(v_rows, V_LAYOUT, s.v0, begin)
     start(k_rows, K_LAYOUT, s.k1, begin + 1)
@@ -243,13 +237,13 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     s = s.after(order.do(hw.barrier_of, 1 - wave_number//(WAVES//2)), order.do(hw.wait_loads, 0))
 
     # ***** O = O^T / l, LSE = m + ln l *****
-    (here, row), sums = late(), s.l[0].load()
-    factor, log_sum = finish(s.m[0].load(), over_groups(here, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add), scores, None)
+    (here, row), sums = late(), s.softmax.l[0].load()
+    factor, log_sum = finish(s.softmax.m[0].load(), over_groups(here, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add), scores, None)
     number, (sb, sh, ss) = head*p.Sq + row.query, strides(p.layout, p.H, p.Sq, HEAD)
     outputs = [] if not p.return_lse else [flat(lse)[number.valid(here.h.eq(0) & row.there)].store(log_sum)]
     for dt in range(d_tiles):
       outputs += store_row(arch, flat(o), p.out_dtype, HEAD, batch*sb + q_head*sh + row.query*ss, dt*mat.M + here.h*mat.accumulator,
-                           hw.mul(s.acc[dt].load(), factor), row.there)
+                           hw.mul(s.softmax.acc[dt].load(), factor), row.there)
     name = f"attn_dual_wave_{arch.name}_{p.dtype}"
     return UOp.group(*outputs).end(q_block, head, lane, wave).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)), tag=OPTIMISED)
   return kernel

@@ -13,7 +13,7 @@ from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.kernels.blocks import Extent, extent, key_blocks, strides
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
-from attn.kernels.softmax import over_groups, p_operands, probabilities, row_max, row_sum
+from attn.kernels.softmax import Softmax, over_groups
 from attn.kernels.tiles import UNIT, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
 from attn.operations import operations
 from attn.problem import Problem
@@ -33,12 +33,8 @@ def lds_bytes(p:Problem, tile:Tile) -> int:
 
 @dataclass(frozen=True)
 class State:
-  """What crosses trips: O^T accumulators, per query tile the reference m that the exponents of scores are taken from, bias = -m*Scores.to_log2
-  (0 while m is -inf) and the lane's part of the row sum l (two numbers to add); and the tiles on their way."""
-  acc: UOp
-  m: UOp
-  bias: UOp
-  l: UOp
+  """What crosses trips: the softmax's registers, and the tiles on their way."""
+  softmax: Softmax
   k: UOp            # this thread's part of the next K tile
   v: UOp            # and of the next V tile
   k_lds: LdsTile
@@ -142,8 +138,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     k_stage = Staging(block_n, depth//UNIT, tile.threads, at.thread)
     v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, group=4, groups=mat.groups, run=max(1, mat.accumulator//UNIT))
     nothing = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
-    def registers(n:int, slot:int, lanes:int=1) -> UOp: return UOp.placeholder((n,), hw.f32(lanes), slot, AddrSpace.REG)
-    state = State(registers(q_tiles*d_tiles, 2, mat.accumulator), registers(q_tiles, 3), registers(q_tiles, 4), registers(q_tiles, 8, 2),
+    state = State(Softmax.create(mat, q_tiles, d_tiles, k_tiles, 10),
                   UOp.placeholder((k_stage.items,), hw.u32(4), 5, AddrSpace.REG), UOp.placeholder((4*v_stage.items,), hw.u32(4), 6, AddrSpace.REG),
                   LdsTile.create(block_n, depth//UNIT, 0), LdsTile.create(width, block_n//UNIT, 1))
 
@@ -185,12 +180,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
           stores.append(s.v_lds.store_half(mat.row_of(unit*UNIT + i), quad, column, gate))
       return stores
 
-    # ***** softmax over the lanes that share a query *****
-    def rescale(s:State, qt:int, x:list[UOp]) -> State:
-      """Moves the reference m of a row, with l and the accumulators, when its scores have outgrown it; else P stays below 2^rescale_above."""
-      m = row_max(x, s.m[qt].load())
-      moved = hw.rescale(m, s.m[qt], s.bias[qt], s.l[qt], s.acc[qt*d_tiles], d_tiles, mat, scores.to_log2, tile.rescale_above)
-      return s.after(nothing[0].store(moved))
+    def do(statement:Callable[..., UOp], *args:Any) -> UOp: return nothing[0].store(statement(*args))
 
     # ***** one trip *****
     def trip(s:State, t:UOp, masked:bool) -> UOp:
@@ -201,25 +191,23 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       k_units = units_of(mat, depth, at.h)
       for kt, first in itertools.product(range(k_tiles), range(0, len(k_units), FENCE_UNITS)):
         steps = slice(first, first + FENCE_UNITS)
-        fence = [nothing[0].store(hw.sched_barrier(s_tiles[-1][kt - (first == 0)]))] if tile.fenced and (kt or first) else []
+        fence = [do(hw.sched_barrier, s_tiles[-1][kt - (first == 0)])] if tile.fenced and (kt or first) else []
         k_operands = operands(mat, [k_tile.after(*fence).load(kt*mat.M + at.n, u) for u in k_units[steps]])
         for a, *bs in zip(k_operands, *q_operands(t, steps, *fence)):
           for qt, b in enumerate(bs): s_tiles[qt][kt] = hw.shaped_wmma(mat, a, b, s_tiles[qt][kt])
-      weights: list[list[UOp]] = []
-      for qt, x in enumerate(s_tiles):
-        x = scores.modify(x, queries[qt], t)
-        if masked: x = scores.mask(x, queries[qt], t)
-        s = rescale(s, qt, x)
-        x = probabilities(at, x, s.m[qt].load(), s.bias[qt].load(), scores.to_log2)
-        stores.append(s.l[qt].store(hw.add(s.l[qt].load(), row_sum(x))))
-        weights.append(p_operands(at, x, p.dtype, arch.bf16_pack))
-      accs = [[s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
+      for qt, row in enumerate(queries):
+        s_tiles[qt] = scores.modify(s_tiles[qt], row, t)
+        if masked: s_tiles[qt] = scores.mask(s_tiles[qt], row, t)
+      x = s.softmax.correct([s.softmax.weights(x, qt, scores.to_log2) for qt, x in enumerate(s_tiles)], s_tiles, scores.to_log2, mat, p.dtype,
+                            arch.bf16_pack, tile.rescale_above, do)
+      weights = [x.operands(at, qt, k_tiles) for qt in range(q_tiles)]
+      accs = [[x.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
       for dt in range(d_tiles):
-        if tile.fenced: v_tile = v_tile.after(nothing[0].store(hw.sched_barrier(accs[-1][dt - 1] if dt else weights[-1][-1])))
+        if tile.fenced or not dt: v_tile = v_tile.after(do(hw.sched_barrier, accs[-1][dt - 1] if dt else weights[-1][-1]))
         v_operands = operands(mat, [v_tile.load(dt*mat.M + at.n, u) for u in units_of(mat, block_n, at.h)])
         for a, *bs in zip(v_operands, *weights):
           for qt, b in enumerate(bs): accs[qt][dt] = hw.shaped_wmma(mat, a, b, accs[qt][dt])
-      stores += [s.acc[qt*d_tiles + dt].store(accs[qt][dt]) for qt in range(q_tiles) for dt in range(d_tiles)]
+      stores += [x.acc[qt*d_tiles + dt].store(accs[qt][dt]) for qt in range(q_tiles) for dt in range(d_tiles)]
       return UOp.group(*stores)
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
@@ -232,10 +220,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       return s.after(trip(inside, first + r, masked).end(r))
 
     # ***** all of it *****
-    start = [state.acc[i].store(hw.splat(0.0, mat.accumulator)) for i in range(q_tiles*d_tiles)]
-    for register, value, n in ((state.m, NEG_INF, 1), (state.bias, 0.0, 1), (state.l, 0.0, 2)):
-      start += [register[qt].store(hw.splat(value, n)) for qt in range(q_tiles)]
-    done = state.after(UOp.group(*start, *fetch(state, blocks.begin)))
+    done = state.after(state.softmax.start(), *fetch(state, blocks.begin))
     if left >= 0: done = trips(done, blocks.begin, blocks.full_begin, masked=True)
     done = trips(done, blocks.full_begin, blocks.full_end, masked=False)
     done = trips(done, blocks.full_end, blocks.end, masked=True)
@@ -243,13 +228,13 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     # ***** O = O^T / l, LSE = m + ln l *****
     outputs = []
     for qt, row in enumerate(queries):
-      m, sums = done.m[qt].load(), done.l[qt].load()
+      m, sums = done.softmax.m[qt].load(), done.softmax.l[qt].load()
       total = over_groups(at, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add)
       factor, log_sum = finish(m, total, scores, flat(given["sinks"])[row.head].load() if "sinks" in given else None)
       number, begin = place_of_row(p, sequence, row, *split)
       if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
       for dt in range(d_tiles):
-        values = hw.mul(done.acc[qt*d_tiles + dt].load(), factor)
+        values = hw.mul(done.softmax.acc[qt*d_tiles + dt].load(), factor)
         if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
         outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
     name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)

@@ -1,11 +1,60 @@
-"""The online softmax over the lanes that share a query: what the forward kernels do to scores between their two matrix products."""
-from __future__ import annotations
-from typing import Callable
-from attn import intrinsics as hw
-from attn.kernels.tiles import UNIT, Lane, operands
-from attn.tinygrad_compat import UOp
+"""The online softmax over the lanes that share a query: what the forward kernels do to scores between their two matrix products.
 
-LARGE = 2.0**20   # a bias beyond it has a rounding error that shows in exp2
+A trip looks for no maximum. Weights P = exp2(scores - m) are taken from the reference m that there is, and their sums, which are needed anyway, tell
+whether it is still good: see `intrinsics.correct`. A row begins with the lowest m there is, from which every score overflows.
+"""
+from __future__ import annotations
+from dataclasses import dataclass, fields
+from typing import Any, Callable
+from attn import intrinsics as hw
+from attn.fragment import Matrix
+from attn.kernels.tiles import UNIT, Lane, operands
+from attn.tinygrad_compat import AddrSpace, UOp
+
+LOWEST = -(2 - 2.0**-23)*2.0**127    # of fp32
+
+@dataclass(frozen=True)
+class Softmax:
+  """Its state in registers: O^T accumulators, per query tile the reference m that the exponents of scores are taken from, bias = -m*to_log2 (NaN where
+  that has too large a rounding error) and the lane's part of the row sum l (two numbers to add), and the weights of a trip, packed."""
+  acc: UOp
+  m: UOp
+  bias: UOp
+  l: UOp
+  p: UOp
+
+  @staticmethod
+  def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, slot:int) -> Softmax:
+    """For that many tiles of queries, each with as many of O^T and of S^T; takes five slots."""
+    kinds = ((q_tiles*d_tiles, hw.f32(matrix.accumulator)), (q_tiles, hw.f32(1)), (q_tiles, hw.f32(1)), (q_tiles, hw.f32(2)),
+             (q_tiles*k_tiles, hw.u32(matrix.accumulator//2)))
+    return Softmax(*[UOp.placeholder((n,), dtype, slot + i, AddrSpace.REG) for i, (n, dtype) in enumerate(kinds)])
+
+  def after(self, *deps:UOp) -> Softmax: return Softmax(*[getattr(self, f.name).after(*deps) for f in fields(self)])
+
+  def start(self) -> UOp:
+    begin = ((self.acc, 0.0), (self.m, LOWEST), (self.bias, -LOWEST), (self.l, 0.0))
+    return UOp.group(*[x[i].store(hw.splat(value, hw.length(x))) for x, value in begin for i in range(x.max_numel())])
+
+  def weights(self, scores:list[UOp], qt:int, to_log2:float) -> list[UOp]:
+    """P of a query tile, from the reference that there is."""
+    return [hw.exp2(hw.exponent(x, to_log2, self.bias[qt].load())) for x in scores]
+
+  def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, dtype:str, native_bf16:bool, above:float,
+              do:Callable[..., UOp]) -> Softmax:
+    """Takes the weights of each query tile, a column of S^T tiles, and corrects them and the rest where scores have outgrown the reference by 2^above.
+    `do` executes a statement."""
+    packed = [hw.pack(x, dtype, native_bf16) for column in weights for x in column]
+    s = self.after(UOp.group(*[self.p[i].store(x) for i, x in enumerate(packed)]))
+    return s.after(do(hw.correct, s.m, s.bias, s.l, s.acc, s.p, [row_sum(column) for column in weights], scores, matrix, to_log2, above, dtype,
+                      native_bf16))
+
+  def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
+    """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
+    mat, packed = at.matrix, [self.p[qt*k_tiles + kt].load() for kt in range(k_tiles)]
+    if mat.accumulator < UNIT: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
+    units = [hw.slice_(y, i, UNIT//2) for y in packed for i in range(0, hw.length(y), UNIT//2)]
+    return [hw.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
 
 def over_groups(at:Lane, x:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp:
   """op over the lane groups, in all of them."""
@@ -14,25 +63,8 @@ def over_groups(at:Lane, x:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp:
   while step < mat.wave: x, step = op(x, hw.from_lane(x, (at.lane + step)%mat.wave)), 2*step
   return x
 
-def row_max(x:list[UOp], start:UOp) -> UOp:
-  """The maximum of a lane's scores and `start`."""
-  for y in x: start = hw.max_over(y, start)
-  return start
-
 def row_sum(x:list[UOp]) -> UOp:
   """The sums of the even and of the odd elements: packed additions all the way."""
   while len(x) > 1: x = [hw.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
   while (n := hw.length(x[0])) > 2: x = [hw.add(hw.slice_(x[0], 0, n//2), hw.slice_(x[0], n//2, n//2))]
   return x[0]
-
-def probabilities(at:Lane, x:list[UOp], m:UOp, bias:UOp, to_log2:float) -> list[UOp]:
-  """exp2((x - m)*to_log2), given bias = -m*to_log2."""
-  large = hw.any_lane((bias > LARGE) | (bias < -LARGE), at.matrix.wave)
-  return [hw.exp2(hw.exponent(y, m, bias, to_log2, large)) for y in x]
-
-def p_operands(at:Lane, x:list[UOp], dtype:str, native_bf16:bool) -> list[UOp]:
-  """A column of S^T tiles, now P^T, as the B operands of O^T = V^T P^T."""
-  mat, packed = at.matrix, [hw.pack(y, dtype, native_bf16) for y in x]
-  if mat.accumulator < UNIT: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
-  units = [hw.slice_(y, i, UNIT//2) for y in packed for i in range(0, hw.length(y), UNIT//2)]
-  return [hw.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
