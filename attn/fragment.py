@@ -30,10 +30,15 @@ class Matrix:
   block: int         # consecutive rows of C in a lane
   operand_type: str  # the C type of the builtin's A and B
   tail: str = ""     # further arguments of the builtin
+  exchange: str = "bpermute"   # how lane groups exchange values: see intrinsics.pair
   duplicated: bool = False
 
   @property
   def groups(self) -> int: return self.wave // self.N             # lane groups
+  @property
+  def group_steps(self) -> tuple[int, ...]:
+    """Distances of lanes over which all groups meet, two by two."""
+    return tuple(self.N << i for i in range(self.groups.bit_length() - 1))
   @property
   def accumulator(self) -> int: return self.M*self.N // self.wave # fp32 elements of C in a lane
   @property
@@ -51,18 +56,18 @@ class Matrix:
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
 
-def _mfma(M:int, K:int, suffix:str, operand_type:str) -> Matrix:
-  return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, ", 0, 0, 0")
+def _mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
+  return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, ", 0, 0, 0", exchange)
 
 def _wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
-  return Matrix(f"wmma_f32_16x16x16_{suffix}", 16, 16, 16, 32, operand, block, operand_type, duplicated=operand == 16)
+  return Matrix(f"wmma_f32_16x16x16_{suffix}", 16, 16, 16, 32, operand, block, operand_type, exchange="permlanex16", duplicated=operand == 16)
 
 # (family, dtype) -> instructions, the preferred one first
 MATRIX: dict[tuple[str, str], tuple[Matrix, ...]] = {
   ("cdna3", "float16"): (_mfma(32, 8, "f16", "_Float16"), _mfma(16, 16, "f16", "_Float16")),
   ("cdna3", "bfloat16"): (_mfma(32, 8, "bf16_1k", "short"), _mfma(16, 16, "bf16_1k", "short")),
-  ("cdna4", "float16"): (_mfma(32, 16, "_f16", "_Float16"), _mfma(16, 32, "_f16", "_Float16")),
-  ("cdna4", "bfloat16"): (_mfma(32, 16, "_bf16", "__bf16"), _mfma(16, 32, "_bf16", "__bf16")),
+  ("cdna4", "float16"): (_mfma(32, 16, "_f16", "_Float16", "permlane_swap"), _mfma(16, 32, "_f16", "_Float16", "permlane_swap")),
+  ("cdna4", "bfloat16"): (_mfma(32, 16, "_bf16", "__bf16", "permlane_swap"), _mfma(16, 32, "_bf16", "__bf16", "permlane_swap")),
   ("rdna3", "float16"): (_wmma("f16_w32", "_Float16", 16, 1),),
   ("rdna3", "bfloat16"): (_wmma("bf16_w32", "short", 16, 1),),
   ("rdna4", "float16"): (_wmma("f16_w32_gfx12", "_Float16", 8, 8),),

@@ -8,7 +8,7 @@ Traps of `Ops.CUSTOM` in tinygrad 0.14.0, all dealt with in `emit`: it needs an 
 sources); an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed; a void one vanishes.
 """
 from __future__ import annotations
-import functools, math
+import functools, math, re
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 import numpy as np
@@ -103,8 +103,6 @@ def _from_lane(lanes:Lanes, x:Array, source:Array) -> Array:
 
 def _xor_lane(lanes:Lanes, x:Array, mask:int) -> Array: return _from_lane(lanes, x, np.arange(x.shape[-1]) ^ mask)
 
-def _bpermute(lanes:Lanes, address:Array, x:Array) -> Array: return _from_lane(lanes, x, address.astype(np.int64) >> 2)
-
 def _byte_perm(lanes:Lanes, hi:Array, lo:Array, selector:Array) -> Array:   # v_perm_b32: selector bytes 0-3 take from lo, 4-7 from hi
   src = np.stack([(w >> np.uint32(8*i)) & np.uint32(0xff) for w in (lo, hi) for i in range(4)])
   sel = [np.broadcast_to((selector >> np.uint32(8*i)) & np.uint32(0xff), lo.shape).astype(np.int64) for i in range(4)]
@@ -194,46 +192,57 @@ def _buffer_load_text(out:DType, width:int, family:str) -> str:
 
 _SWAP16 = "__builtin_amdgcn_permlanex16({0}, {0}, 0x76543210u, 0xfedcba98u, false, false)"
 
-def _other_group_text(x:str, step:int, wave:int) -> str:
-  """x of the lane `step` further in the wave, round the end."""
-  if wave == 32: return f"__builtin_bit_cast(float, {_SWAP16.replace('{0}', f'__builtin_bit_cast(unsigned, {x})')})"
-  lane = "__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u))"
-  return f"__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute((({lane} + {step}u) & 63u) << 2, __builtin_bit_cast(int, {x})))"
+_F2 = _vec("float", 2)
 
-def _maximum(x:str, n:int, start:str) -> str:
-  """max(...max(max(start, x[0]), x[1])..., x[n-1]): clang makes three-operand maxima of pairs."""
-  for i in range(n): start = f"__builtin_fmaxf({start}, ({x})[{i}])"
-  return start
+def _pair_text(x:str, step:int, exchange:str) -> str:
+  """x of two lanes `step` apart, the lower one's first where the instruction (a name in fragment.Matrix.exchange) tells which that is."""
+  bits = f"__builtin_bit_cast(unsigned, {x})"
+  if exchange == "permlane_swap":
+    return f"__builtin_bit_cast({_F2}, __builtin_amdgcn_permlane{step}_swap({bits}, {bits}, false, false))"
+  lane = f"(__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u)) + {step}u) & 63u"
+  other = _SWAP16.replace("{0}", bits) if exchange == "permlanex16" else f"__builtin_amdgcn_ds_bpermute(({lane}) << 2, __builtin_bit_cast(int, {x}))"
+  return f"({_F2}){{{{{x}, __builtin_bit_cast(float, {other})}}}}"
 
-def _correct_text(out:DType, tiles:int, vectors:int, n:int, accs:int, wave:int, groups:int, scale:float, above:float, dtype:str, native:bool) -> str:
-  m, bias, l, acc, p = (f"{{{i}}}" for i in range(5))
-  c, vector, words = f"{scale!r}f", _vec("float", n), _vec("unsigned", n//2)
-  def score(t:int, k:int) -> str: return f"{{{5 + tiles + t*vectors + k}}}"
-  def highest(t:int) -> str: return functools.reduce(lambda x, k: _maximum(score(t, k), n, x), range(vectors), f"{m}[{t}]")
-  sums = "".join(f" {_vec('float', 2)} t{t}_ = {{{5 + t}}};" for t in range(tiles))
-  outgrown = " | ".join(f"!(t{t}_[0] + t{t}_[1] <= {2**above!r}f)" if above else f"!(t{t}_[0] + t{t}_[1] < __builtin_inff()) | ({highest(t)} > {m}[{t}])"
-                        for t in range(tiles))
-  body = ""
-  for t in range(tiles):
-    exchange = "".join(f" n_ = __builtin_fmaxf(n_, {_other_group_text('n_', step, wave)});" for step in _steps(wave, groups))
-    weigh = ""
-    for k in range(vectors):
-      packed = _pack_text(vector_dtype("uint32", n//2) if n > 2 else dtypes.uint, n, dtype, native).replace("{0}", "v_")
-      exponents = ", ".join(f"__builtin_amdgcn_exp2f(x_[{i}])" for i in range(n))
-      halves = "".join(f" t{t}_ += __builtin_shufflevector(v_, v_, {i}, {i + 1});" for i in range(0, n, 2))
-      weigh += (f" {{{{ {vector} x_ = __builtin_elementwise_fma({score(t, k)} - d_, ({vector})({c}), ({vector})(e_)), v_ = {{{{{exponents}}}}};"
-                f"{halves} {p}[{t*vectors + k}] = {packed}; }}}}")
-    body += (f" {{{{ float o_ = {m}[{t}], n_ = {highest(t)};{exchange} float b_ = -n_*{c}, a_ = __builtin_amdgcn_exp2f((o_ - n_)*{c});"
-             f" bool w_ = !(__builtin_fabsf(b_) <= {LARGE!r}f); float d_ = w_ ? n_ : 0.0f, e_ = w_ ? 0.0f : b_;"
-             f" {bias}[{t}] = n_ == o_ ? {bias}[{t}] : w_ ? __builtin_nanf(\"\") : b_; {m}[{t}] = n_; {l}[{t}] *= a_;"
-             + "".join(f" {acc}[{i}] *= a_;" for i in range(t*accs, (t + 1)*accs)) + f" t{t}_ = ({_vec('float', 2)})(0.0f);{weigh} }}}}")
-  total = "".join(f" {l}[{t}] += t{t}_;" for t in range(tiles))
-  return f"({{{{{sums} if (__builtin_expect(__builtin_amdgcn_ballot_w{wave}({outgrown}) != 0, 0)) {{{{{body} }}}}{total} 0.0f; }}}})"
+def _pair(lanes:Lanes, x:Array, step:int, exchange:str) -> Array:
+  if exchange == "permlanex16": return np.stack([x, _xor_lane(lanes, x, step)])
+  lane = np.arange(x.shape[-1])
+  if exchange == "bpermute": return np.stack([x, _from_lane(lanes, x, lane + step)])
+  # v_permlane16_swap_b32, v_permlane32_swap_b32: the odd rows (of `step` lanes) of the first operand change places with the even ones of the second
+  odd = lane//step % 2 == 1
+  return np.stack([np.where(odd, _xor_lane(lanes, x, step), x), np.where(odd, x, _xor_lane(lanes, x, step))])
 
-def _steps(wave:int, groups:int) -> list[int]: return [wave//groups << i for i in range(groups.bit_length() - 1)]
+def _code(text:str, **names:Any) -> str:
+  """C with its braces doubled, for `str.format`, and then `$name` replaced by what `names` has for it."""
+  return re.sub(r"\$(\w+)", lambda found: str(names[found[1]]), text.replace("{", "{{").replace("}", "}}"))
 
-def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, *rest:Array, tiles:int, vectors:int, n:int, accs:int, wave:int, groups:int,
-             scale:float, above:float, dtype:str, native:bool) -> Array:
+def _correct_text(out:DType, tiles:int, vectors:int, n:int, accs:int, wave:int, steps:tuple[int, ...], exchange:str, scale:float, above:float,
+                  dtype:str, native:bool) -> str:
+  m, bias, l, acc, p, *sources = (f"{{{i}}}" for i in range(5 + tiles*(1 + vectors)))
+  sums, scores = sources[:tiles], [sources[tiles + t*vectors:tiles + (t + 1)*vectors] for t in range(tiles)]
+  def highest(t:int) -> str:   # clang makes three-operand maxima of pairs
+    return functools.reduce(lambda x, y: f"__builtin_fmaxf({x}, {y})", [f"{x}[{i}]" for x in scores[t] for i in range(n)], f"{m}[{t}]")
+  def outgrown(t:int) -> str:
+    if above: return f"!(t{t}_[0] + t{t}_[1] <= {2**above!r}f)"
+    return f"!(t{t}_[0] + t{t}_[1] < __builtin_inff()) | ({highest(t)} > {m}[{t}])"
+  def weigh(t:int, k:int) -> str:
+    return _code(" { $V x_ = __builtin_elementwise_fma($x - d_, ($V)($c), ($V)(e_)), v_ = {$exp};$sum $p = $packed; }", V=_vec("float", n),
+                 x=scores[t][k], c=f"{scale!r}f", exp=", ".join(f"__builtin_amdgcn_exp2f(x_[{i}])" for i in range(n)),
+                 sum="".join(f" t{t}_ += __builtin_shufflevector(v_, v_, {i}, {i + 1});" for i in range(0, n, 2)),
+                 p=f"{p}[{t*vectors + k}]", packed=_pack_text(vector_dtype("uint32", n//2) if n > 2 else dtypes.uint, n, dtype, native)
+                 .replace("{0}", "v_"))
+  meet = "".join(_code(" { $F2 y_ = $pair; n_ = __builtin_fmaxf(y_[0], y_[1]); }", F2=_F2, pair=_pair_text("n_", step, exchange)) for step in steps)
+  correct = "".join(_code(
+    " { float o_ = $m, n_ = $highest;$meet float b_ = -n_*$c, a_ = __builtin_amdgcn_exp2f((o_ - n_)*$c); bool w_ = !(__builtin_fabsf(b_) <= $large);"
+    " float d_ = w_ ? n_ : 0.0f, e_ = w_ ? 0.0f : b_; $bias = n_ == o_ ? $bias : w_ ? $nan : b_; $m = n_; $l *= a_;$accs t$t_ = ($F2)(0.0f);$weigh }",
+    m=f"{m}[{t}]", bias=f"{bias}[{t}]", l=f"{l}[{t}]", highest=highest(t), meet=meet, c=f"{scale!r}f", large=f"{LARGE!r}f",
+    nan='__builtin_nanf("")', accs="".join(f" {acc}[{i}] *= a_;" for i in range(t*accs, (t + 1)*accs)), t_=f"{t}_", F2=_F2, weigh="".join(weigh(t, k) for k in range(vectors)))
+    for t in range(tiles))
+  return _code("({$sums if (__builtin_expect(__builtin_amdgcn_ballot_w$wave($outgrown) != 0, 0)) {$correct }$add 0.0f; })", wave=wave,
+               correct=correct, sums="".join(f" {_F2} t{t}_ = {x};" for t, x in enumerate(sums)), outgrown=" | ".join(outgrown(t) for t in range(tiles)),
+               add="".join(f" {l}[{t}] += t{t}_;" for t in range(tiles)))
+
+def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, *rest:Array, tiles:int, vectors:int, n:int, accs:int, wave:int,
+             steps:tuple[int, ...], exchange:str, scale:float, above:float, dtype:str, native:bool) -> Array:
   c, sums = np.float32(scale), list(rest[:tiles])
   with np.errstate(all="ignore"):
     olds = [lanes.load_register(reference, t) for t in range(tiles)]
@@ -244,7 +253,7 @@ def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, *rest:
     gate = lanes.active & _any_lane(lanes, np.logical_or.reduce(outgrown), wave)
     for t in range(tiles) if gate.any() else ():
       old, m = olds[t], maxima[t]
-      for step in _steps(wave, groups): m = np.fmax(m, _from_lane(lanes, m, np.arange(m.shape[-1]) + step))
+      for step in steps: m = np.fmax(*_pair(lanes, m, step, exchange))
       b, alpha = -m*c, _exp2((old - m)*c)
       large = ~(np.abs(b) <= LARGE)
       lanes.store_register(bias, t, np.where(m == old, lanes.load_register(bias, t), np.where(large, np.float32(np.nan), b)), gate)
@@ -253,7 +262,7 @@ def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, *rest:
       for i in range(t*accs, (t + 1)*accs): lanes.store_register(acc, i, lanes.load_register(acc, i)*alpha, gate)
       total = np.zeros_like(sums[t])
       for k, x in enumerate(scores[t]):
-        v = _exp2(_fma(x - np.where(large, m, np.float32(0)), c, np.where(large, np.float32(0), b)))
+        v = _exp2(_fma(x - np.where(large, m, np.float32(0)), np.array(c), np.where(large, np.float32(0), b)))
         for i in range(0, n, 2): total = total + v[i:i+2]
         packed = _pack(v, dtype)
         lanes.store_register(p, t*vectors + k, packed if n > 2 else packed[0], gate)
@@ -323,9 +332,7 @@ TABLE: dict[str, Intrinsic] = {
   "widen": Intrinsic(_widen_text, lambda lanes, bits, n, dtype: _widen(bits, n, dtype)),
   "as_float": Intrinsic(lambda out: f"__builtin_bit_cast({out.name}, {{0}})", lambda lanes, bits: _bits(bits, "float32")),
   # across lanes
-  "bpermute": Intrinsic("__builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute({0}, __builtin_bit_cast(int, {1})))", _bpermute),
-  "swap16": Intrinsic(f"__builtin_bit_cast(float, {_SWAP16.replace('{0}', '__builtin_bit_cast(unsigned, {0})')})",
-                      lambda lanes, x: _xor_lane(lanes, x, 16)),
+  "pair": Intrinsic(lambda out, step, exchange: _pair_text("{0}", step, exchange), _pair),
   "share_halves": Intrinsic(_share_halves_text, lambda lanes, x, low, n: np.concatenate([np.where(low, x, other := _xor_lane(lanes, x, 16)),
                                                                                          np.where(low, other, x)])),
   "uniform": Intrinsic("__builtin_amdgcn_readfirstlane({0})", lambda lanes, x: x),
@@ -408,8 +415,8 @@ def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, sums:list[UOp], scor
   tiles = len(scores)
   return emit("correct", dtypes.float, *[x[0] for x in (reference, bias, l, acc, p)], *sums, *[x for xs in scores for x in xs], *done, tiles=tiles,
               vectors=len(scores[0]), n=length(scores[0][0]),
-              accs=acc.max_numel()//tiles, wave=matrix.wave, groups=matrix.groups, scale=scale,
-              above=above, dtype=dtype, native=native_bf16)
+              accs=acc.max_numel()//tiles, wave=matrix.wave, steps=matrix.group_steps, exchange=matrix.exchange,
+              scale=scale, above=above, dtype=dtype, native=native_bf16)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
   return emit("opaque", dtypes.int, x.cast(dtypes.int), trip if trip.dtype == dtypes.float else trip.cast(dtypes.int))
@@ -466,12 +473,10 @@ def uniform(x:UOp) -> UOp:
   """The integer x, which all lanes hold, told to the compiler to be uniform (v_readfirstlane_b32): it goes to a scalar register."""
   return emit("uniform", dtypes.int, x.cast(dtypes.int))
 
-def from_lane(x:UOp, source:UOp) -> UOp:
-  """Each lane takes `x` from lane `source` of its wave (ds_bpermute_b32)."""
-  return emit("bpermute", dtypes.float, (source*4).cast(dtypes.int), x)
-def swap_halves(x:UOp) -> UOp:
-  """Lanes 0-15 and 16-31 of a wave of 32 exchange `x` (v_permlanex16_b32)."""
-  return emit("swap16", dtypes.float, x)
+def pair(x:UOp, step:int, matrix:Any) -> UOp:
+  """x of this lane and of one that is `step` lanes away, in whatever order: for an operation that does not mind it, over all `matrix.group_steps`. By
+  v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32, as matrix.exchange says."""
+  return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
 def share_halves(x:UOp, low:UOp) -> UOp:
   """Lanes l and l+16 both get lane l's vector followed by lane l+16's; `low` holds in lanes 0-15."""
   return emit("share_halves", u32(2*length(x)), x, low, n=length(x))

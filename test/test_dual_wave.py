@@ -12,7 +12,7 @@ from attn.tinygrad_compat import Context, Tensor, dtypes
 from attn.api import CheckedKernel
 from cases import DTYPES, Inputs, array, arrange, normal, problem, restore, tensor
 import numpy as np
-from test_forward import climbing, constants, creeping, deep, falling, huge_key, large_rows, late_key, masked_first, minus_inf_keys, nan_neighbour, nan_query, rising
+from test_forward import ADVERSARIAL, huge_key
 
 GFX950 = get_arch("gfx950")
 
@@ -48,8 +48,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_contract(case:str) -> None: check(**CASES[case])
 
-@pytest.mark.parametrize("make", (falling, rising, creeping, climbing, deep, late_key, masked_first, large_rows, constants, huge_key, minus_inf_keys, nan_query, nan_neighbour),
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
 def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=400, dtype="bfloat16" if make is huge_key else "float16")
 
 # ***** the pipeline's order *****

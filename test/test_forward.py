@@ -4,6 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attn import intrinsics as hw
+from attn.arch import get_arch
+from attn.fragment import MATRIX
 from attn.problem import Problem
 from attn.reference import rounded
 from cases import ARCHS, Inputs, check, check_kernels, normal
@@ -150,7 +152,8 @@ def nan_neighbour(p:Problem) -> Inputs:
   x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan
   return x
 
-ADVERSARIAL = (falling, rising, creeping, climbing, deep, late_key, masked_first, large_rows, constants, huge_key, minus_inf_keys, nan_query, inf_query, nan_neighbour)
+ADVERSARIAL = (falling, rising, creeping, climbing, deep, late_key, masked_first, large_rows, constants, huge_key, minus_inf_keys, nan_query,
+               inf_query, nan_neighbour)
 
 @every_arch
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
@@ -166,7 +169,8 @@ def test_rescaled_at_once(arch:str, make) -> None:
 
 TRIPS = {   # which of 8 trips move the reference
   normal: (1, 0, 0, 0, 0, 0, 0, 0), constants: (1, 0, 0, 0, 0, 0, 0, 0), falling: (1, 0, 0, 0, 0, 0, 0, 0), climbing: (1, 0, 1, 0, 1, 0, 1, 0),
-  rising: (1,)*8, late_key: (1, 0, 0, 0, 0, 0, 0, 1), creeping: (1, 0)*4}     # creeping: 16 weights of a lane grow by 2^2.9 in each trip, their sum may reach 2^8
+  rising: (1,)*8, late_key: (1, 0, 0, 0, 0, 0, 0, 1),
+  creeping: (1, 0)*4}    # 16 weights of a lane grow by 2^2.9 in each trip, their sum may reach 2^8
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
@@ -181,12 +185,20 @@ def test_which_trips_correct(monkeypatch, make) -> None:
 
 @every_arch
 def test_scores_too_large_for_one_fma(arch:str) -> None:
-  """bf16 scores of 1.7e10, whose product with the scale is not exact: exp2 of (score - maximum) must not overflow by rounding the two differently."""
+  """bf16 scores of 1.7e10, times a scale not exact: exp2 of (score - maximum) must not overflow by rounding the two differently."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)
   for scale in (0.25, 0.3, 0.11):
     check(arch, make, H=1, Sq=20, Sk=300, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
+
+@pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_narrow_matrices(arch:str, dtype:str) -> None:
+  """The 16x16 instructions: four lane groups instead of two."""
+  narrow = MATRIX[get_arch(arch).family, dtype][1]
+  for make in (normal, rising, masked_first):
+    check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)
 
 def test_65536_heads() -> None:
   """More heads than a grid's second dimension holds: folded, not dropped."""

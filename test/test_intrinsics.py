@@ -27,6 +27,8 @@ static float bits_f(u32 x) { return __builtin_bit_cast(float, x); }
 #define __builtin_amdgcn_mbcnt_lo(a, b) 0u
 #define __builtin_amdgcn_mbcnt_hi(a, b) 0u
 #define __builtin_amdgcn_ds_bpermute(lane, x) (x)
+#define __builtin_amdgcn_permlane32_swap(x, y, a, b) ((u32 __attribute__((ext_vector_type(2)))){x, y})
+#define __builtin_amdgcn_permlane16_swap(x, y, a, b) ((u32 __attribute__((ext_vector_type(2)))){x, y})
 #define __builtin_amdgcn_permlanex16(old, x, a, b, c, d) (x)
 static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
   unsigned long long both = ((unsigned long long)hi << 32) | lo; u32 r = 0;
@@ -105,6 +107,8 @@ CASES = {
   "byte_perm": lambda: hw.byte_perm(u(1, 0), u(1, 1), 0x07060302), "byte_perm of low halves": lambda: hw.byte_perm(u(1, 0), u(1, 1), 0x05040100),
   "share_halves": lambda: hw.share_halves(u(4, 0), value(dtypes.bool, 1)),
   "uniform": lambda: hw.uniform(i()),
+  **{f"pair by {mat.exchange} over {step} lanes": lambda mat=mat, step=step: hw.pair(f(), step, mat)
+     for mat in (m for of in MATRIX.values() for m in of) for step in mat.group_steps},
   "correct": lambda: correction(2.0, "float16", False), "correct at once": lambda: correction(0.0, "float16", False),
   "correct bf16": lambda: correction(2.0, "bfloat16", False),
 }

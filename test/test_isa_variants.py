@@ -1,14 +1,16 @@
 """Every kernel that dispatch chooses, on every chip, compiled: no spill, no slow idiom, and what it costs stands in docs/costs.txt."""
 from __future__ import annotations
+import re
 from pathlib import Path
 import pytest
 from attn.arch import get_arch
-from attn.dispatch import choose_tile
+from attn.dispatch import choose_tile, tile_of
 from attn.isa import costs
 from attn.isa.compiler import assembly
 from attn.isa.parse import parse
 from attn.isa.report import analyse
 from attn.isa.source import Spec, kernel_source, problem_of
+from attn.kernels.tiles import Candidate
 
 FILE = Path(__file__).parent.parent/"docs"/"costs.txt"
 
@@ -24,3 +26,14 @@ def test_kernel(spec:Spec) -> None:
   assert costs.defects(parse(text)[0]) == []
   assert costs.compare(FILE.read_text(),
                        [costs.line_of(report)]) == [], "the costs changed: look, and if it is meant: python -m attn.isa costs --write docs/costs.txt"
+
+SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32")
+EXCHANGES = {("gfx942", 0): {"ds_bpermute_b32"}, ("gfx942", 1): {"ds_bpermute_b32"}, ("gfx950", 0): {SWAPS[1]}, ("gfx950", 1): set(SWAPS),
+             ("gfx1100", 0): {"v_permlanex16_b32"}, ("gfx1201", 0): {"v_permlanex16_b32"}}
+
+@pytest.mark.parametrize(("arch", "matrix"), EXCHANGES, ids=str)
+def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> None:
+  spec, chip = Spec(arch, 64), get_arch(arch)
+  tile = tile_of(problem_of(spec), chip, Candidate(64, 4, 1, 64, fenced=True, matrix=matrix))
+  found = re.findall(r"\b(v_permlane\w+?|ds_bpermute_b32)(?:_e\d\d)?\b", assembly(kernel_source(spec, tile).text, arch))
+  assert set(found) == EXCHANGES[arch, matrix]

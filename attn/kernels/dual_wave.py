@@ -21,7 +21,7 @@ from attn.fragment import MATRIX
 from attn.kernels.blocks import extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
 from attn.kernels.scores import Row, Scores
-from attn.kernels.softmax import Softmax, over_groups
+from attn.kernels.softmax import Softmax
 from attn.kernels.tiles import UNIT, Lane, Rows, Tile, ceildiv, flat, units_of
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
@@ -182,8 +182,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
         following += products([s.k[j].load() for j in range(kt*len(units), (kt + 1)*len(units))])
         exps += s.softmax.weights([x[kt]], 0, scores.to_log2)
         s = s.after(order.do(hw.sched_barrier, following[-1], exps[-1]))
-      x = s.softmax.correct([exps], [x], scores.to_log2, mat, p.dtype, arch.bf16_pack, tile.rescale_above, order.do)
-      weights = x.operands(at, 0, k_tiles)
+      softmax = s.softmax.correct([exps], [x], scores.to_log2, mat, p.dtype, arch.bf16_pack, tile.rescale_above, order.do)
+      weights = softmax.operands(at, 0, k_tiles)
       keep(s.s, following)
       order.do(hw.priority, 0, *weights, *following)
       s = s.after(order.do(hw.barrier), order.noted)
@@ -237,8 +237,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     s = s.after(order.do(hw.barrier_of, 1 - wave_number//(WAVES//2)), order.do(hw.wait_loads, 0))
 
     # ***** O = O^T / l, LSE = m + ln l *****
-    (here, row), sums = late(), s.softmax.l[0].load()
-    factor, log_sum = finish(s.softmax.m[0].load(), over_groups(here, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add), scores, None)
+    here, row = late()
+    factor, log_sum = finish(s.softmax.m[0].load(), s.softmax.total(0, mat), scores, None)
     number, (sb, sh, ss) = head*p.Sq + row.query, strides(p.layout, p.H, p.Sq, HEAD)
     outputs = [] if not p.return_lse else [flat(lse)[number.valid(here.h.eq(0) & row.there)].store(log_sum)]
     for dt in range(d_tiles):

@@ -13,7 +13,7 @@ from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.kernels.blocks import Extent, extent, key_blocks, strides
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
-from attn.kernels.softmax import Softmax, over_groups
+from attn.kernels.softmax import Softmax
 from attn.kernels.tiles import UNIT, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
 from attn.operations import operations
 from attn.problem import Problem
@@ -228,9 +228,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     # ***** O = O^T / l, LSE = m + ln l *****
     outputs = []
     for qt, row in enumerate(queries):
-      m, sums = done.softmax.m[qt].load(), done.softmax.l[qt].load()
-      total = over_groups(at, hw.add(hw.extract(sums, 0), hw.extract(sums, 1)), hw.add)
-      factor, log_sum = finish(m, total, scores, flat(given["sinks"])[row.head].load() if "sinks" in given else None)
+      sink = flat(given["sinks"])[row.head].load() if "sinks" in given else None
+      factor, log_sum = finish(done.softmax.m[qt].load(), done.softmax.total(qt, mat), scores, sink)
       number, begin = place_of_row(p, sequence, row, *split)
       if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
       for dt in range(d_tiles):

@@ -5,7 +5,7 @@ whether it is still good: see `intrinsics.correct`. A row begins with the lowest
 """
 from __future__ import annotations
 from dataclasses import dataclass, fields
-from typing import Any, Callable
+from typing import Callable
 from attn import intrinsics as hw
 from attn.fragment import Matrix
 from attn.kernels.tiles import UNIT, Lane, operands
@@ -15,8 +15,8 @@ LOWEST = -(2 - 2.0**-23)*2.0**127    # of fp32
 
 @dataclass(frozen=True)
 class Softmax:
-  """Its state in registers: O^T accumulators, per query tile the reference m that the exponents of scores are taken from, bias = -m*to_log2 (NaN where
-  that has too large a rounding error) and the lane's part of the row sum l (two numbers to add), and the weights of a trip, packed."""
+  """Its state in registers: O^T accumulators; per query tile the reference m that the exponents of scores are taken from, bias = -m*to_log2 (NaN
+  where that has too large a rounding error) and the lane's part of the row sum l (two numbers to add); and the weights of a trip, packed."""
   acc: UOp
   m: UOp
   bias: UOp
@@ -42,12 +42,21 @@ class Softmax:
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, dtype:str, native_bf16:bool, above:float,
               do:Callable[..., UOp]) -> Softmax:
-    """Takes the weights of each query tile, a column of S^T tiles, and corrects them and the rest where scores have outgrown the reference by 2^above.
-    `do` executes a statement."""
+    """Takes the weights of each query tile, a column of S^T tiles, and corrects them and all the rest where scores have outgrown the reference by
+    2^above. `do` executes a statement."""
     packed = [hw.pack(x, dtype, native_bf16) for column in weights for x in column]
     s = self.after(UOp.group(*[self.p[i].store(x) for i, x in enumerate(packed)]))
     return s.after(do(hw.correct, s.m, s.bias, s.l, s.acc, s.p, [row_sum(column) for column in weights], scores, matrix, to_log2, above, dtype,
                       native_bf16))
+
+  def total(self, qt:int, matrix:Matrix) -> UOp:
+    """The row sum, over the lane groups."""
+    total = self.l[qt].load()
+    total = hw.add(hw.extract(total, 0), hw.extract(total, 1))
+    for step in matrix.group_steps:
+      pair = hw.pair(total, step, matrix)
+      total = hw.add(hw.extract(pair, 0), hw.extract(pair, 1))
+    return total
 
   def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
     """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
@@ -55,13 +64,6 @@ class Softmax:
     if mat.accumulator < UNIT: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
     units = [hw.slice_(y, i, UNIT//2) for y in packed for i in range(0, hw.length(y), UNIT//2)]
     return [hw.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
-
-def over_groups(at:Lane, x:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp:
-  """op over the lane groups, in all of them."""
-  mat, step = at.matrix, at.matrix.N
-  if mat.wave == 32: return op(x, hw.swap_halves(x))
-  while step < mat.wave: x, step = op(x, hw.from_lane(x, (at.lane + step)%mat.wave)), 2*step
-  return x
 
 def row_sum(x:list[UOp]) -> UOp:
   """The sums of the even and of the odd elements: packed additions all the way."""
