@@ -235,10 +235,12 @@ def _correct_text(out:DType, tiles:int, vectors:int, n:int, accs:int, wave:int, 
     " { float o_ = $m, n_ = $highest;$meet float b_ = -n_*$c, a_ = __builtin_amdgcn_exp2f((o_ - n_)*$c); bool w_ = !(__builtin_fabsf(b_) <= $large);"
     " float d_ = w_ ? n_ : 0.0f, e_ = w_ ? 0.0f : b_; $bias = n_ == o_ ? $bias : w_ ? $nan : b_; $m = n_; $l *= a_;$accs t$t_ = ($F2)(0.0f);$weigh }",
     m=f"{m}[{t}]", bias=f"{bias}[{t}]", l=f"{l}[{t}]", highest=highest(t), meet=meet, c=f"{scale!r}f", large=f"{LARGE!r}f",
-    nan='__builtin_nanf("")', accs="".join(f" {acc}[{i}] *= a_;" for i in range(t*accs, (t + 1)*accs)), t_=f"{t}_", F2=_F2, weigh="".join(weigh(t, k) for k in range(vectors)))
+    nan='__builtin_nanf("")', accs="".join(f" {acc}[{i}] *= a_;" for i in range(t*accs, (t + 1)*accs)), t_=f"{t}_", F2=_F2,
+    weigh="".join(weigh(t, k) for k in range(vectors)))
     for t in range(tiles))
   return _code("({$sums if (__builtin_expect(__builtin_amdgcn_ballot_w$wave($outgrown) != 0, 0)) {$correct }$add 0.0f; })", wave=wave,
-               correct=correct, sums="".join(f" {_F2} t{t}_ = {x};" for t, x in enumerate(sums)), outgrown=" | ".join(outgrown(t) for t in range(tiles)),
+               correct=correct, sums="".join(f" {_F2} t{t}_ = {x};" for t, x in enumerate(sums)),
+               outgrown=" | ".join(outgrown(t) for t in range(tiles)),
                add="".join(f" {l}[{t}] += t{t}_;" for t in range(tiles)))
 
 def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, *rest:Array, tiles:int, vectors:int, n:int, accs:int, wave:int,
