@@ -35,7 +35,7 @@ def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
   staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//8)))     # waves without a query only help to carry
-  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced, pack)
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced, c.prefetch, pack)
 
 def choose_tile(p:Problem, arch:Arch) -> AnyTile:
   """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""

@@ -6,8 +6,13 @@ import pytest
 from attn import intrinsics as hw
 from attn.arch import get_arch
 from attn.fragment import MATRIX
+from attn.emulator import plan
+from attn.emulator.checks import LdsRace, UninitialisedRead
+from attn.emulator.plan import Plan
+from attn.kernels.tiles import LdsTile
 from attn.problem import Problem
 from attn.reference import rounded
+from attn.tinygrad_compat import Ops
 from cases import ARCHS, Inputs, check, check_kernels, normal
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
@@ -191,6 +196,30 @@ def test_scores_too_large_for_one_fma(arch:str) -> None:
     return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)
   for scale in (0.25, 0.3, 0.11):
     check(arch, make, H=1, Sq=20, Sk=300, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
+
+# ***** tiles on their way *****
+
+AHEAD = {"one trip": dict(Sq=20, Sk=20, D=32), "several trips": dict(Sq=40, Sk=333), "causal": dict(Sq=150, Sk=170, causal=True, dtype="bfloat16"),
+         "three loops": dict(Sq=90, Sk=300, window=(100, 20)), "splits": dict(Sq=40, Sk=500, num_splits=3)}
+
+@every_arch
+@pytest.mark.parametrize("prefetch", (0, 2))
+@pytest.mark.parametrize("case", AHEAD)
+def test_prefetch(arch:str, prefetch:int, case:str) -> None:
+  check_kernels(arch, tile=lambda t: replace(t, prefetch=prefetch, block_n=32), H=1, **{"D": 64, **AHEAD[case]})
+
+@every_arch
+def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
+  """A trip that stores to the buffer it reads from races with waves that still read."""
+  monkeypatch.setattr(LdsTile, "number", lambda self, i: self)
+  with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
+
+@every_arch
+@pytest.mark.parametrize("prefetch", (0, 1, 2))
+def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
+  monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
+  monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
+  with pytest.raises((LdsRace, UninitialisedRead)): check_kernels(arch, tile=lambda t: replace(t, prefetch=prefetch, block_n=32), H=1, Sq=128, Sk=200)
 
 @pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))

@@ -3,11 +3,11 @@
 A workgroup owns one head and BLOCK_M queries and walks over the keys in tiles of BLOCK_N, with the online softmax (Milakov and Gimelshein 2018,
 arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). It computes S^T = K Q^T and O^T = V^T P^T: a query is a lane, see
 attn/fragment.py.
-Per trip: the K and V tiles, loaded one trip ahead into registers, go to LDS (V transposed); the loads of the next trip start; then the matrix work.
+K and V tiles come through registers to LDS, V transposed on the way; by default the loads of the next tile start before this one's matrix work.
 """
 from __future__ import annotations
 import itertools, math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
@@ -17,29 +17,30 @@ from attn.kernels.softmax import Softmax
 from attn.kernels.tiles import UNIT, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
 from attn.operations import operations
 from attn.problem import Problem
-from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
+from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, Ops, UOp, dtypes
 
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
 MAX_D = 256      # the longest row of O that registers hold
 FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
-  """LDS that `forward` takes for the K and the V^T tile, and for Q where it is kept there."""
+  """LDS that `forward` takes for the K and V^T tiles, and for Q where it is kept there."""
   depth = contraction(tile.matrix, p.D)//UNIT
-  rows = tile.block_n + (tile.block_m if tile.q_in_lds else 0)
-  return 16*(LdsTile.size(rows, depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT))
+  kv = LdsTile.size(tile.block_n, depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT)
+  return 16*(max(1, tile.prefetch)*kv + (LdsTile.size(tile.block_m, depth) if tile.q_in_lds else 0))
 
 # ***** the parts of a trip *****
 
 @dataclass(frozen=True)
 class State:
-  """What crosses trips: the softmax's registers, and the tiles on their way."""
+  """What crosses trips: the softmax's registers and the tiles in LDS."""
   softmax: Softmax
-  k: UOp            # this thread's part of the next K tile
-  v: UOp            # and of the next V tile
   k_lds: LdsTile
   v_lds: LdsTile
   def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
+  def lds_after(self, *deps:UOp) -> State:
+    """The tiles in LDS alone: a barrier where `deps` store to them."""
+    return State(self.softmax, self.k_lds.after(*deps), self.v_lds.after(*deps))
 
 @dataclass(frozen=True)
 class Staging:
@@ -93,6 +94,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
   depth, width = contraction(mat, p.D), round_up(p.Dv, mat.M)
   k_tiles, d_tiles = block_n//mat.M, width//mat.M
   group = p.H//p.Hkv if tile.pack_gqa else 1             # query heads of a workgroup: row r of its block is query r//group of head r%group
+  buffers = max(1, tile.prefetch)                        # of LDS, for a K and a V tile each
   q_blocks, (left, right), names = ceildiv(p.Sq*group, tile.block_m), p.window, arguments(p)
   check_range(p, tile)
 
@@ -138,9 +140,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     k_stage = Staging(block_n, depth//UNIT, tile.threads, at.thread)
     v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, group=4, groups=mat.groups, run=max(1, mat.accumulator//UNIT))
     nothing = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
-    state = State(Softmax.create(mat, q_tiles, d_tiles, k_tiles, 10),
-                  UOp.placeholder((k_stage.items,), hw.u32(4), 5, AddrSpace.REG), UOp.placeholder((4*v_stage.items,), hw.u32(4), 6, AddrSpace.REG),
-                  LdsTile.create(block_n, depth//UNIT, 0), LdsTile.create(width, block_n//UNIT, 1))
+    state = State(Softmax.create(mat, q_tiles, d_tiles, k_tiles, 10), LdsTile.create(block_n, depth//UNIT, 0, buffers),
+                  LdsTile.create(width, block_n//UNIT, 1, buffers))
 
     # ***** Q: the B operand of S^T, kept in registers, or in LDS where they would not hold it *****
     q_units = [[q_rows.load_units(first_row, tile.block_m, i, u) for u in units_of(mat, depth, at.h)] for i in in_block]
@@ -154,39 +155,42 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       units = units_of(mat, depth, at.h)[steps]
       return [operands(mat, [q_kept.after(*after).load(row, u) for u in units]) for row in (hw.opaque(i, t) for i in in_block)]
 
+    def do(statement:Callable[..., UOp], *args:Any) -> UOp: return nothing[0].store(statement(*args))
+
     # ***** global -> registers -> LDS *****
-    def fetch(s:State, t:UOp) -> list[UOp]:
-      stores = []
-      for j in range(k_stage.items):
-        row, unit, gate = k_stage.item(j)
-        stores.append(s.k[j].store(k_rows.load_units(t*block_n, block_n, row, unit, gate)))
-      for j in range(v_stage.items):
-        quad, unit, gate = v_stage.item(j)
+    def fetch(t:UOp) -> tuple[list[UOp], list[UOp]]:
+      """This thread's parts of the K and the V tile."""
+      k_parts = [k_rows.load_units(t*block_n, block_n, *k_stage.item(j)) for j in range(k_stage.items)]
+      v_parts = []
+      for quad, unit, gate in (v_stage.item(j) for j in range(v_stage.items)):
         for i in range(4):    # slot quad*4 + i of a row of V^T: unit quad//2 belongs to lane group quad//2 % groups
           slot_unit, slot = quad//2, quad%2*4 + i
           n = slot_unit//mat.groups*UNIT + slot
           row = n//mat.accumulator*mat.M + mat.c_row(slot_unit%mat.groups, n%mat.accumulator)
-          stores.append(s.v[4*j + i].store(v_rows.load_units(t*block_n, block_n, row, unit, gate)))
-      return stores
+          v_parts.append(v_rows.load_units(t*block_n, block_n, row, unit, gate))
+      return k_parts, v_parts
 
-    def to_lds(s:State) -> list[UOp]:
-      stores = []
-      for j in range(k_stage.items):
-        row, unit, gate = k_stage.item(j)
-        stores.append(s.k_lds.store(row, unit, s.k[j].load(), gate))
+    def to_lds(s:State, t:UOp, k_parts:list[UOp], v_parts:list[UOp]) -> UOp:
+      k_lds, v_lds = s.k_lds.number(t%buffers), s.v_lds.number(t%buffers)
+      stores = [k_lds.store(row, unit, part, gate) for part, (row, unit, gate) in zip(k_parts, (k_stage.item(j) for j in range(k_stage.items)))]
       for j in range(v_stage.items):
         quad, unit, gate = v_stage.item(j)
-        for i, column in enumerate(transpose([s.v[4*j + i].load() for i in range(4)])):
-          stores.append(s.v_lds.store_half(mat.row_of(unit*UNIT + i), quad, column, gate))
-      return stores
-
-    def do(statement:Callable[..., UOp], *args:Any) -> UOp: return nothing[0].store(statement(*args))
+        for i, column in enumerate(transpose(v_parts[4*j:4*j + 4])): stores.append(v_lds.store_half(mat.row_of(unit*UNIT + i), quad, column, gate))
+      return UOp.group(*stores)
 
     # ***** one trip *****
     def trip(s:State, t:UOp, masked:bool) -> UOp:
-      staged = UOp.group(*to_lds(s))
-      k_tile, v_tile = s.k_lds.after(staged), s.v_lds.after(staged)    # a barrier: every wave's part is there
-      stores = fetch(replace(s, k=s.k.after(staged), v=s.v.after(staged)), t + 1)
+      """The work on tile t while the next one is on its way to registers, and then that one's way to LDS. With two buffers there no wave has to wait
+      for others before it stores: the barrier at the end of the trip is the only one. Without prefetch a trip takes its own tile to LDS first."""
+      if not tile.prefetch: return work(s.lds_after(to_lds(s, t, *fetch(t))), t, masked)
+      parts = fetch(t + 1)
+      under_way = do(hw.sched_barrier, *itertools.chain(*parts))     # the compiler would put loads off
+      worked = work(s.lds_after(under_way), t, masked)
+      return UOp.group(worked, to_lds(s.lds_after(barrier(worked) if buffers == 1 else worked), t + 1, *parts))
+
+    def work(s:State, t:UOp, masked:bool) -> UOp:
+      """S of a key tile, its softmax, and its part of O."""
+      k_tile, v_tile = s.k_lds.number(t%buffers), s.v_lds.number(t%buffers)
       s_tiles = [[hw.splat(0.0, mat.accumulator)]*k_tiles for _ in range(q_tiles)]
       k_units = units_of(mat, depth, at.h)
       for kt, first in itertools.product(range(k_tiles), range(0, len(k_units), FENCE_UNITS)):
@@ -207,8 +211,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
         v_operands = operands(mat, [v_tile.load(dt*mat.M + at.n, u) for u in units_of(mat, block_n, at.h)])
         for a, *bs in zip(v_operands, *weights):
           for qt, b in enumerate(bs): accs[qt][dt] = hw.shaped_wmma(mat, a, b, accs[qt][dt])
-      stores += [x.acc[qt*d_tiles + dt].store(accs[qt][dt]) for qt in range(q_tiles) for dt in range(d_tiles)]
-      return UOp.group(*stores)
+      o_tiles = [acc for column in accs for acc in column]
+      return UOp.group(do(hw.settle, *o_tiles), *[x.acc[i].store(acc) for i, acc in enumerate(o_tiles)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
       count = (last - first).simplify()
@@ -220,7 +224,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       return s.after(trip(inside, first + r, masked).end(r))
 
     # ***** all of it *****
-    done = state.after(state.softmax.start(), *fetch(state, blocks.begin))
+    done = state.after(state.softmax.start())
+    if tile.prefetch: done = done.lds_after(to_lds(done, blocks.begin, *fetch(blocks.begin)))
     if left >= 0: done = trips(done, blocks.begin, blocks.full_begin, masked=True)
     done = trips(done, blocks.full_begin, blocks.full_end, masked=False)
     done = trips(done, blocks.full_end, blocks.end, masked=True)
@@ -240,6 +245,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
   return kernel
+
+def barrier(after:UOp) -> UOp: return UOp(Ops.BARRIER, dtypes.void, (after,))
 
 def too_wide(p:Problem) -> str|None:
   """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""

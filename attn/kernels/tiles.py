@@ -1,6 +1,6 @@
 """Moving tiles: global memory -> registers -> LDS -> matrix operands. What a kernel shares with its neighbours, apart from the algorithm itself."""
 from __future__ import annotations
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from attn import intrinsics as hw
 from attn.fragment import Matrix, Mma
 from attn.tinygrad_compat import AddrSpace, Ops, UOp
@@ -19,6 +19,7 @@ class Tile:
   block_n: int       # keys of a trip
   q_in_lds: bool = False       # Q is read from LDS in every trip instead of being kept in registers
   fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
+  prefetch: int = 1            # K and V tiles are loaded 0: for their own trip, 1: during the one before, 2: so, and stored to a second buffer in LDS
   pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
 
@@ -37,6 +38,7 @@ class Candidate:
   block_n: int
   q_in_lds: bool = False
   fenced: bool = False
+  prefetch: int = 1
   matrix: int = 0        # index into fragment.MATRIX of the family and dtype
   fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
 
@@ -86,23 +88,28 @@ def contraction(matrix:Matrix, length:int) -> int:
 
 @dataclass(frozen=True)
 class LdsTile:
-  """A tile of rows of 16-byte units in LDS. The row stride is an odd number of units, so that eight neighbouring rows lie in different banks."""
+  """A tile of rows of 16-byte units in LDS, or several of them. The row stride is an odd number of units, so that eight neighbouring rows lie in
+  different banks."""
   buffer: UOp
+  rows: int
   units: int
+  base: UOp|int = 0
   @property
   def stride(self) -> int: return self.units | 1
   @staticmethod
   def size(rows:int, units:int) -> int: return rows*(units | 1)
   @staticmethod
-  def create(rows:int, units:int, slot:int) -> LdsTile:
-    return LdsTile(UOp.placeholder((LdsTile.size(rows, units),), hw.u32(4), slot, AddrSpace.LOCAL), units)
+  def create(rows:int, units:int, slot:int, buffers:int=1) -> LdsTile:
+    return LdsTile(UOp.placeholder((buffers*LdsTile.size(rows, units),), hw.u32(4), slot, AddrSpace.LOCAL), rows, units)
 
-  def after(self, *deps:UOp) -> LdsTile: return LdsTile(self.buffer.after(*deps), self.units)
-  def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[row*self.stride + unit].load()
-  def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[(row*self.stride + unit).valid(gate)].store(value)
+  def after(self, *deps:UOp) -> LdsTile: return replace(self, buffer=self.buffer.after(*deps))
+  def number(self, i:UOp) -> LdsTile: return replace(self, base=i*LdsTile.size(self.rows, self.units))
+  def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.base + row*self.stride + unit].load()
+  def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp:
+    return self.buffer[(self.base + row*self.stride + unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
     """Stores 8 bytes at the `half`-th half unit of a row."""
-    return self.buffer.bitcast(hw.u32(2))[(row*(2*self.stride) + half).valid(gate)].store(value)
+    return self.buffer.bitcast(hw.u32(2))[(self.base*2 + row*(2*self.stride) + half).valid(gate)].store(value)
 
 # ***** global memory *****
 
