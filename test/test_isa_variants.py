@@ -1,14 +1,17 @@
 """Every kernel that dispatch chooses, on every chip, compiled: no spill, no slow idiom, and what it costs stands in docs/costs.txt."""
 from __future__ import annotations
 import re
+from dataclasses import replace
 from pathlib import Path
 import pytest
 from attn.arch import get_arch
 from attn.dispatch import choose_tile, tile_of
 from attn.isa import costs
 from attn.isa.compiler import assembly
+from attn.isa.instruction import Instruction
+from attn.isa.model import pipes
 from attn.isa.parse import parse
-from attn.isa.report import analyse
+from attn.isa.report import analyse, hot_loop
 from attn.isa.source import Spec, kernel_source, problem_of
 from attn.kernels.tiles import Candidate
 
@@ -37,3 +40,24 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   tile = tile_of(problem_of(spec), chip, Candidate(64, 4, 1, 64, fenced=True, matrix=matrix))
   found = re.findall(r"\b(v_permlane\w+?|ds_bpermute_b32)(?:_e\d\d)?\b", assembly(kernel_source(spec, tile).text, arch))
   assert set(found) == EXCHANGES[arch, matrix]
+
+def trip(spec:Spec, **tile:int|bool) -> list[Instruction]:
+  """The hot loop of the forward kernel with the tile that dispatch chooses, or changed."""
+  p, arch = problem_of(spec), get_arch(spec.arch)
+  kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
+  found = hot_loop(parse(assembly(kernel.text, spec.arch))[0], pipes(spec.arch), kernel.d, kernel.dv)
+  assert found is not None
+  return found[1]
+
+CHIPS = ("gfx942", "gfx950", "gfx1100", "gfx1201")
+
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("d", costs.HEAD_DIMENSIONS)
+def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None:
+  kinds = [x.kind for x in trip(Spec(arch, d))]
+  assert "load" in kinds and "load" not in kinds[kinds.index("matrix"):]
+
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize(("prefetch", "barriers"), ((0, 2), (1, 2), (2, 1)))
+def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
+  assert sum(x.op in ("s_barrier", "s_barrier_signal") for x in trip(Spec(arch, 64), prefetch=prefetch, block_n=32)) == barriers

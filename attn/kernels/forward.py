@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
+from attn.fragment import Matrix
 from attn.kernels.blocks import Extent, extent, key_blocks, strides
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
@@ -26,8 +27,14 @@ FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 def lds_bytes(p:Problem, tile:Tile) -> int:
   """LDS that `forward` takes for the K and V^T tiles, and for Q where it is kept there."""
   depth = contraction(tile.matrix, p.D)//UNIT
-  kv = LdsTile.size(tile.block_n, depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT)
+  kv = LdsTile.size(tile.block_n, depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT, v_skew(tile.matrix, tile.block_n))
   return 16*(max(1, tile.prefetch)*kv + (LdsTile.size(tile.block_m, depth) if tile.q_in_lds else 0))
+
+# Sixteen lanes at a time store 8 bytes each to `v_columns` columns of V (rows of V^T), which must not meet in a bank.
+def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
+def v_skew(mat:Matrix, block_n:int) -> int:
+  """Columns two units apart lie in different matrix tiles where these have 16 rows: a gap after each tile puts them into different banks."""
+  return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == UNIT else 0
 
 # ***** the parts of a trip *****
 
@@ -50,19 +57,18 @@ class Staging:
   threads: int
   thread: UOp
   group: int = 1       # rows that one item takes, to be transposed
-  groups: int = 1      # neighbouring items take units `run` apart, of this many runs: their columns then go to different banks
-  run: int = 1
+  together: int = 1    # so many neighbouring items of a row group take units `apart`: their columns then go to different banks
+  apart: int = 1
   @property
   def items(self) -> int: return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their LDS stores then fill
-    a row."""
+    """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their stores fill a row."""
     index, groups = self.thread + j*self.threads, self.rows//self.group
     gate = index < groups*self.units
     if self.group == 1: return index//self.units, index%self.units, gate
-    fast, block = math.gcd(groups, 8), self.groups*self.run
+    fast, block = math.gcd(groups, 8), self.together*self.apart
     unit = index//fast%self.units
-    return index//(fast*self.units)*fast + index%fast, unit//block*block + unit%self.groups*self.run + unit%block//self.groups, gate
+    return index//(fast*self.units)*fast + index%fast, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
 
 def transpose(rows:list[UOp]) -> list[UOp]:
   """Four rows of eight 16-bit elements -> eight columns of four (dword pairs)."""
@@ -92,7 +98,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
   if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
   mat, waves, q_tiles, block_n, splits = tile.matrix, tile.waves, tile.q_tiles, tile.block_n, p.num_splits
   depth, width = contraction(mat, p.D), round_up(p.Dv, mat.M)
-  k_tiles, d_tiles = block_n//mat.M, width//mat.M
+  k_tiles, d_tiles, columns = block_n//mat.M, width//mat.M, v_columns(block_n)
   group = p.H//p.Hkv if tile.pack_gqa else 1             # query heads of a workgroup: row r of its block is query r//group of head r%group
   buffers = max(1, tile.prefetch)                        # of LDS, for a K and a V tile each
   q_blocks, (left, right), names = ceildiv(p.Sq*group, tile.block_m), p.window, arguments(p)
@@ -138,10 +144,10 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     # ***** placeholders *****
     q_lds = LdsTile.create(tile.block_m, depth//UNIT, 7)
     k_stage = Staging(block_n, depth//UNIT, tile.threads, at.thread)
-    v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, group=4, groups=mat.groups, run=max(1, mat.accumulator//UNIT))
+    v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, 4, *((columns, 2) if width//UNIT % (2*columns) == 0 else (1, 1)))
     nothing = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
     state = State(Softmax.create(mat, q_tiles, d_tiles, k_tiles, 10), LdsTile.create(block_n, depth//UNIT, 0, buffers),
-                  LdsTile.create(width, block_n//UNIT, 1, buffers))
+                  LdsTile.create(width, block_n//UNIT, 1, buffers, v_skew(mat, block_n)))
 
     # ***** Q: the B operand of S^T, kept in registers, or in LDS where they would not hold it *****
     q_units = [[q_rows.load_units(first_row, tile.block_m, i, u) for u in units_of(mat, depth, at.h)] for i in in_block]
