@@ -245,8 +245,7 @@ def tune(s:Settings, arch:Arch, seconds:Seconds) -> list[dict[str, Any]]:
     if found is None or not spills(p, arch, program, tile): timed.append((seconds(program, tile), kernel, tile, found))
   timed.sort(key=lambda x: x[0])
   tuned.store(p, arch, timed[0][3], timed[0][0])
-  def options(tile:Tile) -> str: return " ".join(name for name in ("q_in_lds", "fenced") if getattr(tile, name))
-  return [{"kernel": kernel, "tile": str(tile), "options": options(tile), "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
+  return [{"kernel": kernel, "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def tune_all(todo:Sequence[Settings]) -> None:

@@ -353,7 +353,7 @@ TABLE: dict[str, Intrinsic] = {
   "opaque_uniform": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+s"(v_)); v_; }})', lambda lanes, x: x),
   "opaque": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+v"(v_)); v_; }})', lambda lanes, x, _: x),
   "sched_barrier": Intrinsic("({{ __builtin_amdgcn_sched_barrier(0); 0.0f; }})", lambda lanes, x, *_: np.zeros(x.shape[-1], np.float32)),
-  "settle": Intrinsic(lambda out, n: _code('({ asm volatile("" :: $operands); 0.0f; })', operands=", ".join(f'"v"({{{i}}})' for i in range(n))),
+  "settle": Intrinsic(lambda out, n: _code("({$pins 0.0f; })", pins="".join(f' asm volatile("" :: "v"(({{{i}}})[0]));' for i in range(n))),
                       lambda lanes, *_, n: np.zeros(lanes.active.shape, np.float32)),
   "declare": Intrinsic("{0}", lambda lanes, x, _: x),
   # bits
@@ -452,8 +452,7 @@ def sched_barrier(*done:UOp) -> UOp:
   `correct`."""
   return emit("sched_barrier", dtypes.float, *done)
 def settle(*values:UOp) -> UOp:
-  """All of `values` are in registers: the compiler, which may put work off into a later branch or beyond a barrier, has done what makes them. A
-  statement."""
+  """What makes the vectors `values` is done: the compiler may put work off into a later branch, beyond a barrier. A statement."""
   return emit("settle", dtypes.float, *values, n=len(values))
 def softcap(x:UOp, inner:float, outer:float, series:bool) -> UOp:
   """outer * tanh(x * inner), to 1e-7 * outer; with `series` also to a few units in the last place of the value."""

@@ -17,12 +17,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from attn.arch import Arch, get_arch
 from attn.dispatch import fits, tile_of
-from attn.fragment import MATRIX
+from attn.emulator.banks import phases
+from attn.fragment import MATRIX, Matrix
 from attn.isa.compiler import CompileError, assembly
 from attn.isa.model import Pipes, pipes
 from attn.isa.report import Report, analyse
@@ -33,12 +35,14 @@ from attn.tuned import CLASSES
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")   # one of each family
 VARIANTS = [(dtype, mask) for dtype in reversed(DTYPES) for mask in reversed(MASKS)]   # the costly ones first
 SPACE: dict[str, tuple[int, ...]] = {
-  "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True)}
+  "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
+  "prefetch": (1, 2, 0), "matrix": (0, 1)}
 LARGE = 256     # queries of a tile, at most: a causal block computes on average half as many keys in vain
 SMALL = 128     # queries of a tile that every grid may have
 FILLS = 256     # workgroups that a tile of more queries has to make, about one for each compute unit of the largest chips
 ENOUGH = 2      # waves per SIMD: one computes while the other waits
 ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # of instruction.KINDS
+LEADING = 3     # tiles with the greatest bounds that are tried with two buffers in LDS as well
 RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel gets by with fewer
 TABLE = Path(__file__).parent/"tiles_table.py"
 Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
@@ -46,6 +50,7 @@ Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
 class Bound(NamedTuple):
   """What tiles are ranked by, the greatest first. Bounds on the use of the matrix unit are in half percents: less is the compiler's luck."""
   enough: int     # waves per SIMD, but no more than ENOUGH
+  ahead: int      # 1 if a tile is on its way while there is other work, else 0: no figure here knows what waiting for memory takes
   issued: int     # where nothing overlaps: the serial bound, in which each access to LDS and memory and each barrier takes an issue slot too
   serial: int     # the serial bound itself
   waves: int      # per SIMD, of the workgroups for which registers and LDS have room
@@ -64,18 +69,29 @@ def held(c:Candidate, arch:Arch, d:int) -> int:
   """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
   mat = MATRIX[arch.family, DTYPES[0]][c.matrix]
   of_q = 0 if c.q_in_lds else contraction(mat, d)//2//(1 if mat.duplicated else mat.groups)
-  return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + c.block_n*d//(c.waves*mat.wave)
+  on_the_way = c.block_n*d//(c.waves*mat.wave) if c.prefetch else 0
+  return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
+
+def conflict(family:str, mat:Matrix, stride:int) -> bool:
+  """Whether lanes that read their units of matrix operands, lane group h at unit h of row n, meet in a bank of LDS. Those of CDNA's 16x16
+  instructions do: a phase of its reads takes rows of one lane group with the neighbouring rows of another."""
+  banks, groups = phases(family, mat.wave, True, 16)
+  unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
+  return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
 def candidates(arch:Arch, d:int) -> list[Candidate]:
-  """The tiles of SPACE that the matrix instruction divides into, and that LDS and registers could hold. Q lies in LDS, where every trip has to read
-  it again, only if with it a wave would fill half of its registers."""
-  found = []
+  """The tiles of SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank conflicts. Q lies
+  in LDS, where every trip has to read it again, only if with it a wave would fill half of its registers."""
+  found, matrices = [], MATRIX[arch.family, DTYPES[0]]
   for values in itertools.product(*SPACE.values()):
     c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of(Spec(arch.name, d))   # type: ignore[arg-type]
+    if c.matrix >= len(matrices): continue
     tile = tile_of(p, arch, c)
     divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, UNIT) == 0
     crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
-    if divides and crowded and tile.block_m <= LARGE and fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs: found.append(c)
+    smooth = not any(conflict(arch.family, tile.matrix, n//UNIT | 1) for n in (contraction(tile.matrix, d), c.block_n))
+    room = fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs
+    if divides and crowded and smooth and tile.block_m <= LARGE and room: found.append(c)
   return found
 
 # ***** the bound of one tile *****
@@ -101,8 +117,8 @@ def bound_of(report:Report|None, tile:Tile) -> Bound|None:
   matrix, waves = loop.cycles["matrix"], waves_of(report, tile, cu)
   others = cu.valu*sum(loop.kinds[kind] for kind in ISSUED)
   def halves(x:float) -> int: return round(200*x)
-  return Bound(min(waves, ENOUGH), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves, halves(loop.overlap), -tile.block_m,
-               -tile.block_n)
+  return Bound(min(waves, ENOUGH), min(tile.prefetch, 1), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
+               halves(loop.overlap), -tile.block_m, -tile.block_n)
 
 def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel."""
@@ -143,14 +159,20 @@ class Class:
   rows: tuple[Found, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """One class. Tiles of which ENOUGH waves can't have the registers are looked at only where no other will do."""
-  ranked, rows, registers = list[Found](), list[Found](), pipes(arch).registers
-  heavy = {c: ENOUGH*held(c, get_arch(arch), d) > registers for c in candidates(get_arch(arch), d)}
-  for tiles in ([c for c in heavy if not heavy[c]], [c for c in heavy if heavy[c]]):
-    ranked += [Found(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None]
+  """One class. What is looked at only where nothing before will do: first tiles without prefetch, then those of which ENOUGH waves can't have the
+  registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL queries."""
+  chip, registers, ranked, rows = get_arch(arch), pipes(arch).registers, list[Found](), list[Found]()
+  space = candidates(chip, d)
+  def look(tiles:list[Candidate]) -> list[Found]:
+    ranked.extend(Found(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None)
     ranked.sort(key=lambda x: x.bound, reverse=True)
-    if (rows := choose(arch, ranked, each)) and queries(rows[-1]) <= SMALL and all(x.bound.enough == ENOUGH for x in rows): break
-  return Class(arch, d, tuple(ranked), tuple(rows))
+    return choose(arch, ranked, each)
+  heavy = {c: ENOUGH*held(c, chip, d) > registers for c in space}
+  for prefetch, weight in ((1, False), (0, False), (1, True)):
+    rows = look([c for c in space if c.prefetch == prefetch and heavy[c] == weight])
+    if rows and queries(rows[-1]) <= SMALL and all(x.bound.enough == ENOUGH for x in rows): break
+  leading = {x.candidate for some in (ranked, [x for x in ranked if queries(x) <= SMALL]) for x in some[:LEADING]}
+  return Class(arch, d, tuple(ranked), tuple(look([c for c in space if c.prefetch == 2 and replace(c, prefetch=1) in leading])))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
   """Every class of every chip, in `jobs` processes, with a line of progress."""
@@ -222,8 +244,8 @@ def show(found:Iterable[Class], everything:bool) -> Table:
   for x in found:
     for y in x.ranked if everything else x.rows:
       c, b = y.candidate, y.bound
-      options = " ".join(name for name in ("q_in_lds", "fenced") if getattr(c, name)) + f" fills={c.fills}"*(c.fills > 0)
-      table.add_row(x.arch, str(x.d), f"{queries(y)}x{c.block_n}", *map(str, (c.waves, c.q_tiles, c.block_n)), options,
+      tile = tile_of(problem_of(Spec(x.arch, x.d)), get_arch(x.arch), c)
+      table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={c.fills}"*(c.fills > 0),
                     *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
   return table
 

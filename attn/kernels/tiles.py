@@ -27,6 +27,10 @@ class Tile:
   def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.N
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
+  @property
+  def options(self) -> str:
+    """What is not by default, in words."""
+    return " ".join([name for name in ("q_in_lds", "fenced") if getattr(self, name)] + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 @dataclass(frozen=True)
