@@ -3,12 +3,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 import pytest
 from attn.arch import get_arch
 from attn.dispatch import choose_tile, tile_of
 from attn.isa import costs
 from attn.isa.compiler import assembly
-from attn.isa.instruction import Instruction
+from attn.isa.instruction import VECTOR, Instruction
 from attn.isa.model import pipes
 from attn.isa.parse import parse
 from attn.isa.report import analyse, hot_loop
@@ -41,7 +42,7 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   found = re.findall(r"\b(v_permlane\w+?|ds_bpermute_b32)(?:_e\d\d)?\b", assembly(kernel_source(spec, tile).text, arch))
   assert set(found) == EXCHANGES[arch, matrix]
 
-def trip(spec:Spec, **tile:int|bool) -> list[Instruction]:
+def trip(spec:Spec, **tile:Any) -> list[Instruction]:
   """The hot loop of the forward kernel with the tile that dispatch chooses, or changed."""
   p, arch = problem_of(spec), get_arch(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
@@ -61,3 +62,12 @@ def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None
 @pytest.mark.parametrize(("prefetch", "barriers"), ((0, 2), (1, 2), (2, 1)))
 def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
   assert sum(x.op in ("s_barrier", "s_barrier_signal") for x in trip(Spec(arch, 64), prefetch=prefetch, block_n=32)) == barriers
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_lazy_and_eager(arch:str) -> None:
+  """What it takes to look for maxima in every trip: half an instruction per score."""
+  def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
+  spec = Spec(arch, 128)
+  tile = choose_tile(problem_of(spec), get_arch(arch))
+  share = tile.q_tiles*tile.matrix.N*tile.block_n/tile.matrix.wave
+  assert 0.3*share < valu(0.0) - valu(8.0) < 0.7*share

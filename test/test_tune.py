@@ -13,6 +13,7 @@ import bench
 from attn import tune, tuned
 from attn.arch import get_arch
 from attn.dispatch import CANDIDATES, choose, choose_tile, tile_of
+from attn.fragment import MATRIX
 from attn.isa.model import pipes
 from attn.isa.source import Spec, problem_of
 from attn.kernels.tiles import Candidate, Tile
@@ -68,6 +69,42 @@ def test_the_space_is_what_fits() -> None:
   assert set(narrow) < set(wide)                                                           # more LDS
   assert {c.block_n for c in wide} == {32, 64, 128} and {c.block_n for c in tune.candidates(get_arch("gfx1201"), 64)} == {16, 32, 64, 128}
   assert all(c.q_in_lds for c in tune.candidates(get_arch("gfx1100"), 256))               # registers
+
+@pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
+                                                        ("rdna3", 0, False), ("rdna4", 0, False)])
+def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
+  """As the emulator counts them in test_banks.py: two cycles for a read of the 16x16 instructions of CDNA."""
+  assert all(tune.conflict(family, MATRIX[family, "float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
+
+def test_an_even_stride_conflicts() -> None: assert tune.conflict("rdna4", MATRIX["rdna4", "float16"][0], 8)
+
+class Bounds:
+  """In place of the compiler: the bound of a tile by `rule`; remembers what was asked."""
+  def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[Candidate], dict[str, int]|None]):
+    self.seen, self.rule = list[Candidate](), rule
+    monkeypatch.setattr(tune, "first_bound", self)
+  def __call__(self, arch:str, c:Candidate, dtype:str="", mask:str="") -> Bound|None:
+    if c not in self.seen: self.seen.append(c)
+    figures = {"enough": 2, "ahead": min(c.prefetch, 1), "small": -c.waves*c.q_tiles*32, "short": -c.block_n}
+    return bound(**figures | found) if (found := self.rule(c)) is not None else None
+
+def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
+  asked = Bounds(monkeypatch, lambda c: {"issued": 120 + (c.prefetch == 2) - c.block_n//64})
+  found = tune.search_class("gfx950", 128)
+  doubled = [c for c in asked.seen if c.prefetch == 2]
+  assert 1 <= len(doubled) <= 2*tune.LEADING and not any(c.prefetch == 0 for c in asked.seen)
+  assert all(x.candidate.prefetch == 2 and x.candidate.block_n == 32 for x in found.rows) and [tune.queries(x) for x in found.rows] == [128]
+
+@pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
+def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
+  """Tiles of two waves with prefetch, then without, then those of one."""
+  def rule(c:Candidate) -> dict[str, int]|None:
+    if c.prefetch == 2: return None
+    if 2*tune.held(c, get_arch("gfx942"), 128) > 512: return {"enough": 1}
+    return {} if (ahead if c.prefetch else behind) else None
+  asked = Bounds(monkeypatch, rule)
+  found = tune.search_class("gfx942", 128)
+  assert {x.candidate.prefetch for x in found.rows} == {chosen} and any(c.prefetch == 0 for c in asked.seen) == (not ahead)
 
 def test_a_tile_that_spills_has_no_bound() -> None:
   pytest.importorskip("ziglang")

@@ -32,12 +32,10 @@ class Chip:
   def lds_bytes(self) -> int: return self.pipes.lds_bytes
 
 # AMD's data sheets and product pages: compute units, peak engine (boost) clock, memory bandwidth. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits.
-# MI308X has 80 of MI300X's compute units and no public data sheet: its clock is the higher of two that are told (1.15 GHz is that of the 188 TFLOP/s
-# it is said to have), since this is a bound from above.
+# MI308X is not here: it has no public data sheet, and no other source for its clock was found.
 CHIPS: dict[str, Chip] = {c.name: c for c in (
   Chip("MI300X", "gfx942", 304, 2.1, 5300),
   Chip("MI325X", "gfx942", 304, 2.1, 6000),
-  Chip("MI308X", "gfx942", 80, 1.42, 5300),
   Chip("MI350X", "gfx950", 256, 2.2, 8000),
   Chip("MI355X", "gfx950", 256, 2.4, 8000),
   Chip("RX 7900 XTX", "gfx1100", 96, 2.5, 960),
@@ -137,7 +135,6 @@ PUBLISHED: list[Published] = [
                       "MoonMath, RNE": (564, None), "MoonMath, RTNA": (574, None), "MoonMath, RTZ": (584, None), "Modular MAX": (399, None)},
            128, 16384, "bfloat16", 4, 16),
   *_series("MI325X", {"AITER assembly": (None, 639), "Composable Kernel": (None, 420), "FlyDSL": (None, 391)}, 128, 8192, "float16", 1, 64),
-  *_series("MI308X", {"AITER assembly": (None, 131), "Composable Kernel": (None, 94), "FlyDSL": (None, 96)}, 128, 8192, "float16", 1, 64),
   *_series("RX 9070 XT", {"hand assembly": (103, None), "AITER FlyDSL": (100, None), "PyTorch SDPA": (51, None)}, 128, 4096, h=24),
   *_series("RX 7900 XTX", {"ROCm FlashAttention-2 port": (48, None)}, 64, 2048, b=8),
 ]

@@ -1,15 +1,16 @@
 """Our kernels by name: which source a word such as gfx942/128/float16/causal stands for. The one place where attn.isa meets the kernels."""
 from __future__ import annotations
 from dataclasses import dataclass
+from attn.api import FLOATS
 from attn.arch import get_arch
-from attn.dispatch import single_kernel
+from attn.dispatch import MATRIX_DTYPES, single_kernel
 from attn.isa.model import MODEL
 from attn.kernels.forward import forward
 from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem
-from attn.tinygrad_compat import UOp, dtypes, render
+from attn.tinygrad_compat import UOp, render
 
-DTYPES = ("float16", "bfloat16")
+DTYPES = MATRIX_DTYPES
 MASKS = ("full", "causal")
 
 @dataclass(frozen=True, order=True)
@@ -53,7 +54,6 @@ def kernel_source(spec:Spec, tile:Tile|None=None) -> Source:
   p, arch = problem_of(spec), get_arch(spec.arch)
   kernel, used = single_kernel(p, arch) if tile is None else (forward(p, arch, tile), tile)
   assert isinstance(used, Tile)
-  dtype = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16}[spec.dtype]
-  tensors = [UOp.placeholder((p.B, p.H, p.Sq, p.D), dtype, slot) for slot in range(4)]
+  tensors = [UOp.placeholder((p.B, p.H, p.Sq, p.D), FLOATS[spec.dtype], slot) for slot in range(4)]
   return Source(render(kernel(*tensors), spec.arch), contraction(used.matrix, p.D), round_up(p.Dv, used.matrix.M),
                 used.q_tiles*used.matrix.N, used.block_m)

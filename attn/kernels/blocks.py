@@ -16,6 +16,12 @@ def run_time(x:UOp, low:int, high:int, hw:Operations) -> UOp:
   """A number that is loaded, the same in the whole workgroup: as an index, held within `low`..`high` so that no access can leave a buffer."""
   return hw.uniform(x).cast(dtypes.weakint).maximum(low).minimum(high)
 
+def trip_count(n:UOp, hw:Operations) -> UOp|None:
+  """How often a loop runs, None where it never does. Into a loop that runs once at most tinygrad places values from before it, which then are not
+  known after it: of such a number neither tinygrad nor the compiler may tell."""
+  if (n := n.simplify()).vmax <= 0: return None
+  return n if n.vmax > 1 else hw.opaque_uniform(n).cast(dtypes.weakint).maximum(0).minimum(2)
+
 @dataclass(frozen=True)
 class Extent:
   """The sequence of a workgroup: its queries and keys, the rows of the tensors at which they begin, and the `offset` of the diagonal."""
@@ -63,10 +69,3 @@ def key_blocks(p:Problem, x:Extent, first_query:UOp, last_query:UOp, block_n:int
   full_end = keys//block_n if right < 0 else (first_query + x.offset + right + 1).maximum(0).minimum(x.n_k)//block_n
   full_begin = full_begin.minimum(end)
   return KeyBlocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end)
-
-def loop_count(first:UOp, last:UOp, hw:Operations) -> UOp|None:
-  """Trips of a loop over the tiles `first`..`last`, None where there can be none. tinygrad places values from outside into a loop of at most one
-  trip, and uses them behind it too: it is told that there may be two."""
-  count = (last - first).simplify()
-  if count.vmax <= 0: return None
-  return hw.opaque_uniform(count).cast(dtypes.weakint).maximum(0).minimum(2) if count.vmax == 1 else count

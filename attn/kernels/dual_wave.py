@@ -18,7 +18,7 @@ from typing import Any, Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.fragment import MATRIX
-from attn.kernels.blocks import extent, key_blocks, strides
+from attn.kernels.blocks import extent, key_blocks, strides, trip_count
 from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
 from attn.kernels.scores import Row, Scores
 from attn.kernels.softmax import Softmax
@@ -39,8 +39,8 @@ def refuses(p:Problem, arch:Arch) -> str|None:
   if (p.D, p.Dv) != (HEAD, HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {HEAD}"
   if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
   if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
-  if (blocks := p.B*p.H*ceildiv(p.Sq, 256)) < arch.cus:
-    return f"{blocks} blocks of 256 queries leave compute units idle, of which there are {arch.cus}"
+  if (blocks := p.B*p.H*ceildiv(p.Sq, rows := tile_of(p, arch).block_m)) < arch.cus:
+    return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
   return None
 
 # ***** where a tile lies in LDS *****
@@ -209,9 +209,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
 
     def trips(s:State, first:UOp, count:UOp, mask:Callable[[list[UOp], UOp], list[UOp]]|None=None) -> State:
       """`count` trips of two tiles."""
-      if (count := count.simplify()).vmax <= 0: return s
-      if count.vmax == 1: count = hw.opaque_uniform(count)    # tinygrad places values from outside into a loop of at most one trip
-      r = UOp.range(count, next(axes), AxisType.LOOP)
+      if (n := trip_count(count, hw)) is None: return s
+      r = UOp.range(n, next(axes), AxisType.LOOP)
       order.enter(r)
       inside = s.after(r)
       for i in range(2): inside = step(inside, first + r*2 + i, i, mask)

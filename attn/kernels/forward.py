@@ -12,7 +12,7 @@ from typing import Any, Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.fragment import Matrix
-from attn.kernels.blocks import Extent, extent, key_blocks, strides
+from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
 from attn.kernels.tiles import UNIT, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
@@ -221,10 +221,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       return UOp.group(do(hw.settle, *o_tiles), *[x.acc[i].store(acc) for i, acc in enumerate(o_tiles)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      count = (last - first).simplify()
-      if count.vmax <= 0: return s
-      if count.vmax == 1:    # tinygrad places values from outside into a loop of at most one trip: say two
-        count = hw.opaque_uniform(count).cast(dtypes.weakint).maximum(0).minimum(2)
+      if (count := trip_count(last - first, hw)) is None: return s
       r = UOp.range(count, next(axes), AxisType.LOOP)
       inside = s.after(r)
       return s.after(trip(inside, first + r, masked).end(r))

@@ -12,7 +12,7 @@ from typing import Callable
 from attn import intrinsics_cuda as hw
 from attn.arch import Arch
 from attn.fragment import MMA, Mma
-from attn.kernels.blocks import loop_count
+from attn.kernels.blocks import trip_count
 from attn.kernels.forward import check_range, finish, too_wide
 from attn.kernels.nvidia import LINE, Block, barrier, total_of
 from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
@@ -227,7 +227,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       return UOp.group(*[s.acc[qt*d_tiles + i].store(y) for qt, ys in enumerate(accs) for i, y in enumerate(ys)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      if (count := loop_count(first, last, hw)) is None: return s
+      if (count := trip_count(last - first, hw)) is None: return s
       r = UOp.range(count, next(block.axes), AxisType.LOOP)
       return s.after(trip(arrived(s.after(r), stages - 2), first + r, masked).end(r))
 

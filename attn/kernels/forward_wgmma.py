@@ -12,7 +12,7 @@ from typing import Callable, ClassVar, NamedTuple
 from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.arch import Arch
 from attn.fragment import MMA
-from attn.kernels.blocks import loop_count
+from attn.kernels.blocks import trip_count
 from attn.kernels.forward import check_range, finish, too_wide
 from attn.kernels.nvidia import LINE, Block, barrier, total_of
 from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
@@ -175,7 +175,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
       return s.do(wgmma.wait(s.acc, s.order))
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      if (count := loop_count(first, last, hw)) is None: return s
+      if (count := trip_count(last - first, hw)) is None: return s
       r = UOp.range(count, next(block.axes), AxisType.LOOP)
       return s.after(trip(s.after(r), first + r, masked).order.end(r))
 
