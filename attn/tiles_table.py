@@ -7,35 +7,33 @@ from attn.kernels.tiles import Candidate
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
   "cdna3": (
-    Candidate(64, 8, 1, 128, fills=256),                        # serial 49.5%, issued 47.5%, overlap 87.0%, waves 2
-    Candidate(64, 4, 1, 64),                                    # serial 49.0%, issued 46.5%, overlap 86.0%, waves 3
-    Candidate(128, 8, 1, 64, fills=256),                        # serial 65.5%, issued 62.5%, overlap 100.0%, waves 2
-    Candidate(128, 4, 1, 32, fenced=True),                      # serial 65.5%, issued 61.0%, overlap 100.0%, waves 3
-    Candidate(192, 8, 1, 64, fenced=True, fills=256),           # serial 74.0%, issued 70.0%, overlap 100.0%, waves 2
-    Candidate(192, 4, 1, 32, fenced=True),                      # serial 74.0%, issued 69.0%, overlap 100.0%, waves 2
-    Candidate(256, 8, 1, 32, fenced=True, fills=256),           # serial 79.0%, issued 74.0%, overlap 100.0%, waves 2
-    Candidate(256, 4, 1, 32),                                   # serial 77.0%, issued 72.0%, overlap 100.0%, waves 1
+    Candidate(64, 4, 2, 32, fills=256),                                 # serial 51.0%, issued 49.5%, overlap 93.0%, waves 2
+    Candidate(64, 4, 1, 64),                                            # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
+    Candidate(128, 8, 1, 64, fills=256),                                # serial 67.5%, issued 64.0%, overlap 100.0%, waves 2
+    Candidate(128, 4, 1, 32),                                           # serial 67.5%, issued 63.5%, overlap 100.0%, waves 2
+    Candidate(192, 4, 1, 32, fenced=True),                              # serial 76.0%, issued 71.0%, overlap 100.0%, waves 2
+    Candidate(256, 4, 1, 32),                                           # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
   ),
   "cdna4": (
-    Candidate(64, 8, 1, 128, fills=256),                        # serial 48.0%, issued 44.5%, overlap 83.5%, waves 2
-    Candidate(64, 4, 1, 64),                                    # serial 48.0%, issued 43.5%, overlap 82.5%, waves 2
-    Candidate(128, 8, 1, 64, fills=256),                        # serial 64.5%, issued 58.5%, overlap 100.0%, waves 2
-    Candidate(128, 4, 1, 32, fenced=True),                      # serial 64.5%, issued 57.0%, overlap 100.0%, waves 3
-    Candidate(192, 8, 1, 64, fenced=True, fills=256),           # serial 73.0%, issued 65.5%, overlap 100.0%, waves 2
-    Candidate(192, 4, 1, 32, fenced=True),                      # serial 72.5%, issued 64.0%, overlap 100.0%, waves 2
-    Candidate(256, 8, 1, 32, fenced=True, fills=256),           # serial 78.5%, issued 69.5%, overlap 100.0%, waves 2
-    Candidate(256, 4, 1, 32, fenced=True),                      # serial 75.0%, issued 65.5%, overlap 100.0%, waves 2
+    Candidate(64, 4, 2, 32, fills=256),                                 # serial 52.0%, issued 49.0%, overlap 95.5%, waves 2
+    Candidate(64, 4, 1, 64),                                            # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2
+    Candidate(128, 8, 1, 64, fills=256),                                # serial 68.5%, issued 61.5%, overlap 100.0%, waves 2
+    Candidate(128, 4, 1, 32),                                           # serial 69.0%, issued 60.5%, overlap 100.0%, waves 2
+    Candidate(192, 8, 1, 32, fills=256),                                # serial 77.0%, issued 68.0%, overlap 100.0%, waves 2
+    Candidate(192, 4, 1, 32),                                           # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
+    Candidate(256, 8, 1, 32, fenced=True, prefetch=0, fills=256),       # serial 81.5%, issued 72.5%, overlap 100.0%, waves 2
+    Candidate(256, 4, 1, 32, fenced=True, prefetch=0),                  # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
   ),
   "rdna3": (
-    Candidate(64, 8, 1, 64, fenced=True),                       # serial 74.5%, issued 71.0%, overlap 80.5%, waves 4
-    Candidate(128, 8, 1, 32, fenced=True),                      # serial 85.0%, issued 80.5%, overlap 88.5%, waves 4
-    Candidate(192, 4, 1, 16, q_in_lds=True, fenced=True),       # serial 89.5%, issued 81.5%, overlap 92.0%, waves 2
-    Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True),       # serial 90.5%, issued 82.0%, overlap 92.5%, waves 2
+    Candidate(64, 4, 2, 16),                                            # serial 77.0%, issued 74.5%, overlap 83.0%, waves 4
+    Candidate(128, 8, 1, 32),                                           # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4
+    Candidate(192, 4, 1, 16, q_in_lds=True, fenced=True),               # serial 90.0%, issued 82.0%, overlap 93.0%, waves 2
+    Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True, prefetch=0),   # serial 91.0%, issued 82.5%, overlap 93.0%, waves 2
   ),
   "rdna4": (
-    Candidate(64, 4, 2, 32, fenced=True),                       # serial 64.0%, issued 62.0%, overlap 72.5%, waves 6
-    Candidate(128, 8, 1, 32, fenced=True),                      # serial 78.0%, issued 73.0%, overlap 84.0%, waves 8
-    Candidate(192, 8, 1, 32, fenced=True),                      # serial 84.5%, issued 79.0%, overlap 89.0%, waves 4
-    Candidate(256, 8, 1, 16, fenced=True),                      # serial 87.5%, issued 81.5%, overlap 91.5%, waves 4
+    Candidate(64, 4, 2, 16),                                            # serial 67.5%, issued 64.5%, overlap 77.0%, waves 8
+    Candidate(128, 8, 1, 32, fenced=True),                              # serial 79.5%, issued 74.0%, overlap 85.5%, waves 8
+    Candidate(192, 8, 1, 32, fenced=True),                              # serial 85.0%, issued 80.0%, overlap 90.0%, waves 4
+    Candidate(256, 8, 1, 16),                                           # serial 88.5%, issued 82.0%, overlap 92.0%, waves 4
   ),
 }

@@ -203,7 +203,7 @@ def row_of(x:Found) -> str:
   c = x.candidate
   options = [f"{f.name}={getattr(c, f.name)}" for f in fields(c)[4:] if getattr(c, f.name) != f.default]
   text = f"    Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
-  return f"{text:<64}# serial {x.bound.serial/2}%, issued {x.bound.issued/2}%, overlap {x.bound.overlap/2}%, waves {x.bound.waves}"
+  return f"{text:<72}# serial {x.bound.serial/2}%, issued {x.bound.issued/2}%, overlap {x.bound.overlap/2}%, waves {x.bound.waves}"
 
 Rows = dict[str, dict[int, list[str]]]   # family -> class -> lines
 
