@@ -250,7 +250,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     for qt, rows in enumerate(queries):
       factors, log_sums = [], []
       for r, row in enumerate(rows):
-        m, sink = hw.extract(s.m[qt].load(), r), flat(block.given["sinks"])[row.head].load() if p.sinks else None
+        m, sink = hw.extract(s.m[qt].load(), r), flat(block.given["sinks"])[row.head].load() if "sinks" in block.given else None
         factors.append(finish(m, hw.extract(s.l[qt].load(), r), scores, sink)[0])
         if kinds == 2: log_sums.append(finish(m, total_of(s.l[q_tiles + qt].load(), r), scores, sink)[1])
       outputs += block.outputs(rows, [s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)], factors, log_sums)

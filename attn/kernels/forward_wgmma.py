@@ -194,7 +194,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     # ***** O = O / l, LSE = m + ln l *****
     factors, log_sums = [], []
     for r, row in enumerate(queries):
-      sink = flat(block.given["sinks"])[row.head].load() if p.sinks else None
+      sink = flat(block.given["sinks"])[row.head].load() if "sinks" in block.given else None
       factor, log_sum = finish(hw.extract(s.m[0].load(), r), total_of(s.l[0].load(), r), scores, sink)
       factors.append(factor)
       log_sums.append(log_sum)
