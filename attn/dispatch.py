@@ -10,7 +10,7 @@ from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, split_k
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.split_kv import AnyTile
-from attn.kernels.tiles import Candidate, Tile, ceildiv
+from attn.kernels.tiles import Candidate, Tile, ceildiv, contraction, round_up
 from attn.problem import Problem
 from attn.tiles_table import CANDIDATES
 from attn.tinygrad_compat import UOp
@@ -30,12 +30,14 @@ def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
   pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
   q_tiles = c.q_tiles if rows > mat.N else 1
-  waves = ceildiv(rows, mat.N*q_tiles)
+  needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 64) if p.bias is not None else c.block_n    # a bias takes as many registers as the scores
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
   staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
-  waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//8)))     # waves without a query only help to carry
-  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced, c.prefetch, pack)
+  of_q = 0 if c.q_in_lds else contraction(mat, p.D)//2//(1 if mat.duplicated else mat.groups)
+  full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
+  waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or needed < c.waves, c.prefetch, pack)
 
 def choose_tile(p:Problem, arch:Arch) -> AnyTile:
   """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""
