@@ -29,15 +29,17 @@ def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
   mat = MATRIX[arch.family, p.dtype][c.matrix]
   pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
-  q_tiles = c.q_tiles if rows > mat.N else 1
+  q_tiles = c.q_tiles if rows > mat.N and p.bias is None else 1        # a bias takes as many registers as the scores
   needed = waves = ceildiv(rows, mat.N*q_tiles)
-  block_n = min(c.block_n, 64) if p.bias is not None else c.block_n    # a bias takes as many registers as the scores
+  block_n = min(c.block_n, 32) if p.bias is not None else c.block_n
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
   staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
   of_q = 0 if c.q_in_lds else contraction(mat, p.D)//2//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
-  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or needed < c.waves, c.prefetch, pack)
+  few = needed < c.waves
+  # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few, c.prefetch, pack, 0.0 if few else 8.0)
 
 def choose_tile(p:Problem, arch:Arch) -> AnyTile:
   """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""
