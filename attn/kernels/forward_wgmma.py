@@ -84,13 +84,15 @@ def lds_bytes(p:Problem, tile:WgmmaTile) -> int:
   return 16*(q.size + STAGES*(k.size + v.size) + 1)
 
 def tile_of(p:Problem, arch:Arch) -> WgmmaTile:
-  """The tile that should be fastest: its rate, times the part of the multiprocessors' turns that the blocks of this grid fill. Under a causal mask
-  the longest block takes two turns of an average one, and the short ones fill in. `refuses(p, arch)` must be None."""
+  """The tile that should be fastest: its rate, times the part of its blocks' rows that are queries, times the part of the multiprocessors' turns that
+  the blocks fill. Under a causal mask the longest block takes two turns of an average one, and the short ones fill in. `refuses(p, arch)` must be
+  None."""
   up_to = min(c.up_to for c in CANDIDATES if max(p.D, p.Dv) <= c.up_to)
   causal = p.window[1] >= 0 and p.window[0] < 0
   def rate(c:Candidate) -> float:
-    turns = max(1, p.num_splits)*p.B*p.H*ceildiv(p.Sq, c.groups*wgmma.M)/(arch.cus*c.resident)
-    return c.causal*turns/max(turns, 2) if causal else c.full*turns/math.ceil(turns)
+    blocks = ceildiv(p.Sq, c.groups*wgmma.M)
+    used, turns = p.Sq/(blocks*c.groups*wgmma.M), max(1, p.num_splits)*p.B*p.H*blocks/(arch.cus*c.resident)
+    return used*(c.causal*turns/max(turns, 2) if causal else c.full*turns/math.ceil(turns))
   best = max((c for c in CANDIDATES if c.up_to == up_to and (p.bias is None or c.block_n <= BIAS_KEYS)), key=rate)
   return WgmmaTile(best.groups, best.block_n)
 
