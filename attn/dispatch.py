@@ -16,6 +16,7 @@ from attn.tiles_table import CANDIDATES
 from attn.tinygrad_compat import UOp
 
 MATRIX_DTYPES = ("float16", "bfloat16")
+WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
 
 def fits(p:Problem, arch:Arch, tile:Tile, c:Candidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
@@ -37,9 +38,10 @@ def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
   of_q = 0 if c.q_in_lds else contraction(mat, p.D)//2//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
-  few = needed < c.waves
+  few, crowded = needed < c.waves, p.window[0] >= 0 and max(p.D, p.Dv) > WIDE          # a loop with both masks has no registers to spare
+  if crowded: waves = min(waves, 4)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
-  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few, c.prefetch, pack, 0.0 if few else 8.0)
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded else c.prefetch, pack, 0.0 if few else 8.0)
 
 def choose_tile(p:Problem, arch:Arch) -> AnyTile:
   """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""

@@ -294,6 +294,14 @@ def test_no_spills(arch:str, option:str, D:int) -> None:
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
   assert text.count("v_readfirstlane") < 10, "loads that loop over the values of their descriptor"
 
+@every_amd
+@pytest.mark.parametrize("window", ((100, -1), (100, 0)))
+def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
+  p = problem(H=512, Sq=512, D=256, dtype="bfloat16", window=window)
+  tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
+  text = compiler.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
+  assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
+
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
 def test_output_type_compiles(dtype:str, out:str) -> None:
   """The output's type is declared though no value of it is computed."""
