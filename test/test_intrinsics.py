@@ -9,7 +9,7 @@ import ctypes, re, subprocess, sys
 from pathlib import Path
 import numpy as np
 import pytest
-from attn import intrinsics as hw, intrinsics_cuda as cuda
+from attn import intrinsics as hw, intrinsics_cuda as cuda, intrinsics_wgmma as wgmma
 from attn.fragment import MATRIX, MMA
 from attn.intrinsics import MEANING, widen
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes
@@ -122,7 +122,13 @@ def settle(kinds:int, scale:float) -> UOp:
                                                                (8, cuda.F4), (4, cuda.U4)))]
   return cuda.settle(*arrays, MMA["float16"], "float16", 4, 2, 2, scale, 8.0)
 
+def wgmma_correct(dtype:str, scale:float) -> UOp:
+  """Of four score tiles."""
+  arrays = [array(n, dtype, i) for i, (n, dtype) in enumerate(((1, cuda.F2), (1, cuda.F2), (1, cuda.F2), (3, cuda.F4), (2, cuda.U4), (4, cuda.F4)))]
+  return wgmma.correct(*arrays, cf(2, 6), dtype, scale, 8.0)
+
 CASES |= {
+  "wgmma correct": lambda: wgmma_correct("float16", 0.18), "wgmma correct of huge scores": lambda: wgmma_correct("bfloat16", 4e4),
   "cuda splat": lambda: cuda.splat(1.5, 4), "cuda build": lambda: cuda.build(cf(1, 0), cf(1, 1)), "cuda extract": lambda: cuda.extract(cf(4), 2),
   "cuda build of dwords": lambda: cuda.build(cu(1, 0), cu(1, 1)), "cuda slice": lambda: cuda.slice_(cf(4), 2, 2),
   "cuda concat": lambda: cuda.concat(cf(2, 0), cf(2, 1)), "cuda add": lambda: cuda.add(cf(4, 0), cf(4, 1)),

@@ -8,7 +8,7 @@
 - `UninitialisedRead`: a read of LDS, of a register or of global memory that nobody wrote. Global memory counts from the allocation on, and only
   once somebody has begun to write the buffer: one that nobody ever touched (`Tensor.empty`, the buffers that BEAM times with) reads as bytes 0xff
   (NaN).
-- `DivergentBarrier`: a barrier that some threads of a workgroup reach and others do not.
+- `DivergentBarrier`: a barrier that some threads of a workgroup reach and others do not; a wait for a phase of an mbarrier at which nobody arrived.
 - `DivergentMatrix`: a matrix instruction that some lanes of a wave execute and others do not.
 - `LdsLimit`, `LaunchLimit`: a workgroup's LDS, a grid or a workgroup that the chip does not have.
 - `UnwrittenOutput`: a buffer that a kernel stores to is copied to the host while some of its elements were never written by anyone. A host that
