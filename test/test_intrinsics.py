@@ -159,7 +159,7 @@ def draw(dtype, rng:np.random.Generator) -> np.ndarray:
   x = (rng.standard_normal((SAMPLES, n))*rng.choice([0.01, 1, 40], (SAMPLES, 1))).astype(np.float32)
   x[3, 0], x[5, -1], x[7, 0] = -np.inf, 0, 65504
   x[9] = np.float32(1 + 2.0**-8)   # a tie between two bf16
-  x[11, 0] = np.nan
+  x[11, 0] = x[12, -1] = np.nan
   x[13] = x[15, 0] = cuda.NOTHING
   return x
 
