@@ -13,7 +13,7 @@ waited for one cluster earlier than its own wave would have to: the barrier afte
 """
 from __future__ import annotations
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
@@ -22,7 +22,7 @@ from attn.kernels.blocks import extent, key_blocks, strides, trip_count
 from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
 from attn.kernels.scores import Row, Scores
 from attn.kernels.softmax import Softmax
-from attn.kernels.tiles import UNIT, Lane, Rows, Tile, ceildiv, flat, units_of
+from attn.kernels.tiles import UNIT, Carried, Lane, Rows, Tile, ceildiv, flat, units_of
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
 
@@ -57,7 +57,7 @@ K_LAYOUT = Layout(1)                             # sixteen neighbouring rows are
 V_LAYOUT = Layout(4)                             # a transposing load reads four rows of four units
 
 @dataclass(frozen=True)
-class State:
+class State(Carried):
   """What crosses tiles: the softmax's registers, S(t) and K(t+1) in registers, and the LDS buffers."""
   softmax: Softmax
   s: UOp
@@ -66,7 +66,6 @@ class State:
   k1: UOp
   v0: UOp
   v1: UOp
-  def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
   def k_lds(self, i:int) -> UOp: return (self.k0, self.k1)[i%2]
   def v_lds(self, i:int) -> UOp: return (self.v0, self.v1)[i%2]
 

@@ -7,7 +7,7 @@ K and V tiles come through registers to LDS, V transposed on the way; by default
 """
 from __future__ import annotations
 import itertools, math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Callable
 from attn import intrinsics as hw
 from attn.arch import Arch
@@ -15,7 +15,8 @@ from attn.fragment import Matrix
 from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
-from attn.kernels.tiles import UNIT, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up, units_of
+from attn.kernels.tiles import (UNIT, Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
+                                units_of)
 from attn.operations import operations
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, Ops, UOp, dtypes
@@ -39,12 +40,11 @@ def v_skew(mat:Matrix, block_n:int) -> int:
 # ***** the parts of a trip *****
 
 @dataclass(frozen=True)
-class State:
+class State(Carried):
   """What crosses trips: the softmax's registers and the tiles in LDS."""
   softmax: Softmax
   k_lds: LdsTile
   v_lds: LdsTile
-  def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
   def lds_after(self, *deps:UOp) -> State:
     """The tiles in LDS alone: a barrier where `deps` store to them."""
     return State(self.softmax, self.k_lds.after(*deps), self.v_lds.after(*deps))

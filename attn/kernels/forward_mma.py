@@ -7,14 +7,14 @@ the way, from rows that are swizzled against bank conflicts. The softmax takes n
 """
 from __future__ import annotations
 import functools, itertools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Callable
 from attn import intrinsics_cuda as hw
 from attn.arch import Arch
 from attn.fragment import MMA, Mma
 from attn.kernels.blocks import trip_count
 from attn.kernels.forward import check_range, finish, too_wide
-from attn.kernels.nvidia import LINE, Block, barrier, total_of
+from attn.kernels.nvidia import LINE, Block, InOrder, barrier, total_of
 from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
@@ -114,7 +114,7 @@ def tile_of(p:Problem, arch:Arch) -> MmaTile:
   raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
 
 @dataclass(frozen=True)
-class State:
+class State(InOrder):
   """What crosses trips: the accumulators of O and, per query tile, the reference m of its rows, bias = -m*Scores.to_log2 and the row sums l, of P as
   it is rounded: O divided by those is a mean of V, whatever the rounding did. For the LSE, l has the lane's part of the exact sums besides. Within a
   trip: the scores, P as the A operand of O, and its part of l. Shared memory, and a dummy that statements are stored to."""
@@ -127,11 +127,6 @@ class State:
   part: UOp
   shared: UOp
   nothing: UOp
-  def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
-  @property
-  def order(self) -> UOp:
-    """A value that is there when all statements before are done."""
-    return self.nothing[0].load()
   def do(self, statement:UOp) -> UOp: return self.nothing[0].store(statement)
 
 def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:

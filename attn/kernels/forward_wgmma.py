@@ -7,14 +7,14 @@ arrive at an mbarrier when their part of a tile is there, one trip ahead, and wh
 """
 from __future__ import annotations
 import functools, itertools, math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Callable, ClassVar, NamedTuple
 from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.arch import Arch
 from attn.fragment import MMA
 from attn.kernels.blocks import trip_count
 from attn.kernels.forward import check_range, finish, too_wide
-from attn.kernels.nvidia import LINE, Block, barrier, total_of
+from attn.kernels.nvidia import LINE, Block, InOrder, barrier, total_of
 from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
@@ -109,7 +109,7 @@ def too_short(p:Problem) -> str|None:
   return f"Sq={p.Sq}: a warpgroup has {wgmma.M} queries, forward_mma has smaller tiles" if p.Sq < wgmma.M else None
 
 @dataclass(frozen=True)
-class State:
+class State(InOrder):
   """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*Scores.to_log2 and the row sums l. Within a trip: the
   scores, and P as the A operand of O. Shared memory, and a dummy that statements are stored to."""
   acc: UOp
@@ -120,11 +120,6 @@ class State:
   p: UOp
   shared: UOp
   nothing: UOp
-  def after(self, *deps:UOp) -> State: return State(*[getattr(self, f.name).after(*deps) for f in fields(self)])
-  @property
-  def order(self) -> UOp:
-    """A value that is there when all statements before are done."""
-    return self.nothing[0].load()
   def do(self, statement:UOp) -> State: return self.after(self.nothing[0].store(statement))
 
 def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:

@@ -13,7 +13,7 @@ from attn.fragment import Mma
 from attn.kernels.blocks import Extent, KeyBlocks, extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, arguments, estimates, place_of_row, store_row
 from attn.kernels.scores import Row, Scores
-from attn.kernels.tiles import UNIT, MmaLane, ceildiv, flat
+from attn.kernels.tiles import UNIT, Carried, MmaLane, ceildiv, flat
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
 
@@ -153,6 +153,14 @@ class Block:
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
     info = KernelInfo(dynamic_shared_name(name, shared_bytes), opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(*self.ranges, *self.split).sink(arg=info, tag=OPTIMISED)
+
+class InOrder(Carried):
+  """A kernel's state with a dummy register `nothing`, to which its statements are stored one after another."""
+  nothing: UOp
+  @property
+  def order(self) -> UOp:
+    """A value that is there when all statements before are done."""
+    return self.nothing[0].load()
 
 def total_of(part:UOp, r:int) -> UOp:
   """The sum of row r, of the parts of it that the lanes which share it have."""

@@ -4,17 +4,17 @@ A trip looks for no maximum. Weights P = exp2(scores - m) are taken from the ref
 whether it is still good: see `intrinsics.correct`. A row begins with the lowest m there is, from which every score overflows.
 """
 from __future__ import annotations
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Callable
 from attn import intrinsics as hw
 from attn.fragment import Matrix
-from attn.kernels.tiles import UNIT, Lane, operands
+from attn.kernels.tiles import UNIT, Carried, Lane, operands
 from attn.tinygrad_compat import AddrSpace, UOp
 
 LOWEST = -(2 - 2.0**-23)*2.0**127    # of fp32
 
 @dataclass(frozen=True)
-class Softmax:
+class Softmax(Carried):
   """Its state in registers: O^T accumulators; per query tile the reference m that the exponents of scores are taken from, bias = -m*to_log2 (NaN
   where that has too large a rounding error) and the lane's part of the row sum l (two numbers to add); and the weights of a trip, packed."""
   acc: UOp
@@ -30,7 +30,6 @@ class Softmax:
              (q_tiles*k_tiles, hw.u32(matrix.accumulator//2)))
     return Softmax(*[UOp.placeholder((n,), dtype, slot + i, AddrSpace.REG) for i, (n, dtype) in enumerate(kinds)])
 
-  def after(self, *deps:UOp) -> Softmax: return Softmax(*[getattr(self, f.name).after(*deps) for f in fields(self)])
 
   def start(self) -> UOp:
     begin = ((self.acc, 0.0), (self.m, LOWEST), (self.bias, -LOWEST), (self.l, 0.0))

@@ -1,6 +1,7 @@
 """Moving tiles: global memory -> registers -> LDS -> matrix operands. What a kernel shares with its neighbours, apart from the algorithm itself."""
 from __future__ import annotations
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 from attn import intrinsics as hw
 from attn.fragment import Matrix, Mma
 from attn.tinygrad_compat import AddrSpace, Ops, UOp
@@ -45,6 +46,12 @@ class Candidate:
   prefetch: int = 1
   matrix: int = 0        # index into fragment.MATRIX of the family and dtype
   fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
+
+class Carried:
+  """A dataclass of what a kernel carries from one step to the next: values that have `after`."""
+  def after(self, *deps:UOp) -> Self:
+    self_: Any = self
+    return type(self)(*[getattr(self, f.name).after(*deps) for f in fields(self_)])
 
 @dataclass(frozen=True)
 class Lane:
