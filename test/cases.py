@@ -20,6 +20,14 @@ ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's 
 EVERY_ARCH = (*ARCHS, "sm_80")                           # and NVIDIA's mma.sync
 GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 
+every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
+on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
+every_amd = pytest.mark.parametrize("arch", ARCHS)
+TYPES = {**DTYPES, "int32": dtypes.int}
+
+def floats(*shape:int, seed:int=7) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+def ints(*values:int) -> np.ndarray: return np.array(values, np.int32)
+
 @dataclass(frozen=True)
 class Inputs:
   q: np.ndarray

@@ -18,16 +18,10 @@ from attn.kernels.forward import arguments, forward
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem
-from attn.tinygrad_compat import Ops, Target, UOp, dtypes, lower, render
-from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, check_kernels, expected, judge, normal, problem, run_kernels
+from attn.tinygrad_compat import Ops, Target, UOp, lower, render
+from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, every_amd, every_arch, expected, floats, ints, judge, normal, on_the_emulator,
+                   problem, run_kernels)
 
-every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
-on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
-every_amd = pytest.mark.parametrize("arch", ARCHS)
-TYPES = {**DTYPES, "int32": dtypes.int}
-
-def floats(*shape:int, seed:int=7) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-def ints(*values:int) -> np.ndarray: return np.array(values, np.int32)
 def slopes(*shape:int) -> np.ndarray: return np.abs(floats(*shape))/4
 def packed(tile:Tile|MmaTile) -> Tile|MmaTile: return replace(tile, pack_gqa=True)
 def apart(tile:Tile|MmaTile) -> Tile|MmaTile: return replace(tile, pack_gqa=False)

@@ -16,8 +16,8 @@ from attn.kernels.forward import arguments
 from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes, tile_of
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, render
-from cases import GPU, Inputs, check, normal, problem
-from test_features import COMPILED as OPTIONS_COMPILED, TYPES
+from cases import GPU, TYPES, Inputs, check, normal, problem
+from test_features import COMPILED as OPTIONS_COMPILED
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))

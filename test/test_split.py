@@ -13,15 +13,9 @@ from attn.kernels.forward import arguments, forward
 from attn.kernels.split_kv import combine, combine_arguments, key_tiles, resolve, split_heuristic
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes, render
-from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, array, check_kernels, chip, expected, judge, normal, problem, run_kernels, tensor
+from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, every_amd, every_arch, expected, floats, ints, judge, normal, on_the_emulator,
+                   problem, run_kernels, tensor)
 
-every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
-on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
-every_amd = pytest.mark.parametrize("arch", ARCHS)
-TYPES = {**DTYPES, "int32": dtypes.int}
-
-def floats(*shape:int, seed:int=7) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-def ints(*values:int) -> np.ndarray: return np.array(values, np.int32)
 
 # ***** partial results and their merge *****
 
