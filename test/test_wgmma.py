@@ -1,6 +1,6 @@
 """wgmma on Hopper: the kernel against float64, on the emulator and, with `python -m pytest -m gpu`, on the GPU that is there."""
 from __future__ import annotations
-import functools, re, shutil, subprocess
+import functools, itertools, re, shutil, subprocess
 import pytest
 import cases, test_features as features
 from attn import dispatch, intrinsics_cuda as hw, intrinsics_wgmma as wgmma
@@ -33,6 +33,26 @@ def test_masks(chip:str, case:str) -> None: check(chip, **MASKS[case])
 def test_adversarial(chip:str, make) -> None:
   check(chip, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make.__name__ == "huge_key" else "float16")
   check(chip, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
+
+@either
+@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
+def test_head_dimensions(chip:str, D:int) -> None:
+  """Every class of tiles, in both dtypes and all alignments of the mask."""
+  for dtype, causal in zip(("float16", "bfloat16", "float16"), (False, True, "top-left"), strict=True):
+    check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
+def test_large_grids(D:int) -> None:
+  for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
+    check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
+
+@pytest.mark.parametrize("c", forward_wgmma.CANDIDATES, ids=str)
+def test_every_tile(c:forward_wgmma.Candidate, monkeypatch) -> None:
+  monkeypatch.setattr(forward_wgmma, "tile_of", lambda p, arch: forward_wgmma.WgmmaTile(c.groups, c.block_n))
+  p = problem(D=c.up_to)
+  assert forward_wgmma.lds_bytes(p, forward_wgmma.tile_of(p, None)) <= get_arch("sm_90").lds
+  check("sm_90", H=1, Sq=200, Sk=500, D=c.up_to, causal=True)
 
 @either
 @pytest.mark.parametrize("option", features.OPTIONS)
