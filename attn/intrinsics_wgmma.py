@@ -39,12 +39,16 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   the tile's begin on, where a line begins; the swizzle goes by the address."""
   if (np.asarray(pointer.offset)[..., lanes.active] % ATOM if np.ndim(pointer.offset) else pointer.offset % ATOM).any():
     raise ValueError(f"wgmma operands begin at multiples of {ATOM} bytes")
-  thread, groups = np.arange(len(lanes.active)) % GROUP, len(lanes.active)//GROUP
-  read = []
-  for first in range(0, lines*units, GROUP):
-    i = np.minimum(first + thread, lines*units - 1)
-    at = pointer.offset + line(i//units) + i % units*16
-    read.append(lanes.load_bytes(pointer, (at ^ (at//PANEL % 8*16)) - pointer.offset, 16, lanes.active & (first + thread < lines*units)))
+  groups = len(lanes.active)//GROUP
+  def load(turned:int) -> list[Array]:
+    thread, read = (np.arange(len(lanes.active)) + turned) % GROUP, list[Array]()
+    for first in range(0, lines*units, GROUP):
+      i = np.minimum(first + thread, lines*units - 1)
+      at = pointer.offset + line(i//units) + i % units*16
+      read.append(lanes.load_bytes(pointer, (at ^ (at//PANEL % 8*16)) - pointer.offset, 16, lanes.active & (first + thread < lines*units)))
+    return read
+  load(lanes.wave)     # hardware does not say which wave of the group reads what: for the race check another one does, too
+  read = load(0)
   bits = np.stack([np.ascontiguousarray(x.T).view(np.uint16).reshape(groups, GROUP, 8) for x in read], 1)
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
