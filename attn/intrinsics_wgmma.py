@@ -137,9 +137,6 @@ def _wait_text(out:Any, accs:int) -> str:
 
 # ***** the online softmax: P from a kept reference, and the rare correction *****
 
-def _weights_text(s:str, b:str, scale:float) -> str:
-  return f"make_float4({', '.join(f'ex2_(fmaf({s}.{e}, {scale!r}f, {b}.{r}))' for e, r in zip('xyzw', 'xxyy'))})"
-
 def _correct_text(out:Any, accs:int, scores:int, dtype:str, scale:float, above:float) -> str:
   c = f"{scale!r}f"
   n = " ".join(f"n_.x = fmaxf(n_.x, fmaxf($5[{i}].x, $5[{i}].y)); n_.y = fmaxf(n_.y, fmaxf($5[{i}].z, $5[{i}].w));" for i in range(scores))

@@ -249,7 +249,9 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
   return kernel
 
-def barrier(after:UOp) -> UOp: return UOp(Ops.BARRIER, dtypes.void, (after,))
+def barrier(after:UOp) -> UOp:
+  """A workgroup barrier; tinygrad's own ones go by LOCAL stores that it sees."""
+  return UOp(Ops.BARRIER, dtypes.void, (after,))
 
 def too_wide(p:Problem) -> str|None:
   """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""

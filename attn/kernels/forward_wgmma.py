@@ -13,8 +13,8 @@ from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.arch import Arch
 from attn.fragment import MMA
 from attn.kernels.blocks import trip_count
-from attn.kernels.forward import check_range, finish, too_wide
-from attn.kernels.nvidia import LINE, Block, InOrder, barrier, total_of
+from attn.kernels.forward import barrier, check_range, finish, too_wide
+from attn.kernels.nvidia import LINE, Block, InOrder, total_of
 from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes

@@ -15,7 +15,7 @@ from attn.kernels.forward import OPTIMISED, arguments, estimates, place_of_row, 
 from attn.kernels.scores import Row, Scores
 from attn.kernels.tiles import UNIT, Carried, MmaLane, ceildiv, flat
 from attn.problem import Problem
-from attn.tinygrad_compat import AxisType, KernelInfo, Ops, UOp, dtypes, dynamic_shared_name
+from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dtypes, dynamic_shared_name
 
 LINE = 8            # units of 128 bytes: all banks
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in L2
@@ -167,5 +167,3 @@ def total_of(part:UOp, r:int) -> UOp:
   total = hw.extract(part, r)
   for step in (1, 2): total = total + hw.xor_lane(total, step)
   return total
-
-def barrier(after:UOp) -> UOp: return UOp(Ops.BARRIER, dtypes.void, (after,))   # tinygrad's implicit ones go by LOCAL stores, of which there are none
