@@ -28,7 +28,7 @@ class Matrix:
   wave: int          # lanes
   operand: int       # 16-bit elements of A (and of B) in a lane
   block: int         # consecutive rows of C in a lane
-  operand_type: str  # the C type of the builtin's A and B
+  operand_type: str  # the element type of the builtin's A and B, as in tinygrad_compat.VECTOR_ELEMENTS
   tail: str = ""     # further arguments of the builtin
   exchange: str = "bpermute"   # how lane groups exchange values: see intrinsics.pair
   duplicated: bool = False
@@ -64,13 +64,13 @@ def _wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
 
 # (family, dtype) -> instructions, the preferred one first
 MATRIX: dict[tuple[str, str], tuple[Matrix, ...]] = {
-  ("cdna3", "float16"): (_mfma(32, 8, "f16", "_Float16"), _mfma(16, 16, "f16", "_Float16")),
+  ("cdna3", "float16"): (_mfma(32, 8, "f16", "half"), _mfma(16, 16, "f16", "half")),
   ("cdna3", "bfloat16"): (_mfma(32, 8, "bf16_1k", "short"), _mfma(16, 16, "bf16_1k", "short")),
-  ("cdna4", "float16"): (_mfma(32, 16, "_f16", "_Float16", "permlane_swap"), _mfma(16, 32, "_f16", "_Float16", "permlane_swap")),
-  ("cdna4", "bfloat16"): (_mfma(32, 16, "_bf16", "__bf16", "permlane_swap"), _mfma(16, 32, "_bf16", "__bf16", "permlane_swap")),
-  ("rdna3", "float16"): (_wmma("f16_w32", "_Float16", 16, 1),),
+  ("cdna4", "float16"): (_mfma(32, 16, "_f16", "half", "permlane_swap"), _mfma(16, 32, "_f16", "half", "permlane_swap")),
+  ("cdna4", "bfloat16"): (_mfma(32, 16, "_bf16", "bfloat", "permlane_swap"), _mfma(16, 32, "_bf16", "bfloat", "permlane_swap")),
+  ("rdna3", "float16"): (_wmma("f16_w32", "half", 16, 1),),
   ("rdna3", "bfloat16"): (_wmma("bf16_w32", "short", 16, 1),),
-  ("rdna4", "float16"): (_wmma("f16_w32_gfx12", "_Float16", 8, 8),),
+  ("rdna4", "float16"): (_wmma("f16_w32_gfx12", "half", 8, 8),),
   ("rdna4", "bfloat16"): (_wmma("bf16_w32_gfx12", "short", 8, 8),),
 }
 

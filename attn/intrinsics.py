@@ -120,7 +120,7 @@ def _buffer_load(lanes:Lanes, pointer:Any, records:Array, offset:Array, width:in
 
 # ***** the table *****
 
-def _vec(element:str, n:int) -> str: return f"{element} __attribute__((ext_vector_type({n})))"
+def _vec(element:str, n:int) -> str: return f"{element}{n}"   # see tinygrad_compat.VECTOR_ELEMENTS
 
 def _each(fn:str) -> Callable[..., str]:
   """A scalar function applied to each element of a vector, written out: an indexed loop over a vector would go through memory."""
@@ -167,16 +167,16 @@ def _widen(bits:Array, n:int, dtype:str) -> Array:
   words = bits if bits.ndim > 1 else bits[None]
   return np.stack([widen(words[i//2] >> np.uint32(16*(i % 2)), dtype) for i in range(n)])
 
-_H16 = {"float16": "_Float16", "bfloat16": "__bf16"}
+_H16 = {"float16": "half", "bfloat16": "bfloat"}
 
 def _pack_text(out:DType, n:int, dtype:str, native:bool) -> str:
   """Without a conversion instruction for bf16: add half an ulp (and the odd bit, for ties) to the fp32 pattern and keep its upper half."""
   if dtype == "float16": return f"__builtin_bit_cast({out.name}, __builtin_convertvector({{0}}, {_vec(_H16[dtype], n)}))"
   if native:   # pair by pair: of a whole vector clang makes copies
     pairs = [f"({_vec('float', 2)}){{{{x_[{i}], x_[{i+1}]}}}}" for i in range(0, n, 2)]
-    words = ", ".join(f"__builtin_bit_cast(unsigned, __builtin_convertvector({pair}, {_vec('__bf16', 2)}))" for pair in pairs)
+    words = ", ".join(f"__builtin_bit_cast(unsigned, __builtin_convertvector({pair}, {_vec('bfloat', 2)}))" for pair in pairs)
     return f"({{{{ {_vec('float', n)} x_ = {{0}}; " + (f"({out.name}){{{{{words}}}}}" if n > 2 else words) + "; }})"
-  u = _vec("unsigned", n)
+  u = _vec("uint", n)
   words = ", ".join(f"__builtin_amdgcn_perm(u_[{i+1}], u_[{i}], 0x07060302u)" for i in range(0, n, 2))
   body = f"({out.name}){{{{{words}}}}}" if n > 2 else words
   return f"({{{{ {u} u_ = __builtin_bit_cast({u}, {{0}}); u_ += 0x7fffu + ((u_ >> 16) & 1u); {body}; }}}})"
@@ -275,8 +275,11 @@ def _correct(lanes:Lanes, reference:Any, bias:Any, l:Any, acc:Any, p:Any, *rest:
 def _any_lane(lanes:Lanes, x:Array, wave:int) -> Array: return np.repeat((x & lanes.active).reshape(-1, wave).any(1), wave)
 
 def _load_to_lds_text(out:DType, family:str) -> str:
-  return (f"({{{{ __builtin_amdgcn_raw_ptr_buffer_load_lds(__builtin_amdgcn_make_buffer_rsrc((void*)({{0}}), 0, {{1}}, 0x{_DESCRIPTOR[family]:08x}), "
-          "(__attribute__((address_space(3))) void*)({3}), 16, {2}, 0, 0, 0); 0.0f; }})")
+  """The instruction by its LLVM name: clang 20 has no builtin for it."""
+  return _code("({ __attribute__((device)) void load_lds(__amdgpu_buffer_rsrc_t, __attribute__((address_space(3))) void*, unsigned, int, int, int, int)"
+               ' __asm("llvm.amdgcn.raw.ptr.buffer.load.lds"); load_lds(__builtin_amdgcn_make_buffer_rsrc((void*)($p), 0, $records, $flags), '
+               "(__attribute__((address_space(3))) void*)($lds), 16, $offset, 0, 0, 0); 0.0f; })",
+               p="{0}", records="{1}", offset="{2}", lds="{3}", flags=f"0x{_DESCRIPTOR[family]:08x}")
 
 def _load_to_lds(lanes:Lanes, pointer:Any, records:Array, offset:Array, lds:Any) -> Array:
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
@@ -293,7 +296,7 @@ def _load_transposed(lanes:Lanes, pointer:Any) -> Array:
   return np.stack([got[0] | got[1] << np.uint32(16), got[2] | got[3] << np.uint32(16)])
 
 def _share_halves_text(out:DType, n:int) -> str:
-  u, other = _vec("unsigned", n), ", ".join(_SWAP16.replace("{0}", f"v_[{i}]") for i in range(n))
+  u, other = _vec("uint", n), ", ".join(_SWAP16.replace("{0}", f"v_[{i}]") for i in range(n))
   pick = [f"__builtin_shufflevector({a}, {b}, {', '.join(map(str, range(2*n)))})" for a, b in (("v_", "o_"), ("o_", "v_"))]
   return f"({{{{ {u} v_ = {{0}}; {u} o_ = {{{{{other}}}}}; ({{1}}) ? {pick[0]} : {pick[1]}; }}}})"
 

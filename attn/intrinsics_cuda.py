@@ -16,7 +16,7 @@ from attn.intrinsics import (_2LOG2E, _NEAR, _TANH, Array, Intrinsic, Lanes, _an
 from attn.intrinsics import declare as declare, length as length   # the same for both vendors
 from attn.tinygrad_compat import DType, UOp, dtypes, vector_dtype
 
-F2, F4, U4 = vector_dtype("float32", 2, cuda=True), vector_dtype("float32", 4, cuda=True), vector_dtype("uint32", 4, cuda=True)
+F2, F4, U4 = vector_dtype("float32", 2), vector_dtype("float32", 4), vector_dtype("uint32", 4)
 ROWS = 2             # rows of C (and of A) that a lane has a part in: g and g + 8
 LARGE = 2.0**14      # exponents from a reference beyond it are taken by a difference and not by one fma, whose rounding would show
 NOTHING = -float(np.finfo(np.float32).max)    # the reference of a row that has seen no key: below every score, and finite
@@ -35,8 +35,8 @@ _CVT = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}    # 9.7
 
 _ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}
 
-def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n, cuda=True)
-def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n, cuda=True)
+def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n)
+def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
 
 def _make(kind:str, xs:list[str]) -> str: return xs[0] if len(xs) == 1 else f"make_{kind}{len(xs)}({', '.join(xs)})"
 

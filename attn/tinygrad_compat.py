@@ -14,12 +14,13 @@ from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.engine.realize import compile_linear, get_runtime, run_linear
 from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
-from tinygrad.renderer.cstyle import CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
+from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled", "Compiler",
-           "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo", "NVCCRenderer", "Ops",
+           "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo", "NVCCRenderer", "NamedHIPCCRenderer",
+           "NamedHIPRenderer", "NamedVectors", "Ops",
            "Program", "ProgramInfo", "Renderer", "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "allow_dynamic_shared", "compiled",
            "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader",
            "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "render", "vector_dtype"]
@@ -32,16 +33,29 @@ class VectorDType(DType):
   def __repr__(self) -> str: return f"VectorDType({self.name!r})"
 
 VECTORS: dict[DType, tuple[str, int]] = {}   # dtype -> (numpy element type, lanes)
-_ELEMENT = {"float32": ("float", 32), "uint32": ("unsigned", 32)}
+_ELEMENT = {"float32": "float", "uint32": "uint"}
 
 @functools.cache
-def vector_dtype(element:str, n:int, cuda:bool=False) -> DType:
-  """The dtype of a register vector of `n` elements ("float32" or "uint32"), as clang (HIP) or nvcc (CUDA: n of 2 or 4) spells it."""
-  ctype, bits = _ELEMENT[element]
-  name = f"{ {'float': 'float', 'unsigned': 'uint'}[ctype] }{n}" if cuda else f"{ctype} __attribute__((ext_vector_type({n})))"
-  dtype = VectorDType(20, bits*n, name, None)
+def vector_dtype(element:str, n:int) -> DType:
+  """The dtype of a register vector of `n` elements ("float32" or "uint32"), under the name that HIP and CUDA both have for it, such as float4."""
+  dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
   return dtype
+
+# CUDA declares its vectors of up to four elements, clang none: a HIP source declares those that it names. (Up to clang 20 the attribute stands in
+# typedefs only.)
+VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
+
+class NamedVectors(CStyleLanguage):
+  """What HIPRenderer hands its source to, when this stands behind it among the bases of a class: adds the declarations of vector types."""
+  def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
+    body = "\n".join(kernel)
+    names = sorted(set(re.findall(rf"\b({'|'.join(VECTOR_ELEMENTS)})(\d+)\b", body)), key=lambda x: (x[0], int(x[1])))
+    types = [f"typedef {VECTOR_ELEMENTS[element]} {element}{n} __attribute__((ext_vector_type({n})));" for element, n in names]
+    return super().render_kernel(function_name, kernel, bufs, uops, [*(prefix or []), *types])
+
+class NamedHIPRenderer(HIPRenderer, NamedVectors): pass
+class NamedHIPCCRenderer(HIPCCRenderer, NamedVectors): pass
 
 # **** lowering without a device ****
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
@@ -51,7 +65,7 @@ def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
 
 def render(sink:UOp, arch:str) -> str:
   """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""
-  renderer = DynamicNVCCRenderer(Target("CUDA", "NVCC", arch)) if arch.startswith("sm_") else HIPCCRenderer(Target("AMD", "HIPCC", arch))
+  renderer = DynamicNVCCRenderer(Target("CUDA", "NVCC", arch)) if arch.startswith("sm_") else NamedHIPCCRenderer(Target("AMD", "HIPCC", arch))
   return renderer.render(lower(sink, renderer))
 
 # **** CUDA kernels with more than 48 KB of shared memory ****

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 import hashlib, pickle, sys, zlib
 import numpy as np
-from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, HIPCCRenderer, NVCCRenderer, Program, Renderer,
+from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, NamedHIPCCRenderer, NVCCRenderer, Program, Renderer,
                                   Target, TinyELF, UOp, dtypes)
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
@@ -38,9 +38,9 @@ class _Emulated(Renderer):
     UOpCompiler.note(text, uops)
     return text
 
-class EmulatedHIPRenderer(_Emulated, HIPCCRenderer):
+class EmulatedHIPRenderer(_Emulated, NamedHIPCCRenderer):
   def __init__(self, target:Target):
-    HIPCCRenderer.__init__(self, target)
+    NamedHIPCCRenderer.__init__(self, target)
     self.adapt()
     self.shared_max = get_chip(target.arch).lds   # tinygrad has one limit for all
 
