@@ -276,7 +276,8 @@ def _any_lane(lanes:Lanes, x:Array, wave:int) -> Array: return np.repeat((x & la
 
 def _load_to_lds_text(out:DType, family:str) -> str:
   """The instruction by its LLVM name: clang 20 has no builtin for it."""
-  return _code("({ __attribute__((device)) void load_lds(__amdgpu_buffer_rsrc_t, __attribute__((address_space(3))) void*, unsigned, int, int, int, int)"
+  return _code("({ __attribute__((device)) "
+               "void load_lds(__amdgpu_buffer_rsrc_t, __attribute__((address_space(3))) void*, unsigned, int, int, int, int)"
                ' __asm("llvm.amdgcn.raw.ptr.buffer.load.lds"); load_lds(__builtin_amdgcn_make_buffer_rsrc((void*)($p), 0, $records, $flags), '
                "(__attribute__((address_space(3))) void*)($lds), 16, $offset, 0, 0, 0); 0.0f; })",
                p="{0}", records="{1}", offset="{2}", lds="{3}", flags=f"0x{_DESCRIPTOR[family]:08x}")

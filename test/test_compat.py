@@ -27,6 +27,8 @@ SIGNATURES = {
   "tinygrad.engine.realize:get_runtime": "device ast cache=",
   "tinygrad.engine.realize:run_linear": "linear var_vals= input_uops= update_stats= jit= wait=", "tinygrad.helpers:Context": "**kwargs",
   "tinygrad.helpers:Target": "device= renderer= arch= interface= indices=", "tinygrad.renderer.amd:decode_inst": "data arch=",
+  "tinygrad.renderer.cstyle:CStyleLanguage": "target",
+  "tinygrad.renderer.cstyle:CStyleLanguage.render_kernel": "self function_name kernel bufs uops prefix=",
   "tinygrad.renderer.cstyle:CUDARenderer": "target use_nvcc=", "tinygrad.renderer.cstyle:HIPCCRenderer": "target",
   "tinygrad.renderer.cstyle:HIPRenderer": "target use_hipcc=",
   "tinygrad.renderer.cstyle:HIPRenderer.render_kernel": "self function_name kernel bufs uops prefix=",

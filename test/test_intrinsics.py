@@ -12,7 +12,7 @@ import pytest
 from attn import intrinsics as hw, intrinsics_cuda as cuda, intrinsics_wgmma as wgmma
 from attn.fragment import MATRIX, MMA
 from attn.intrinsics import MEANING, widen
-from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes
+from attn.tinygrad_compat import VECTOR_ELEMENTS, VECTORS, AddrSpace, Ops, UOp, dtypes
 
 STAND_INS = r"""
 typedef unsigned u32;
@@ -27,8 +27,8 @@ static float bits_f(u32 x) { return __builtin_bit_cast(float, x); }
 #define __builtin_amdgcn_mbcnt_lo(a, b) 0u
 #define __builtin_amdgcn_mbcnt_hi(a, b) 0u
 #define __builtin_amdgcn_ds_bpermute(lane, x) (x)
-#define __builtin_amdgcn_permlane32_swap(x, y, a, b) ((u32 __attribute__((ext_vector_type(2)))){x, y})
-#define __builtin_amdgcn_permlane16_swap(x, y, a, b) ((u32 __attribute__((ext_vector_type(2)))){x, y})
+#define __builtin_amdgcn_permlane32_swap(x, y, a, b) ((uint2){x, y})
+#define __builtin_amdgcn_permlane16_swap(x, y, a, b) ((uint2){x, y})
 #define __builtin_amdgcn_permlanex16(old, x, a, b, c, d) (x)
 static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
   unsigned long long both = ((unsigned long long)hi << 32) | lo; u32 r = 0;
@@ -36,12 +36,6 @@ static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
   return r;
 }
 
-struct uint2 { u32 x, y; }; struct uint4 { u32 x, y, z, w; };
-struct float2 { float x, y; }; struct alignas(16) float4 { float x, y, z, w; };
-static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-static float2 make_float2(float x, float y) { return {x, y}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 #define INFINITY __builtin_inff()
 #define fmaxf __builtin_fmaxf
 #define fabsf __builtin_fabsf
@@ -57,11 +51,22 @@ static u32 pack_f16(float h, float l) {
   return __builtin_bit_cast(unsigned short, (_Float16)l) | (u32)__builtin_bit_cast(unsigned short, (_Float16)h) << 16; }
 static u32 round_bf16(float x) { u32 u = __builtin_bit_cast(u32, x); return x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16; }
 static u32 pack_bf16(float h, float l) { return round_bf16(l) | round_bf16(h) << 16; }
+"""
+# the vector types of CUDA, and those of clang
+STRUCTS = r"""
+struct uint2 { u32 x, y; }; struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; }; struct alignas(16) float4 { float x, y, z, w; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float sum(u32 a, u32 b) { return half(a) + half(a >> 16) + half(b) + half(b >> 16); }
 // a row is in four lanes, which are all alike here, and B is all ones
 static float4 times_ones(uint4 a, float4 c) {
   float x = 4*sum(a.x, a.z), y = 4*sum(a.y, a.w); return {c.x + x, c.y + x, c.z + y, c.w + y}; }
 """
+EXT_VECTORS = "".join(f"typedef {VECTOR_ELEMENTS[element]} {element}{n} __attribute__((ext_vector_type({n})));\n"
+                      for element in VECTOR_ELEMENTS for n in (2, 4, 8, 16))
 # inline assembly -> the stand-ins
 ASSEMBLY = (
   (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
@@ -183,10 +188,12 @@ def lanes(x:np.ndarray) -> np.ndarray:
 def samples(x:np.ndarray) -> np.ndarray: return np.atleast_2d(x)[:, ::64].T
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory) -> tuple[ctypes.CDLL, dict[str, UOp]]:
+def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[str, UOp]]:
+  """The functions f0, f1 ... of the cases, in a library for each language: their vector types have the same names."""
   pytest.importorskip("ziglang")
-  made, text = {name: make() for name, make in CASES.items()}, [STAND_INS]
-  for k, op in enumerate(made.values()):
+  made = {name: make() for name, make in CASES.items()}
+  texts = {"hip": [EXT_VECTORS, STAND_INS], "cuda": [STAND_INS.replace("(uint2)", "uint2"), STRUCTS]}
+  for k, (name, op) in enumerate(made.items()):
     pointers = [s.op is Ops.INDEX for s in op.src]
     parameters = ", ".join(f"{ctype(s.dtype)} *a{j}" for j, s in enumerate(op.src))
     counts = [s.src[0].max_numel() if p else 1 for s, p in zip(op.src, pointers, strict=True)]
@@ -194,19 +201,23 @@ def library(tmp_path_factory) -> tuple[ctypes.CDLL, dict[str, UOp]]:
     code = op.arg.format(*sources)
     for assembly, stand_in in ASSEMBLY: code = re.sub(assembly, stand_in, code)
     loop = f"for (int i = 0; i < {SAMPLES}; i++) out[i] = {code};"
-    text.append(f'extern "C" void f{k}({parameters}, {ctype(op.dtype)} *out) {{ {loop} }}')
+    texts[language(name)].append(f'extern "C" void f{k}({parameters}, {ctype(op.dtype)} *out) {{ {loop} }}')
   folder:Path = tmp_path_factory.mktemp("intrinsics")
-  (folder/"all.cpp").write_text("\n".join(text))
-  command = [sys.executable, "-m", "ziglang", "cc", "-x", "c++", "-std=c++17", "-nostdlib++", "-O1", "-shared", "-fPIC", "-fno-sanitize=all",
-             "-ffp-contract=off", "-Wno-everything",
-             str(folder/"all.cpp"), "-o", str(folder/"all.so")]
-  done = subprocess.run(command, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
-  return ctypes.CDLL(str(folder/"all.so")), made
+  libraries = {}
+  for kind, text in texts.items():
+    (folder/f"{kind}.cpp").write_text("\n".join(text))
+    command = [sys.executable, "-m", "ziglang", "cc", "-x", "c++", "-std=c++17", "-nostdlib++", "-O1", "-shared", "-fPIC", "-fno-sanitize=all",
+               "-ffp-contract=off", "-Wno-everything", str(folder/f"{kind}.cpp"), "-o", str(folder/f"{kind}.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    libraries[kind] = ctypes.CDLL(str(folder/f"{kind}.so"))
+  return libraries, made
+
+def language(name:str) -> str: return "cuda" if name.startswith(("cuda", "wgmma")) else "hip"
 
 @pytest.mark.parametrize("name", CASES)
 def test_text_and_meaning_agree(library, name:str) -> None:
-  dll, made = library
+  libraries, made = library
   op, rng = made[name], np.random.default_rng(list(CASES).index(name))
   inputs, given, args = [], [], []
   for s in op.src:
@@ -225,7 +236,7 @@ def test_text_and_meaning_agree(library, name:str) -> None:
   n = VECTORS[op.dtype][1] if op.dtype in VECTORS else 1
   kind = np.dtype(VECTORS[op.dtype][0]) if op.dtype in VECTORS else np.dtype(NUMPY[op.dtype])
   out = aligned(np.zeros((SAMPLES, n), kind))
-  getattr(dll, f"f{list(CASES).index(name)}")(*[ctypes.c_void_p(a.ctypes.data) for a in args], ctypes.c_void_p(out.ctypes.data))
+  getattr(libraries[language(name)], f"f{list(CASES).index(name)}")(*[ctypes.c_void_p(a.ctypes.data) for a in args], ctypes.c_void_p(out.ctypes.data))
   with np.errstate(all="ignore"): meant = MEANING[op.arg](OneLane(), *given)
   close(out, samples(np.broadcast_to(meant, (n, SAMPLES*64) if n > 1 else (SAMPLES*64,))), ABSOLUTE.get(name, 2e-38))
   for s, a, g in zip(op.src, args, given, strict=True):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 import hashlib, pickle, sys, zlib
 import numpy as np
-from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, NamedHIPCCRenderer, NVCCRenderer, Program, Renderer,
-                                  Target, TinyELF, UOp, dtypes)
+from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, NamedHIPCCRenderer, NVCCRenderer, Program,
+                                  Renderer, Target, TinyELF, UOp, dtypes)
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan, get_chip

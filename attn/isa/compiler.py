@@ -11,7 +11,7 @@ import functools, hashlib, importlib.metadata, importlib.util, os, re, shutil, s
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from attn.tinygrad_compat import Compiled, CompileError, Compiler, HIPRenderer, NamedHIPRenderer, NamedVectors, Ops, Target, double_transcendentals, opened_devices
+from attn.tinygrad_compat import Compiled, CompileError, Compiler, HIPRenderer, NamedVectors, Ops, Target, double_transcendentals, opened_devices
 
 INSTALL = "install attn[isa] (the PyPI package ziglang brings clang), or name a clang or hipcc in ATTN_CLANG"
 
