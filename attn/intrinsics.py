@@ -33,20 +33,25 @@ class Lanes(Protocol):
     """Raises where the `nbytes` from `pointer` on (a buffer descriptor's range) are not all inside the buffer."""
   def barrier(self, gate:Array) -> Array:
     """The waves of the threads where `gate` holds reach a barrier; zeros."""
-  def start_store(self, pointer:Any, offset:Array, data:Array) -> None:
-    """`store_bytes` to LDS by all active threads that nobody may read before `wait_loads`."""
-  def wait_loads(self, n:int) -> Array:
-    """All but the last `n` started stores have arrived; zeros."""
+  def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
+    """`store_bytes` to LDS that is under way until the thread has waited for it: until then nobody may touch what it writes; zeros."""
+  def commit_stores(self) -> Array:
+    """The stores that each active thread has started since it last did this make a group; zeros."""
+  def wait_stores(self, but:int) -> Array:
+    """The active threads wait for all their groups but the last so many; zeros."""
   def arrive(self) -> Array:
-    """The workgroups of the active threads arrive at the next phase of their mbarrier; zeros."""
+    """The workgroups of the active threads arrive at the next phase of their mbarrier, with the stores that they have started; zeros."""
   def await_arrivals(self, parity:Array) -> Array:
     """They wait for the next phase that they have not waited for, which must have this parity; zeros."""
   def warpgroup_operand(self, a:Array) -> Array:
     """The fragments of A of a warpgroup's wgmma, uint32 (registers, T), as bits (warpgroups, 64, k)."""
-  def warpgroup(self, a:Array, b:Array, c:Array) -> Array:
-    """c (registers, T) + A B^T by wgmma, of fp32 (warpgroups, 64, k) and (warpgroups, n, k)."""
-  def changed(self, text:str) -> Exception:
-    """The error that says so of an operand that was overwritten."""
+  def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
+    """Starts a wgmma on the `count` C fragments from `acc` on: A B^T, with `more` added to them. `a` and `b` read the operands, as bits of `dtype`
+    (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for it nobody may touch the fragments, nor write what was read; zeros."""
+  def wait_products(self) -> Array:
+    """The active threads wait for all the products that they have started; zeros."""
+  def check_alignment(self, pointer:Any, nbytes:int) -> None:
+    """Raises where `pointer` is no multiple of `nbytes` from the begin of its buffer."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     """The matrix instruction `name` (a key of `attn.arch.MATRIX`), on register images as the ISA lays them out."""
 
@@ -286,8 +291,8 @@ def _load_to_lds(lanes:Lanes, pointer:Any, records:Array, offset:Array, lds:Any)
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
   raw = lanes.load_bytes(pointer, offset, 16, lanes.active & (offset + 16 <= records))
-  lanes.start_store(lds, np.arange(raw.shape[1]) % lanes.wave * 16, raw)
-  return np.zeros(raw.shape[1], np.float32)
+  lanes.start_store(lds, np.arange(raw.shape[1]) % lanes.wave * 16, raw, lanes.active)
+  return lanes.commit_stores()    # s_waitcnt counts each load by itself
 
 def _load_transposed(lanes:Lanes, pointer:Any) -> Array:
   loaded = lanes.load_bytes(pointer, np.zeros(lanes.active.shape, np.int64), 8, lanes.active)
@@ -351,7 +356,7 @@ TABLE: dict[str, Intrinsic] = {
   "barrier_of": Intrinsic("({{ if (__builtin_amdgcn_readfirstlane({0})) __builtin_amdgcn_s_barrier(); 0.0f; }})",
                           lambda lanes, waves, *_: lanes.barrier(lanes.active & (waves != 0))),
   "wait_loads": Intrinsic(lambda out, n: f"({{{{ __builtin_amdgcn_s_waitcnt({0x0f70 | n & 15 | n >> 4 << 14}); 0.0f; }}}})",
-                          lambda lanes, *_, n: lanes.wait_loads(n)),
+                          lambda lanes, *_, n: lanes.wait_stores(n)),
   "priority": Intrinsic(lambda out, level: f"({{{{ __builtin_amdgcn_s_setprio({level}); 0.0f; }}}})",
                         lambda lanes, *_, level: np.zeros(lanes.active.shape, np.float32)),
   "opaque_uniform": Intrinsic('({{ int v_ = {0}; asm volatile("" : "+s"(v_)); v_; }})', lambda lanes, x: x),

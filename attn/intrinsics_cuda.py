@@ -5,10 +5,10 @@ Sections are those of the PTX ISA 8.7. A value is a CUDA vector: a C fragment is
 fragment a uint4, and a uint4 holds the B fragments of two neighbouring tiles. Where several instructions make one operation, a lambda holds them
 (NVRTC knows no statement expressions), `$0` standing for the first source. Statements give 0.0f: store it to order what follows.
 
-The emulator takes asynchronous copies strictly: from its start until the thread has waited for it a copy's destination holds garbage.
+The emulator takes asynchronous copies strictly: from its start until the thread has waited for it nobody may touch a copy's destination.
 """
 from __future__ import annotations
-import re, weakref
+import re
 from typing import Any, Callable
 import numpy as np
 from attn.intrinsics import (_2LOG2E, _NEAR, _TANH, Array, Intrinsic, Lanes, _any_lane, _bits, _buffer_load, _exp2, _fma, _log2, _pack, _rcp,
@@ -68,48 +68,14 @@ def _operands(kind:str, name:str) -> str: return _list(f'"{kind}"({name}.@)', 4)
 
 # ***** asynchronous copies: 9.7.9.25.3 *****
 
-class AsyncCopies:
-  """The copies that the threads of a launch have under way: which of its groups each thread has committed it to, and what will arrive."""
-  def __init__(self, threads:int):
-    self.group = np.zeros(threads, np.int64)
-    self.pending: list[tuple[Any, Array, Array, Array, Array]] = []    # (destination and offset, bytes, threads, group of each)
-
-  def start(self, lanes:Lanes, to:Any, offset:Array, data:Array, gate:Array) -> None:
-    lanes.store_bytes(to, offset, np.full_like(data, 0xff), gate)
-    self.pending.append((to, offset, data, gate, self.group))
-
-  def commit(self, active:Array) -> None: self.group = self.group + active
-
-  def wait(self, lanes:Lanes, but:int) -> None:
-    left = []
-    for to, offset, data, gate, group in self.pending:
-      arrived = gate & lanes.active & (group < self.group - but)
-      if arrived.any(): lanes.store_bytes(to, offset, data, arrived)
-      if (gate := gate & ~arrived).any(): left.append((to, offset, data, gate, group))
-    self.pending = left
-
-_copies: weakref.WeakKeyDictionary[Any, AsyncCopies] = weakref.WeakKeyDictionary()
-
-def _copies_of(lanes:Lanes) -> AsyncCopies:
-  if lanes not in _copies: _copies[lanes] = AsyncCopies(len(lanes.active))
-  return _copies[lanes]
-
 def _copy(lanes:Lanes, to:Any, source:Any, nbytes:Array, gate:Array, step:tuple[int, int], asynchronous:bool) -> Array:
   data, gate = np.zeros((16, len(gate)), np.uint8), gate & lanes.active
   here, there = (np.full(len(gate), x, np.int64) for x in step)
   size = 16 if asynchronous else 2      # bytes of an access
   for i in range(0, 16, size): data[i:i + size] = lanes.load_bytes(source, there + i, size, gate & (nbytes > i))
-  if asynchronous: _copies_of(lanes).start(lanes, to, here, data, gate)
-  else: lanes.store_bytes(to, here, data, gate)
+  if asynchronous: return lanes.start_store(to, here, data, gate)
+  lanes.store_bytes(to, here, data, gate)
   return np.zeros(len(gate), np.float32)
-
-def _commit(lanes:Lanes) -> Array:
-  _copies_of(lanes).commit(lanes.active)
-  return np.zeros(len(lanes.active), np.float32)
-
-def _wait(lanes:Lanes, but:int) -> Array:
-  _copies_of(lanes).wait(lanes, but)
-  return np.zeros(len(lanes.active), np.float32)
 
 def _copy_text(out:Any, step:tuple[int, int], asynchronous:bool) -> str:
   if asynchronous:
@@ -248,9 +214,9 @@ TABLE: dict[str, Intrinsic] = {
   "as_float": Intrinsic(_each("__uint_as_float(@0)"), lambda lanes, bits, lengths: _bits(bits, "float32")),
   # memory
   "copy": Intrinsic(_copy_text, lambda lanes, to, source, nbytes, gate, _, **static: _copy(lanes, to, source, nbytes, gate, **static)),
-  "commit": Intrinsic(_code('asm volatile("cp.async.commit_group;" ::: "memory"); return 0.0f;'), lambda lanes, _: _commit(lanes)),
+  "commit": Intrinsic(_code('asm volatile("cp.async.commit_group;" ::: "memory"); return 0.0f;'), lambda lanes, _: lanes.commit_stores()),
   "wait": Intrinsic(lambda out, but: _code(f'asm volatile("cp.async.wait_group {but};" ::: "memory"); return 0.0f;'),
-                    lambda lanes, _, but: _wait(lanes, but)),
+                    lambda lanes, _, but: lanes.wait_stores(but)),
   "ldmatrix": Intrinsic(_ldmatrix_text, _ldmatrix),
   # matrix unit
   "mma": Intrinsic(_mma_text, lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c)),

@@ -7,16 +7,14 @@ having rows 16*w on; so is its part of A.
 Tiles in shared memory are panels of 64 columns: rows of 128 bytes whose 16-byte units are permuted by xor with the number of the row modulo 8 (the
 128-byte swizzle of 9.7.15.5.1), from an address that is a multiple of 1024 bytes.
 
-What is asynchronous the emulator takes strictly: from `scores` or `output` on until `wait` their accumulators hold NaN, and what they read, in
-shared memory or in registers, must then still be the same.
+What is asynchronous the emulator takes strictly: from `scores` or `output` on until `wait` nobody may touch their accumulators, nor write what they
+read, in shared memory or in registers.
 """
 from __future__ import annotations
-import weakref
-from dataclasses import dataclass, field
 from typing import Any, Callable
 import numpy as np
-from attn.intrinsics import Array, Intrinsic, Lanes, _any_lane, _exp2, _pack, _xor_lane, express, widen
-from attn.intrinsics_cuda import _EX2, LARGE, NOTHING, WARP, _code, _copies_of, _list, _pack_function, first_bias
+from attn.intrinsics import Array, Intrinsic, Lanes, _any_lane, _exp2, _pack, _xor_lane, express
+from attn.intrinsics_cuda import _EX2, LARGE, NOTHING, WARP, _code, _list, _pack_function, first_bias
 from attn.tinygrad_compat import UOp, dtypes
 
 GROUP = 128                  # threads of a warpgroup
@@ -25,20 +23,10 @@ PANEL, ATOM = 128, 1024      # bytes of a row of a panel, and of 8 rows: the pat
 
 # ***** the meaning *****
 
-@dataclass
-class Pending:
-  """The products of a launch that have been started and not waited for."""
-  results: list[tuple[Any, list[Array], Array]] = field(default_factory=list)     # accumulators, what they will be, in which threads
-  operands: list[tuple[Callable[[], Array], Array]] = field(default_factory=list) # how to read an operand, and what it was
-
-_pending: weakref.WeakKeyDictionary[Any, Pending] = weakref.WeakKeyDictionary()
-def _pending_of(lanes:Lanes) -> Pending: return _pending.setdefault(lanes, Pending())
-
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int) -> Array:
   """What each warpgroup reads: `lines` times `units` neighbouring units of 16 bytes, as uint16 (groups, lines, 8*units). `line` gives the byte, from
   the tile's begin on, where a line begins; the swizzle goes by the address."""
-  if (np.asarray(pointer.offset)[..., lanes.active] % ATOM if np.ndim(pointer.offset) else pointer.offset % ATOM).any():
-    raise ValueError(f"wgmma operands begin at multiples of {ATOM} bytes")
+  lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
     thread, read = (np.arange(len(lanes.active)) + turned) % GROUP, list[Array]()
@@ -63,40 +51,15 @@ def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int) -> Array:
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
   return _read(lanes, pointer, keys*blocks, line, 1).reshape(-1, keys, width).swapaxes(1, 2)
 
-def _start(lanes:Lanes, acc:Any, accs:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
-  """acc (+)= A B^T, once somebody waits for it; a gives (groups, 64, k), b (groups, n, k) in bits of `dtype`."""
-  pending, operands = _pending_of(lanes), [(read, read()) for read in (a, b)]
-  old = np.concatenate([lanes.load_register(acc, i) for i in range(accs)]) if more else np.zeros((4*accs, len(lanes.active)), np.float32)
-  rows, columns = (widen(bits.astype(np.uint32), dtype) for _, bits in operands)
-  new = lanes.warpgroup(rows, columns, old)
-  pending.results.append((acc, [new[4*i:4*i + 4] for i in range(accs)], lanes.active))
-  pending.operands += operands
-  for i in range(accs): lanes.store_register(acc, i, np.full((4, len(lanes.active)), np.nan, np.float32), lanes.active)
-  return np.zeros(len(lanes.active), np.float32)
-
 def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
-  return _start(lanes, acc, accs, lambda: _rows(lanes, q, M, steps, panels[0]), lambda: _rows(lanes, k, 8*accs, steps, panels[1]), dtype, False)
+  def of_q() -> Array: return _rows(lanes, q, M, steps, panels[0])
+  def of_k() -> Array: return _rows(lanes, k, 8*accs, steps, panels[1])
+  return lanes.start_product(acc, accs, of_q, of_k, dtype, False)
 
 def _output(lanes:Lanes, acc:Any, p:Any, v:Any, _:Array, accs:int, steps:int, panel:int, dtype:str) -> Array:
   def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]))
-  return _start(lanes, acc, accs, fragments, lambda: _columns(lanes, v, K*steps, 8*accs, panel), dtype, True)
-
-def _wait(lanes:Lanes, *_:Any, accs:int) -> Array:
-  pending = _pending_of(lanes)
-  for read, before in pending.operands:
-    if not np.array_equal(read(), before): raise lanes.changed("an operand of wgmma was overwritten while it was being read")
-  for acc, values, gate in pending.results:
-    for i, x in enumerate(values): lanes.store_register(acc, i, x, gate)
-  pending.results.clear()
-  pending.operands.clear()
-  return np.zeros(len(lanes.active), np.float32)
-
-def _arrive(lanes:Lanes) -> Array:
-  """The thread's copies land before it arrives. Others may look at them when they have waited: the emulator's race check sees to that."""
-  copies = _copies_of(lanes)
-  copies.commit(lanes.active)
-  copies.wait(lanes, 0)
-  return lanes.arrive()
+  def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
+  return lanes.start_product(acc, accs, fragments, of_v, dtype, True)
 
 # ***** the text *****
 
@@ -182,14 +145,14 @@ TABLE: dict[str, Intrinsic] = {
                     lambda lanes, bar, gate, threads: np.zeros(len(lanes.active), np.float32)),
   "arrive": Intrinsic(_code('unsigned b_ = (unsigned)__cvta_generic_to_shared($0); '
                             'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(b_) : "memory"); return 0.0f;'),
-                      lambda lanes, bar, _: _arrive(lanes)),
+                      lambda lanes, bar, _: lanes.arrive()),
   "arrived": Intrinsic(_code('unsigned b_ = (unsigned)__cvta_generic_to_shared($0), ok_ = 0u; while (!ok_) asm volatile("{ .reg .pred p; '
                              'mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(ok_) : "r"(b_), "r"($1) : "memory"); '
                              'asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); return 0.0f;'),
                        lambda lanes, bar, parity, _: lanes.await_arrivals(parity)),
   "scores": Intrinsic(_scores_text, _scores),
   "output": Intrinsic(_output_text, _output),
-  "wait": Intrinsic(_wait_text, _wait),
+  "wait": Intrinsic(_wait_text, lambda lanes, *_, accs: lanes.wait_products()),
   "correct": Intrinsic(_correct_text, _correct),
   "group": Intrinsic(f"__shfl_sync({WARP}, {{0}}, 0)", lambda lanes, x: x),
 }

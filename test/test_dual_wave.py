@@ -4,7 +4,7 @@ import pytest
 import attn.intrinsics as hw
 from attn.arch import get_arch
 from attn.dispatch import choose
-from attn.emulator.checks import LdsRace
+from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels import dual_wave
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, exact, judge, same
@@ -55,7 +55,7 @@ def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=400, dtype="bfloa
 
 def test_loads_waited_for_too_little(monkeypatch) -> None:
   monkeypatch.setattr(dual_wave, "UNDER_WAY", dual_wave.UNDER_WAY + 1)
-  with pytest.raises(LdsRace, match=r"attn_dual_wave.*reads lds"): check(H=1, Sq=256, Sk=512)
+  with pytest.raises(NotWaitedFor, match=r"attn_dual_wave.*reads lds"): check(H=1, Sq=256, Sk=512)
 
 @pytest.mark.parametrize("left_out", (3, 4, 5, 6))
 def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:

@@ -9,7 +9,7 @@ from tinygrad import TinyJit, Variable
 from attn import dispatch, intrinsics_cuda as hw
 from attn.arch import get_arch
 from attn.dispatch import choose
-from attn.emulator.checks import LdsRace
+from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.fragment import MMA
 from attn.kernels import forward_mma, forward_wgmma
 from attn.kernels.forward import arguments
@@ -142,9 +142,9 @@ def test_no_local_memory(D:int, option:str, tmp_path) -> None:
 
 # ***** what the emulator must see *****
 
-def test_copies_are_garbage_until_waited_for(monkeypatch) -> None:
+def test_copies_have_to_be_waited_for(monkeypatch) -> None:
   monkeypatch.setattr(hw, "wait", lambda order, but: hw.commit(order))
-  with pytest.raises(AssertionError, match="NaN"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
+  with pytest.raises(NotWaitedFor, match="reads lds.*still writes"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
 
 def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
   monkeypatch.setattr(forward_mma, "barrier", lambda after: after)

@@ -5,7 +5,7 @@ import pytest
 import cases, test_features as features
 from attn import dispatch, intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.arch import get_arch
-from attn.emulator.checks import DivergentBarrier, LdsRace
+from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.kernels import forward_wgmma
 from attn.tinygrad_compat import UOp, render
 from cases import DTYPES, GPU, check, problem
@@ -88,9 +88,10 @@ PLANTED = {
   "nobody arrives": (lambda m: m.setattr(wgmma, "arrive", lambda barrier, order: nothing(order)), DivergentBarrier, "nobody has arrived"),
   "a ring of two": (lambda m: m.setattr(forward_wgmma, "STAGES", 2), LdsRace, "writes lds"),
   "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma, "STAGES", 1), LdsRace, "lds"),
-  "products are not waited for": (lambda m: m.setattr(wgmma, "wait", lambda acc, order: nothing(order)), AssertionError, "NaN"),
+  "products are not waited for": (lambda m: m.setattr(wgmma, "wait", lambda acc, order: nothing(order)), NotWaitedFor,
+                                   "the accumulator reg.*still writes"),
   "panels not aligned": (lambda m: m.setattr(forward_wgmma, "lds_bytes", lambda p, tile: 16*9217) or m.setattr(
-    forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), ValueError, "multiples of 1024"),
+    forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), Misaligned, "multiples of 1024"),
 }
 
 @pytest.mark.parametrize("fault", PLANTED)

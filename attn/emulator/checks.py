@@ -1,18 +1,29 @@
 """The sanitiser: what hardware would not forgive, as errors that say which kernel, buffer, index, workgroup, wave and lane.
 
-- `OutOfBounds`: a load or store outside its buffer (global, LDS or register array), by an active, ungated thread.
-- `Misaligned`: a vector access whose address is no multiple of its width; the C cast that the renderer prints promises alignment.
-- `LdsRace`: between two barriers one wave writes an LDS location that another wave reads or writes. Waves run in any order on hardware; lanes of
-  one wave run in lockstep, so accesses of one wave are ordered. Reads by several waves are fine. A load straight to LDS is a write that lasts until
-  its wave has waited for it.
-- `UninitialisedRead`: a read of LDS, of a register or of global memory that nobody wrote. Global memory counts from the allocation on, and only
-  once somebody has begun to write the buffer: one that nobody ever touched (`Tensor.empty`, the buffers that BEAM times with) reads as bytes 0xff
-  (NaN).
-- `DivergentBarrier`: a barrier that some threads of a workgroup reach and others do not; a wait for a phase of an mbarrier at which nobody arrived.
-- `DivergentMatrix`: a matrix instruction that some lanes of a wave execute and others do not.
-- `LdsLimit`, `LaunchLimit`: a workgroup's LDS, a grid or a workgroup that the chip does not have.
-- `UnwrittenOutput`: a buffer that a kernel stores to is copied to the host while some of its elements were never written by anyone. A host that
-  copies out a buffer untouched by kernels gets what it asked for.
+Each kind is a class. The indented ones are kinds of the one above them, and all are kinds of `EmulatorError`:
+
+- `AccessError`: an access that the memory cannot serve.
+  - `OutOfBounds`: a load or store outside its buffer (global, LDS or register array), by an active, ungated thread.
+  - `Misaligned`: a vector access whose address is no multiple of its width, for the C cast that the renderer prints promises alignment; an operand of
+    wgmma in shared memory that does not begin where the hardware wants it.
+- `NeverWritten`: a value that nobody has put there.
+  - `UninitialisedRead`: a read of LDS, of a register or of global memory that nobody wrote. Global memory counts from the allocation on, and only
+    once somebody has begun to write the buffer: one that nobody ever touched (`Tensor.empty`, the buffers that BEAM times with) reads as bytes 0xff
+    (NaN).
+  - `UnwrittenOutput`: a buffer that a kernel stores to is copied to the host while some of its elements were never written by anyone, all of them
+    where every store to it was simplified away. A host that copies out a buffer untouched by kernels gets what it asked for.
+- `Race`: two accesses of which nothing says which comes first.
+  - `LdsRace`: between two barriers one wave writes an LDS location that another wave reads or writes. Waves run in any order on hardware; lanes of
+    one wave run in lockstep, so accesses of one wave are ordered. Reads by several waves are fine.
+  - `NotWaitedFor`: an access to what an asynchronous operation still writes, be it LDS (a copy) or an accumulator (a wgmma), or a store to what it
+    still reads: its thread has started it and not waited for it.
+- `Divergence`: threads that have to act together do not.
+  - `DivergentBarrier`: a barrier that some threads of a workgroup reach and others do not; a wait for a phase of an mbarrier at which nobody arrived.
+  - `DivergentMatrix`: a matrix instruction that some lanes of a wave execute and others do not.
+- `LimitExceeded`: more than the chip has.
+  - `LdsLimit`: a workgroup's LDS.
+  - `LaunchLimit`: a grid or a workgroup.
+- `BadOperand`: a matrix instruction that the chip does not have, or operands of another size than it takes.
 - `OutOfScope`: a value from inside a loop that is used after it. The C that the renderer prints would not compile.
 """
 from __future__ import annotations
@@ -26,22 +37,35 @@ Array = NDArray[Any]
 
 class EmulatorError(RuntimeError):
   """Something that hardware would not forgive."""
-class OutOfBounds(EmulatorError): pass
-class Misaligned(EmulatorError): pass
-class LdsRace(EmulatorError): pass
-class UninitialisedRead(EmulatorError): pass
-class DivergentBarrier(EmulatorError): pass
-class DivergentMatrix(EmulatorError): pass
-class LdsLimit(EmulatorError): pass
-class LaunchLimit(EmulatorError): pass
-class UnwrittenOutput(EmulatorError): pass
+
+class AccessError(EmulatorError): pass
+class OutOfBounds(AccessError): pass
+class Misaligned(AccessError): pass
+
+class NeverWritten(EmulatorError): pass
+class UninitialisedRead(NeverWritten): pass
+class UnwrittenOutput(NeverWritten): pass
+
+class Race(EmulatorError): pass
+class LdsRace(Race): pass
+class NotWaitedFor(Race): pass
+
+class Divergence(EmulatorError): pass
+class DivergentBarrier(Divergence): pass
+class DivergentMatrix(Divergence): pass
+
+class LimitExceeded(EmulatorError): pass
+class LdsLimit(LimitExceeded): pass
+class LaunchLimit(LimitExceeded): pass
+
+class BadOperand(EmulatorError): pass
 class OutOfScope(EmulatorError): pass
 
-IN_FLIGHT = 2**30   # an interval that has not come yet
+UNDER_WAY = 2**30   # tags of writes that have not arrived begin here: later than every interval
 
 @dataclass
 class Finding:
-  """What is wrong with an access: for which threads, and for a race which wave did what at the same location."""
+  """What is wrong with an access: for which threads, and who did what at the same location: a wave, or for NotWaitedFor an operation by number."""
   error: type[EmulatorError]
   threads: Array
   other: Array|None = None
@@ -53,54 +77,84 @@ class LdsShadow:
   `writer` holds interval * stride + wave of the last write (0: never written), `reader` one plane per wave with the interval of its last read.
   Intervals are counted per wave: a barrier that only some reach ends the interval of those alone. A wave that is an interval ahead comes to a place
   in the program later than the others do, so what it did in its interval n happens along with what they do in theirs: an access is safe only after a
-  barrier, that is in a later interval, whatever the order in which the program has them."""
+  barrier, that is in a later interval, whatever the order in which the program has them.
+
+  A write that is under way has the number of its operation in place of the interval, from `UNDER_WAY` on. `held` has, for what a product under way
+  reads, its number + 1."""
   def __init__(self, f:Frame, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
     self.writer = np.zeros(self.total, np.int32)
     self.reader = np.zeros(self.total * self.waves, np.int32) if self.waves > 1 else None
+    self.held = np.zeros(0, np.int32)
     self.plane = f.wave_of.astype(np.int64) * self.total
     self.written = self.read = False    # anything since the last barrier?
     self.complete = False               # no location is unwritten
+    self.arriving = self.holding = 0    # how many operations under way write and read here
+    self.first = UNDER_WAY//f.stride    # the number of operation 0, as an interval
 
   def barrier(self, everyone:bool) -> None:
     if not self.complete and self.written: self.complete = bool(self.writer.all())
     if everyone: self.written = self.read = False
 
   def foreign(self, tag:Array) -> Array:
-    """Where the last write, by another wave or still under way, need not have been done."""
+    """Where the last write, by another wave, need not have been done."""
     f, late = self.f, tag >= self.f.tag_floor
-    return late & (tag != f.tag) if f.settled else late & ((tag % f.stride != f.wave_of) | (tag >= IN_FLIGHT//f.stride*f.stride))
+    return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
 
-  def send(self, at:Array, by:Array) -> None:
+  # ***** operations that are under way *****
+
+  def send(self, at:Array, by:Array, operation:int) -> None:
     """A store that threads `by` have started: nobody may touch those locations until it arrives, not even their own wave."""
-    self.writer[at] = IN_FLIGHT//self.f.stride*self.f.stride + self.f.wave_of[by]
-  def arrive(self, at:Array, by:Array) -> None: self.writer[at] = self.f.tag[by]
+    self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
+  def arrive(self, at:Array, by:Array) -> None:
+    self.writer[at] = self.f.tag[by]
+    self.written = True
+  def hold(self, at:Array, operation:int) -> None:
+    """A product that has started to read: nobody may write those locations until it is waited for."""
+    if not len(self.held): self.held = np.zeros(self.total, np.int32)
+    self.held[at] = operation + 1
+  def release(self, at:Array, operation:int) -> None:
+    """It is done."""
+    self.held[at[self.held[at] == operation + 1]] = 0
+
+  def _unfinished(self, tag:Array, active:Array|None) -> Finding|None:
+    if not self.arriving or (bad := _some(tag >= self.first*self.f.stride, active)) is None: return None
+    return Finding(NotWaitedFor, bad, tag//self.f.stride - self.first, "writes")
+
+  # ***** accesses *****
 
   def on_read(self, at:Array, active:Array|None) -> Finding|None:
     """Notes the read of locations `at` (T,); returns what is wrong with it."""
-    f, self.read = self.f, True
-    if not (self.complete and not self.written):
+    f = self.f
+    if not (self.complete and not self.written) or self.arriving:
       tag = self.writer[at]
       if not self.complete and (bad := _some(tag == 0, active)) is not None: return Finding(UninitialisedRead, bad)
+      if (wrong := self._unfinished(tag, active)) is not None: return wrong
       if self.written and self.waves > 1 and (bad := _some(self.foreign(tag), active)) is not None:
         return Finding(LdsRace, bad, tag % f.stride, "written")
-    if self.reader is not None:
-      if active is None: self.reader[self.plane + at] = f.interval_of
-      else: self.reader[(self.plane + at)[active]] = np.broadcast_to(f.interval_of, active.shape)[active]
+    self.note_read(at, active)
     return None
+
+  def note_read(self, at:Array, active:Array|None) -> None:
+    f, self.read = self.f, True
+    if self.reader is None: return
+    if active is None: self.reader[self.plane + at] = f.interval_of
+    else: self.reader[(self.plane + at)[active]] = np.broadcast_to(f.interval_of, active.shape)[active]
 
   def on_write(self, at:Array, active:Array|None) -> Finding|None:
     f = self.f
-    if self.waves > 1:
-      if self.written:
-        tag = self.writer[at]
-        if (bad := _some(self.foreign(tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
-      if self.read and self.reader is not None:
-        for wave in range(self.waves):
-          seen = self.reader[wave*self.total + at] >= f.seen_of
-          if seen.any() and (bad := _some(seen & (f.wave_of != wave), active)) is not None:
-            return Finding(LdsRace, bad, np.full_like(f.wave_of, wave), "read")
+    if self.arriving or (self.written and self.waves > 1):
+      tag = self.writer[at]
+      if (wrong := self._unfinished(tag, active)) is not None: return wrong
+      if self.written and self.waves > 1 and (bad := _some(self.foreign(tag), active)) is not None:
+        return Finding(LdsRace, bad, tag % f.stride, "written")
+    if self.read and self.reader is not None:
+      for wave in range(self.waves):
+        seen = self.reader[wave*self.total + at] >= f.seen_of
+        if seen.any() and (bad := _some(seen & (f.wave_of != wave), active)) is not None:
+          return Finding(LdsRace, bad, np.full_like(f.wave_of, wave), "read")
+    if self.holding and (bad := _some((held := self.held[at]) > 0, active)) is not None: return Finding(NotWaitedFor, bad, held - 1, "reads")
     self.written = True
     if active is None: self.writer[at] = f.tag
     else: self.writer[at[active]] = f.tag[active]

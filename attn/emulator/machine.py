@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
 from attn.emulator.banks import BankCounter, BankUse
-from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsRace, LdsShadow, Misaligned, OutOfBounds
-from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product
+from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds
+from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, widen
 from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
+from attn.emulator.under_way import Operands, UnderWay
 if TYPE_CHECKING: from attn.emulator.plan import Address, Plan
 
 Array = NDArray[Any]
@@ -61,7 +62,7 @@ class Frame:
     self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the intervals that they ended
     self.stride = self.waves
     self._next_interval(np.ones((workgroups, self.waves), bool))
-    self.under_way: list[tuple[LdsShadow, Array, Array]] = []   # stores to LDS that have been started: where, and by which threads
+    self.under_way = UnderWay(self)
     # values and memory
     self.v: list[Any] = list(plan.constants)
     for u, x in values.items(): self.v[plan.slot[u]] = numpy_dtype(u.dtype).type(x)
@@ -110,6 +111,10 @@ class Frame:
     where = (wg % self.grid[0], wg//self.grid[0] % self.grid[1], wg//self.grid[0]//self.grid[1])
     return kind(f"{self.plan.name}: {text(t)}; workgroup {where}, wave {local//self.wave}, lane {local % self.wave} "
                 f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
+
+  def operation(self, number:int) -> str:
+    """Words for an operation that was started and not waited for."""
+    return f"what step {self.under_way.started[number]} started"
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
     """An index counted in parts of a chunk -> the same counted in chunks of `per` parts."""
@@ -172,7 +177,10 @@ class Frame:
     self.tag = self.interval_of*np.int32(self.stride) + self.wave_of
 
   def arrive(self) -> Array:
-    """The active workgroups, whole, arrive at the next phase of their mbarrier."""
+    """The active workgroups, whole, arrive at the next phase of their mbarrier, when the copies that they have started are there. Others may look at
+    those when they have waited for the phase: the shadow of LDS sees to that."""
+    self.under_way.commit()
+    self.under_way.wait_copies(0)
     here = self._whole(self.width, DivergentBarrier, "this thread does not arrive at an mbarrier that counts all of its workgroup")
     if self.arrived.max(initial=0) >= self.arrivals.shape[1]: self.arrivals = np.pad(self.arrivals, ((0, 0), (0, 64)))
     self.arrivals[here, self.arrived[here]] = self.interval[here, 0]
@@ -225,28 +233,43 @@ class Frame:
     return self.full(pointer.array.load(np.asarray(pointer.first + i), self.mask))
   def store_register(self, pointer:RegisterPointer, i:int, value:Array, gate:Array) -> None:
     pointer.array.store(np.asarray(pointer.first + i), value, np.broadcast_to(gate, self.T))
-  def start_store(self, pointer:Pointer, offset:Array, data:Array) -> None:
-    pointer.store(offset, data, self.active)
-    if not self.checks or (shadow := pointer.space.shadow) is None: return
-    by = np.flatnonzero(self.active)
-    first = self.workgroup_of[by]*(pointer.space.stride//shadow.unit) + np.broadcast_to(pointer.offset + offset, self.T)[by]//shadow.unit
-    where = first + np.arange(len(data)//shadow.unit)[:, None]
-    shadow.send(where, by)
-    self.under_way.append((shadow, where, by))
-  def wait_loads(self, n:int) -> Array:
-    for shadow, where, by in self.under_way[:len(self.under_way) - n]: shadow.arrive(where, by)
-    del self.under_way[:len(self.under_way) - n]
+  def start_store(self, pointer:Pointer, offset:Array, data:Array, gate:Array) -> Array:
+    gate = np.broadcast_to(gate, self.T)
+    pointer.store(offset, data, gate)
+    if self.checks and (shadow := pointer.space.shadow) is not None and gate.any():
+      by = np.flatnonzero(gate)
+      first = self.workgroup_of[by]*(pointer.space.stride//shadow.unit) + np.broadcast_to(pointer.offset + offset, self.T)[by]//shadow.unit
+      self.under_way.copy(shadow, first + np.arange(len(data)//shadow.unit)[:, None], by)
     return np.zeros(self.T, np.float32)
+  def commit_stores(self) -> Array:
+    self.under_way.commit()
+    return np.zeros(self.T, np.float32)
+  def wait_stores(self, but:int) -> Array:
+    self.under_way.wait_copies(but)
+    return np.zeros(self.T, np.float32)
+  def check_alignment(self, pointer:Pointer, nbytes:int) -> None:
+    at = np.broadcast_to(pointer.offset, self.T)
+    if (bad := self.active & (at % nbytes != 0)).any():
+      raise self.error(Misaligned, bad, lambda t: f"an operand begins at byte {at[t]} of {pointer.space.name}: must be one of the multiples of {nbytes}")
   def check_extent(self, pointer:Pointer, nbytes:Array) -> None:
     bad = self.active & (nbytes > 0) & ((pointer.offset < 0) | (pointer.offset + nbytes > pointer.space.limit))
     if bad.any():
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
-  def warpgroup(self, a:Array, b:Array, c:Array) -> Array:
+  def start_product(self, acc:RegisterPointer, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     self._whole(WARPGROUP, DivergentMatrix, "this thread does not reach a wgmma that others of its warpgroup execute")
-    return warpgroup_product(a, b, c)
+    self.under_way.operands = operands = Operands()
+    rows, columns = widen(a(), dtype), widen(b(), dtype)
+    self.under_way.operands = None
+    indices = range(acc.first, acc.first + count)
+    old = np.concatenate([self.full(acc.array.result(i, self.mask)) for i in indices]) if more else np.zeros((4*count, self.T), np.float32)
+    new = warpgroup_product(rows, columns, old)
+    self.under_way.product(acc.array, {index: new[4*i:4*i + 4] for i, index in enumerate(indices)}, operands)
+    return np.zeros(self.T, np.float32)
+  def wait_products(self) -> Array:
+    self.under_way.wait_products()
+    return np.zeros(self.T, np.float32)
   def warpgroup_operand(self, a:Array) -> Array: return warpgroup_operand(a)
-  def changed(self, text:str) -> EmulatorError: return LdsRace(f"{self.plan.name}: {text} (step {self.pc} of {len(self.plan.steps)})")
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     self.whole_waves_only()
     return self.matrix_unit.instruction(name, a, b, c)

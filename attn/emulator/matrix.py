@@ -17,7 +17,7 @@ import math, re
 import numpy as np
 from numpy.typing import NDArray
 from attn.emulator.alu import bf16_to_float, float_to_bf16
-from attn.emulator.checks import EmulatorError
+from attn.emulator.checks import BadOperand
 
 Array = NDArray[Any]
 
@@ -43,7 +43,7 @@ class Layout:
     m = (np.ascontiguousarray(x).view(np.uint16) if packed else x).reshape(*e, -1, *l).transpose(axes)
     if self.duplicated:
       if (differ := m[:, 0] != m[:, 1]).any():
-        raise EmulatorError("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
+        raise BadOperand("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
                             f"{int(np.argwhere(differ)[0][0])} of those that run")
       m = m[:, 0]
     return widen(m).reshape(-1, self.columns, self.rows)
@@ -122,6 +122,10 @@ _WIDEN: dict[str, Callable[[Array], Array]] = {
   "tfloat32": lambda x: (x.view(np.uint32) & np.uint32(0xffffe000)).view(np.float32),  # mma.tf32 reads the upper 19 bits
 }
 
+def widen(bits:Array, dtype:str) -> Array:
+  """The fp32 values of bits of `dtype`."""
+  return _WIDEN[dtype](bits)
+
 _ACCUMULATOR: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {   # the type of C and D -> to and from what is computed with
   "float32": (lambda x: x, lambda x: x), "float16": (lambda x: x.astype(np.float32), lambda x: x.astype(np.float16)),
   "bfloat16": (bf16_to_float, float_to_bf16), "int32": (lambda x: x.astype(np.float64), lambda x: x.astype(np.int64).astype(np.int32)),
@@ -137,14 +141,14 @@ class MatrixUnit:
   def _operand(self, x:Array, layout:Layout, dtype:str, packed:bool) -> Array:
     if (hit := self._recent.get(key := (id(x), id(layout)))) is not None: return hit[1]
     if x.shape[0]*(1 + packed) != layout.elements:
-      raise EmulatorError(f"a matrix operand has {x.shape[0]*(1 + packed)} elements a lane, the instruction wants {layout.elements}")
+      raise BadOperand(f"a matrix operand has {x.shape[0]*(1 + packed)} elements a lane, the instruction wants {layout.elements}")
     m = layout.to_matrices(x, packed, _WIDEN[dtype])
     while len(self._recent) >= 64: self._recent.pop(next(iter(self._recent)))
     self._recent[key] = x, m
     return m
 
   def _run(self, i:Instruction, a:Array, b:Array, c:Array, packed:bool) -> Array:
-    if c.shape[0] != i.c.elements: raise EmulatorError(f"a matrix accumulator has {c.shape[0]} elements a lane, the instruction wants {i.c.elements}")
+    if c.shape[0] != i.c.elements: raise BadOperand(f"a matrix accumulator has {c.shape[0]} elements a lane, the instruction wants {i.c.elements}")
     # (waves, K, M) and (waves, K, N) -> the transpose of the product, (waves, N, M)
     product = self._operand(b, i.b, i.dtype, packed).transpose(0, 2, 1) @ self._operand(a, i.a, i.dtype, packed)
     return i.c.add_matrices(c, product)
@@ -154,12 +158,12 @@ class MatrixUnit:
     i = INSTRUCTIONS.get(name)
     if i is None or self.family not in i.families:
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)
-      raise EmulatorError(f"{self.arch} has no matrix instruction {name!r}; it has {have}")
+      raise BadOperand(f"{self.arch} has no matrix instruction {name!r}; it has {have}")
     return self._run(i, a, b, c, True)
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
     """Ops.WMMA: dims (N, M, K), operands with one array row per element; `out` is the type of C and D."""
     i = next((x for x in INSTRUCTIONS.values() if self.family in x.families and x.dims == tuple(dims) and x.dtype == dtype), None)
-    if i is None: raise EmulatorError(f"{self.arch} has no matrix instruction for (N, M, K) = {dims} on {dtype}")
+    if i is None: raise BadOperand(f"{self.arch} has no matrix instruction for (N, M, K) = {dims} on {dtype}")
     widen, narrow = _ACCUMULATOR[out]
     return narrow(self._run(i, a, b, widen(c), False))

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Callable
 import numpy as np
 from numpy.typing import NDArray
 from attn.tinygrad_compat import UOp
-from attn.emulator.checks import Finding, LdsShadow, Misaligned, OutOfBounds, UninitialisedRead, UnwrittenOutput
-if TYPE_CHECKING: from attn.emulator.machine import Frame
+from attn.emulator.checks import Finding, LdsShadow, Misaligned, NotWaitedFor, OutOfBounds, UninitialisedRead, UnwrittenOutput
+if TYPE_CHECKING:
+  from attn.emulator.machine import Frame
+  from attn.emulator.under_way import Product
 
 Array = NDArray[Any]
 POISON, PADDING = 0xff, 64   # what fresh memory holds (NaN in every float type); LDS buffers are padded to a multiple of every chunk
@@ -140,10 +142,13 @@ class Space:
     per, locations = max(1, chunk//shadow.unit), self.stride//shadow.unit
     for part in range(per):
       where = at if chunk == shadow.unit else at*chunk//shadow.unit + part
-      if (wrong := note(where, active)) is None: continue
+      if (wrong := note(where, active)) is None:
+        if verb == "reads" and (operands := self.f.under_way.operands) is not None: operands.lds.append((shadow, where, active))
+        continue
       def text(t:int) -> str:
         what = f"{verb} {self.name} at byte {where[t] % locations * shadow.unit} (element {at[t] % (self.stride//chunk)} of {chunk} bytes)"
         if wrong.other is None: return f"{what}, LDS that nobody has written"
+        if wrong.error is NotWaitedFor: return f"{what}, which {self.f.operation(int(wrong.other[t]))} still {wrong.verb}: it was not waited for"
         return f"{what}, which wave {wrong.other[t]} has {wrong.verb} with no barrier between: LDS race"
       raise self.f.error(wrong.error, wrong.threads, text)
 
@@ -182,6 +187,8 @@ class Registers:
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
     self.written: list[Array|bool] = [False] * count
+    self.coming: dict[int, Product] = {}    # the product under way that writes an element
+    self.held: dict[int, Product] = {}      # the product under way that reads it
 
   def _index(self, index:Array, active:Array|None, verb:str) -> Array:
     if not index.shape and 0 <= index < len(self.values): return index
@@ -192,7 +199,15 @@ class Registers:
                                                      f"the register array has {len(self.values)} elements")
     return index
 
+  def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
+    """Raises where an active thread has not waited for `product`."""
+    if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
+    raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "
+                                                    "it was not waited for")
+
   def _check(self, i:int, active:Array|None) -> None:
+    if i in self.coming: self._settled(i, self.coming[i], active, "reads the accumulator", "writes")
+    if (operands := self.f.under_way.operands) is not None: operands.registers.append((self, i))
     if (w := self.written[i]) is True or not self.f.checks: return
     bad = np.broadcast_to(~np.asarray(w), self.f.T)
     if active is not None: bad = bad & active
@@ -210,6 +225,11 @@ class Registers:
       out[..., here] = np.broadcast_to(self.values[i], out.shape)[..., here]
     return out
 
+  def result(self, i:int, active:Array|None) -> Array:
+    """Element i as a product that accumulates in it finds it: products on the same accumulators come one after the other, with no wait between."""
+    if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
+    return np.where(product.threads, product.results[i], self.values[i])
+
   def store(self, index:Array, value:Array, active:Array|None) -> None:
     index = self._index(index, active, "store to")
     if not index.shape: return self._set(int(index), value, active)
@@ -217,6 +237,12 @@ class Registers:
       self._set(int(i), value, (index == i) if active is None else (index == i) & active)
 
   def _set(self, i:int, value:Array, active:Array|None) -> None:
+    if i in self.coming: self._settled(i, self.coming[i], active, "stores to the accumulator", "writes")
+    if i in self.held: self._settled(i, self.held[i], active, "stores to", "reads")
+    self.put(i, value, active)
+
+  def put(self, i:int, value:Array, active:Array|None) -> None:
+    """Sets element i where `active` holds, with nothing checked."""
     if active is None or active.all(): self.values[i], self.written[i] = value, True
     elif active.any():
       self.values[i] = np.where(active, value, self.values[i])

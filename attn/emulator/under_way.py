@@ -1,0 +1,114 @@
+"""What a run has started and not waited for: copies to LDS, and products of a warpgroup. Their state is the emulator's alone; an operation's meaning
+starts, commits and waits through `ops.Lanes`.
+
+Both are taken as strictly as the documents allow: from the start until its own thread has waited for it, what an operation writes may not be touched
+and what it reads may not be written. The shadow of LDS and the register arrays know the operation by its number, and the error says which it was.
+"""
+from __future__ import annotations
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+import numpy as np
+from numpy.typing import NDArray
+if TYPE_CHECKING:
+  from attn.emulator.checks import LdsShadow
+  from attn.emulator.machine import Frame
+  from attn.emulator.memory import Registers
+
+Array = NDArray[Any]
+
+@dataclass
+class Copy:
+  """One store to LDS that threads have started: where it writes, and the group that each of them has committed it to."""
+  shadow: LdsShadow
+  at: Array        # locations: (of a thread, threads)
+  by: Array        # threads
+  group: Array     # of each
+
+  def split(self, arrived:Array) -> tuple[Copy, Copy]:
+    """What has arrived, and what has not."""
+    return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x]) for x in (arrived, ~arrived))   # type: ignore[return-value]
+
+@dataclass
+class Operands:
+  """What a product reads: locations of LDS with the threads that read each, and elements of register arrays."""
+  lds: list[tuple[LdsShadow, Array, Array|None]] = field(default_factory=list)
+  registers: list[tuple[Registers, int]] = field(default_factory=list)
+
+@dataclass(eq=False)
+class Product:
+  """One product that warpgroups have started."""
+  number: int
+  accumulators: Registers
+  results: dict[int, Array]      # element of the accumulators -> what it will be
+  operands: Operands
+  threads: Array                 # those that have not waited for it
+
+class UnderWay:
+  def __init__(self, f:Frame):
+    self.f = f
+    self.started: list[int] = []                    # the step that started operation 0, 1, ...
+    self.copies: list[Copy] = []
+    self.products: list[Product] = []
+    self.group = np.zeros(f.T, np.int32)            # of each thread: the group that its next copy belongs to
+    self.operands: Operands|None = None             # while a product reads them
+
+  def start(self) -> int:
+    """The number of an operation that begins here."""
+    self.started.append(self.f.pc)
+    return len(self.started) - 1
+
+  # ***** copies *****
+
+  def copy(self, shadow:LdsShadow, at:Array, by:Array) -> None:
+    shadow.send(at, by, self.start())
+    shadow.arriving += 1
+    self.copies.append(Copy(shadow, at, by, self.group[by]))
+
+  def commit(self) -> None: self.group = self.group + self.f.active
+
+  def wait_copies(self, but:int) -> None:
+    """The active threads wait for all their groups but the last so many."""
+    left, active = [], self.f.active
+    for copy in self.copies:
+      arrived = active[copy.by] & (copy.group < self.group[copy.by] - but)
+      if not arrived.any():
+        left.append(copy)
+        continue
+      done, rest = (copy, None) if arrived.all() else copy.split(arrived)
+      done.shadow.arrive(done.at, done.by)
+      if rest is not None: left.append(rest)
+      else: copy.shadow.arriving -= 1
+    self.copies = left
+
+  # ***** products *****
+
+  def product(self, accumulators:Registers, results:dict[int, Array], operands:Operands) -> None:
+    product = Product(self.start(), accumulators, results, operands, self.f.active)
+    self.products.append(product)
+    accumulators.coming |= dict.fromkeys(results, product)
+    for shadow, at, active in operands.lds:
+      shadow.holding += 1
+      shadow.hold(at if active is None else at[active], product.number)
+    for registers, i in operands.registers: registers.held[i] = product
+
+  def wait_products(self) -> None:
+    """The active threads wait for all that they have started."""
+    left, active = [], self.f.active
+    for product in self.products:
+      done = product.threads & active
+      product.threads = product.threads & ~active
+      if product.threads.any(): left.append(product)
+      else: self._release(product)
+      if done.any():
+        for i, value in product.results.items(): product.accumulators.put(i, value, done)
+    self.products = left
+
+  def _release(self, product:Product) -> None:
+    for i in product.results:
+      if product.accumulators.coming.get(i) is product: del product.accumulators.coming[i]
+    for registers, i in product.operands.registers:
+      if registers.held.get(i) is product: del registers.held[i]
+    for shadow, at, active in product.operands.lds:
+      shadow.release(at if active is None else at[active], product.number)
+      shadow.note_read(at, active)          # it may have read up to now: who writes next has to be a barrier later
+      shadow.holding -= 1
