@@ -11,7 +11,8 @@ from attn.kernels.split_kv import combine, combine_arguments
 from attn.kernels.three_pass import three_pass
 from attn.placement import AXES, Placement, empty, local_shape, merge_devices, on_device, place, placement_of
 from attn.problem import EXTRAS, LAYOUTS, Problem, problem_of
-from attn.tinygrad_compat import Device, DType, Ops, Tensor, UOp, allow_dynamic_shared, dtypes
+from attn.ops.renderers import adapt
+from attn.tinygrad_compat import Device, DType, Ops, Tensor, UOp, dtypes
 
 DTYPE_NAMES = {dtypes.half: "float16", dtypes.bfloat16: "bfloat16", dtypes.float: "float32", dtypes.int: "int32"}
 FLOATS = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
@@ -39,7 +40,7 @@ class CheckedKernel:
   outputs: tuple[str, ...]   # the names of the leading arguments, which the kernel writes
   def call(self, *srcs:UOp, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
-    allow_dynamic_shared(srcs[0].device)
+    adapt(srcs[0].device)
     return self.sink.call(*srcs, **kwargs)
 
 def default_arch() -> str:

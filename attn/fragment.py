@@ -28,9 +28,9 @@ class Matrix:
   wave: int          # lanes
   operand: int       # 16-bit elements of A (and of B) in a lane
   block: int         # consecutive rows of C in a lane
-  operand_type: str  # the element type of the builtin's A and B, as in tinygrad_compat.VECTOR_ELEMENTS
+  operand_type: str  # the element type of the builtin's A and B, as in ops.renderers.VECTOR_ELEMENTS
   tail: str = ""     # further arguments of the builtin
-  exchange: str = "bpermute"   # how lane groups exchange values: see intrinsics.pair
+  exchange: str = "bpermute"   # how lane groups exchange values: see ops.amd.pair
   duplicated: bool = False
 
   @property

@@ -20,10 +20,10 @@ from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher,
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled",
            "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
-           "NVCCRenderer", "NamedHIPCCRenderer", "NamedHIPRenderer", "NamedVectors", "Ops", "Program", "ProgramInfo", "Renderer",
-           "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "VECTOR_ELEMENTS", "allow_dynamic_shared", "compiled",
+           "NVCCRenderer",   "Ops", "PatternMatcher", "CStyleLanguage", "UPat", "shared_memory_text", "Program", "ProgramInfo", "Renderer",
+           "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "adapt_cuda", "compiled",
            "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
-           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "render", "vector_dtype"]
+           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "vector_dtype"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -42,31 +42,11 @@ def vector_dtype(element:str, n:int) -> DType:
   VECTORS[dtype] = (element, n)
   return dtype
 
-# CUDA declares its vectors of up to four elements, clang none: a HIP source declares those that it names. (Up to clang 20 the attribute stands in
-# typedefs only.)
-VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
-
-class NamedVectors(CStyleLanguage):
-  """What HIPRenderer hands its source to, when this stands behind it among the bases of a class: adds the declarations of vector types."""
-  def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    body = "\n".join(kernel)
-    names = sorted(set(re.findall(rf"\b({'|'.join(VECTOR_ELEMENTS)})(\d+)\b", body)), key=lambda x: (x[0], int(x[1])))
-    types = [f"typedef {VECTOR_ELEMENTS[element]} {element}{n} __attribute__((ext_vector_type({n})));" for element, n in names]
-    return super().render_kernel(function_name, kernel, bufs, uops, [*(prefix or []), *types])
-
-class NamedHIPRenderer(HIPRenderer, NamedVectors): pass
-class NamedHIPCCRenderer(HIPCCRenderer, NamedVectors): pass
-
 # **** lowering without a device ****
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
   """A kernel's AST (a SINK) -> the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
   with Context(ALLOW_DEVICE_USAGE=0):
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
-
-def render(sink:UOp, arch:str) -> str:
-  """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""
-  renderer = DynamicNVCCRenderer(Target("CUDA", "NVCC", arch)) if arch.startswith("sm_") else NamedHIPCCRenderer(Target("AMD", "HIPCC", arch))
-  return renderer.render(lower(sink, renderer))
 
 # **** CUDA kernels with more than 48 KB of shared memory ****
 # It must be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does the latter two
@@ -77,31 +57,23 @@ def dynamic_shared_name(name:str, nbytes:int) -> str:
   """The name of a kernel that has `nbytes` of shared memory, in one buffer."""
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
-class _Dynamic(Renderer):
-  """And for sm_90 the compiler's target is sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's can't be."""
-  def __init__(self, target:Target):
-    super().__init__(target)
-    compiler: Any = self.compiler
-    if target.arch == "sm_90": self.compiler = type(compiler)("sm_90a", ptx=compiler.ptx)
-  def render_buffer(self, x:UOp) -> str:
-    text = super().render_buffer(x)   # type: ignore[misc]
-    if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
-    return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle goes by the address
-
-class DynamicCUDARenderer(_Dynamic, CUDARenderer): pass
-class DynamicNVCCRenderer(_Dynamic, NVCCRenderer): pass
+def shared_memory_text(x:UOp, text:str) -> str:
+  """The declaration of a buffer, which makes it dynamic where it has to be."""
+  if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
+  return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle goes by the address
 
 def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
   from tinygrad.runtime.ops_cuda import CUDAProgram
   return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
 
-def allow_dynamic_shared(devices:str|tuple[str, ...]|None) -> None:
-  """From now on those of `devices` that are CUDA compile and launch kernels named by `dynamic_shared_name`."""
+def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
+  """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by
+  `dynamic_shared_name`."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "CUDA" or (dev := Device[name]).runtime_t is dynamic_shared_program: continue
     dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]
-    dev.renderers = [{CUDARenderer: DynamicCUDARenderer, NVCCRenderer: DynamicNVCCRenderer}.get(r, r) for r in dev.renderers]   # type: ignore[call-overload]
-    dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("DYNAMIC").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
+    dev.renderers = [renderers.get(r, r) for r in dev.renderers]
+    dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("OPERATIONS").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
 
 # **** machine code (attn/isa) ****
 # exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 import hashlib, pickle, sys, zlib
 import numpy as np
-from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, NamedHIPCCRenderer, NVCCRenderer, Program,
+from attn.ops.renderers import OperationsHIPCCRenderer, OperationsNVCCRenderer
+from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, Program,
                                   Renderer, Target, TinyELF, UOp, dtypes)
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
@@ -38,15 +39,15 @@ class _Emulated(Renderer):
     UOpCompiler.note(text, uops)
     return text
 
-class EmulatedHIPRenderer(_Emulated, NamedHIPCCRenderer):
+class EmulatedHIPRenderer(_Emulated, OperationsHIPCCRenderer):
   def __init__(self, target:Target):
-    NamedHIPCCRenderer.__init__(self, target)
+    OperationsHIPCCRenderer.__init__(self, target)
     self.adapt()
     self.shared_max = get_chip(target.arch).lds   # tinygrad has one limit for all
 
-class EmulatedCUDARenderer(_Emulated, NVCCRenderer):
+class EmulatedCUDARenderer(_Emulated, OperationsNVCCRenderer):
   def __init__(self, target:Target):
-    NVCCRenderer.__init__(self, target)
+    OperationsNVCCRenderer.__init__(self, target)
     self.adapt()
 
 class EMUProgram(Program["EMUDevice"]):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import math
 import numpy as np
 from numpy.typing import NDArray
-from attn.intrinsics import MEANING
+from attn.ops.operation import Call
 from attn.tinygrad_compat import AddrSpace, DType, GroupOp, Ops, UOp, dtypes
 from attn.emulator.alu import alu, bitcast, cast, elements, literal, numpy_dtype, stack
 from attn.emulator.checks import LdsLimit, OutOfScope
@@ -206,9 +206,10 @@ class Plan:
     self._emit(u, step)
 
   def custom(self, u:UOp) -> None:
-    if (meaning := MEANING.get(u.arg)) is None:
-      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op.name} means: {u.arg!r}. Build it with attn.intrinsics.emit "
-                                "from an entry of attn.intrinsics.TABLE, or set attn.intrinsics.MEANING[text] to a function (lanes, *sources)")
+    if not isinstance(u.arg, Call):
+      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op.name} means: {u.arg!r}. Build it with attn.ops.operation.emit, "
+                                "of an operation that attn.ops.language.instruction or compound has defined")
+    meaning = u.arg.meaning
     args: list[Address|int] = [self.addresses[s] if s in self.addresses else self.slot[s] for s in u.src]
     for a in args:
       if isinstance(a, Address):

@@ -11,7 +11,8 @@ import functools, hashlib, importlib.metadata, importlib.util, os, re, shutil, s
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from attn.tinygrad_compat import Compiled, CompileError, Compiler, HIPRenderer, NamedVectors, Ops, Target, double_transcendentals, opened_devices
+from attn.ops.renderers import OperationsHIPRenderer
+from attn.tinygrad_compat import Compiled, CompileError, Compiler, HIPRenderer, Ops, Target, double_transcendentals, opened_devices
 
 INSTALL = "install attn[isa] (the PyPI package ziglang brings clang), or name a clang or hipcc in ATTN_CLANG"
 
@@ -153,7 +154,7 @@ class ClangCompiler(Compiler):
     from attn.isa.disassemble import disassemble
     print(disassemble(lib))
 
-class AMDClangRenderer(HIPRenderer, NamedVectors):
+class AMDClangRenderer(OperationsHIPRenderer):
   """tinygrad's HIP renderer over ClangCompiler: `DEV=AMD:CLANG`, and the default of `DEV=AMD` where comgr doesn't load. It prints what tinygrad's
   prints, but for what tinygrad expands when a renderer has no code for it: the sine, and exp2 and log2 of doubles."""
   def __init__(self, target:Target):

@@ -8,7 +8,8 @@ from attn.isa.model import MODEL
 from attn.kernels.forward import forward
 from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem
-from attn.tinygrad_compat import UOp, render
+from attn.ops.renderers import render
+from attn.tinygrad_compat import UOp
 
 DTYPES = MATRIX_DTYPES
 MASKS = ("full", "causal")

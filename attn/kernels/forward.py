@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass
 from typing import Any, Callable
-from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.fragment import Matrix
 from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
@@ -17,7 +16,7 @@ from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
 from attn.kernels.tiles import (UNIT, Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
                                 units_of)
-from attn.operations import operations
+from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, Ops, UOp, dtypes
 
@@ -74,8 +73,8 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   """Four rows of eight 16-bit elements -> eight columns of four (dword pairs)."""
   columns = []
   for w in range(4):
-    r0, r1, r2, r3 = [hw.extract(r, w) for r in rows]
-    for selector in (0x05040100, 0x07060302): columns.append(hw.build(hw.byte_perm(r1, r0, selector), hw.byte_perm(r3, r2, selector)))
+    r0, r1, r2, r3 = [ops.extract(r, w) for r in rows]
+    for selector in (0x05040100, 0x07060302): columns.append(ops.build(amd.byte_perm(r1, r0, selector), amd.byte_perm(r3, r2, selector)))
   return columns
 
 def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -124,20 +123,20 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     in_block = [(wave*q_tiles + t)*mat.N + at.n for t in range(q_tiles)]
 
     # ***** the sequence, its rows, and the key tiles that a block sees *****
-    sequence = extent(p, batch, given, hw)
+    sequence = extent(p, batch, given)
     def rows(buffer:UOp, h:UOp, heads:int, length:int, columns:int, start:int|UOp, count:int|UOp) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, columns)
-      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, arch.family, pin=splits > 1 or isinstance(sequence.n_k, UOp))
+      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, pin=splits > 1 or isinstance(sequence.n_k, UOp))
     q_rows = rows(q, first_head, p.H, p.Sq, p.D, sequence.q_start, sequence.n_q)
     k_rows = rows(k, kv_head, p.Hkv, p.Sk, p.D, sequence.k_start, sequence.n_k)
     v_rows = rows(v, kv_head, p.Hkv, p.Sk, p.Dv, sequence.k_start, sequence.n_k)
     if group > 1:
       head_stride = strides(p.layout, p.H, p.Sq, p.D)[1]
       reach = ((UOp.const(0) + sequence.n_q - 1)*q_rows.stride + (group - 1)*head_stride + p.D).maximum(0)*2
-      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, arch.family, False, group, head_stride, reach)
+      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, False, group, head_stride, reach)
     queries = [Row(batch, first_head + (first_row + i)%group, (first_row + i)//group, first_row + i < sequence.n_q*group) for i in in_block]
     first = Row(batch, first_head, first_query, UOp.const(True))
-    scores = Scores(p, at, block_n, arch.family, sequence, first, given.get("alibi_slopes"), given.get("bias"))
+    scores = Scores(p, at, block_n, sequence, first, given.get("alibi_slopes"), given.get("bias"))
     blocks = key_blocks(p, sequence, first_query, last_query, block_n)
     for s in split: blocks = blocks.share(s, splits)
 
@@ -159,9 +158,9 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       """The operands of each query tile for some of the units of the contraction."""
       if not tile.q_in_lds: return [operands(mat, units[steps]) for units in q_units]
       units = units_of(mat, depth, at.h)[steps]
-      return [operands(mat, [q_kept.after(*after).load(row, u) for u in units]) for row in (hw.opaque(i, t) for i in in_block)]
+      return [operands(mat, [q_kept.after(*after).load(row, u) for u in units]) for row in (amd.opaque(i, t) for i in in_block)]
 
-    def do(statement:Callable[..., UOp], *args:Any) -> UOp: return nothing[0].store(statement(*args))
+    def do(statement:Callable[..., UOp], *args:Any, **options:Any) -> UOp: return nothing[0].store(statement(*args, **options))
 
     # ***** global -> registers -> LDS *****
     def fetch(t:UOp) -> tuple[list[UOp], list[UOp]]:
@@ -190,38 +189,38 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       for others before it stores: the barrier at the end of the trip is the only one. Without prefetch a trip takes its own tile to LDS first."""
       if not tile.prefetch: return work(s.lds_after(to_lds(s, t, *fetch(t))), t, masked)
       parts = fetch(t + 1)
-      under_way = do(hw.sched_barrier, *itertools.chain(*parts))     # the compiler would put loads off
+      under_way = do(amd.sched_barrier, *itertools.chain(*parts))     # the compiler would put loads off
       worked = work(s.lds_after(under_way), t, masked)
       return UOp.group(worked, to_lds(s.lds_after(barrier(worked) if buffers == 1 else worked), t + 1, *parts))
 
     def work(s:State, t:UOp, masked:bool) -> UOp:
       """S of a key tile, its softmax, and its part of O."""
       k_tile, v_tile = s.k_lds.number(t%buffers), s.v_lds.number(t%buffers)
-      s_tiles = [[hw.splat(0.0, mat.accumulator)]*k_tiles for _ in range(q_tiles)]
+      s_tiles = [[ops.splat(0.0, mat.accumulator)]*k_tiles for _ in range(q_tiles)]
       k_units = units_of(mat, depth, at.h)
       for kt, first in itertools.product(range(k_tiles), range(0, len(k_units), FENCE_UNITS)):
         steps = slice(first, first + FENCE_UNITS)
-        fence = [do(hw.sched_barrier, s_tiles[-1][kt - (first == 0)])] if tile.fenced and (kt or first) else []
+        fence = [do(amd.sched_barrier, s_tiles[-1][kt - (first == 0)])] if tile.fenced and (kt or first) else []
         k_operands = operands(mat, [k_tile.after(*fence).load(kt*mat.M + at.n, u) for u in k_units[steps]])
         for a, *bs in zip(k_operands, *q_operands(t, steps, *fence)):
-          for qt, b in enumerate(bs): s_tiles[qt][kt] = hw.shaped_wmma(mat, a, b, s_tiles[qt][kt])
+          for qt, b in enumerate(bs): s_tiles[qt][kt] = amd.shaped_wmma(mat, a, b, s_tiles[qt][kt])
       for qt, row in enumerate(queries):
         s_tiles[qt] = scores.modify(s_tiles[qt], row, t)
         if masked: s_tiles[qt] = scores.mask(s_tiles[qt], row, t)
       x = s.softmax.correct([s.softmax.weights(x, qt, scores.to_log2) for qt, x in enumerate(s_tiles)], s_tiles, scores.to_log2, mat, p.dtype,
-                            arch.bf16_pack, tile.rescale_above, do)
+                            tile.rescale_above, do)
       weights = [x.operands(at, qt, k_tiles) for qt in range(q_tiles)]
       accs = [[x.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
       for dt in range(d_tiles):
-        if tile.fenced or not dt: v_tile = v_tile.after(do(hw.sched_barrier, accs[-1][dt - 1] if dt else weights[-1][-1]))
+        if tile.fenced or not dt: v_tile = v_tile.after(do(amd.sched_barrier, accs[-1][dt - 1] if dt else weights[-1][-1]))
         v_operands = operands(mat, [v_tile.load(dt*mat.M + at.n, u) for u in units_of(mat, block_n, at.h)])
         for a, *bs in zip(v_operands, *weights):
-          for qt, b in enumerate(bs): accs[qt][dt] = hw.shaped_wmma(mat, a, b, accs[qt][dt])
+          for qt, b in enumerate(bs): accs[qt][dt] = amd.shaped_wmma(mat, a, b, accs[qt][dt])
       o_tiles = [acc for column in accs for acc in column]
-      return UOp.group(do(hw.settle, *o_tiles), *[x.acc[i].store(acc) for i, acc in enumerate(o_tiles)])
+      return UOp.group(do(amd.made_here, *o_tiles), *[x.acc[i].store(acc) for i, acc in enumerate(o_tiles)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      if (count := trip_count(last - first, hw)) is None: return s
+      if (count := trip_count(last - first)) is None: return s
       r = UOp.range(count, next(axes), AxisType.LOOP)
       inside = s.after(r)
       return s.after(trip(inside, first + r, masked).end(r))
@@ -241,8 +240,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       number, begin = place_of_row(p, sequence, row, *split)
       if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
       for dt in range(d_tiles):
-        values = hw.mul(done.softmax.acc[qt*d_tiles + dt].load(), factor)
-        if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
+        values = ops.mul(done.softmax.acc[qt*d_tiles + dt].load(), factor)
         outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
     name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
@@ -269,16 +267,15 @@ def check_range(p:Problem, tile:Any) -> None:
 
 def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
   """(what O^T is to be multiplied by, LSE) of a row with sum `total` relative to the reference `m`. A sink is one more term of the sum."""
-  hw = scores.hw
   if sink is None:
-    inverse = total.eq(0.0).where(0.0, hw.rcp(total))
-    return inverse, total.eq(0.0).where(NEG_INF, hw.add(hw.mul(m, scores.to_natural), hw.mul(hw.log2(total), LN2)))
-  m = hw.mul(m, scores.to_natural)
-  top = hw.max_(m, sink)
+    inverse = total.eq(0.0).where(0.0, ops.rcp(total))
+    return inverse, total.eq(0.0).where(NEG_INF, ops.add(ops.mul(m, scores.to_natural), ops.mul(ops.log2(total), LN2)))
+  m = ops.mul(m, scores.to_natural)
+  top = ops.max_(m, sink)
   safe = top.eq(NEG_INF).where(0.0, top)
-  weight = hw.exp2(hw.mul(hw.sub(m, safe), LOG2E))
-  total = hw.add(hw.mul(total, weight), hw.exp2(hw.mul(hw.sub(sink, safe), LOG2E)))
-  return total.eq(0.0).where(0.0, hw.mul(weight, hw.rcp(total))), total.eq(0.0).where(NEG_INF, hw.add(safe, hw.mul(hw.log2(total), LN2)))
+  weight = ops.exp2(ops.mul(ops.sub(m, safe), LOG2E))
+  total = ops.add(ops.mul(total, weight), ops.exp2(ops.mul(ops.sub(sink, safe), LOG2E)))
+  return total.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(total))), total.eq(0.0).where(NEG_INF, ops.add(safe, ops.mul(ops.log2(total), LN2)))
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""
@@ -290,18 +287,17 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
 def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
   a time where rows are so aligned."""
-  hw = operations(arch.family)
-  index, n, size = begin + column, hw.length(values), 4 if dtype == "float32" else 2
-  words = values if size == 4 else hw.pack(values if n > 1 else hw.build(values, values), dtype, arch.bf16_pack)   # dwords of the row
+  index, n, size = begin + column, ops.length(values), 4 if dtype == "float32" else 2
+  words = values if size == 4 else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
   wide = min(16//size, n)                                                          # elements of a store
   if length % wide == 0 and wide*size >= 4:
-    kind = hw.f32 if size == 4 else hw.u32
+    kind = ops.f32 if size == 4 else ops.u32
     view, per = o.bitcast(kind(wide*size//4)), wide*size//4
-    return [view[((index + i)//wide).valid(there & (column + i < length))].store(hw.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
-  if size == 4: return [o[(index + i).valid(there & (column + i < length))].store(hw.extract(values, i)) for i in range(n)]
+    return [view[((index + i)//wide).valid(there & (column + i < length))].store(ops.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
+  if size == 4: return [o[(index + i).valid(there & (column + i < length))].store(ops.extract(values, i)) for i in range(n)]
   stores = []
   for i in range(n):
-    half = (hw.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
+    half = (ops.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
     stores.append(o[(index + i).valid(there & (column + i < length))].store(half))
   return stores
 

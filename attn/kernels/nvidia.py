@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
-from attn import intrinsics_cuda as hw
 from attn.arch import Arch
+from attn.ops import common as ops, nvidia as nv
 from attn.fragment import Mma
 from attn.kernels.blocks import Extent, KeyBlocks, extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, arguments, estimates, place_of_row, store_row
@@ -85,9 +85,9 @@ class Block:
     first_row = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
 
     # ***** the sequence, and the key tiles that the block sees *****
-    x, first_query = extent(p, batch, given, hw), first_row//group
+    x, first_query = extent(p, batch, given), first_row//group
     first = Row(batch, first_head, first_query, UOp.const(True))
-    scores = Scores(p, at, tile.block_n, arch.family, x, first, given.get("alibi_slopes"), given.get("bias"))
+    scores = Scores(p, at, tile.block_n, x, first, given.get("alibi_slopes"), given.get("bias"))
     keys = key_blocks(p, x, first_query, (first_row + tile.block_m - 1)//group, tile.block_n)
     for n in split: keys = keys.share(n, p.num_splits)
     return Block(p, arch, tile, given, axes, (head_group, q_block, head_in_group, lane, wave), split, at, batch, first_head,
@@ -99,7 +99,7 @@ class Block:
   def lse(self) -> UOp|None: return self.given.get("lse", self.given.get("lse_partial"))
   def queries(self, first:UOp) -> list[Row]:
     """A lane's rows of the 16 that begin at `first` of the block."""
-    rows = [self.first_row + first + self.at.matrix.c_row(self.at.lane, r) for r in range(hw.ROWS)]
+    rows = [self.first_row + first + self.at.matrix.c_row(self.at.lane, r) for r in range(nv.ROWS)]
     return [Row(self.batch, self.first_head + row%self.group, row//self.group, row < self.x.n_q*self.group) for row in rows]
 
   # ***** global -> shared memory *****
@@ -120,7 +120,7 @@ class Block:
       begin = base + ((first + row)//self.group*ss + (first + row)%self.group*sh if packed else first*ss + row*ss)
       left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
       nbytes = (first + row + moved < there).where(left_over, 0)
-      statements.append(hw.copy(shared[to.place(row, unit)], flat(self.given[name])[begin + unit*UNIT], (16*moved*to.pitch, 2*moved*ss), nbytes,
+      statements.append(nv.copy(shared[to.place(row, unit)], flat(self.given[name])[begin + unit*UNIT], (16*moved*to.pitch, 2*moved*ss), nbytes,
                                 (row + moved < rows) & (unit < to.units), columns % UNIT == 0))
     return statements
 
@@ -128,10 +128,10 @@ class Block:
   def finished(self, tiles:list[UOp], queries:list[Row], t:UOp, masked:bool) -> list[UOp]:
     """What the softmax takes, of the raw scores of 16 queries: row by row."""
     if self.scores.raw and not masked: return tiles
-    rows = [[hw.slice_(y, 2*r, 2) for y in tiles] for r in range(hw.ROWS)]
+    rows = [[ops.slice_(y, 2*r, 2) for y in tiles] for r in range(nv.ROWS)]
     rows = [self.scores.modify(row, query, t) for row, query in zip(rows, queries)]
     if masked: rows = [self.scores.mask(row, query, t) for row, query in zip(rows, queries)]
-    return [hw.concat(low, high) for low, high in zip(*rows)]
+    return [ops.concat(low, high) for low, high in zip(*rows)]
 
   # ***** O and LSE *****
   def outputs(self, queries:list[Row], accs:list[UOp], factors:list[UOp], log_sums:list[UOp]) -> list[UOp]:
@@ -141,8 +141,7 @@ class Block:
       number, begin = place_of_row(p, self.x, row, *self.split)
       if self.lse is not None: stores.append(flat(self.lse)[number.valid(at.h.eq(0) & row.there)].store(log_sums[r]))
       for dt, acc in enumerate(accs):
-        values = hw.mul(hw.slice_(acc, 2*r, 2), factors[r])
-        if o.dtype not in (self.given["q"].dtype, dtypes.float): values = hw.declare(values, o.dtype)
+        values = ops.mul(ops.slice_(acc, 2*r, 2), factors[r])
         stores += store_row(self.arch, flat(o), "float32" if self.split else p.out_dtype, p.Dv, begin, dt*at.matrix.N + at.h*at.matrix.block, values,
                             row.there)
     return stores
@@ -164,6 +163,6 @@ class InOrder(Carried):
 
 def total_of(part:UOp, r:int) -> UOp:
   """The sum of row r, of the parts of it that the lanes which share it have."""
-  total = hw.extract(part, r)
-  for step in (1, 2): total = total + hw.xor_lane(total, step)
+  total = ops.extract(part, r)
+  for step in (1, 2): total = total + nv.xor_lane(total, step)
   return total

@@ -21,7 +21,7 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.scores import LN2, LOG2E, NEG_INF
 from attn.kernels.tiles import Tile, ceildiv, flat
-from attn.operations import operations
+from attn.ops import common as ops
 from attn.problem import MAX_SPLITS, Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
 
@@ -82,7 +82,7 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
   """
   if splits != p.num_splits or splits < 2:
     raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
-  hw, names, vec = operations(arch.family), combine_arguments(p), math.gcd(p.Dv, 4)
+  names, vec = combine_arguments(p), math.gcd(p.Dv, 4)
   columns = p.Dv//vec                       # threads of a row, each with `vec` neighbouring elements
   per = max(1, THREADS//columns)            # rows of a workgroup
 
@@ -97,36 +97,35 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
     there, row = row < p.rows, row.minimum(p.rows - 1)
     length = p.total_q if p.varlen else p.Sq
     batch, head, query = row//(p.H*length), row//length%p.H, row%length
-    parts = given["o_partial"].bitcast(hw.f32(vec)) if vec > 1 else given["o_partial"]
-    def registers(slot:int, lanes:int=1) -> UOp: return UOp.placeholder((1,), hw.f32(lanes), slot, AddrSpace.REG)
+    parts = given["o_partial"].bitcast(ops.f32(vec)) if vec > 1 else given["o_partial"]
+    def registers(slot:int, lanes:int=1) -> UOp: return UOp.placeholder((1,), ops.f32(lanes), slot, AddrSpace.REG)
     top, total, acc = registers(0), registers(1), registers(2, vec)
     def lse_of(g:UOp) -> UOp: return given["lse_partial"][g*p.rows + row].load()
 
     # ***** the largest LSE *****
     sink = given["sinks"][head].load() if "sinks" in given else None
     start = UOp.group(top[0].store(UOp.const(NEG_INF, dtypes.float) if sink is None else sink), total[0].store(UOp.const(0.0, dtypes.float)),
-                      acc[0].store(hw.splat(0.0, vec)))
+                      acc[0].store(ops.splat(0.0, vec)))
     g = UOp.range(splits, 2, AxisType.LOOP)
     before = top.after(start, g)
-    largest = top.after(before[0].store(hw.max_(before[0].load(), lse_of(g))).end(g))[0].load()
+    largest = top.after(before[0].store(ops.max_(before[0].load(), lse_of(g))).end(g))[0].load()
     reference = largest.eq(NEG_INF).where(0.0, largest)
-    def weight(x:UOp) -> UOp: return hw.exp2(hw.mul(hw.sub(x, reference), LOG2E))   # the difference first: it is exact where it matters
+    def weight(x:UOp) -> UOp: return ops.exp2(ops.mul(ops.sub(x, reference), LOG2E))   # the difference first: it is exact where it matters
 
     # ***** sums *****
     g = UOp.range(splits, 3, AxisType.LOOP)
     acc_now, total_now = acc.after(start, g), total.after(start, g)
     w, part = weight(lse_of(g)), parts[((g*p.rows + row)*p.Dv + column)//vec].load()
-    sums = UOp.group(acc_now[0].store(hw.add(acc_now[0].load(), hw.mul(part, w))), total_now[0].store(hw.add(total_now[0].load(), w))).end(g)
+    sums = UOp.group(acc_now[0].store(ops.add(acc_now[0].load(), ops.mul(part, w))), total_now[0].store(ops.add(total_now[0].load(), w))).end(g)
     weights, values = total.after(sums)[0].load(), acc.after(sums)[0].load()
-    if sink is not None: weights = hw.add(weights, weight(sink))
+    if sink is not None: weights = ops.add(weights, weight(sink))
 
     # ***** O and LSE *****
-    values = hw.mul(values, weights.eq(0.0).where(0.0, hw.rcp(weights)))
-    if p.out_dtype != "float32": values = hw.declare(values, given["o"].dtype)
+    values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
     sb, sh, ss = strides(p.layout, p.H, length, p.Dv)
     outputs = store_row(arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, column, values, there)
     if "lse" in given:
-      log_sum = weights.eq(0.0).where(NEG_INF, hw.add(reference, hw.mul(hw.log2(weights), LN2)))
+      log_sum = weights.eq(0.0).where(NEG_INF, ops.add(reference, ops.mul(ops.log2(weights), LN2)))
       outputs.append(given["lse"][row.valid(there & column.eq(0))].store(log_sum))
     size = 4*p.rows*(p.Dv + 1)*splits
     estimates = Estimates(ops=2*p.rows*p.Dv*splits, lds=size, mem=size)

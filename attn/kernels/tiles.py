@@ -2,8 +2,8 @@
 from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
-from attn import intrinsics as hw
 from attn.fragment import Matrix, Mma
+from attn.ops import amd, common as ops
 from attn.tinygrad_compat import AddrSpace, Ops, UOp
 
 UNIT = 8   # 16-bit elements of 16 bytes, the widest access of LDS and of global memory
@@ -87,9 +87,9 @@ def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
 
 def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   """Register images of 16-byte units -> the operands of successive matrix instructions."""
-  if matrix.operand < UNIT: return [hw.slice_(u, i, matrix.operand//2) for u in units for i in range(0, UNIT//2, matrix.operand//2)]
+  if matrix.operand < UNIT: return [ops.slice_(u, i, matrix.operand//2) for u in units for i in range(0, UNIT//2, matrix.operand//2)]
   if matrix.operand == UNIT: return units
-  return [hw.concat(lo, hi) for lo, hi in zip(units[0::2], units[1::2])]
+  return [ops.concat(lo, hi) for lo, hi in zip(units[0::2], units[1::2])]
 
 def contraction(matrix:Matrix, length:int) -> int:
   """`length` rounded up to what whole units of every lane group cover."""
@@ -110,7 +110,7 @@ class LdsTile:
   def size(rows:int, units:int, skew:int=0) -> int: return rows*(units | 1) + ceildiv(rows, 16)*skew
   @staticmethod
   def create(rows:int, units:int, slot:int, buffers:int=1, skew:int=0) -> LdsTile:
-    return LdsTile(UOp.placeholder((buffers*LdsTile.size(rows, units, skew),), hw.u32(4), slot, AddrSpace.LOCAL), rows, units, skew)
+    return LdsTile(UOp.placeholder((buffers*LdsTile.size(rows, units, skew),), ops.u32(4), slot, AddrSpace.LOCAL), rows, units, skew)
 
   def after(self, *deps:UOp) -> LdsTile: return replace(self, buffer=self.buffer.after(*deps))
   def number(self, i:UOp) -> LdsTile: return replace(self, base=i*LdsTile.size(self.rows, self.units, self.skew))
@@ -119,7 +119,7 @@ class LdsTile:
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[(self.place(row) + unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
     """Stores 8 bytes at the `half`-th half unit of a row."""
-    return self.buffer.bitcast(hw.u32(2))[(self.place(row)*2 + half).valid(gate)].store(value)
+    return self.buffer.bitcast(ops.u32(2))[(self.place(row)*2 + half).valid(gate)].store(value)
 
 # ***** global memory *****
 
@@ -137,7 +137,6 @@ class Rows:
   stride: int
   count: int|UOp     # rows there are
   width: int         # elements of a row
-  family: str
   pin: bool = False  # clang would compute the range in vector registers, and load in a loop over its values: take it to a scalar register
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -147,7 +146,7 @@ class Rows:
     """
     left = (self.count - first).maximum(0).minimum(rows)
     records = ((left - 1)*self.stride + self.width).maximum(0)*2
-    if self.pin: records = hw.uniform(records)
+    if self.pin: records = ops.uniform(records)
     return self._load(self.buffer[(self.base + first*self.stride)], records, row*self.stride, unit, gate)
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
@@ -155,12 +154,12 @@ class Rows:
     offset = (start + unit*UNIT)*2
     if self.width % UNIT == 0 and self.stride % UNIT == 0:
       inside = unit < self.width//UNIT if gate is None else gate & (unit < self.width//UNIT)
-      return hw.buffer_load(base, records, inside.where(offset, hw.OUT_OF_RANGE), 16, self.family)
+      return ops.buffer_load(base, records, inside.where(offset, ops.OUT_OF_RANGE), 16)
     elements = []
     for i in range(UNIT):
       inside = unit*UNIT + i < self.width if gate is None else gate & (unit*UNIT + i < self.width)
-      elements.append(hw.buffer_load(base, records, inside.where(offset + 2*i, hw.OUT_OF_RANGE), 2, self.family))
-    return hw.build(*[hw.byte_perm(hi, lo, 0x05040100) for lo, hi in zip(elements[0::2], elements[1::2])])
+      elements.append(ops.buffer_load(base, records, inside.where(offset + 2*i, ops.OUT_OF_RANGE), 2))
+    return ops.build(*[amd.byte_perm(hi, lo, 0x05040100) for lo, hi in zip(elements[0::2], elements[1::2])])
 
 @dataclass(frozen=True)
 class PackedRows(Rows):
