@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect, math, re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 import numpy as np
 from attn.arch import get_arch
@@ -121,9 +121,22 @@ class Term:
 
 @dataclass
 class Registers:
-  """A parameter that points to a register array."""
+  """An operand that is an array of registers, and which of its elements a definition uses."""
   text: str
   type: str      # of an element
+  used: set[int] = field(default_factory=set)
+  stored: set[int] = field(default_factory=set)
+  apart: bool = False    # its elements are parameters of their own
+  @property
+  def size(self) -> int: return max(self.used | self.stored) + 1
+
+@dataclass(frozen=True)
+class Signature:
+  """How a function takes register arrays, and gives them back."""
+  parameters: Sequence[str]
+  declaration: str = ""
+  type: str = ""         # of the result, where it is not the operation's own
+  result: str = ""
 
 class Printer:
   """Runs a definition to get the statements of a C++ function, and the functions that those call."""
@@ -199,8 +212,16 @@ class Printer:
   def splat(self, x:Value, n:int) -> Value: return x if n == 1 else self.vector(*[x]*n)
   def constants(self, xs:Sequence[float]) -> Value: return self.vector(*xs)
   # registers
-  def load(self, registers:Any, i:int) -> Value: return Term(self, f"{registers.text}[{i}]", registers.type)
-  def store(self, registers:Any, i:int, x:Value) -> None: self.say(f"{registers.text}[{i}] = {bare(self.term(x).text)};")
+  def load(self, registers:Any, i:int) -> Value:
+    registers.used.add(i)
+    return Term(self, f"{registers.text}{i}" if registers.apart else f"{registers.text}[{i}]", registers.type)
+  def store(self, registers:Any, i:int, x:Value) -> None:
+    registers.stored.add(i)
+    self.say(f"{registers.text}[{i}] = {bare(self.term(x).text)};")
+  def registers_signature(self, name:str, registers:list[Registers]) -> Signature:
+    """As pointers."""
+    return Signature([f"{x.type}* {x.text}" for x in registers])
+  def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str: return f"{name}({', '.join(sources.values())})"
 
 class Hip(Printer):
   """HIP: clang's vectors have arithmetic and elements of their own."""
@@ -238,6 +259,30 @@ class Hip(Printer):
     if len(xs) != 2 or length_of(xs[0].type) == 1: return super().join(*xs)
     n = 2*length_of(xs[0].type)
     return Term(self, f"__builtin_shufflevector({xs[0].text}, {xs[1].text}, {', '.join(map(str, range(n)))})", vector_of(element_of(xs[0].type), n))
+  # Registers go to a function by value and come back as its result: of arrays whose address is taken clang makes worse code, though it inlines all.
+  def registers_signature(self, name:str, registers:list[Registers]) -> Signature:
+    if not registers: return Signature([])
+    kept, kind = [x for x in registers if x.stored], name.capitalize()
+    members = "".join(f"  {x.type} {x.text}[{x.size}];\n" for x in kept)
+    parameters = [f"{kind} now"]
+    for x in registers:
+      if x.stored: x.text = f"now.{x.text}"
+      else:
+        x.apart = True
+        parameters += [f"{x.type} {x.text}{i}" for i in sorted(x.used)]
+    return Signature(parameters, f"struct {kind} {{\n{members}}};\n", kind, "now")
+  def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str:
+    registers = [x for x in operands if isinstance(x, Registers)]
+    if not registers: return super().registers_call(name, sources, operands)
+    def at(x:Registers, i:int) -> str:
+      base, offset = sources[x.text.removeprefix("now.")].rsplit("+", 1)
+      return f"{base}[{int(offset) + i}]"
+    kept = [x for x in registers if x.stored]
+    now = ", ".join("{" + ", ".join(at(x, i) for i in range(x.size)) + "}" for x in kept)
+    rest = [at(x, i) for x in registers if x.apart for i in sorted(x.used)] + [sources[x.text] for x in operands if isinstance(x, Term)]
+    lines = ["({", wrapped(f"  auto now = {name}({', '.join([f'{{{now}}}', *rest])});", " "*6)]
+    lines += [f"  {at(x, i)} = {x.text}[{i}];" for x in kept for i in sorted(x.stored)]
+    return "\n".join([*lines, "  0.0f;", "})"])
   def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
   def as_float(self, x:Value) -> Value:
     out = vector_of("float", length_of(x.type))
@@ -399,26 +444,34 @@ def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[
   given = f"<{', '.join(str(x) for _, x in body.template)}>" if body.template else ""
   return f"{name}{given}({', '.join(bare(x) for x in sources[:count])})"
 
+def operands_of(definition:Callable[..., Any]) -> list[str]:
+  """The names of a definition's operands."""
+  return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+
 def compound_text(call:Call, operation:Operation, printer:Printer, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-  assert operation.definition is not None
+  definition, static = operation.definition, call.parameters
+  assert definition is not None
   if operation.inline:
-    operands = [Term(printer, x, t) for x, t in zip(sources, types)]
-    return bare(printer.term(operation.definition(printer, *operands, **call.parameters)).text)
-  parameters = list(inspect.signature(operation.definition).parameters.values())[1:]
-  names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-  types, sources = types[:len(names)], sources[:len(names)]     # what else there is only says what comes before
-  for name in names: printer.names[name] = 1
-  operands = [Registers(n, t[:-1]) if t.endswith("*") else Term(printer, n, t) for n, t in zip(names, types)]
-  result = printer.term(operation.definition(printer, *operands, **call.parameters))
-  declared = ", ".join(f"{t} {n}" for n, t in zip(names, types))
-  body = "\n".join([*printer.lines, returned(bare(result.text))])
-  printer.declare(f"{call.name}({', '.join(types)})", wrapped(f"{printer.header}{out} {call.name}({declared}) {{", " "*6) + f"\n{body}\n}}")
-  return f"{call.name}({', '.join(map(bare, sources))})"
+    return bare(printer.term(definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
+  names = operands_of(definition)
+  types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # what else there is only says what comes before
+  operands = [Registers(name, t[:-1]) if t.endswith("*") else Term(printer, name, t) for name, t in zip(names, types)]
+  registers = [x for x in operands if isinstance(x, Registers)]
+  if registers:      # a first run tells which of their elements are used, and how
+    definition(type(printer)(printer.arch, {}), *operands, **static)
+  printer.names.update(names)
+  signature = printer.registers_signature(call.name, registers)
+  result = printer.term(definition(printer, *operands, **static))
+  parameters = ", ".join([*signature.parameters, *(f"{x.type} {x.text}" for x in operands if isinstance(x, Term))])
+  body = "\n".join([*printer.lines, returned(signature.result or bare(result.text))])
+  head = wrapped(f"{printer.header}{signature.type or out} {call.name}({parameters}) {{", " "*6)
+  printer.declare(f"{call.name}({', '.join(types)})", f"{signature.declaration}{head}\n{body}\n}}")
+  return printer.registers_call(call.name, dict(zip(names, sources)), operands)
 
 def compound(name:str, inline:bool=False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
   """Makes the function below it the definition of the operation `name`."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
-    taken = None if inline else sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(definition).parameters.values()) - 1
+    taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)
     OPERATIONS[name] = Operation(meaning, definition=definition, inline=inline)
     return definition
