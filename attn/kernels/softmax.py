@@ -47,7 +47,8 @@ class Softmax(Carried):
     2^above. `do` executes a statement."""
     stores = [self.p[i].store(ops.pack(x, dtype)) for i, x in enumerate(x for column in weights for x in column)]
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
-    s = self.after(UOp.group(*stores, *[self.part[qt].store(row_sum(column)) for qt, column in enumerate(weights)]))
+    s = self.after(UOp.group(*stores))
+    s = s.after(UOp.group(*[self.part[qt].store(row_sum(column)) for qt, column in enumerate(weights)]))
     lanes = RowLanes(1, matrix.group_steps, matrix.exchange)
     return s.after(do(correct, s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, lanes=lanes, dtype=dtype, sums=(LANE,), matrix=None, scale=to_log2, above=above))
 

@@ -41,7 +41,7 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
   """The maximum of a number and of all elements. (clang makes maxima of three of pairs.)"""
   top = c.variable("top", start)
   for x in scores:
-    for i in range(0, c.length(x), 2): c.assign(top, c.max(top.value, c.max(c.element(x, i), c.element(x, i + 1))))
+    for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
   return top.value
 
 def raise_reference(c:Any, lanes:RowLanes, m:Value, bias:Value, scores:list[Value], scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
@@ -52,11 +52,11 @@ def raise_reference(c:Any, lanes:RowLanes, m:Value, bias:Value, scores:list[Valu
     top = highest(c, old, [x[r] for x in split])
     for step in lanes.steps: top = c.let("top", c.max(*c.exchange(top, step, lanes.exchange)))
     found = c.let("found", -top*scale)
-    near = c.let("near", c.abs(found) <= LARGE)
     factors.append(c.let("factor", c.exp2(c.let("power", (old - top)*scale))))
-    biases.append(c.let("next", c.select(top == old, c.element(bias, r), c.select(near, found, c.nan))))
-    shifts.append(c.let("shift", c.select(near, c.number(0.0), top)))
-    nears.append(c.let("rest", c.select(near, found, c.number(0.0))))
+    far = c.let("far", ~(c.abs(found) <= LARGE))
+    shifts.append(c.let("shift", c.select(far, top, c.number(0.0))))
+    nears.append(c.let("rest", c.select(far, c.number(0.0), found)))
+    biases.append(c.let("next", c.select(top == old, c.element(bias, r), c.select(far, c.nan, found))))
     tops.append(top)
   def weigh(x:Value) -> Value:
     each = [c.exp2(c.let("x", c.fma(y - shifts[r], c.number(scale), nears[r]))) for r, y in enumerate(parts(c, x, lanes.rows))]
@@ -94,8 +94,8 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
   def correct_tile(t:int) -> None:
     m, next_bias, factors, weigh = raise_reference(c, lanes, c.load(reference, t), c.load(bias, t),
                                                    [c.load(scores, t*stride + i) for i in range(count)], scale)
-    c.store(reference, t, m)
     c.store(bias, t, next_bias)
+    c.store(reference, t, m)
     for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))
     for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
     own = {kind: totals[i*tiles + t] for i, kind in enumerate(sums)}
@@ -103,11 +103,11 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
     if LANE in sums: c.assign(own[LANE], c.splat(c.number(0.0), 2))
     for i in range(0, count, together):
       found = [weigh(c.load(scores, t*stride + j)) for j in range(i, i + together)]
+      if LANE in sums:
+        for x in found: lane_sums(c, own[LANE], x, lanes.rows)
       packed = c.let("packed", c.join(*[c.pack(x, dtype) for x in found]))
       c.store(p, (t*stride + i)//together, packed)
       if rounded is not None: c.assign(rounded, c.times_ones(matrix, packed, rounded.value, dtype))
-      if LANE in sums:
-        for x in found: lane_sums(c, own[LANE], x, lanes.rows)
     if rounded is not None: c.assign(own[ONES], c.vector(*[c.element(rounded.value, i) for i in (0, 2)]))
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   for i, total in enumerate(totals): c.store(l, i, c.load(l, i) + total.value)
