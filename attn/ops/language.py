@@ -98,10 +98,11 @@ def vector_of(element:str, n:int) -> str: return element if n == 1 else f"{'uint
 
 @dataclass(frozen=True)
 class Term:
-  """An expression of the text."""
+  """An expression of the text; of a vector that is put together from its elements, these as well."""
   printer: Printer
   text: str
   type: str
+  elements: tuple[str, ...] = ()
   def _with(self, operator:str, other:Value, swap:bool=False, type:str|None=None) -> Term:
     return self.printer.operation(operator, *((other, self) if swap else (self, other)), type=type)
   def __add__(self, y:Value) -> Term: return self._with("+", y)
@@ -198,14 +199,14 @@ class Printer:
   def at(self, text:str, ctype:str, i:int) -> str: raise NotImplementedError
   def vector_text(self, out:str, values:Sequence[str]) -> str: raise NotImplementedError
   def element(self, x:Value, i:int) -> Value:
-    return Term(self, self.at(x.text, x.type, i), element_of(x.type))
+    return Term(self, x.elements[i] if x.elements else self.at(x.text, x.type, i), element_of(x.type))
   def part(self, x:Value, start:int, n:int) -> Value:
     return x if n == length_of(x.type) else self.vector(*[self.element(x, start + i) for i in range(n)])
   def vector(self, *xs:Value) -> Value:
     terms = [self.term(x) for x in xs]
     if len(xs) == 1: return terms[0]
     out = vector_of(element_of(terms[0].type), len(xs))
-    return Term(self, self.vector_text(out, [bare(t.text) for t in terms]), out)
+    return Term(self, self.vector_text(out, [bare(t.text) for t in terms]), out, tuple(t.text for t in terms))
   def join(self, *xs:Value) -> Value:
     if len(xs) == 1: return xs[0]
     return self.vector(*[self.element(x, i) for x in xs for i in range(length_of(x.type))])
@@ -326,14 +327,25 @@ def exchange_rows(bits:str) -> str:
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, false, false)"
 
 class Cuda(Printer):
-  """CUDA: its vectors have names for their elements and nothing else. The arithmetic is declared where it is used."""
+  """CUDA: its vectors have names for their elements and nothing else, so that all is done element by element."""
   header = "static __device__ __forceinline__ "
   def __init__(self, arch:str, functions:dict[str, str]):
     super().__init__(arch, functions)
     self.inf, self.nan = Term(self, "INFINITY", "float"), Term(self, "__int_as_float(0x7fc00000)", "float")
   def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}.{'xyzw'[i]}"
   def vector_text(self, out:str, values:Sequence[str]) -> str: return f"make_{out}({', '.join(values)})"
+  def operation(self, operator:str, x:Value, y:Value, type:str|None=None) -> Term:
+    n = max(length_of(t.type) if isinstance(t, Term) else 1 for t in (x, y))
+    if n == 1: return super().operation(operator, x, y, type)
+    each = [[self.element(t, i) if length_of(t.type) > 1 else t for i in range(n)] for t in (self.term(x), self.term(y))]
+    return self.vector(*[self.operation(operator, a, b, type) for a, b in zip(*each)])
+  def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
+    terms = [self.term(x) for x in xs]
+    n = max(length_of(t.type) for t in terms)
+    if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
+    return self.vector(*[self.elementwise(name, scalar, *[self.element(t, i) if length_of(t.type) > 1 else t for t in terms]) for i in range(n)])
   def vector_operator(self, operator:str, x:str, y:str) -> None:
+    """Declares it for whoever prints it: tinygrad, of its own UOps."""
     out, n = max((x, y), key=length_of), max(length_of(x), length_of(y))
     values = [f"{self.at('x', x, i)} {operator} {self.at('y', y, i)}" for i in range(n)]
     self.declare(f"operator{operator}({x}, {y})",
@@ -355,7 +367,7 @@ class Cuda(Printer):
     if n == 1: return x
     out = vector_of("float", n)
     self.declare(f"splat{n}(float)", f"{self.header}{out} splat{n}(float x) {{\n{returned(self.vector_text(out, ['x']*n))}\n}}")
-    return self.call(f"splat{n}", out, x)
+    return Term(self, f"splat{n}({bare(self.term(x).text)})", out, (self.term(x).text,)*n)
   def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
   def as_float(self, x:Value) -> Value: return self.elementwise("as_float", "__uint_as_float({0})", x)
   def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
@@ -462,18 +474,19 @@ def compound_text(call:Call, operation:Operation, printer:Printer, out:str, type
   printer.names.update(names)
   signature = printer.registers_signature(call.name, registers)
   result = printer.term(definition(printer, *operands, **static))
+  name = call.name + operation.suffix.format(**static)
   parameters = ", ".join([*signature.parameters, *(f"{x.type} {x.text}" for x in operands if isinstance(x, Term))])
   body = "\n".join([*printer.lines, returned(signature.result or bare(result.text))])
-  head = wrapped(f"{printer.header}{signature.type or out} {call.name}({parameters}) {{", " "*6)
-  printer.declare(f"{call.name}({', '.join(types)})", f"{signature.declaration}{head}\n{body}\n}}")
-  return printer.registers_call(call.name, dict(zip(names, sources)), operands)
+  head = wrapped(f"{printer.header}{signature.type or out} {name}({parameters}) {{", " "*6)
+  printer.declare(f"{name}({', '.join(types)})", f"{signature.declaration}{head}\n{body}\n}}")
+  return printer.registers_call(name, dict(zip(names, sources)), operands)
 
-def compound(name:str, inline:bool=False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Makes the function below it the definition of the operation `name`."""
+def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+  """Makes the function below it the definition of the operation `name`; `suffix`, of static parameters, tells functions of the same types apart."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)
-    OPERATIONS[name] = Operation(meaning, definition=definition, inline=inline)
+    OPERATIONS[name] = Operation(meaning, definition=definition, inline=inline, suffix=suffix)
     return definition
   return define
 

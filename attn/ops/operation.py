@@ -94,6 +94,7 @@ class Operation:
   cuda: Callable[..., Text]|Text|None = None
   definition: Callable[..., Any]|None = None
   inline: bool = False
+  suffix: str = ""
 
 OPERATIONS: dict[str, Operation] = {}
 

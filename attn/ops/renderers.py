@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 from attn.ops import amd as amd, common as common, hopper as hopper, nvidia as nvidia, softmax as softmax   # they fill OPERATIONS
-from attn.ops.language import text_of, wrapped
+from attn.ops.language import LANGUAGES, text_of, wrapped
 from attn.ops.operation import Call
-from attn.tinygrad_compat import (AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat,
+from attn.tinygrad_compat import (VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat,
                                   dtypes, lower, shared_memory_text)
 
 # CUDA declares its vectors of up to four elements, clang none. (Up to clang 20 the attribute stands in typedefs only.)
 VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
+OPERATORS = {Ops.ADD: "+", Ops.SUB: "-", Ops.MUL: "*"}
 LONGEST = 150   # a line of more is broken
 POINTERS = {AddrSpace.GLOBAL: "const void*", AddrSpace.LOCAL: "void*"}
 C_NAMES = {dtypes.uint: "unsigned", dtypes.int: "int", dtypes.float: "float", dtypes.bool: "bool"}
@@ -39,6 +40,9 @@ class OperationsPrinter(CStyleLanguage):
   def call_text(self, x:UOp) -> str:
     types = [c_type(u) for u in x.src]
     return text_of(x.arg, self.language, self.target.arch, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src], self.functions)
+  def need_operator(self, x:UOp) -> None:
+    """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
+    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     """What the source needs that tinygrad declares only where a kernel computes with it."""
     raise NotImplementedError
@@ -49,10 +53,14 @@ class OperationsPrinter(CStyleLanguage):
     return "\n".join(wrapped(line, " "*6) if len(line) > LONGEST else line for line in text.split("\n"))
 
 print_calls = PatternMatcher([
-  (UPat((Ops.CUSTOM, Ops.CUSTOMI), name="x"), lambda ctx, x: ctx.call_text(x) if isinstance(x.arg, Call) else None)])
+  (UPat((Ops.CUSTOM, Ops.CUSTOMI), name="x"), lambda ctx, x: ctx.call_text(x) if isinstance(x.arg, Call) else None),
+  (UPat((Ops.ADD, Ops.SUB, Ops.MUL), name="x"), lambda ctx, x: ctx.need_operator(x) if x.dtype in VECTORS else None)])
 
 class HipOperations(OperationsPrinter):
   language = "hip"
+  def need_operator(self, x:UOp) -> None:
+    """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
+    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     used = {u.dtype for _, (u, _) in bufs}
     sixteen = {dtypes.half: "#define half _Float16",
@@ -62,6 +70,9 @@ class HipOperations(OperationsPrinter):
 class CudaOperations(OperationsPrinter):
   """And for sm_90 the compiler's target is sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's can't be."""
   language = "cuda"
+  def need_operator(self, x:UOp) -> None:
+    """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
+    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     used = {u.dtype for _, (u, _) in bufs}
     headers = {dtypes.half: "#include <cuda_fp16.h>", dtypes.bfloat16: "#include <cuda_bf16.h>"}

@@ -78,7 +78,7 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
     each = [functools.reduce(operator.add, [c.element(y, i) for i in range(c.length(y))]) for y in parts(c, x, rows)]
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
-@compound("correct")
+@compound("correct", suffix="_{count}")
 def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *, lanes:RowLanes, dtype:str, sums:tuple[str, ...],
              matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int, scale:float, above:float) -> Value:
   totals = [c.variable(f"sums", c.load(part, i)) for i in range(len(sums)*tiles)]     # kind by kind
