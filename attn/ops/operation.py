@@ -73,7 +73,7 @@ class Call:
   name: str
   static: tuple[tuple[str, Any], ...]
   @functools.cached_property
-  def order(self) -> str: return f"{self.name} {self.static}"
+  def order(self) -> str: return f"{self.static} {self.name}"
   def __lt__(self, other:Call) -> bool: return self.order < other.order     # the linearizer sorts what may stand in any order
   @property
   def operation(self) -> Operation: return OPERATIONS[self.name]

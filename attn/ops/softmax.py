@@ -103,11 +103,11 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
     if LANE in sums: c.assign(own[LANE], c.splat(c.number(0.0), 2))
     for i in range(0, count, together):
       found = [weigh(c.load(scores, t*stride + j)) for j in range(i, i + together)]
-      if LANE in sums:
-        for x in found: lane_sums(c, own[LANE], x, lanes.rows)
       packed = c.let("packed", c.join(*[c.pack(x, dtype) for x in found]))
       c.store(p, (t*stride + i)//together, packed)
       if rounded is not None: c.assign(rounded, c.times_ones(matrix, packed, rounded.value, dtype))
+      if LANE in sums:
+        for x in found: lane_sums(c, own[LANE], x, lanes.rows)
     if rounded is not None: c.assign(own[ONES], c.vector(*[c.element(rounded.value, i) for i in (0, 2)]))
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   for i, total in enumerate(totals): c.store(l, i, c.load(l, i) + total.value)
