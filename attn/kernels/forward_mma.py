@@ -211,7 +211,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       s = s.after(UOp.group(*stores))
       s = s.after(s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, lanes=nv.ROW_LANES, dtype=p.dtype, sums=(ONES, LANE)[:kinds],
                                matrix=mat, scale=scores.to_log2, above=tile.rescale_above, first=2*steps.start, count=2*len(steps))))
-      return s
+      return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.part[i].load())) for i in range(kinds*q_tiles)]))
 
     def product(s:State, t:UOp, steps:range) -> UOp:
       """O += P V over those keys."""

@@ -171,6 +171,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
       s = s.after(s.part[0].store(total))
       s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, lanes=nv.ROW_LANES, dtype=p.dtype, sums=(LANE,), matrix=mat,
                        scale=scores.to_log2, above=tile.rescale_above))
+      s = s.after(s.l[0].store(ops.add(s.l[0].load(), s.part[0].load())))
       # O += P V
       s = s.do(wgmma.output(s.acc, s.p, s.shared[v_panels(t).base], s.order, 16*v_tile.panel, p.dtype))
       return s.do(wgmma.wait(s.acc, s.order))

@@ -81,10 +81,9 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
 @compound("correct", suffix="_{count}")
 def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *, lanes:RowLanes, dtype:str, sums:tuple[str, ...],
              matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int, scale:float, above:float) -> Value:
-  totals = [c.variable(f"sums", c.load(part, i)) for i in range(len(sums)*tiles)]     # kind by kind
   def grown(t:int) -> Value:
     """Whether the reference of tile t no longer holds."""
-    pair = [c.element(totals[t].value, i) for i in range(2)]
+    pair = [c.element(c.load(part, t), i) for i in range(2)]
     total = [pair[0] + pair[1]] if lanes.rows == 1 else pair
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
@@ -98,19 +97,18 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
     c.store(reference, t, m)
     for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))
     for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
-    own = {kind: totals[i*tiles + t] for i, kind in enumerate(sums)}
+    total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None
     rounded = c.variable("rounded", c.splat(c.number(0.0), 4)) if ONES in sums else None
-    if LANE in sums: c.assign(own[LANE], c.splat(c.number(0.0), 2))
     for i in range(0, count, together):
       found = [weigh(c.load(scores, t*stride + j)) for j in range(i, i + together)]
       packed = c.let("packed", c.join(*[c.pack(x, dtype) for x in found]))
       c.store(p, (t*stride + i)//together, packed)
       if rounded is not None: c.assign(rounded, c.times_ones(matrix, packed, rounded.value, dtype))
-      if LANE in sums:
-        for x in found: lane_sums(c, own[LANE], x, lanes.rows)
-    if rounded is not None: c.assign(own[ONES], c.vector(*[c.element(rounded.value, i) for i in (0, 2)]))
+      if total is not None:
+        for x in found: lane_sums(c, total, x, lanes.rows)
+    for kind, name in enumerate(sums):
+      c.store(part, kind*tiles + t, total.value if name == LANE else c.vector(*[c.element(rounded.value, i) for i in (0, 2)]))
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
-  for i, total in enumerate(totals): c.store(l, i, c.load(l, i) + total.value)
   return c.number(0.0)
 
 def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, lanes:RowLanes, dtype:str,
