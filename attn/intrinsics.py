@@ -52,6 +52,8 @@ class Lanes(Protocol):
     """The active threads wait for all the products that they have started; zeros."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises where `pointer` is no multiple of `nbytes` from the begin of its buffer."""
+  def probe(self, name:str, x:Array) -> Array:
+    """Shows or collects x of the active threads under that name; x."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     """The matrix instruction `name` (a key of `attn.arch.MATRIX`), on register images as the ISA lays them out."""
 

@@ -2,9 +2,10 @@
 pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 """
 from __future__ import annotations
-import contextlib, ctypes, functools, math, re
+import contextlib, ctypes, functools, math, os, re, sys
 from collections.abc import Callable, Iterator
 from typing import Any
+import tinygrad
 from tinygrad import Device, Tensor
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
@@ -16,14 +17,16 @@ from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters,
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
-from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
+from tinygrad.uop import ops
+from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UOpMetaClass, UPat, exec_alu
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled",
            "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
            "NVCCRenderer", "NamedHIPCCRenderer", "NamedHIPRenderer", "NamedVectors", "Ops", "Program", "ProgramInfo", "Renderer",
            "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "VECTOR_ELEMENTS", "allow_dynamic_shared", "compiled",
            "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
-           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "render", "vector_dtype"]
+           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "recorded", "render", "statements",
+           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -162,3 +165,98 @@ def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[]
     return run
   try: yield wrap
   finally: cuda.cuCtxSetCurrent(theirs)
+
+# **** where an operation comes from (attn/emulator) ****
+def output_params(sink:UOp) -> tuple[UOp, ...]:
+  """The PARAMs that a kernel's AST stores to, in the order of their slots."""
+  found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
+  return tuple(sorted(found, key=lambda u: u.arg.slot))
+
+def watch_kernels(device:str, built:Callable[[str, Callable[[], Any]], None]) -> None:
+  """From now on `built(name, again)` is told of each kernel that `Tensor.custom_kernel` is given for `device`: `again()` makes its AST anew. And the
+  outputs of such a kernel are sources of its SINK, so that one whose stores are all simplified away is still a parameter of the program."""
+  making: list[Callable[[], Any]] = []
+  custom_kernel, call = UOp.custom_kernel, UOp.call
+  @functools.wraps(custom_kernel)
+  def watched_kernel(*srcs:UOp, fxn:Callable[..., Any], **kwargs:Any) -> list[UOp]:
+    def again() -> Any: return fxn(*[UOp.placeholder_like(s, slot=i) for i, s in enumerate(srcs)])
+    on = srcs[0].device or ""
+    if (on if isinstance(on, str) else on[0]).split(":")[0] != device: return custom_kernel(*srcs, fxn=fxn, **kwargs)
+    making.append(again)
+    try: return custom_kernel(*srcs, fxn=fxn, **kwargs)
+    finally: making.pop()
+  @functools.wraps(call)
+  def watched_call(self:UOp, *srcs:UOp, **kwargs:Any) -> UOp:
+    if not making or self.op is not Ops.SINK: return call(self, *srcs, **kwargs)
+    built(self.arg.function_name, making[-1])
+    return call(with_outputs(self), *srcs, **kwargs)
+  UOp.custom_kernel, UOp.call = watched_kernel, watched_call   # type: ignore[method-assign, assignment]
+
+def with_outputs(sink:UOp) -> UOp:
+  """A kernel's AST with its outputs among the sources of its SINK."""
+  return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
+
+tinygrad_folder = os.path.dirname(os.path.abspath(tinygrad.__file__)) + os.sep
+
+class Places(dict[UOp, "tuple[str, int]|None"]):
+  """The file and line that each UOp comes from, as `recorded` notes them."""
+  lowering = False
+  def made(self) -> None:
+    """The AST is made: what comes now are passes, whose UOps stand for others."""
+    self.lowering = True
+
+@contextlib.contextmanager
+def recorded(internal:Callable[[str], bool]) -> Iterator[Places]:
+  """Within, every UOp that is made is noted with the line of Python that it comes from: the innermost one in no `internal` file, and once the AST is
+  made that of the UOp which it replaces. It takes time, so that it is done for a kernel that has failed, and again."""
+  places, replaced, rebuilt = Places(), list[UOp](), list[UOp]()   # what the UOps being made stand for, and what is about to be built anew
+  create, rewrite, replace, rebuild = UOpMetaClass.__call__, PatternMatcher.rewrite, UOp.replace, ops._rebuild_dtype
+  def here() -> tuple[str, int]|None:
+    frame: Any = sys._getframe(2)
+    while frame is not None and internal(frame.f_code.co_filename): frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+  def standing_for(u:UOp, fn:Callable[[], Any]) -> Any:
+    replaced.append(u)
+    try: return fn()
+    finally: replaced.pop()
+  def noted_create(cls:Any, *args:Any, **kwargs:Any) -> UOp:
+    made = create(cls, *args, **kwargs)
+    stands_for = rebuilt.pop() if rebuilt else replaced[-1] if replaced else None
+    if places.get(made) is None: places[made] = here() if not places.lowering else places.get(stands_for) if stands_for is not None else None
+    return made
+  def noted_rebuild(n:UOp, new_src:tuple[UOp, ...]) -> DType:
+    rebuilt[:] = [n]
+    return rebuild(n, new_src)
+  changes: dict[tuple[Any, str], Any] = {
+    (UOpMetaClass, "__call__"): noted_create, (ops, "_rebuild_dtype"): noted_rebuild,
+    (PatternMatcher, "rewrite"): lambda self, u, ctx=None: standing_for(u, lambda: rewrite(self, u, ctx)),
+    (UOp, "replace"): lambda self, **kwargs: standing_for(self, lambda: replace(self, **kwargs))}
+  for (owner, name), new in changes.items(): setattr(owner, name, new)
+  try: yield places
+  finally:
+    for (owner, name), old in zip(changes, (create, rebuild, rewrite, replace), strict=True): setattr(owner, name, old)
+
+def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
+  """The source that `renderer` prints for a program, and for each UOp the line of it (from 0) that it is printed in: its own statement, or the one of
+  the first UOp that takes it as part of an expression."""
+  printed: list[tuple[UOp, str]] = []
+  rules = renderer.string_rewrite
+  class Noted:
+    def rewrite(self, u:UOp, ctx:Any=None) -> str|None:
+      if (text := rules.rewrite(u, ctx)) is not None: printed.append((u, text))
+      return text
+  renderer.string_rewrite = Noted()
+  try: name, kernel, buffers = renderer._render(uops)
+  finally: renderer.string_rewrite = rules
+  source, at, lines = renderer.render_kernel(name, kernel, buffers, uops), 0, dict[UOp, int]()
+  line = source[:source.index("\n".join(kernel))].count("\n")
+  for u, text in printed:
+    if at == len(kernel): break
+    statement = "\n".join(x.strip() for x in kernel[at].split("\n"))
+    if statement == (own := "\n".join(x.strip() for x in text.split("\n"))) or statement.removesuffix(";").endswith(f" = {own}"):
+      lines[u] = line
+      line, at = line + kernel[at].count("\n") + 1, at + 1
+  stated = set(lines)
+  for u in reversed(uops):                # what uses a value comes after it, and has its line by now
+    if u in lines: lines |= {s: lines[u] for s in u.src if s not in stated}
+  return source, lines

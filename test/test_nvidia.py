@@ -144,7 +144,7 @@ def test_no_local_memory(D:int, option:str, tmp_path) -> None:
 
 def test_copies_have_to_be_waited_for(monkeypatch) -> None:
   monkeypatch.setattr(hw, "wait", lambda order, but: hw.commit(order))
-  with pytest.raises(NotWaitedFor, match="reads lds.*still writes"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
+  with pytest.raises(NotWaitedFor, match=r"reads lds.*still writes"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
 
 def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
   monkeypatch.setattr(forward_mma, "barrier", lambda after: after)

@@ -89,9 +89,9 @@ PLANTED = {
   "a ring of two": (lambda m: m.setattr(forward_wgmma, "STAGES", 2), LdsRace, "writes lds"),
   "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma, "STAGES", 1), LdsRace, "lds"),
   "products are not waited for": (lambda m: m.setattr(wgmma, "wait", lambda acc, order: nothing(order)), NotWaitedFor,
-                                   "the accumulator reg.*still writes"),
+                                  r"the accumulator reg\d+\[0\], which the operation started at attn/kernels/forward_wgmma.py:\d+ still writes"),
   "panels not aligned": (lambda m: m.setattr(forward_wgmma, "lds_bytes", lambda p, tile: 16*9217) or m.setattr(
-    forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), Misaligned, "multiples of 1024"),
+    forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), Misaligned, "a multiple of 1024"),
 }
 
 @pytest.mark.parametrize("fault", PLANTED)

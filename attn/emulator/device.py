@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import hashlib, pickle, sys, zlib
 import numpy as np
 from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, NamedHIPCCRenderer, NVCCRenderer, Program,
-                                  Renderer, Target, TinyELF, UOp, dtypes)
+                                  Renderer, Target, TinyELF, UOp, dtypes, watch_kernels)
+from attn.emulator.listing import remember
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan, get_chip
@@ -49,11 +50,13 @@ class EmulatedCUDARenderer(_Emulated, NVCCRenderer):
     NVCCRenderer.__init__(self, target)
     self.adapt()
 
+def renderer_of(target:Target) -> Renderer: return (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
+
 class EMUProgram(Program["EMUDevice"]):
   plans: ClassVar[dict[tuple[str, str, str], Plan]] = {}   # EMU:0 and EMU:1 share them
   def __init__(self, dev:EMUDevice, obj:TinyELF):
-    key = hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch
-    if key not in self.plans: self.plans[key] = Plan(pickle.loads(zlib.decompress(obj.lib)), obj.name, obj.target.arch)
+    key, target = (hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch), obj.target
+    if key not in self.plans: self.plans[key] = Plan(pickle.loads(zlib.decompress(obj.lib)), obj.name, target.arch, lambda: renderer_of(target))
     self.plan = self.plans[key]
   def __call__(self, *bufs:Any, global_size:tuple[int, int, int]=(1, 1, 1), local_size:tuple[int, int, int]|None=(1, 1, 1), vals:tuple[int, ...]=(),
                wait:bool=False, **kwargs:Any) -> float|None:
@@ -82,9 +85,11 @@ class EMUDevice(Compiled):
     target = self.target
     if target not in self.cached_renderer:
       get_chip(target.arch)
-      self.cached_renderer[target] = (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
+      self.cached_renderer[target] = renderer_of(target)
     return self.cached_renderer[target]
 
 def register() -> None:
-  """Makes `EMU` known to tinygrad, which looks a device up by the module tinygrad.runtime.ops_emu."""
+  """Makes `EMU` known to tinygrad, which looks a device up by the module tinygrad.runtime.ops_emu, and has the kernels for it remembered."""
+  if "tinygrad.runtime.ops_emu" in sys.modules: return
+  watch_kernels("EMU", remember)
   sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

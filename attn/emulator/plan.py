@@ -10,6 +10,7 @@ from attn.intrinsics import MEANING
 from attn.tinygrad_compat import AddrSpace, DType, GroupOp, Ops, UOp, dtypes
 from attn.emulator.alu import alu, bitcast, cast, elements, literal, numpy_dtype, stack
 from attn.emulator.checks import LdsLimit, OutOfScope
+from attn.emulator.listing import NOWHERE, Listing, Place
 from attn.emulator.machine import Frame
 from attn.emulator.memory import to_chunks, to_values
 
@@ -41,9 +42,11 @@ class Address:
   terms: tuple[tuple[int, int], ...] = ()
 
 class Plan:
-  """A program compiled for the interpreter."""
-  def __init__(self, uops:list[UOp], name:str, arch:str):
-    self.name, self.arch, self.chip = name, arch, get_chip(arch)
+  """A program compiled for the interpreter. `renderer` gives what it was lowered and printed with, for errors to say where an operation stands."""
+  def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
+    self.name, self.arch, self.chip, self.renderer = name, arch, get_chip(arch), renderer
+    self.linear = uops
+    self.listing: Listing|None = None
     self.steps: list[Step] = []
     self.uops: list[UOp] = []                 # the UOp of each step, for error messages
     self.slot: dict[UOp, int] = {}
@@ -58,6 +61,7 @@ class Plan:
                   for u in self.params + self.buffers}
     self.whole_waves = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI, Ops.WMMA) for u in uops)   # lanes may talk to each other
     self.loaded: set[UOp] = set()
+    self.outputs = [s for u in uops if u.op is Ops.SINK for s in u.src if s.op is Ops.PARAM]
     self.stored: dict[UOp, int] = {}          # buffer -> bytes of an element as it is stored
     self.units: dict[UOp, int] = {}           # LOCAL buffer -> the narrowest access in bytes
     for u in uops: self._compile(u)
@@ -67,6 +71,12 @@ class Plan:
       each = ", ".join(f"{self.names[u]}: {self.nbytes(u)}" for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
       raise LdsLimit(f"{name}: a workgroup wants {self.lds} bytes of LDS ({each}), {arch} has {self.chip.lds}")
     self.frees, self.live_bytes = self._lifetimes(uops)
+
+  def place(self, u:UOp) -> Place:
+    """Where an operation stands in Python and in the source."""
+    if self.renderer is None: return NOWHERE
+    if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
+    return self.listing.place(u)
 
   @staticmethod
   def nbytes(u:UOp) -> int: return u.max_numel() * u.dtype.itemsize
@@ -261,7 +271,8 @@ class Plan:
     for u in uops:
       for s in u.src:
         if (of := inside.get(s, ())) != scope[:len(of)]:
-          raise OutOfScope(f"{self.name}: a {s.op.name} computed inside a loop is used by a {u.op.name} after its end: C knows no such variable")
+          raise OutOfScope(f"{self.name}: a {s.op.name} computed inside a loop is used by a {u.op.name} after its end: C knows no such variable"
+                           f"{self.place(s)}{self.place(u)}")
       if u.op is Ops.RANGE: scope += (u,)
       elif u.op is Ops.END: scope = scope[:-1]
       elif u.op in _NAMED or (u.op in GroupOp.ALU and uses[u] > 1): inside[u] = scope
