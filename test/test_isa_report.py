@@ -2,7 +2,7 @@
 import json, os, sys
 import pytest
 from click.testing import CliRunner
-from attn.isa import costs, source
+from attn.isa import costs, sass, source
 from attn.isa.__main__ import main
 from attn.isa.compiler import assemble, assembly
 from attn.isa.costs import defects
@@ -12,6 +12,7 @@ from attn.isa.instruction import access_bytes, kind_of, matrix_shape
 from attn.isa.model import MODEL
 from attn.isa.parse import parse
 from attn.isa.report import analyse, waves_by_lds, waves_by_registers
+from attn.tinygrad_compat import CompileError
 sys.path.insert(0, os.path.dirname(__file__))
 from isa_sample import ARCHES, KEYS, UNITS, sample
 
@@ -270,6 +271,36 @@ def test_errors_say_what_is_wrong(ours, tmp_path):
 def test_assembly_and_source_are_printed(ours):
   assert "v_mfma" in run("asm", "gfx942/64") and "__builtin_amdgcn_mfma" in run("asm", "gfx942/64", "--hip")
 
+def test_help_shows_every_option():
+  shown = run("--help")
+  for name, command in main.commands.items():
+    for option in [x for p in command.params for x in p.opts if x.startswith("--")]: assert option in shown, f"{name} {option}"
+  assert "Options of report, the command where none is named" in shown and "--every-block" in shown
+
+def test_cuda_source_and_sass(monkeypatch, tmp_path):
+  """With a toolkit of two scripts, which print what they are given; without one the source alone."""
+  scripts = {"nvcc": 'while [ "$1" != -o ]; do echo "$1" >> "$CALLS"; shift; done; echo binary > "$2"', "nvdisasm": 'echo "SASS of $1"; cat "$2"'}
+  for tool, text in scripts.items():
+    (tmp_path/tool).write_text(f"#!/bin/sh\n{text}\n")
+    (tmp_path/tool).chmod(0o755)
+  monkeypatch.setenv("CALLS", str(tmp_path/"calls"))
+  monkeypatch.setattr(sass.shutil, "which", lambda name, path=None: str(tmp_path/name) if (tmp_path/name).exists() else None)
+  shown = run("asm", "sm_90/64")
+  assert "wgmma.mma_async" in shown and shown.rstrip().endswith("SASS of -c\nbinary")
+  assert "-gencode=arch=compute_90a,code=sm_90a" in (tmp_path/"calls").read_text()
+  alone = run("asm", "sm_90/64", "--cuda")
+  assert "wgmma.mma_async" in alone and "SASS" not in alone and shown.startswith(alone)
+  (tmp_path/"nvdisasm").unlink()
+  without = run("asm", "sm_80/64/bfloat16/causal")
+  assert "mma.sync.aligned.m16n8k16" in without and "no cuobjdump or nvdisasm" in without
+  (tmp_path/"nvcc").write_text("#!/bin/sh\necho 'kernel.cu(3): error: what' >&2; exit 1\n")
+  (tmp_path/"nvdisasm").write_text("")
+  with pytest.raises(CompileError, match=r"nvcc failed:\n.*error: what"): run("asm", "sm_90/64", ok=False)
+
+def test_no_report_on_a_chip_of_nvidia():
+  with pytest.raises(ValueError, match=r"sm_90/64: reports are of AMD's chips.*`asm sm_90/64` prints"): run("sm_90/64", ok=False)
+  with pytest.raises(ValueError, match="--arch sm_90: reports are of AMD's chips"): run(__file__, "--arch", "sm_90", ok=False)
+
 def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_path):
   specs = [source.Spec("gfx942", 64), source.Spec("gfx1100", 64), source.Spec("gfx942", 64, mask="causal")]
   monkeypatch.setattr(costs, "SPECS", specs)
@@ -283,4 +314,12 @@ def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_pat
   changes = costs.compare(file.read_text(), costs.lines_of(specs))
   assert any("VALU/elt was" in c for c in changes) and all(c.startswith(tuple(map(str, specs))) for c in changes)
   assert "costs changed" in run("costs", "--check", file, ok=False)
+  before = file.read_text().splitlines()
+  run("costs", "--write", file, "--arch", "gfx1100")    # the rows of the other chips stay as they were, and in their places
+  after = file.read_text().splitlines()
+  cells = lambda line: [x.strip() for x in line.split("|")]
+  assert [cells(x) for x in after[:3] + after[4:]] == [cells(x) for x in before[:3] + before[4:]] and cells(after[3]) != cells(before[3])
+  (tmp_path/"none.txt").unlink(missing_ok=True)
+  run("costs", "--write", tmp_path/"none.txt", "--arch", "gfx1100")
+  assert [cells(x)[0] for x in (tmp_path/"none.txt").read_text().splitlines()[2:]] == [str(specs[1])]
   assert costs.compare("", costs.lines_of(specs[:1])) == ["gfx942/64/float16/full: not in the file"]
