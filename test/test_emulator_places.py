@@ -12,7 +12,7 @@ from attn import flash_attention_fn, intrinsics
 from attn.emulator import checks, listing
 from attn.emulator.device import UOpCompiler
 from attn.kernels import forward
-from attn.tinygrad_compat import HIPCCRenderer, Target, lower, render, statements
+from attn.tinygrad_compat import NamedHIPCCRenderer, Target, lower, render, statements
 from cases import EVERY_ARCH
 
 X = np.arange(256, dtype=np.float32)
@@ -103,7 +103,7 @@ def test_a_value_out_of_scope_names_both_ends() -> None:
 def test_statements() -> None:
   """Every UOp that is printed has its line: what it declares stands there."""
   tensors = [UOp.placeholder((1, 2, 64, 64), dtypes.half, i) for i in range(4)]
-  renderer = HIPCCRenderer(Target("AMD", "HIPCC", "gfx942"))
+  renderer = NamedHIPCCRenderer(Target("AMD", "HIPCC", "gfx942"))
   uops = lower(flash_attention_fn(arch="gfx942")(*tensors).sink, renderer)
   source, lines = statements(renderer, uops)
   assert source == renderer.render(uops)
