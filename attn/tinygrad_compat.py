@@ -172,8 +172,8 @@ def output_params(sink:UOp) -> tuple[UOp, ...]:
   found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
-def watch_kernels(device:str, built:Callable[[str, Callable[[], Any]], None]) -> None:
-  """From now on `built(name, again)` is told of each kernel that `Tensor.custom_kernel` is given for `device`: `again()` makes its AST anew. And the
+def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
+  """From now on `built(ast, again)` is told of each kernel that `Tensor.custom_kernel` is given for `device`: `again()` makes its AST anew. And the
   outputs of such a kernel are sources of its SINK, so that one whose stores are all simplified away is still a parameter of the program."""
   making: list[Callable[[], Any]] = []
   custom_kernel, call = UOp.custom_kernel, UOp.call
@@ -188,8 +188,8 @@ def watch_kernels(device:str, built:Callable[[str, Callable[[], Any]], None]) ->
   @functools.wraps(call)
   def watched_call(self:UOp, *srcs:UOp, **kwargs:Any) -> UOp:
     if not making or self.op is not Ops.SINK: return call(self, *srcs, **kwargs)
-    built(self.arg.function_name, making[-1])
-    return call(with_outputs(self), *srcs, **kwargs)
+    built(ast := with_outputs(self), making[-1])
+    return call(ast, *srcs, **kwargs)
   UOp.custom_kernel, UOp.call = watched_kernel, watched_call   # type: ignore[method-assign, assignment]
 
 def with_outputs(sink:UOp) -> UOp:

@@ -17,12 +17,12 @@ INTERNAL = (tinygrad_folder, *(str(PACKAGE/name) for name in ("intrinsics", "ope
 WIDTH = 160             # characters of a statement that are shown
 REMEMBERED = 64         # kernels
 
-_built: dict[str, list[Callable[[], Any]]] = {}    # the name of a kernel -> how its AST was made, the newest first
+_built: dict[UOp, Callable[[], Any]] = {}    # an AST -> what makes it anew, the newest last
 
-def remember(name:str, again:Callable[[], Any]) -> None:
-  """A kernel of that name was made, by a function that makes it anew."""
-  others = _built.pop(name, [])
-  _built[name] = [again, *others[:3]]
+def remember(ast:UOp, again:Callable[[], Any]) -> None:
+  """A kernel was made, by a function that makes it anew."""
+  _built.pop(ast, None)
+  _built[ast] = again
   while len(_built) > REMEMBERED: del _built[next(iter(_built))]
 
 def _internal(path:str) -> bool: return path.startswith(INTERNAL) or path.startswith("<")
@@ -68,13 +68,14 @@ class Listing:
 
   @staticmethod
   def _python(uops:list[UOp], name:str, renderer:Any) -> dict[UOp, tuple[str, int]|None]:
-    for again in _built.get(name, []):
+    for ast, again in reversed(_built.items()):
+      if ast.arg.function_name != name: continue
       try:
         with recorded(_internal) as places:
           made = again()
-          sink = made if isinstance(made, UOp) else made.sink
+          if with_outputs(made if isinstance(made, UOp) else made.sink) is not ast: continue
           places.made()
-          same = lower(with_outputs(sink), renderer)
+          same = lower(ast, renderer)
       except Exception: continue     # it is being made in other circumstances, and what failed has its own error to show
       if len(same) == len(uops) and all(a is b for a, b in zip(same, uops)): return places
     return {}
