@@ -110,11 +110,15 @@ def _from_lane(lanes:Lanes, x:Array, source:Array) -> Array:
 
 def _xor_lane(lanes:Lanes, x:Array, mask:int) -> Array: return _from_lane(lanes, x, np.arange(x.shape[-1]) ^ mask)
 
-def _byte_perm(lanes:Lanes, hi:Array, lo:Array, selector:Array) -> Array:   # v_perm_b32: selector bytes 0-3 take from lo, 4-7 from hi
-  src = np.stack([(w >> np.uint32(8*i)) & np.uint32(0xff) for w in (lo, hi) for i in range(4)])
-  sel = [np.broadcast_to((selector >> np.uint32(8*i)) & np.uint32(0xff), lo.shape).astype(np.int64) for i in range(4)]
-  words = [np.take_along_axis(src, s[None], 0)[0] << np.uint32(8*i) for i, s in enumerate(sel)]
-  return np.asarray(words[0] | words[1] | words[2] | words[3], np.uint32)
+def _byte_perm(lanes:Lanes, hi:Array, lo:Array, selector:Array) -> Array:
+  """v_perm_b32: bytes 0-3 of the selector, the same in all lanes, take from lo, 4-7 from hi."""
+  picks = int(selector[0])
+  if (selector != picks).any() or picks & 0xf8f8f8f8: raise NotImplementedError("byte_perm by another selector in each lane, or of constant bytes")
+  out = np.zeros_like(lo)
+  for i in range(4):
+    word, byte = (lo, hi)[picks >> 8*i + 2 & 1], picks >> 8*i & 3
+    out |= (word >> np.uint32(8*byte) & np.uint32(0xff)) << np.uint32(8*i)
+  return out
 
 def _buffer_load(lanes:Lanes, pointer:Any, records:Array, offset:Array, width:int) -> Array:
   """Raw buffer load: `width` bytes at `pointer` + `offset`, all zero where the range check fails (offset + width > records, unsigned)."""

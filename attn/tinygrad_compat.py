@@ -17,16 +17,15 @@ from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters,
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
-from tinygrad.uop import ops
-from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UOpMetaClass, UPat, exec_alu
+from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled",
            "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
-           "NVCCRenderer", "NamedHIPCCRenderer", "NamedHIPRenderer", "NamedVectors", "Ops", "Program", "ProgramInfo", "Renderer",
+           "NVCCRenderer", "NamedHIPCCRenderer", "NamedHIPRenderer", "NamedVectors", "Ops", "Places", "Program", "ProgramInfo", "Renderer",
            "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "VECTOR_ELEMENTS", "allow_dynamic_shared", "compiled",
            "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
-           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "recorded", "render", "statements",
-           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs"]
+           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places", "opened_devices", "render",
+           "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -198,43 +197,44 @@ def with_outputs(sink:UOp) -> UOp:
 
 tinygrad_folder = os.path.dirname(os.path.abspath(tinygrad.__file__)) + os.sep
 
-class Places(dict[UOp, "tuple[str, int]|None"]):
-  """The file and line that each UOp comes from, as `recorded` notes them."""
-  lowering = False
-  def made(self) -> None:
-    """The AST is made: what comes now are passes, whose UOps stand for others."""
-    self.lowering = True
+Places = dict[UOp, "tuple[str, int]|None"]   # the file and line that a UOp comes from
 
 @contextlib.contextmanager
-def recorded(internal:Callable[[str], bool]) -> Iterator[Places]:
-  """Within, every UOp that is made is noted with the line of Python that it comes from: the innermost one in no `internal` file, and once the AST is
-  made that of the UOp which it replaces. It takes time, so that it is done for a kernel that has failed, and again."""
-  places, replaced, rebuilt = Places(), list[UOp](), list[UOp]()   # what the UOps being made stand for, and what is about to be built anew
-  create, rewrite, replace, rebuild = UOpMetaClass.__call__, PatternMatcher.rewrite, UOp.replace, ops._rebuild_dtype
+def _changed(owner:Any, **new:Any) -> Iterator[None]:
+  """Within, attributes of tinygrad's are others."""
+  old = {name: getattr(owner, name) for name in new}
+  for name, value in new.items(): setattr(owner, name, value)
+  try: yield
+  finally:
+    for name, value in old.items(): setattr(owner, name, value)
+
+def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
+  """What `make` gives, and for each UOp made meanwhile the innermost line of Python that is in no `internal` file."""
+  places, create = Places(), UOpMetaClass.__call__
   def here() -> tuple[str, int]|None:
     frame: Any = sys._getframe(2)
     while frame is not None and internal(frame.f_code.co_filename): frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
-  def standing_for(u:UOp, fn:Callable[[], Any]) -> Any:
-    replaced.append(u)
-    try: return fn()
-    finally: replaced.pop()
-  def noted_create(cls:Any, *args:Any, **kwargs:Any) -> UOp:
-    made = create(cls, *args, **kwargs)
-    stands_for = rebuilt.pop() if rebuilt else replaced[-1] if replaced else None
-    if places.get(made) is None: places[made] = here() if not places.lowering else places.get(stands_for) if stands_for is not None else None
+  def noted(cls:Any, *args:Any, **kwargs:Any) -> UOp:
+    if (made := create(cls, *args, **kwargs)) not in places: places[made] = here()
     return made
-  def noted_rebuild(n:UOp, new_src:tuple[UOp, ...]) -> DType:
-    rebuilt[:] = [n]
-    return rebuild(n, new_src)
-  changes: dict[tuple[Any, str], Any] = {
-    (UOpMetaClass, "__call__"): noted_create, (ops, "_rebuild_dtype"): noted_rebuild,
-    (PatternMatcher, "rewrite"): lambda self, u, ctx=None: standing_for(u, lambda: rewrite(self, u, ctx)),
-    (UOp, "replace"): lambda self, **kwargs: standing_for(self, lambda: replace(self, **kwargs))}
-  for (owner, name), new in changes.items(): setattr(owner, name, new)
-  try: yield places
-  finally:
-    for (owner, name), old in zip(changes, (create, rebuild, rewrite, replace), strict=True): setattr(owner, name, old)
+  with _changed(UOpMetaClass, __call__=noted): return make(), places
+
+def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
+  """`lower`, with the places of what each pass puts in the place of other UOps added."""
+  unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
+  def inherit(new:UOp, old:UOp) -> UOp:
+    if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place
+    return new
+  def noted(rewrite:Callable[..., UOp]) -> Callable[..., UOp]:
+    def run(self:RewriteContext, root:UOp) -> UOp:
+      result = rewrite(self, root)
+      for old, new in self.replace.items(): inherit(new, old)
+      return result
+    return run
+  with (_changed(RewriteContext, unified_rewrite=noted(unified), walk_rewrite=noted(walk)),
+        _changed(UOp, replace=lambda self, **kwargs: inherit(replace(self, **kwargs), self))):
+    return lower(sink, renderer)
 
 def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
   """The source that `renderer` prints for a program, and for each UOp the line of it (from 0) that it is printed in: its own statement, or the one of

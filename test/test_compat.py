@@ -59,7 +59,8 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.custom_kernel": "*srcs fxn grad_fxn=", "tinygrad.uop.ops:UOp.placeholder_like": "self slot addrspace=",
   "tinygrad.uop.ops:UOp.replace": "self **kwargs",
   "tinygrad.uop.ops:UOpMetaClass.__call__": "cls op dtype= src= arg= tag= metadata= _buffer=",
-  "tinygrad.uop.ops:PatternMatcher.rewrite": "self uop ctx=", "tinygrad.uop.ops:_rebuild_dtype": "n new_src",
+  "tinygrad.uop.ops:RewriteContext": "pm bpm ctx= enter_calls=", "tinygrad.uop.ops:RewriteContext.unified_rewrite": "self root",
+  "tinygrad.uop.ops:RewriteContext.walk_rewrite": "self root",
   "tinygrad.renderer.cstyle:CStyleLanguage._render": "self uops",
   "tinygrad.uop.ops:UOp.mselect": "self arg", "tinygrad.uop.ops:UOp.mstack": "self *srcs", "tinygrad.uop.ops:UOp.unbind": "self",
   "tinygrad.uop.ops:UOp.unshard": "self axis device_range=",
@@ -69,7 +70,7 @@ VALUES = ("tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileErro
           "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING",
           "tinygrad.runtime.autogen:cuda",
           "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF", "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType",
-          "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad.uop.ops:UOpMetaClass", "tinygrad.uop:ops", "tinygrad:Device")
+          "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
 # attributes of those
 ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
               "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores",

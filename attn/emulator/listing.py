@@ -2,14 +2,14 @@
 
 A program is a list of UOps that says neither. Nothing is recorded when a kernel is made and run: tinygrad's device only remembers, for the kernels
 that `Tensor.custom_kernel` was given last, how to make their ASTs anew. When one of them has failed, its AST is made and lowered again with the place
-of each UOp noted, and if the result is the failing program, UOp by UOp, these are the places. That takes about three times as long as lowering does.
+of each UOp noted, and if the result is the failing program, UOp by UOp, these are the places. That takes about as long as making and lowering it did.
 """
 from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 import linecache, os
-from attn.tinygrad_compat import Ops, UOp, lower, recorded, statements, tinygrad_folder, with_outputs
+from attn.tinygrad_compat import Ops, Places, UOp, lowered_with_places, made_with_places, statements, tinygrad_folder, with_outputs
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # what emits operations on behalf of the kernel that is to be named
@@ -67,15 +67,13 @@ class Listing:
     self.python = self._python(uops, name, renderer)
 
   @staticmethod
-  def _python(uops:list[UOp], name:str, renderer:Any) -> dict[UOp, tuple[str, int]|None]:
+  def _python(uops:list[UOp], name:str, renderer:Any) -> Places:
     for ast, again in reversed(_built.items()):
       if ast.arg.function_name != name: continue
       try:
-        with recorded(_internal) as places:
-          made = again()
-          if with_outputs(made if isinstance(made, UOp) else made.sink) is not ast: continue
-          places.made()
-          same = lower(ast, renderer)
+        made, places = made_with_places(again, _internal)
+        if with_outputs(made if isinstance(made, UOp) else made.sink) is not ast: continue
+        same = lowered_with_places(ast, renderer, places)
       except Exception: continue     # it is being made in other circumstances, and what failed has its own error to show
       if len(same) == len(uops) and all(a is b for a, b in zip(same, uops)): return places
     return {}
