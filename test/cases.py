@@ -1,7 +1,7 @@
 """Inputs and checks that the kernel tests share."""
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Sequence
 import numpy as np
 import pytest
 from attn import flash_attention_fn
@@ -23,6 +23,22 @@ GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
 on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
+def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=()) -> Any:
+  """Parameters (case, what it runs on): each case on every other one of `on`, the next case on those between, so that half of all combinations run.
+  The others have the mark `thorough`. On what is in `always` each case runs."""
+  def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
+  found = []
+  for i, case in enumerate(cases):
+    marked = [(x, () if (i + k) % 2 == 0 else pytest.mark.thorough) for k, x in enumerate(on)]
+    marked += [(x.values[0], x.marks) for x in always]
+    found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
+  return pytest.mark.parametrize(names, found)
+
+NVIDIA = (pytest.param("sm_80"), GPU)
+# each case on a matrix unit with waves of 64 lanes and on one of 32; and on NVIDIA's
+def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
+def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS, NVIDIA)
+
 TYPES = {**DTYPES, "int32": dtypes.int}
 
 def floats(*shape:int, seed:int=7) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

@@ -19,8 +19,8 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem
 from attn.tinygrad_compat import Ops, Target, UOp, lower, render
-from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, every_amd, every_arch, expected, floats, ints, judge, normal, on_the_emulator,
-                   problem, run_kernels)
+from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, every_amd, every_arch, expected, floats, ints, judge,
+                   normal, on_the_emulator, problem, run_kernels)
 
 def slopes(*shape:int) -> np.ndarray: return np.abs(floats(*shape))/4
 def packed(tile:Tile|MmaTile) -> Tile|MmaTile: return replace(tile, pack_gqa=True)
@@ -54,12 +54,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
                       extras=dict(alibi_slopes=slopes(2, 2), bias=floats(2, 2, 33, 80), sinks=floats(2), kv_lengths=ints(50, 80))),
 }
 
-@every_arch
-@pytest.mark.parametrize("option", OPTIONS)
+@chips_in_turn("option", OPTIONS)
 def test_option(arch:str, option:str) -> None: check_kernels(arch, **OPTIONS[option])
 
-@every_arch
-@pytest.mark.parametrize("option", ("softcap", "bias", "sinks", "lengths, causal"))
+@chips_in_turn("option", ("softcap", "bias", "sinks", "lengths, causal"))
 def test_option_wide(arch:str, option:str) -> None: check_kernels(arch, **{**OPTIONS[option], "D": 128, "Dv": 48})
 
 # ***** packed sequences *****
@@ -71,8 +69,7 @@ ENDS = {
   "no keys": (ints(0, 30, 60, 100), ints(0, 0, 120, 120)),
 }
 
-@every_arch
-@pytest.mark.parametrize("ends", ENDS)
+@chips_in_turn("ends", ENDS)
 @pytest.mark.parametrize("causal", (False, True))
 def test_packed_sequences(arch:str, ends:str, causal:bool) -> None:
   q, k = ENDS[ends]
@@ -100,8 +97,7 @@ GROUPS: dict[str, dict[str, Any]] = {
                            extras=dict(cu_seqlens_q=ints(0, 4, 4, 9), cu_seqlens_k=ints(0, 50, 60, 120), alibi_slopes=slopes(6))),
 }
 
-@every_arch
-@pytest.mark.parametrize("case", GROUPS)
+@chips_in_turn("case", GROUPS)
 def test_grouped_queries(arch:str, case:str) -> None:
   o, lse = check_kernels(arch, **GROUPS[case], tile=packed)
   o_apart, lse_apart = check_kernels(arch, **GROUPS[case], tile=apart)

@@ -13,8 +13,8 @@ from attn.kernels.forward import arguments, forward
 from attn.kernels.split_kv import combine, combine_arguments, key_tiles, resolve, split_heuristic
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes, render
-from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, every_amd, every_arch, expected, floats, ints, judge, normal, on_the_emulator,
-                   problem, run_kernels, tensor)
+from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_amd, every_arch, expected, floats, ints, judge,
+                   normal, on_the_emulator, problem, run_kernels, tensor)
 
 
 # ***** partial results and their merge *****
@@ -43,8 +43,7 @@ SPLITS: dict[str, dict[str, Any]] = {
   "decode": dict(B=2, H=8, Hkv=2, Sq=1, Sk=300, D=128, num_splits=5, causal=True, extras=dict(kv_lengths=ints(300, 77), sinks=floats(8))),
 }
 
-@every_arch
-@pytest.mark.parametrize("case", SPLITS)
+@chips_in_turn("case", SPLITS)
 def test_split(arch:str, case:str) -> None: check_kernels(arch, **SPLITS[case])
 
 @every_arch
