@@ -5,7 +5,7 @@ import pytest
 from tinygrad.runtime.ops_amd import AMDProgram
 from tinygrad.runtime.support.hcq import CLikeArgsState
 from attn.isa import compiler
-from attn.isa.compiler import AMDClangRenderer, ClangCompiler, assemble, assembly, code_object
+from attn.compilers.clang import AMDClangRenderer, ClangCompiler, assemble, assembly, code_object
 from attn.isa.disassemble import elf_arch, elf_metadata
 from attn.tinygrad_compat import (AxisType, Compiled, CompileError, Device, HIPCCRenderer, HIPRenderer, KernelInfo, Ops, Target, TinyELF, UOp, dtypes,
                                   lower)
