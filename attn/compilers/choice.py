@@ -55,10 +55,10 @@ def refusal(found:Found, arch:str) -> str|None:
     found.compile(source, arch)
     return b"compiles"
   try: kept("probe", (found.version, arch, source), tried)
-  except CompileError as e:
+  except (CompileError, NoCompiler) as e:    # the latter for want of a linker
     lines = str(e).splitlines()
     said = next((line for line in lines if "error:" in line), lines[0] if lines else "nothing")
-    return re.sub(r"^.*?error: ", "", said).strip()
+    return re.sub(r"^.*?error: |^comgr cannot compile this for \w+: ", "", said).strip()
   return None
 
 # ***** the choice *****

@@ -139,7 +139,7 @@ def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
   """A linked code object of assembly text."""
   clang, arch = tools or toolchain(), base_arch(arch)
   def assembled() -> bytes:
-    if clang.lld is None: raise NoCompiler(f"no ld.lld beside {clang.version} or on PATH to link a code object with: {INSTALL}")
+    if clang.lld is None: raise NoCompiler(f"there is no ld.lld beside {clang.version} or on PATH to link a code object with; {INSTALL}")
     with tempfile.TemporaryDirectory() as folder:
       relocatable, linked = os.path.join(folder, "kernel.o"), os.path.join(folder, "kernel.co")
       target = ("-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-mcode-object-version=5")

@@ -6,7 +6,7 @@ from typing import Any
 from attn.compilers import clang
 from attn.compilers.choice import in_use
 from attn.extras import needs
-from attn.isa import costs, source
+from attn.isa import source
 from attn.isa.model import MODEL
 from attn.isa.disassemble import disassemble
 from attn.isa.report import Report, analyse
@@ -14,7 +14,7 @@ from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.isa", __name__):
   import click
   from rich.console import Console
-  from attn.isa import table
+  from attn.isa import costs, table
 
 class ReportByDefault(click.Group):
   """`python -m attn.isa WHAT` is `python -m attn.isa report WHAT`."""
