@@ -1,5 +1,5 @@
-"""A stand-in for ROCm's libamd_comgr.so: the functions that tinygrad calls, in C. Compiling runs a shell script, which gets the source on stdin and the
-chip as $1: what it prints is the code object, or the log where it fails. Tests say which comgr there is by COMGR_PATH, as users may."""
+"""A stand-in for ROCm's libamd_comgr.so: the functions that tinygrad calls, in C. Compiling runs a shell script, which gets the source on stdin and
+the chip as $1: what it prints is the code object, or the log where it fails. Tests say which comgr there is by COMGR_PATH, as users may."""
 import functools, subprocess, sys
 from pathlib import Path
 

@@ -67,7 +67,8 @@ VALUES = ("tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileErro
           "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF", "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType",
           "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad:Device")
 # attributes of those
-ATTRIBUTES = ("tinygrad.runtime.autogen:comgr.amd_comgr_get_version", "tinygrad:Device._opened_devices", "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
+ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
+              "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
               "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores", "tinygrad.uop.ops:UOp.is_bound_var",
               "tinygrad.uop.ops:UOp.max_shard_shape")
 

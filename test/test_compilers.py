@@ -1,5 +1,5 @@
-"""Which compiler the kernels of attn get: every branch, with stand-ins for what is installed (comgr_stand_in.py is one for ROCm's library), in processes
-of their own; what is kept of it, by version; the renderers of the AMD device; what runs without the extras."""
+"""Which compiler the kernels of attn get: every branch, with stand-ins for what is installed (comgr_stand_in.py is one for ROCm's library), in
+processes of their own; what is kept of it, by version; the renderers of the AMD device; what runs without the extras."""
 import ctypes.util, json, os, pickle, re, stat, subprocess, sys
 from pathlib import Path
 import pytest
@@ -10,8 +10,8 @@ from attn.compilers import clang, renderer
 from attn.compilers.choice import probe, refusal
 from attn.compilers.clang import assembly
 from attn.compilers.renderer import AMDClangRenderer, AMDHIPCCRenderer, AMDHIPRenderer, ClangCompiler, CompilerByMark
-from attn.tinygrad_compat import (MARK, AxisType, Compiled, Compiler, Context, Device, HIPCCRenderer, HIPRenderer, KernelInfo, Ops, Target, UOp, dtypes,
-                                  lower)
+from attn.tinygrad_compat import (MARK, AxisType, Compiled, Compiler, Context, Device, HIPCCRenderer, HIPRenderer, KernelInfo, Ops, Target, UOp,
+                                  dtypes, lower)
 sys.path.insert(0, os.path.dirname(__file__))
 import comgr_stand_in as comgr
 from isa_sample import sample
@@ -33,7 +33,7 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Path:
-  """A folder with nothing installed: `sitecustomize.py`, through which every Python finds the packages in WITHOUT missing, and stand-ins for comgr."""
+  """A folder with `sitecustomize.py`, through which every Python finds the packages in WITHOUT missing, and with stand-ins for comgr."""
   folder = tmp_path_factory.mktemp("machine")
   (folder/"sitecustomize.py").write_text(WITHOUT)
   (folder/"broken.so").write_text("no library")
@@ -89,7 +89,8 @@ SENTENCE = "no compiler here can compile the kernels of attn for gfx942, which t
   ({"comgr": "old", "ATTN_COMPILER": "comgr"}, f"NoCompiler: ATTN_COMPILER=comgr: {SENTENCE}{REFUSES}; install ROCm 6.4 or later"),
   ({"comgr": "good", "ATTN_COMPILER": "clang", "without": EXTRAS}, f"NoCompiler: ATTN_COMPILER=clang: {SENTENCE}.*; install attn\\[isa\\], which .*"),
   ({"comgr": "good", "ATTN_COMPILER": "gcc"}, "ValueError: ATTN_COMPILER='gcc': must be clang or comgr, or not set"),
-  ({"comgr": "good", "ATTN_CLANG": "/no/such", "without": EXTRAS}, "ValueError: ATTN_CLANG='/no/such': it is neither a file nor a command on PATH; .*"),
+  ({"comgr": "good", "ATTN_CLANG": "/no/such", "without": EXTRAS},
+   "ValueError: ATTN_CLANG='/no/such': it is neither a file nor a command on PATH; .*"),
   ({"comgr": "good", "ATTN_CLANG": "/no/such", "ATTN_COMPILER": "comgr"}, GOOD),
 ])
 def test_the_choice(machine, options, says):
@@ -106,7 +107,8 @@ def test_a_clang_on_path_comes_last(machine, tmp_path):
 
 def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(machine, tmp_path):
   """Its version and targets are right, and the probe is not: nothing else is taken instead."""
-  text = 'case "$*" in *--version*) echo clang version 19.1.0;; *--print-targets*) echo amdgcn;; *) echo "kernel.hip:3:1: error: what is this" >&2; exit 1;; esac'
+  text = ('case "$*" in *--version*) echo clang version 19.1.0;; *--print-targets*) echo amdgcn;; '
+          '*) echo "kernel.hip:3:1: error: what is this" >&2; exit 1;; esac')
   named = script(tmp_path/"mine", text)
   said = answer(machine, CHOOSE, comgr="good", ATTN_CLANG=named)
   assert said == (f"ValueError: ATTN_CLANG={named!r}: clang version 19.1.0 (ATTN_CLANG={named}) can't compile the kernels of attn for gfx942 "
@@ -170,8 +172,8 @@ def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_pat
 
 def test_clang_and_comgr_do_not_share_what_is_kept(machine, tmp_path):
   """The same source, first by comgr and then by clang, and back."""
-  code = ("from attn.compilers.choice import choose, probe\nfrom attn.isa.disassemble import elf_arch\nlib = choose('gfx1201').compile(probe('gfx1201'), "
-          "'gfx1201')\nprint(b'roc-test' in lib)")
+  code = ("from attn.compilers.choice import choose, probe\n"
+          "print(b'roc-test' in choose('gfx1201').compile(probe('gfx1201'), 'gfx1201'))")
   results = [answer(machine, code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
   assert results == ["True", "False", "True"]
 
@@ -187,17 +189,21 @@ from tinygrad.engine.realize import _compile_kernel
 from tinygrad.engine.worker import get_worker_pool
 placeholders = [UOp.placeholder((1, 2, 256, 64), dtypes.half, slot) for slot in range(4)]
 x, y, i = UOp.placeholder((256,), dtypes.float, 0), UOp.placeholder((256,), dtypes.float, 1), UOp.range(256, 0, AxisType.GLOBAL)
-asts = [flash_attention_fn(arch="gfx942")(*placeholders).sink, x[i].store(y[i].load().alu(Ops.EXP2)).end(i).sink(arg=KernelInfo("E", opts_to_apply=()))]
+exponential = x[i].store(y[i].load().alu(Ops.EXP2)).end(i).sink(arg=KernelInfo("E", opts_to_apply=()))
+asts = [flash_attention_fn(arch="gfx942")(*placeholders).sink, exponential]
 r = AMDHIPRenderer(Target("AMD", "HIP", "gfx942"))
 where = map if get_worker_pool() is None else get_worker_pool().imap_unordered
 done = dict(where(_compile_kernel, [(i, (ast, r), {}) for i, ast in enumerate(asts)]))
-print(json.dumps([[done[i].src[2].arg.splitlines()[0], "clang version 2" in str(lib := done[i].src[-1].arg), "roc-test" in str(lib)] for i in range(2)]))
+for i in range(2):
+  text, lib = done[i].src[2].arg, done[i].src[3].arg
+  print(json.dumps([text.splitlines()[0], b"clang version 2" in lib, b"roc-test" in lib]))
 """
 
 @pytest.mark.parametrize("parallel", ["0", "2"])
 def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel):
   """Ours by clang, another's by comgr, though one device compiles both."""
-  ours, another = json.loads(answer(machine, WORKERS, comgr="good", PARALLEL=parallel, XDG_CACHE_HOME=str(tmp_path)).splitlines()[-1])
+  lines = answer(machine, WORKERS, comgr="good", PARALLEL=parallel, XDG_CACHE_HOME=str(tmp_path)).splitlines()
+  ours, another = map(json.loads, lines[-2:])
   assert ours == [MARK, True, False]
   assert another[0] != MARK and another[2] is True
 
@@ -238,21 +244,23 @@ def test_the_command_tells_both_compilers(machine):
 
 def sources(renderer) -> str:
   """What `renderer` prints for our kernel."""
-  return renderer.render(lower(flash_attention_fn(arch="gfx942")(*(UOp.placeholder((1, 2, 256, 64), dtypes.half, i) for i in range(4))).sink, renderer))
+  placeholders = (UOp.placeholder((1, 2, 256, 64), dtypes.half, slot) for slot in range(4))
+  return renderer.render(lower(flash_attention_fn(arch="gfx942")(*placeholders).sink, renderer))
 
 def test_our_kernels_carry_the_mark_and_others_stay_as_they_are():
-  target = Target("AMD", "HIPCC", "gfx942")
-  assert sources(AMDHIPCCRenderer(target)).startswith(f"{MARK}\n")
-  for op in (Ops.EXP2, Ops.SQRT): assert elementwise(op, dtypes.float, AMDHIPCCRenderer(target)) == elementwise(op, dtypes.float, HIPCCRenderer(target))
+  mine, theirs = (renderer(Target("AMD", "HIPCC", "gfx942")) for renderer in (AMDHIPCCRenderer, HIPCCRenderer))
+  assert sources(mine).startswith(f"{MARK}\n")
+  for op in (Ops.EXP2, Ops.SQRT): assert elementwise(op, dtypes.float, mine) == elementwise(op, dtypes.float, theirs)
   i, buffers = UOp.range(64, 0, AxisType.GLOBAL), [UOp.placeholder((256,), dtypes.half, slot) for slot in range(2)]
   j = UOp.range(4, 1, AxisType.UPCAST)
   wide = buffers[0][i*4 + j].store(buffers[1][i*4 + j].load().alu(Ops.SQRT)).end(i, j).sink(arg=KernelInfo("E", opts_to_apply=()))
-  printed = [r.render(lower(wide, r)) for r in (AMDHIPCCRenderer(target), HIPCCRenderer(target))]
+  printed = [r.render(lower(wide, r)) for r in (mine, theirs)]
   assert "half4" in printed[0] and printed[0] == printed[1]
 
 def test_import_runs_and_searches_nothing(machine):
   """No process is started, no compiler's library is loaded, and the report tool is not imported."""
-  code = ("import sys; seen = []; sys.addaudithook(lambda event, args: seen.append(event) if event in ('subprocess.Popen', 'os.posix_spawn') else None); "
+  code = ("import sys; seen = []\n"
+          "sys.addaudithook(lambda event, args: seen.append(event) if event in ('subprocess.Popen', 'os.posix_spawn') else None)\n"
           "import attn; print(seen, [m for m in sys.modules if m.startswith(('attn.isa', 'tinygrad.runtime.autogen.comgr', 'rich', 'click'))])")
   assert answer(machine, code) == "[] []"
 
@@ -265,13 +273,16 @@ def test_a_program_without_its_extra_ends_in_one_sentence(machine, program, extr
   for without in (EXTRAS, "rich"):
     done = python(machine, *program, without=without)
     assert done.returncode != 0 and done.stdout == ""
-    assert re.fullmatch(rf"(python )?{re.escape(' '.join(program[:2] if program[0] == '-m' else program))}: needs \w+, which the extra "
-                        rf"attn\[{extra}\] installs: pip install 'attn\[{extra}\]', or in a clone pip install -e '\.\[{extra}\]'\n", done.stderr), done.stderr
+    name = "python " + " ".join(program[:2]) if program[0] == "-m" else program[0]
+    sentence = (rf"{re.escape(name)}: needs \w+, which the extra attn\[{extra}\] installs: pip install 'attn\[{extra}\]', "
+                rf"or in a clone pip install -e '\.\[{extra}\]'\n")
+    assert re.fullmatch(sentence, done.stderr), done.stderr
   if program[0].startswith("examples"): assert f"attn[{extra}]" in (ROOT/program[0]).read_text().split('"""')[1]
 
 def test_the_other_examples_need_no_extra(machine):
   for path in sorted((ROOT/"examples").glob("*.py")):
-    if "needs(" not in path.read_text(): assert not re.search(r"^(from|import) (rich|click|tqdm|ziglang|platformdirs)", path.read_text(), re.MULTILINE)
+    if "needs(" in (text := path.read_text()): continue
+    assert not re.search(r"^(from|import) (rich|click|tqdm|ziglang|platformdirs)", text, re.MULTILINE)
   done = python(machine, "examples/custom_kernel_call.py", without=EXTRAS)
   assert done.returncode == 0, done.stderr
 
@@ -338,10 +349,10 @@ def test_with_comgr_others_kernels_are_compiled_as_before(monkeypatch):
   device = amd_device([HIPRenderer, HIPCCRenderer])
   assert type(device.renderer) is AMDHIPRenderer and type(device.compiler.others).__name__ == "HIPCompiler"
 
-@pytest.mark.parametrize("name", ["CLANG", "HIPCC"])
-def test_a_renderer_by_name(monkeypatch, name):
+@pytest.mark.parametrize(("name", "expected"), [("CLANG", AMDClangRenderer), ("HIPCC", AMDHIPCCRenderer)])
+def test_a_renderer_by_name(name, expected):
   renderer.register()
-  with Context(DEV=f"AMD:{name}"): assert type(amd_device([HIPRenderer, HIPCCRenderer]).renderer).__name__ == f"AMD{name.title()}Renderer".replace("Hipcc", "HIPCC")
+  with Context(DEV=f"AMD:{name}"): assert type(amd_device([HIPRenderer, HIPCCRenderer]).renderer) is expected
 
 def test_other_devices_are_left_alone():
   renderer.register()
