@@ -17,19 +17,23 @@ import csv, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn import tuned
-from attn.api import FLOATS, device_arch, flash_attention_fn
+from attn.api import FLOATS, default_arch, device_arch, flash_attention_fn
 from attn.arch import Arch
+from attn.compilers.choice import in_use
+from attn.compilers.found import NoCompiler
 from attn.dispatch import PROGRAMS, choose, fits, single_kernel, tile_of
 from attn.emulator.checks import EmulatorError
+from attn.extras import needs
 from attn.kernels.tiles import Candidate, Tile, contraction, round_up
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same
 from attn.tinygrad_compat import UOp, compiled, device_seconds, render
+with needs("bench", "bench.py", __name__):
+  from rich.console import Console
+  from rich.table import Table
+  from tqdm import tqdm
 if TYPE_CHECKING: from attn.isa.report import Report
 
 NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
@@ -183,12 +187,13 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 # ***** bounds *****
 
 def report_of(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> Report:
-  """The machine code of a kernel of `p`. Raises RuntimeError where there is no compiler."""
-  from attn.isa import compiler, report
+  """The machine code of a kernel of `p`. Raises NoCompiler where there is none."""
+  from attn.compilers import clang
+  from attn.isa import report
   q, k, v, o, lse = shapes_of(p)
   tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
   source = render(program(*(UOp.placeholder(shape, FLOATS[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
-  return report.analyse(compiler.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
+  return report.analyse(clang.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
                         queries=tile.q_tiles*tile.matrix.N)
 
 def show_bounds(s:Settings) -> None:
@@ -223,9 +228,9 @@ def device_timer(s:Settings) -> Seconds:
 
 def spills(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> bool:
   """Whether the kernel keeps registers in memory; False where there is no compiler to ask."""
-  from attn.isa.compiler import toolchain
+  from attn.compilers.clang import toolchain
   try: toolchain()
-  except RuntimeError: return False
+  except NoCompiler: return False
   r = report_of(p, arch, program, tile).resources
   return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
 
@@ -252,7 +257,6 @@ def tune_all(todo:Sequence[Settings]) -> None:
   if Device.DEFAULT == "EMU":
     raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
                      "(python -m attn.tune)")
-  if tuned.path() is None: raise BadSetting("TUNE=1: needs platformdirs, which the extra attn[bench] installs: pip install -e '.[bench]'")
   for s in todo:
     show(f"{describe(s)} on {device_arch().name}: the first is kept in {tuned.path()}", tune(s, device_arch(), device_timer(s)))
 
@@ -307,7 +311,8 @@ def main() -> int:
       tune_all(todo)
       return 0
     rows = compare_all(sweep) if flag("COMPARE") else [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
-    show(f"flash attention forward, DEV={device}", rows)
+    compiled_by = f", {in_use(default_arch())}" if Device.DEFAULT == "AMD" else ""
+    show(f"flash attention forward, DEV={device}{compiled_by}", rows)
     for s in todo if flag("ISA") and not flag("COMPARE") else []: show_bounds(s)
   if path:
     with open(path, "w", newline="") as f:
@@ -319,6 +324,6 @@ def main() -> int:
 if __name__ == "__main__":
   try: sys.exit(main())
   except EmulatorError as e: sys.exit(f"bench.py: the emulator stopped the kernel: {e}")
-  except (BadSetting, ValueError, NotImplementedError) as e:
+  except (BadSetting, NoCompiler, ValueError, NotImplementedError) as e:
     print(f"bench.py: {e}", file=sys.stderr)
     sys.exit(2)

@@ -5,6 +5,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, Iterable, Protocol
 from attn.arch import Arch, get_arch
+from attn.compilers.choice import in_use
+from attn.compilers.renderer import require
 from attn.dispatch import PROGRAMS, Choice, choose, single_kernel
 from attn.kernels.forward import arguments
 from attn.kernels.split_kv import combine, combine_arguments
@@ -40,6 +42,7 @@ class CheckedKernel:
   def call(self, *srcs:UOp, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
     allow_dynamic_shared(srcs[0].device)
+    require(srcs[0].device)
     return self.sink.call(*srcs, **kwargs)
 
 def default_arch() -> str:
@@ -312,7 +315,9 @@ def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
   return prepare(q, k, v, **defaults | options).choice()
 
 def explain(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
-  """Prints and returns `choice_of(...)`."""
+  """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md)."""
   choice = choice_of(q, k, v, **options)
   print(choice)
+  device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
+  if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
   return choice

@@ -20,12 +20,13 @@ from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled",
-           "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
-           "NVCCRenderer", "NamedHIPCCRenderer", "NamedHIPRenderer", "NamedVectors", "Ops", "Places", "Program", "ProgramInfo", "Renderer",
-           "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "VECTOR_ELEMENTS", "allow_dynamic_shared", "compiled",
-           "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
-           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places", "opened_devices", "render",
-           "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs"]
+           "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo", "MARK",
+           "NVCCRenderer", "NamedHIPCCRenderer", "NamedHIPRenderer", "NamedVectors", "Ops", "Places", "Program", "ProgramInfo",
+           "Renderer", "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "VECTOR_ELEMENTS", "allow_dynamic_shared",
+           "comgr_compiler", "comgr_version", "compiled", "cuda_seconds", "decode_instruction", "device_seconds",
+           "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "lower",
+           "lowered_with_places", "made_with_places", "opened_devices", "render", "statements", "tinygrad_folder", "vector_dtype",
+           "watch_kernels", "with_outputs"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -48,13 +49,19 @@ def vector_dtype(element:str, n:int) -> DType:
 # typedefs only.)
 VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
 
+MARK = "// a kernel of attn"   # the first line of a source that is ours: attn/compilers/renderer.py goes by it
+
 class NamedVectors(CStyleLanguage):
-  """What HIPRenderer hands its source to, when this stands behind it among the bases of a class: adds the declarations of vector types."""
+  """What HIPRenderer hands its source to, when this stands behind it among the bases of a class: adds the mark of our kernels, known by name or
+  vector types, and declarations of vector types that have none yet. Another kernel's source stays as it is."""
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    body = "\n".join(kernel)
-    names = sorted(set(re.findall(rf"\b({'|'.join(VECTOR_ELEMENTS)})(\d+)\b", body)), key=lambda x: (x[0], int(x[1])))
-    types = [f"typedef {VECTOR_ELEMENTS[element]} {element}{n} __attribute__((ext_vector_type({n})));" for element, n in names]
-    return super().render_kernel(function_name, kernel, bufs, uops, [*(prefix or []), *types])
+    before = prefix or []
+    declared = set(re.findall(r"^typedef .* (\w+) __attribute__", "\n".join(before), re.MULTILINE))
+    names = set(re.findall(rf"\b(({'|'.join(VECTOR_ELEMENTS)})(\d+))\b", "\n".join(kernel)))
+    types = [f"typedef {VECTOR_ELEMENTS[element]} {name} __attribute__((ext_vector_type({n})));"
+             for name, element, n in sorted(names, key=lambda x: (x[1], int(x[2]))) if name not in declared]
+    mark = [MARK] if function_name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) for u in uops) else []
+    return super().render_kernel(function_name, kernel, bufs, uops, [*mark, *before, *types])
 
 class NamedHIPRenderer(HIPRenderer, NamedVectors): pass
 class NamedHIPCCRenderer(HIPCCRenderer, NamedVectors): pass
@@ -105,7 +112,7 @@ def allow_dynamic_shared(devices:str|tuple[str, ...]|None) -> None:
     dev.renderers = [{CUDARenderer: DynamicCUDARenderer, NVCCRenderer: DynamicNVCCRenderer}.get(r, r) for r in dev.renderers]   # type: ignore[call-overload]
     dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("DYNAMIC").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
 
-# **** machine code (attn/isa) ****
+# **** machine code (attn/compilers, attn/isa) ****
 # exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)
 double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), expand)
                                          for op, expand in ((Ops.LOG2, xlog2), (Ops.EXP2, xexp2))])
@@ -127,6 +134,18 @@ def decode_instruction(data:bytes, arch:str) -> Any:
 def opened_devices(name:str) -> list[Compiled]:
   """The devices of kind `name` that this process has opened."""
   return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
+
+def comgr_compiler(arch:str) -> Any:
+  """tinygrad's compiler over ROCm's comgr. Raises AssertionError, saying so, where that library doesn't load."""
+  from tinygrad.runtime.support.compiler_amd import HIPCompiler
+  return HIPCompiler(arch)
+
+def comgr_version() -> tuple[int, int]:
+  """Of the interface of the comgr that is loaded, such as (3, 0)."""
+  from tinygrad.runtime.autogen import comgr
+  major, minor = ctypes.c_uint64(), ctypes.c_uint64()
+  comgr.amd_comgr_get_version(ctypes.byref(major), ctypes.byref(minor))
+  return major.value, minor.value
 
 # **** timing (bench.py) ****
 def compiled(*outputs:Tensor) -> UOp:

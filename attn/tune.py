@@ -16,21 +16,24 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 from attn.arch import Arch, get_arch
+from attn.compilers.clang import assembly
 from attn.dispatch import fits, tile_of
 from attn.emulator.banks import phases
+from attn.extras import needs
 from attn.fragment import MATRIX, Matrix
-from attn.isa.compiler import CompileError, assembly
 from attn.isa.model import Pipes, pipes
 from attn.isa.report import Report, analyse
 from attn.isa.source import DTYPES, MASKS, Spec, kernel_source, problem_of
 from attn.kernels.tiles import UNIT, Candidate, Tile, contraction, round_up
+from attn.tinygrad_compat import CompileError
 from attn.tuned import CLASSES
+with needs("isa", "python -m attn.tune", __name__):
+  import click
+  from rich.console import Console
+  from rich.table import Table
+  from tqdm import tqdm
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")   # one of each family
 VARIANTS = [(dtype, mask) for dtype in reversed(DTYPES) for mask in reversed(MASKS)]   # the costly ones first

@@ -1,16 +1,19 @@
-"""The same attention on an emulated chip of each of the four matrix units: the error against float64, the tile, and the time it took."""
+"""The same attention on an emulated chip of each of the four matrix units: the error against float64, the tile, and the time it took. It prints
+a table, for which it needs the extra attn[bench]."""
 import os
 os.environ.setdefault("DEV", "EMU")
 import time
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tinygrad import Context, Tensor, dtypes
 from attn import flash_attention_fn
 from attn.arch import get_arch
 from attn.dispatch import choose_tile
+from attn.extras import needs
 from attn.problem import problem_of
 from attn.reference import exact, judge, same
+with needs("bench", "examples/four_architectures.py", __name__):
+  from rich.console import Console
+  from rich.table import Table
 
 SHAPE = (1, 4, 256, 128)
 rng = np.random.default_rng(0)

@@ -3,18 +3,21 @@
 tinygrad carried an example kernel, extra/gemm/amd_flash_attention.py, whose test was: inputs uniform in [0, 1), mean squared error below 1e-2.
 Versions of it (1) multiplied by V transposed inside each 64x64 tile, (2) did not scale P by exp(m_tile - m_new), and (3) let a fast wave store V over
 the K that a slow wave still reads. Kernels with these defects pass that test; attn's checks stop each one.
+It prints a table, for which it needs the extra attn[bench].
 """
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import functools
 from typing import Callable
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tinygrad import Tensor, UOp, dtypes
 from attn.emulator.checks import LdsRace
+from attn.extras import needs
 from attn.reference import Verdict, exact, judge, same
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo
+with needs("bench", "examples/removed_example_defects.py", __name__):
+  from rich.console import Console
+  from rich.table import Table
 
 N, D = 128, 16   # keys and queries; head dimension, which is also the keys of a tile
 SCALE = D**-0.5

@@ -36,6 +36,7 @@ SIGNATURES = {
   "tinygrad.renderer:Renderer.render": "self uops", "tinygrad.renderer:Renderer.supported_dtypes": "self",
   "tinygrad.runtime.ops_cuda:CUDAProgram": "dev obj smem=", "tinygrad.runtime.ops_cuda:check": "status",
   "tinygrad.runtime.ops_cuda:cu_time_execution": "cb enable=",
+  "tinygrad.runtime.support.compiler_amd:HIPCompiler": "arch",
   "tinygrad.runtime.support.elf:elf_loader": "blob force_section_align= link_libs=",
   "tinygrad.uop.ops:KernelInfo": "name= axis_types= dont_use_locals= applied_opts= opts_to_apply= estimates= beam=",
   "tinygrad.uop.ops:PatternMatcher": "patterns compiled=",
@@ -68,11 +69,12 @@ SIGNATURES = {
 # names that are no functions
 VALUES = ("tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
           "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING",
-          "tinygrad.runtime.autogen:cuda",
+          "tinygrad.renderer.cstyle:CStyleLanguage", "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda",
           "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF", "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType",
           "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
 # attributes of those
-ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
+ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
+              "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
               "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores",
               "tinygrad.renderer.cstyle:CStyleLanguage.string_rewrite",
               "tinygrad.uop.ops:UOp.buf_uop", "tinygrad.uop.ops:UOp.is_bound_var",

@@ -13,7 +13,7 @@ from attn.emulator.machine import Frame
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan
 from attn.intrinsics import widen
-from attn.isa import compiler
+from attn.compilers import clang
 from attn.kernels.forward import arguments, forward
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
@@ -280,7 +280,7 @@ COMPILED: dict[str, dict[str, Any]] = {   # heads enough for the largest tile
 def test_no_spills(arch:str, option:str, D:int) -> None:
   p = problem(H=512, Sq=512, D=D, **COMPILED[option])
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  text = compiler.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
+  text = clang.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
   assert text.count("v_readfirstlane") < 10, "loads that loop over the values of their descriptor"
 
@@ -289,7 +289,7 @@ def test_no_spills(arch:str, option:str, D:int) -> None:
 def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
   p = problem(H=512, Sq=512, D=256, dtype="bfloat16", window=window)
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  text = compiler.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
+  text = clang.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
 
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
@@ -298,7 +298,7 @@ def test_output_type_compiles(dtype:str, out:str) -> None:
   p = problem(Sq=40, dtype=dtype, out_dtype=out)
   for arch in ARCHS:
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(arguments(p).values())]
-    assert "s_endpgm" in compiler.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
+    assert "s_endpgm" in clang.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
 
 # ***** refusals *****
 

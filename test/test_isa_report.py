@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 from attn.isa import costs, sass, source
 from attn.isa.__main__ import main
-from attn.isa.compiler import assemble, assembly
+from attn.compilers.clang import assemble, assembly
 from attn.isa.costs import defects
 from attn.isa.disassemble import disassemble, elf_arch
 from attn.isa.flow import blocks_of, loops_of, matrix_loops, usual_path

@@ -8,7 +8,7 @@ import pytest
 from attn.arch import get_arch
 from attn.dispatch import choose_tile, tile_of
 from attn.isa import costs
-from attn.isa.compiler import assembly
+from attn.compilers.clang import assembly
 from attn.isa.instruction import VECTOR, Instruction
 from attn.isa.model import pipes
 from attn.isa.parse import parse

@@ -8,7 +8,7 @@ from tinygrad import TinyJit
 from attn.api import kernels
 from attn.arch import get_arch
 from attn.dispatch import Choice, Work, choose_tile
-from attn.isa import compiler
+from attn.compilers import clang
 from attn.kernels.forward import arguments, forward
 from attn.kernels.split_kv import combine, combine_arguments, key_tiles, resolve, split_heuristic
 from attn.problem import Problem
@@ -168,7 +168,7 @@ def test_no_spills(arch:str, dtype:str, D:int) -> None:
   a = get_arch(arch)
   for kernel, names in ((forward(p, a, choose_tile(p, a)), arguments(p)), (combine(p, a, 16), combine_arguments(p))):
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(names.values())]
-    text = compiler.assembly(render(kernel(*tensors), arch), arch)
+    text = clang.assembly(render(kernel(*tensors), arch), arch)
     assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
 
 def test_splits_do_not_change_results() -> None:

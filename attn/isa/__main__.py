@@ -3,12 +3,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-import click
-from rich.console import Console
-from attn.isa import compiler, costs, sass, source, table
+from attn.compilers import clang
+from attn.compilers.choice import in_use
+from attn.extras import needs
+from attn.isa import sass, source
 from attn.isa.model import MODEL
 from attn.isa.disassemble import disassemble
 from attn.isa.report import Report, analyse
+from attn.tinygrad_compat import CompileError
+with needs("isa", "python -m attn.isa", __name__):
+  import click
+  from rich.console import Console
+  from attn.isa import costs, table
 
 class ReportByDefault(click.Group):
   """`python -m attn.isa WHAT` is `python -m attn.isa report WHAT`."""
@@ -95,14 +101,14 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, source
   if what is not None and Path(what).is_file():
     if arch is None: raise click.UsageError("--arch says for which chip the file is to be compiled")
     if arch not in MODEL: raise click.UsageError(f"a file is compiled as HIP: --arch is one of {', '.join(MODEL)}")
-    click.echo(compiler.assembly(Path(what).read_text(), arch))
+    click.echo(clang.assembly(Path(what).read_text(), arch))
     return
   words = [what] if what is not None else _specs(arch, d, dtype, causal)
   if not words: raise click.UsageError("name a kernel, such as gfx942/128/float16/causal, or --arch and --d")
   spec = source.Spec.parse(words[0])
   if spec.arch in MODEL:
     text = source.kernel_source(spec).text
-    click.echo(text if source_alone else compiler.assembly(text, spec.arch))
+    click.echo(text if source_alone else clang.assembly(text, spec.arch))
     return
   click.echo(text := source.text_of(spec))
   if source_alone: return
@@ -124,10 +130,12 @@ def costs_command(write:Path|None, check:Path|None, arch:tuple[str, ...]) -> Non
   else: click.echo(costs.file_text(lines), nl=False)
 
 @main.command()
-def version() -> None:
-  """The compiler in use."""
-  click.echo(compiler.toolchain().version)
+@click.option("--arch", type=click.Choice(list(MODEL)), default="gfx942", show_default=True, help="The chip that DEV=AMD is.")
+def version(arch:str) -> None:
+  """The compiler of these reports, and that of our kernels with DEV=AMD."""
+  click.echo(f"reports: {clang.toolchain().version}")
+  click.echo(f"DEV=AMD: {in_use(arch)}")
 
 if __name__ == "__main__":
   try: main(prog_name="python -m attn.isa")
-  except (ValueError, RuntimeError, NotImplementedError, compiler.CompileError) as e: raise SystemExit(f"python -m attn.isa: {e}") from None
+  except (ValueError, RuntimeError, NotImplementedError, CompileError) as e: raise SystemExit(f"python -m attn.isa: {e}") from None

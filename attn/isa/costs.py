@@ -7,8 +7,8 @@ from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Iterator, Sequence
+from attn.compilers.clang import assembly
 from attn.isa import source
-from attn.isa.compiler import assembly
 from attn.isa.instruction import Instruction
 from attn.isa.model import MODEL
 from attn.isa.parse import Kernel
