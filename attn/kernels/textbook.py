@@ -19,7 +19,8 @@ def textbook(causal:bool|str=False) -> Callable[..., UOp]:
   """The kernel for `Tensor.empty(B, H, Sq, Dv).custom_kernel(q, k, v, fxn=textbook())[0]`: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv),
   float16, bfloat16 or float32. `causal` is that of `attn.attention`. Raises ValueError where the shapes contradict each other."""
   def kernel(o:UOp, q:UOp, k:UOp, v:UOp) -> UOp:
-    p = problem_of(o.shape, q.shape, k.shape, v.shape, dtypes=["float32"]*4, causal=causal)   # all elements are taken as float32
+    shapes = [[int(n) for n in x.shape] for x in (o, q, k, v)]
+    p = problem_of(*shapes, dtypes=["float32"]*4, causal=causal)   # whatever the elements are, they are taken as float32
 
     # 1. A thread is a query of a head. It walks over tiles of keys.
     b, h, i = (UOp.range(n, axis, AxisType.GLOBAL) for axis, n in enumerate((p.B, p.H, p.Sq)))
