@@ -36,7 +36,7 @@ def test_a_folder_that_is_not_there_is_an_error(capsys:pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", pictures())
 def test_nothing_lies_outside(name:str) -> None:
-  """It is XML, and words and cells lie within the picture; a letter is taken to be 0.6 of its size wide, which is more than those of a wide face take."""
+  """It is XML, and words and cells lie within the picture. A letter is taken to be 0.6 of its size wide, which is more than a wide face has."""
   root = ElementTree.fromstring(pictures()[name])
   width, height = float(root.attrib["width"]), float(root.attrib["height"])
   for shape in root.iter("{http://www.w3.org/2000/svg}rect"):
