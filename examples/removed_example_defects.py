@@ -17,14 +17,14 @@ from attn.kernels import textbook
 from attn.reference import Verdict, exact, judge, same
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo
 
-N, D = 128, textbook.BLOCK_N   # keys and queries; the head dimension is also the keys of a tile, so that a tile of V can be transposed
+N, D = 128, 16   # keys and queries; the head dimension, which is also the keys of a tile, so that a tile of V can be transposed
 SCALE = D**-0.5
 
 # A defect is one line of the textbook kernel as it stands there, and as a wrong kernel has it.
 DEFECTS = {
   "1: V transposed in its tile": (
     "values = [[v[b, kv_head, row, d].float() for row in rows] for d in range(p.Dv)]",
-    "values = [[v[b, kv_head, tile*BLOCK_N + d, j].float() for j in range(BLOCK_N)] for d in range(p.Dv)]"),
+    "values = [[v[b, kv_head, tile*block_n + d, j].float() for j in range(block_n)] for d in range(p.Dv)]"),
   "2: P not scaled": (
     "total([w*x for w, x in zip(weights, values[d])])",
     "total([(score - functools.reduce(UOp.maximum, s)).exp()*x for score, x in zip(s, values[d])])"),
@@ -36,9 +36,9 @@ def planted(right:str, wrong:str) -> Callable[..., UOp]:
   assert source.count(right) == 1, f"{right!r} is not one line of the textbook kernel"
   module: dict[str, Any] = {"__name__": "planted"}
   exec(compile(source.replace(right, wrong), "textbook with a defect", "exec"), module)
-  return module["textbook"]()
+  return module["textbook"](block_n=D)
 
-KERNELS = {"right": textbook.textbook()} | {name: planted(*defect) for name, defect in DEFECTS.items()}
+KERNELS = {"right": textbook.textbook(block_n=D)} | {name: planted(*defect) for name, defect in DEFECTS.items()}
 
 def two_tiles(barrier:bool) -> Callable[..., UOp]:
   """K and then V through the same LDS, in a workgroup of two waves that read what the other stored: o[t] = k[t']*v[t'], t' a wave further."""
@@ -75,7 +75,7 @@ def main() -> None:
   right = np.roll(k*v, -N//2)
   assert (run(two_tiles(barrier=True), k, v) == right).all()
   try: run(two_tiles(barrier=False), k, v)
-  except LdsRace as e: race = str(e)
+  except LdsRace as e: race = f"LdsRace: {e}"
   else: raise AssertionError("the race was not seen")
   os.environ["ATTN_EMU_CHECKS"] = "0"   # the emulator's waves run in step: the result is right, as it often is on hardware
   assert (run(two_tiles(barrier=False), k, v) == right).all()

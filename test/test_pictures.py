@@ -14,7 +14,7 @@ from attn.reference import visible
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT/"docs"/"pictures"
-AMD = {name: mat for name, (mat, _) in matrices.INSTRUCTIONS.items()}
+AMD = {name: mat for name, (mat, _) in matrices.DRAWN.items()}
 PANELS = {f"{page}: {panel.title}": panel for page, (_, _, panels, _) in shared_memory.PAGES.items() for panel in panels}
 
 def test_the_committed_pictures_are_current() -> None:
@@ -98,12 +98,12 @@ def test_mma_fragments() -> None:
 def test_key_ranges_hold_what_is_seen(name:str) -> None:
   p = key_ranges.CASES[name]
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
-  for block in range(-(-p.Sq//key_ranges.BLOCK_M)):
-    r, rows = key_ranges.range_of(p, block), seen[block*key_ranges.BLOCK_M:(block + 1)*key_ranges.BLOCK_M]
-    for tile in range(-(-p.Sk//key_ranges.BLOCK_N)):
-      part = rows[:, tile*key_ranges.BLOCK_N:(tile + 1)*key_ranges.BLOCK_N]
+  for block in range(-(-p.Sq//key_ranges.QUERY_BLOCK)):
+    r, rows = key_ranges.range_of(p, block), seen[block*key_ranges.QUERY_BLOCK:(block + 1)*key_ranges.QUERY_BLOCK]
+    for tile in range(-(-p.Sk//key_ranges.KEY_TILE)):
+      part = rows[:, tile*key_ranges.KEY_TILE:(tile + 1)*key_ranges.KEY_TILE]
       assert (r.begin <= tile < r.end) == part.any()
-      assert (r.full_begin <= tile < r.full_end) == (part.all() and part.shape[1] == key_ranges.BLOCK_N)
+      assert (r.full_begin <= tile < r.full_end) == (part.all() and part.shape[1] == key_ranges.KEY_TILE)
 
 # ***** banks *****
 

@@ -10,21 +10,20 @@ from typing import Callable
 from attn.problem import problem_of
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
 
-BLOCK_N = 16   # keys of a tile
-
 def total(xs:list[UOp]) -> UOp: return functools.reduce(UOp.add, xs)
 
 @functools.cache
-def textbook(causal:bool|str=False) -> Callable[..., UOp]:
+def textbook(causal:bool|str=False, block_n:int=16) -> Callable[..., UOp]:
   """The kernel for `Tensor.empty(B, H, Sq, Dv).custom_kernel(q, k, v, fxn=textbook())[0]`: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv),
-  float16, bfloat16 or float32. `causal` is that of `attn.attention`. Raises ValueError where the shapes contradict each other."""
+  float16, bfloat16 or float32. `causal` is that of `attn.attention`, `block_n` the keys of a tile. Raises ValueError where shapes contradict each
+  other."""
   def kernel(o:UOp, q:UOp, k:UOp, v:UOp) -> UOp:
     shapes = [[int(n) for n in x.shape] for x in (o, q, k, v)]
     p = problem_of(*shapes, dtypes=["float32"]*4, causal=causal)   # whatever the elements are, they are taken as float32
 
     # 1. A thread is a query of a head. It walks over tiles of keys.
     b, h, i = (UOp.range(n, axis, AxisType.GLOBAL) for axis, n in enumerate((p.B, p.H, p.Sq)))
-    tile, kv_head = UOp.range(-(-p.Sk//BLOCK_N), 3, AxisType.LOOP), h//(p.H//p.Hkv)
+    tile, kv_head = UOp.range(-(-p.Sk//block_n), 3, AxisType.LOOP), h//(p.H//p.Hkv)
 
     # 2. From tile to tile it keeps three things in registers: the largest score m so far, the sum l of exp(score - m), and acc, the sum of
     #    exp(score - m)*V.
@@ -33,7 +32,7 @@ def textbook(causal:bool|str=False) -> Callable[..., UOp]:
     acc_old, m_old, l_old = (x.after(start, tile) for x in (acc, m, l))
 
     # 3. S = Q K^T. A score is -inf where there is no such key, or a mask hides it.
-    keys = [tile*BLOCK_N + j for j in range(BLOCK_N)]
+    keys = [tile*block_n + j for j in range(block_n)]
     rows = [key.minimum(p.Sk - 1) for key in keys]   # what is read instead of a row beyond the last
     seen = [key < (p.Sk if not causal else (i + p.offset + 1).minimum(p.Sk)) for key in keys]
     s = [total([q[b, h, i, d].float()*k[b, kv_head, row, d].float() for d in range(p.D)])*p.softmax_scale for row in rows]

@@ -6,7 +6,7 @@ from attn.pictures import key_ranges, matrices, shared_memory
 
 def pictures() -> dict[str, str]:
   """The text of each file by its name."""
-  found = {**matrices.drawings(), **key_ranges.drawings(), **shared_memory.drawings()}
+  found = {**matrices.of_instructions(), **key_ranges.of_key_ranges(), **shared_memory.of_shared_memory()}
   return {f"{name}.svg": drawing.svg() for name, drawing in found.items()}
 
 def main(arguments:list[str]|None=None) -> int:

@@ -62,7 +62,8 @@ def mma_c(mat:Mma) -> Cells:
 
 def mirrored(cells:Cells) -> Cells: return {(column, row): holders for (row, column), holders in cells.items()}
 
-def draw(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[int], int], outlined:set[int], number_lanes:bool=False) -> None:
+def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[int], int], outlined:set[int],
+                number_lanes:bool=False) -> None:
   """A matrix of cells. The lanes `outlined` have the element's number in theirs, the others where wanted the lane's."""
   d.cells((x + (column + i/len(holders))*size, y + row*size, size/len(holders), size, TINTS[colour(holder.lane)])
           for (row, column), holders in sorted(cells.items()) for i, holder in enumerate(holders))
@@ -79,7 +80,7 @@ def draw(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[
     for (down, across), side in sides.items():
       if not same(row + down, column + across): d.line(list(side), STRONG[0], 1.8)
 
-def explain(d:Drawing, y:float, colours:list[str], words:list[str]) -> None:
+def legend(d:Drawing, y:float, colours:list[str], words:list[str]) -> None:
   """What colours and outlines mean, in the corner that A, B and C leave free."""
   for n, meaning in enumerate(colours):
     d.box(20, y + n*18, 12, 12, TINTS[n])
@@ -96,7 +97,7 @@ def strip(d:Drawing, x:float, y:float, width:float, colour:int, keys:list[int], 
 
 TOP, GAP = 100, 44     # of the first matrix, and between the matrices
 
-def amd(mat:Matrix, chips:str) -> Drawing:
+def draw_amd(mat:Matrix, chips:str) -> Drawing:
   """B above C, A to the left of C, as a product is written; below, the order of keys in which V^T lies in LDS."""
   a, b, c, depth = operand_cells(mat), mirrored(operand_cells(mat)), accumulator_cells(mat), contraction(mat, 1)
   size = min(18, 640//(depth + mat.N))
@@ -108,7 +109,7 @@ def amd(mat:Matrix, chips:str) -> Drawing:
   d.text(20, 45, f"{chips}: Sᵀ = K Qᵀ, a query is a lane", 12, fill=FAINT)
 
   lanes = {LANE + h*mat.N for h in range(mat.groups)}
-  for x, y, cells in ((c_x, b_y, b), (a_x, c_y, a), (c_x, c_y, c)): draw(d, x, y, cells, size, lambda lane: lane//mat.N, lanes)
+  for x, y, cells in ((c_x, b_y, b), (a_x, c_y, a), (c_x, c_y, c)): draw_matrix(d, x, y, cells, size, lambda lane: lane//mat.N, lanes)
   d.text(c_x, b_y - 14, f"B: Qᵀ, {depth} rows (d), {mat.N} queries", bold=True)
   d.text(a_x, below + 16, f"A: K, {mat.M} keys, {depth} of d", bold=True)
   d.text(c_x, below + 16, f"C: Sᵀ, {mat.M} keys, {mat.N} queries", bold=True)
@@ -124,7 +125,7 @@ def amd(mat:Matrix, chips:str) -> Drawing:
   words = [f"Outlined: lanes {', '.join(map(str, sorted(lanes)))}", f"(row {LANE} of A, column {LANE} of B and C).",
            "The number is that of the element", "in the lane's registers."]
   if mat.duplicated: words += ["", "Both lane groups hold all of A and B."]
-  explain(d, b_y, [f"h = {h}: lanes {h*mat.N} to {h*mat.N + mat.N - 1}" for h in range(mat.groups)], words)
+  legend(d, b_y, [f"h = {h}: lanes {h*mat.N} to {h*mat.N + mat.N - 1}" for h in range(mat.groups)], words)
 
   order = key_order(mat)
   width = min(26.0, 856/len(order))
@@ -134,7 +135,7 @@ def amd(mat:Matrix, chips:str) -> Drawing:
     strip(d, 20 + u*UNIT*width, below + 60, width, unit[0][0], [key for _, key in unit], f"h = {unit[0][0]}, elements {first} to {first + UNIT - 1}")
   return d
 
-def nvidia(mat:Mma) -> Drawing:
+def draw_nvidia(mat:Mma) -> Drawing:
   """The same with the query as a row: B above C, A to the left of C; below, the keys of P as the A operand of the second product."""
   a, b, c, size = mma_a(mat), mma_b(mat), mma_c(mat), 22
   a_x, b_y = 110, TOP
@@ -144,11 +145,11 @@ def nvidia(mat:Mma) -> Drawing:
   d.text(20, 24, "mma.sync.m16n8k16", 16, bold=True)
   d.text(20, 45, "sm_80 and later: S = Q Kᵀ, a query is a row, which four lanes share", 12, fill=FAINT)
   for x, y, cells in ((c_x, b_y, b), (a_x, c_y, a), (c_x, c_y, c)):
-    draw(d, x, y, cells, size, lambda lane: lane%mat.groups, {LANE}, number_lanes=True)
+    draw_matrix(d, x, y, cells, size, lambda lane: lane%mat.groups, {LANE}, number_lanes=True)
   d.text(c_x, b_y - 14, f"B: Kᵀ, {mat.K} rows (d), {mat.N} keys", bold=True)
   d.text(a_x, below + 16, f"A: Q, {mat.M} queries, {mat.K} of d", bold=True)
   d.text(c_x, below + 16, f"C: S, {mat.M} queries, {mat.N} keys", bold=True)
-  explain(d, b_y, [f"lanes {h}, {h + 4}, {h + 8}, ..." for h in range(mat.groups)],
+  legend(d, b_y, [f"lanes {h}, {h + 4}, {h + 8}, ..." for h in range(mat.groups)],
           ["The small numbers are lanes.", "", f"Outlined: lane {LANE}, with the number of the element in its registers.", "",
            "A and B are shown as ldmatrix brings them,", "C as the instruction leaves it."])
   d.text(20, below + 46, "P as A of O = P V: the keys of two tiles of C that each of the four lanes holds, in its order", bold=True)
@@ -157,11 +158,11 @@ def nvidia(mat:Mma) -> Drawing:
   return d
 
 # What is drawn, by the name of its file. The second instruction of CDNA4, 16x16x32, has the rows of 16x16x16 and the units of 32x32x16.
-INSTRUCTIONS: dict[str, tuple[Matrix, str]] = {
+DRAWN: dict[str, tuple[Matrix, str]] = {
   "mfma_32x32x8": (MATRIX["cdna3", "float16"][0], "gfx942"), "mfma_16x16x16": (MATRIX["cdna3", "float16"][1], "gfx942"),
   "mfma_32x32x16": (MATRIX["cdna4", "float16"][0], "gfx950"), "wmma_rdna3": (MATRIX["rdna3", "float16"][0], "RDNA3 (gfx11xx)"),
   "wmma_rdna4": (MATRIX["rdna4", "float16"][0], "RDNA4 (gfx12xx)"),
 }
 
-def drawings() -> dict[str, Drawing]:
-  return {name: amd(mat, chips) for name, (mat, chips) in INSTRUCTIONS.items()} | {"mma_m16n8k16": nvidia(MMA["float16"])}
+def of_instructions() -> dict[str, Drawing]:
+  return {name: draw_amd(mat, chips) for name, (mat, chips) in DRAWN.items()} | {"mma_m16n8k16": draw_nvidia(MMA["float16"])}

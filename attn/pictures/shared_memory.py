@@ -36,7 +36,7 @@ class Panel:
     x = self.place(*piece)
     return (x if isinstance(x, int) else int(x.simplify().vmin)) % self.groups
 
-def value(x:UOp) -> int: return int(x.simplify().vmin)
+def constant(x:UOp) -> int: return int(x.simplify().vmin)
 
 # ***** the AMD kernel *****
 
@@ -53,7 +53,7 @@ def forward_v(family:str, mat:Matrix, chip:str, block_n:int=32) -> Panel:
   pieces = []
   for lane in phases(family, mat.wave, False, 8)[1][0]:
     quad, unit, _ = Staging(block_n, units, 4*mat.wave, UOp.const(int(lane)), 4, columns, 2).item(0)
-    pieces.append((mat.row_of(value(unit)*UNIT), value(quad)))
+    pieces.append((mat.row_of(constant(unit)*UNIT), constant(quad)))
   gap = f"A gap of {lds.skew} units after every 16 rows." if lds.skew else "An odd stride, here of 5 units."
   return Panel(f"Vᵀ, {chip}", (f"A row is a column of V, {block_n} keys long.", gap), 32, block_n//4, 16,
                lambda row, half: lds.place(UOp.const(row))*2 + half, (Access("stored in one phase", pieces),))
@@ -90,7 +90,7 @@ def swizzled(width:int) -> Panel:
 
 # ***** drawing *****
 
-def draw(d:Drawing, x:float, y:float, p:Panel) -> None:
+def draw_panel(d:Drawing, x:float, y:float, p:Panel) -> None:
   d.text(x, y, p.title, 12, bold=True)
   for n, line in enumerate(p.words): d.text(x, y + 18 + n*15, line, 10.5, fill=FAINT)
   left, top = x + 26, y + 26 + 15*len(p.words)
@@ -105,11 +105,11 @@ def draw(d:Drawing, x:float, y:float, p:Panel) -> None:
     d.box(left, top + p.rows*HEIGHT + 9 + 17*n, 10, 10, "none", colour, 2)
     d.text(left + 16, top + p.rows*HEIGHT + 14 + 17*n, access.words, 10.5, fill=FAINT)
 
-def page(title:str, words:str, panels:list[Panel], apart:float) -> Drawing:
+def draw_page(title:str, words:str, panels:list[Panel], apart:float) -> Drawing:
   d = Drawing(900, 190 + max(p.rows for p in panels)*HEIGHT, title)
   d.text(20, 24, title, 16, bold=True)
   d.text(20, 45, words, 12, fill=FAINT)
-  for n, p in enumerate(panels): draw(d, 20 + n*apart, 80, p)
+  for n, p in enumerate(panels): draw_panel(d, 20 + n*apart, 80, p)
   return d
 
 NUMBERS = "The number is that of its banks: within a phase all must differ."
@@ -122,4 +122,4 @@ PAGES: dict[str, tuple[str, str, list[Panel], float]] = {
   "lds_nvidia": ("Q, K and V in shared memory: mma.sync", f"A cell is a unit of 16 bytes. {NUMBERS}", [swizzled(64), swizzled(128)], 330),
 }
 
-def drawings() -> dict[str, Drawing]: return {name: page(*parts) for name, parts in PAGES.items()}
+def of_shared_memory() -> dict[str, Drawing]: return {name: draw_page(*parts) for name, parts in PAGES.items()}
