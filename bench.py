@@ -8,7 +8,7 @@ CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 fo
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds from the machine code                                                CSV      a file for the table
 TUNE       1: on a GPU, times every tile that the forward kernel may have instead, and keeps the fastest for dispatch in the user's cache directory
-COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over the shapes of compare.py
+COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over a list of shapes
 PLOT       with COMPARE=1, a picture of it (needs matplotlib)
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
@@ -286,16 +286,16 @@ def compare_all(sweep:bool) -> list[dict[str, Any]]:
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
   if not torch.cuda.is_available(): raise BadSetting("COMPARE=1 needs a PyTorch with CUDA")
-  import compare
-  todo = [settings({**ON_A_GPU, **x}) for x in (compare.SWEEP if sweep else [{}])]
+  from attn.measure import peers
+  todo = [settings({**ON_A_GPU, **x}) for x in (peers.SWEEP if sweep else [{}])]
   rows = []
   for s in tqdm(todo, unit="shape", disable=not sweep):
     p = s.problem
     if p.layout != "bhsd" or p.Sq != p.Sk or p.Dv != p.D or s.window != (-1, -1) or p.return_lse or p.dtype != p.out_dtype:
       raise BadSetting(f"COMPARE=1 of {describe(s)}: the peers have layout bhsd, N = SK, D = DV and no WINDOW, LSE or OUT_DTYPE")
     heads = f"{p.H}/{p.Hkv}" if p.H//p.Hkv > 1 else f"{p.H}"
-    rows.append(compare.compare(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
-  if path := getenv("PLOT", ""): compare.plot(rows, path, f"attention forward on one {torch.cuda.get_device_name()}")
+    rows.append(peers.compare_problem(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
+  if path := getenv("PLOT", ""): peers.plot(rows, path, f"attention forward on one {torch.cuda.get_device_name()}")
   return rows
 
 def main() -> int:
