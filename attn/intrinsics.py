@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 import numpy as np
 from numpy.typing import NDArray
+from attn.chips.families import FAMILIES
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
 
 Array = NDArray[Any]
@@ -53,7 +54,7 @@ class Lanes(Protocol):
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises where `pointer` is no multiple of `nbytes` from the begin of its buffer."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """The matrix instruction `name` (a key of `attn.arch.MATRIX`), on register images as the ISA lays them out."""
+    """The matrix instruction `name` (of `attn.chips.matrix.Matrix.name`), on register images as the ISA lays them out."""
 
 @dataclass(frozen=True)
 class Intrinsic:
@@ -186,13 +187,9 @@ def _pack_text(out:DType, n:int, dtype:str, native:bool) -> str:
   body = f"({out.name}){{{{{words}}}}}" if n > 2 else words
   return f"({{{{ {u} u_ = __builtin_bit_cast({u}, {{0}}); u_ += 0x7fffu + ((u_ >> 16) & 1u); {body}; }}}})"
 
-# buffer resource descriptor, last dword: a raw buffer of 32-bit data whose range check counts bytes (MI300 ISA 9.1.5, RDNA3 ISA
-# 8.1.5, RDNA4 ISA 9.1.5)
-_DESCRIPTOR = {"cdna3": 0x00027000, "cdna4": 0x00027000, "rdna3": 0x31004000, "rdna4": 0x31004000}
-
 def _buffer_load_text(out:DType, width:int, family:str) -> str:
-  load = (f"__builtin_amdgcn_raw_buffer_load_b{8*width}(__builtin_amdgcn_make_buffer_rsrc((void*)({{0}}), 0, {{1}}, 0x{_DESCRIPTOR[family]:08x}), "
-          "{2}, 0, 0)")
+  buffer = f"__builtin_amdgcn_make_buffer_rsrc((void*)({{0}}), 0, {{1}}, 0x{FAMILIES[family].descriptor:08x})"
+  load = f"__builtin_amdgcn_raw_buffer_load_b{8*width}({buffer}, {{2}}, 0, 0)"
   return f"(({out.name}){load})" if width == 2 else f"__builtin_bit_cast({out.name}, {load})"
 
 _SWAP16 = "__builtin_amdgcn_permlanex16({0}, {0}, 0x76543210u, 0xfedcba98u, false, false)"
@@ -200,7 +197,7 @@ _SWAP16 = "__builtin_amdgcn_permlanex16({0}, {0}, 0x76543210u, 0xfedcba98u, fals
 _F2 = _vec("float", 2)
 
 def _pair_text(x:str, step:int, exchange:str) -> str:
-  """x of two lanes `step` apart, the lower one's first where the instruction (a name in fragment.Matrix.exchange) tells which that is."""
+  """x of two lanes `step` apart, the lower one's first where the instruction (matrix.Matrix.exchange) tells which that is."""
   bits = f"__builtin_bit_cast(unsigned, {x})"
   if exchange == "permlane_swap":
     return f"__builtin_bit_cast({_F2}, __builtin_amdgcn_permlane{step}_swap({bits}, {bits}, false, false))"
@@ -285,7 +282,7 @@ def _load_to_lds_text(out:DType, family:str) -> str:
                "void load_lds(__amdgpu_buffer_rsrc_t, __attribute__((address_space(3))) void*, unsigned, int, int, int, int)"
                ' __asm("llvm.amdgcn.raw.ptr.buffer.load.lds"); load_lds(__builtin_amdgcn_make_buffer_rsrc((void*)($p), 0, $records, $flags), '
                "(__attribute__((address_space(3))) void*)($lds), 16, $offset, 0, 0, 0); 0.0f; })",
-               p="{0}", records="{1}", offset="{2}", lds="{3}", flags=f"0x{_DESCRIPTOR[family]:08x}")
+               p="{0}", records="{1}", offset="{2}", lds="{3}", flags=f"0x{FAMILIES[family].descriptor:08x}")
 
 def _load_to_lds(lanes:Lanes, pointer:Any, records:Array, offset:Array, lds:Any) -> Array:
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
@@ -510,7 +507,7 @@ def buffer_load(base:UOp, records:UOp, offset:UOp, width:int, family:str) -> UOp
   return emit("buffer_load", u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), declare, width=width, family=family)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """acc + A B by one matrix instruction (a row of `attn.fragment.MATRIX`); a and b are register images, two 16-bit elements a dword.
+  """acc + A B by one matrix instruction (an `attn.chips.matrix.Matrix`); a and b are register images, two 16-bit elements a dword.
 
   This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's: an `Ops.WMMA` wants shaped
   operands, which the devectorizer takes apart element by element, and names builtins that do not exist for the 32x32 shapes."""

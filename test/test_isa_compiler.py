@@ -4,13 +4,14 @@ from pathlib import Path
 import pytest
 from tinygrad.runtime.ops_amd import AMDProgram
 from tinygrad.runtime.support.hcq import CLikeArgsState
+from attn.chips import MODELLED
 from attn.isa import compiler
 from attn.isa.compiler import AMDClangRenderer, ClangCompiler, assemble, assembly, code_object
-from attn.isa.disassemble import elf_arch, elf_metadata
+from attn.isa.disassemble import elf_chip, elf_metadata
 from attn.tinygrad_compat import (AxisType, Compiled, CompileError, Device, HIPCCRenderer, HIPRenderer, KernelInfo, Ops, Target, TinyELF, UOp, dtypes,
                                   lower)
 sys.path.insert(0, os.path.dirname(__file__))
-from isa_sample import ARCHES, UNITS, WAVES, sample
+from isa_sample import UNITS, WAVES, sample
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
@@ -31,7 +32,7 @@ def script(path:Path, text:str) -> str:
 
 def test_the_version_is_reported(): assert re.search(r"clang version \d+\.\d+", compiler.toolchain().version)
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", MODELLED)
 def test_a_kernel_compiles_to_its_matrix_instruction(arch):
   text = assembly(sample(arch), arch)
   assert f"--{arch}\"" in text and ("v_mfma_f32" if arch.startswith("gfx9") else "v_wmma_f32") in text
@@ -81,7 +82,7 @@ def test_nothing_half_written_is_left(fresh):
 def test_attn_clang_names_the_compiler(fresh, monkeypatch):
   monkeypatch.setenv("ATTN_CLANG", script(fresh/"mine", f'exec "{compiler._zig()}" clang "$@"'))
   assert "ATTN_CLANG" in compiler.toolchain().version
-  assert elf_arch(code_object(sample("gfx1201"), "gfx1201")) == "gfx1201"
+  assert elf_chip(code_object(sample("gfx1201"), "gfx1201")).name == "gfx1201"
 
 @pytest.mark.parametrize("text, said", [("exit 1", "not a clang"), ("echo gcc 12", "not a clang"),
                                         ("echo clang version 9; echo x86-64", "no amdgcn target")])
@@ -112,11 +113,11 @@ class FakeDevice:
 
 def load(source:str, arch:str) -> tuple[AMDProgram, FakeDevice, dict]:
   lib = code_object(source, arch)
-  assert elf_arch(lib) == arch
+  assert elf_chip(lib).name == arch
   device = FakeDevice(arch)
   return AMDProgram(device, TinyELF(lib, "sample", Target("AMD", "CLANG", arch), ((None, 4, dtypes.int, ()),))), device, elf_metadata(lib)[0]
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", MODELLED)
 def test_amd_program_reads_the_descriptor(arch):
   program, device, metadata = load(sample(arch), arch)
   assert program.wave32 == (UNITS[arch].wave == 32) and metadata[".wavefront_size"] == UNITS[arch].wave
@@ -126,7 +127,7 @@ def test_amd_program_reads_the_descriptor(arch):
   assert metadata[".symbol"] == "sample.kd" and not program.enable_private_segment_sgpr and not program.enable_dispatch_ptr
   assert device.image[program.prog_addr - program.lib_gpu.va_addr:][:4] != b"\0\0\0\0"   # the entry is code
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", MODELLED)
 def test_the_arguments_lie_where_the_runtime_writes_them(arch):
   program, _, metadata = load(sample(arch), arch)
   view = types.SimpleNamespace(view=lambda offset=0, **_: offset)

@@ -28,7 +28,7 @@ class BankUse:
 
 def _runs(*starts:int) -> list[int]: return [s + i for s in starts for i in range(4)]
 
-_READ_B128: dict[str, tuple[list[int], ...]] = {   # family -> the phases of half a wave
+_READ_B128: dict[str, tuple[list[int], ...]] = {   # family of waves of 64 lanes -> the phases of half a wave
   "cdna3": (_runs(0, 20), _runs(4, 16), _runs(8, 28), _runs(12, 24)),
   "cdna4": (_runs(0, 12, 20, 24), _runs(4, 8, 16, 28)),
 }

@@ -12,7 +12,7 @@ from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compil
                                   Renderer, Target, TinyELF, UOp, dtypes)
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
-from attn.emulator.plan import Plan, get_chip
+from attn.emulator.plan import Plan, emulated_chip
 
 DEFAULT_ARCH = "gfx942"
 
@@ -42,7 +42,7 @@ class EmulatedHIPRenderer(_Emulated, NamedHIPCCRenderer):
   def __init__(self, target:Target):
     NamedHIPCCRenderer.__init__(self, target)
     self.adapt()
-    self.shared_max = get_chip(target.arch).lds   # tinygrad has one limit for all
+    self.shared_max = emulated_chip(target.arch).lds   # tinygrad has one limit for all
 
 class EmulatedCUDARenderer(_Emulated, NVCCRenderer):
   def __init__(self, target:Target):
@@ -74,14 +74,14 @@ class EMUAllocator(Allocator["EMUDevice"]):
 class EMUDevice(Compiled):
   def __init__(self, device:str):
     super().__init__(device, EMUAllocator(self), [EmulatedHIPRenderer, EmulatedCUDARenderer], EMUProgram, arch=DEFAULT_ARCH)
-    get_chip(self.target.arch)
+    emulated_chip(self.target.arch)
   @property
   def target(self) -> Target: return DEV.target("EMU", arch=DEFAULT_ARCH)
   def _select_renderer(self) -> Renderer:
     # the arch may change while the device is open: with Context(DEV="EMU::gfx950")
     target = self.target
     if target not in self.cached_renderer:
-      get_chip(target.arch)
+      emulated_chip(target.arch)
       self.cached_renderer[target] = (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
     return self.cached_renderer[target]
 

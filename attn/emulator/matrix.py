@@ -1,4 +1,4 @@
-"""The matrix instructions: how each lays its tiles out over (element, lane), written down from the vendors' documents and not from attn/fragment.py.
+"""The matrix instructions: how each lays its tiles out over (element, lane), written down from the vendors' documents and not from attn/chips.
 
 Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
 chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16), AMD Matrix Instruction Calculator.

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 import click
 from rich.console import Console
+from attn.chips import MODELLED
 from attn.isa import compiler, costs, source, table
-from attn.isa.model import MODEL
 from attn.isa.disassemble import disassemble
 from attn.isa.report import Report, analyse
 
@@ -31,7 +31,7 @@ def _specs(arch:str|None, d:int|None, dtype:str, causal:bool) -> list[str]:
   return [str(source.Spec(arch, d, dtype, source.MASKS[causal]))] if arch is not None and d is not None else []
 
 KERNEL_OPTIONS = [
-  click.option("--arch", type=click.Choice(list(MODEL)), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
+  click.option("--arch", type=click.Choice(MODELLED), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
   click.option("--d", type=int, help="Head dimension."),
   click.option("--dtype", type=click.Choice(source.DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
@@ -89,13 +89,13 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, hip:bo
   click.echo(text if hip else compiler.assembly(text, spec.arch))
 
 @main.command("costs")
-@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite this file.")
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite the lines of these chips in this file.")
 @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fails where a line differs.")
-@click.option("--arch", multiple=True, type=click.Choice(list(MODEL)), help="Only these chips.")
+@click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
 def costs_command(write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
   """One line of costs for each of our kernels on each chip."""
   lines = costs.lines_of([s for s in costs.SPECS if not arch or s.arch in arch])
-  if write is not None: write.write_text(costs.file_text(lines))
+  if write is not None: write.write_text(costs.file_text(costs.merged(write.read_text() if write.exists() else "", lines)))
   elif check is not None:
     if changes:=costs.compare(check.read_text(), lines): raise click.ClickException("costs changed:\n" + "\n".join(changes))
   else: click.echo(costs.file_text(lines), nl=False)

@@ -7,17 +7,17 @@ from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Iterator, Sequence
+from attn.chips import MODELLED
 from attn.isa import source
 from attn.isa.compiler import assembly
 from attn.isa.instruction import Instruction
-from attn.isa.model import MODEL
 from attn.isa.parse import Kernel
 from attn.isa.report import Report, analyse
 from attn.isa.source import DTYPES, MASKS, Spec
 from attn.isa.table import BRIEF, brief_cells
 
 HEAD_DIMENSIONS = (64, 128, 256)
-SPECS = [Spec(arch, d, dtype, mask) for arch in MODEL for d in HEAD_DIMENSIONS for dtype in DTYPES for mask in MASKS]
+SPECS = [Spec(arch, d, dtype, mask) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in DTYPES for mask in MASKS]
 COLUMNS = ("kernel", *BRIEF)
 HEADER = "# The costs of our kernels: bounds from their machine code, not measurements. Rewritten by: python -m attn.isa costs --write docs/costs.txt"
 
@@ -45,6 +45,11 @@ def file_text(lines:Sequence[str]) -> str:
 def _parse(lines:Sequence[str]) -> dict[str, list[str]]:
   rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.strip() and not line.startswith("#")]
   return {r[0]: r[1:] for r in rows if r[0] != COLUMNS[0]}
+
+def merged(text:str, lines:Sequence[str]) -> list[str]:
+  """The lines of a file of costs with `lines` in place of those for the same kernels, in the order of SPECS."""
+  rows = _parse(text.splitlines()) | _parse(lines)
+  return [" | ".join([str(spec), *rows[str(spec)]]) for spec in SPECS if str(spec) in rows]
 
 def compare(text:str, lines:Sequence[str]) -> list[str]:
   """What differs between a file of costs and current lines, of the kernels that `lines` has."""

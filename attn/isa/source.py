@@ -2,9 +2,8 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.api import FLOATS
-from attn.arch import get_arch
+from attn.chips import MODELLED, get_chip
 from attn.dispatch import MATRIX_DTYPES, single_kernel
-from attn.isa.model import MODEL
 from attn.kernels.forward import forward
 from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem
@@ -22,7 +21,7 @@ class Spec:
   mask: str = "full"
 
   def __post_init__(self) -> None:
-    for name, value, known in (("arch", self.arch, tuple(MODEL)), ("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS)):
+    for name, value, known in (("arch", self.arch, MODELLED), ("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS)):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
 
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}"
@@ -51,7 +50,7 @@ def problem_of(spec:Spec) -> Problem:
 
 def kernel_source(spec:Spec, tile:Tile|None=None) -> Source:
   """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for the forward kernel with `tile`."""
-  p, arch = problem_of(spec), get_arch(spec.arch)
+  p, arch = problem_of(spec), get_chip(spec.arch)
   kernel, used = single_kernel(p, arch) if tile is None else (forward(p, arch, tile), tile)
   assert isinstance(used, Tile)
   tensors = [UOp.placeholder((p.B, p.H, p.Sq, p.D), FLOATS[spec.dtype], slot) for slot in range(4)]

@@ -16,8 +16,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, Callable
 from attn import intrinsics as hw
-from attn.arch import Arch
-from attn.fragment import MATRIX
+from attn.chips import Chip
 from attn.kernels.blocks import extent, key_blocks, strides, trip_count
 from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
 from attn.kernels.scores import Row, Scores
@@ -31,9 +30,9 @@ ROW = HEAD//UNIT                                 # units of a row of K or V
 LOADS = BLOCK_N*ROW//(WAVES*64)                  # direct loads of a wave per tile
 UNDER_WAY = 2*LOADS                              # loads issued after the one that is waited for
 
-def tile_of(p:Problem, arch:Arch) -> Tile: return Tile(MATRIX[arch.family, p.dtype][0], WAVES, 1, BLOCK_N)
+def tile_of(p:Problem, arch:Chip) -> Tile: return Tile(arch.matrix[p.dtype][0], WAVES, 1, BLOCK_N)
 
-def refuses(p:Problem, arch:Arch) -> str|None:
+def refuses(p:Problem, arch:Chip) -> str|None:
   """Why this kernel does not take a problem, None if it does."""
   if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
   if (p.D, p.Dv) != (HEAD, HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {HEAD}"
@@ -92,7 +91,7 @@ class Order:
     self.last = self.register.after(end)
     return end
 
-def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
+def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse. `refuses(p, arch)` must be
   None."""
   mat = tile.matrix

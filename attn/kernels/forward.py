@@ -2,7 +2,7 @@
 
 A workgroup owns one head and BLOCK_M queries and walks over the keys in tiles of BLOCK_N, with the online softmax (Milakov and Gimelshein 2018,
 arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). It computes S^T = K Q^T and O^T = V^T P^T: a query is a lane, see
-attn/fragment.py.
+attn/chips/matrix.py.
 K and V tiles come through registers to LDS, V transposed on the way; by default the loads of the next tile start before this one's matrix work.
 """
 from __future__ import annotations
@@ -10,8 +10,8 @@ import itertools, math
 from dataclasses import dataclass
 from typing import Any, Callable
 from attn import intrinsics as hw
-from attn.arch import Arch
-from attn.fragment import Matrix
+from attn.chips import Chip
+from attn.chips.matrix import Matrix
 from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
@@ -87,7 +87,7 @@ def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
           **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
 
-def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
+def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, which are those of `arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v)
   when p.return_lse, (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors there are, in the order of `problem.EXTRAS`.
 
@@ -287,7 +287,7 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
   return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
 
-def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
+def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
   a time where rows are so aligned."""
   hw = operations(arch.family)

@@ -1,6 +1,6 @@
 """What the forward kernels for NVIDIA's matrix units share: who works on what, the way of Q, K and V to shared memory, and of O back.
 
-A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/fragment.py, Mma): vectors of four numbers, two a row.
+A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
 """
 from __future__ import annotations
 import itertools
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 from attn import intrinsics_cuda as hw
-from attn.arch import Arch
-from attn.fragment import Mma
+from attn.chips import Chip
+from attn.chips.matrix import Mma
 from attn.kernels.blocks import Extent, KeyBlocks, extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, arguments, estimates, place_of_row, store_row
 from attn.kernels.scores import Row, Scores
@@ -47,7 +47,7 @@ class SharedRows(Protocol):
 class Block:
   """A block's part of a problem, as a thread sees it."""
   p: Problem
-  arch: Arch
+  arch: Chip
   tile: BlockTile
   given: dict[str, UOp]       # the placeholders by name
   axes: Iterator[int]         # numbers for the kernel's loops
@@ -63,7 +63,7 @@ class Block:
   keys: KeyBlocks
 
   @staticmethod
-  def of(p:Problem, arch:Arch, tile:BlockTile, mat:Mma, args:tuple[UOp, ...]) -> Block:
+  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...]) -> Block:
     """Divides the problem: heads and blocks of queries (and key ranges) over the grid, lanes and warps over a block's threads."""
     names, group = arguments(p), p.H//p.Hkv if tile.pack_gqa else 1
     if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")

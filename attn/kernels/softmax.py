@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn import intrinsics as hw
-from attn.fragment import Matrix
+from attn.chips.matrix import Matrix
 from attn.kernels.tiles import UNIT, Carried, Lane, operands
 from attn.tinygrad_compat import AddrSpace, UOp
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 from attn import intrinsics as hw
-from attn.fragment import Matrix, Mma
+from attn.chips.matrix import Matrix, Mma
 from attn.tinygrad_compat import AddrSpace, Ops, UOp
 
 UNIT = 8   # 16-bit elements of 16 bytes, the widest access of LDS and of global memory
@@ -44,7 +44,7 @@ class Candidate:
   q_in_lds: bool = False
   fenced: bool = False
   prefetch: int = 1
-  matrix: int = 0        # index into fragment.MATRIX of the family and dtype
+  matrix: int = 0        # index into Chip.matrix of the dtype
   fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
 
 class Carried:

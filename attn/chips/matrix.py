@@ -56,23 +56,13 @@ class Matrix:
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
 
-def _mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
+def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
+  """MFMA of CDNA."""
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, ", 0, 0, 0", exchange)
 
-def _wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
+def wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
+  """WMMA of RDNA."""
   return Matrix(f"wmma_f32_16x16x16_{suffix}", 16, 16, 16, 32, operand, block, operand_type, exchange="permlanex16", duplicated=operand == 16)
-
-# (family, dtype) -> instructions, the preferred one first
-MATRIX: dict[tuple[str, str], tuple[Matrix, ...]] = {
-  ("cdna3", "float16"): (_mfma(32, 8, "f16", "half"), _mfma(16, 16, "f16", "half")),
-  ("cdna3", "bfloat16"): (_mfma(32, 8, "bf16_1k", "short"), _mfma(16, 16, "bf16_1k", "short")),
-  ("cdna4", "float16"): (_mfma(32, 16, "_f16", "half", "permlane_swap"), _mfma(16, 32, "_f16", "half", "permlane_swap")),
-  ("cdna4", "bfloat16"): (_mfma(32, 16, "_bf16", "bfloat", "permlane_swap"), _mfma(16, 32, "_bf16", "bfloat", "permlane_swap")),
-  ("rdna3", "float16"): (_wmma("f16_w32", "half", 16, 1),),
-  ("rdna3", "bfloat16"): (_wmma("bf16_w32", "short", 16, 1),),
-  ("rdna4", "float16"): (_wmma("f16_w32_gfx12", "half", 8, 8),),
-  ("rdna4", "bfloat16"): (_wmma("bf16_w32_gfx12", "short", 8, 8),),
-}
 
 # ***** NVIDIA *****
 

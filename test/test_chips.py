@@ -1,0 +1,41 @@
+"""The table of chips: that its rows agree with the emulator's, which are written independently, and that each chip's kernels hold the contract."""
+from __future__ import annotations
+from collections import Counter
+import pytest
+from attn.chips import CHIPS, MODELLED, SEARCHED, get_chip, modelled
+from attn.chips.families import FAMILIES
+from attn.emulator.plan import EMULATED
+from attn.isa.roofline import RATED
+from attn.tiles_table import CANDIDATES
+from cases import check
+
+def test_the_emulator_knows_the_same_chips() -> None:
+  assert list(CHIPS) == list(EMULATED)
+  for name, chip in CHIPS.items():
+    own = EMULATED[name]
+    assert (own.family, own.wave, own.lds) == (chip.family, chip.wave, chip.lds), name
+
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_the_contract_holds(arch:str, dtype:str) -> None:
+  check(arch, H=2, Sq=100, Sk=150, D=64, causal=dtype == "bfloat16", dtype=dtype)
+
+def test_every_family_of_amd_has_tiles_that_were_searched_for_on_one_chip() -> None:
+  with_tiles = [name for name, family in FAMILIES.items() if family.matrix]
+  assert [CHIPS[name].family for name in SEARCHED] == with_tiles == list(CANDIDATES)
+
+def test_what_stands_for_one_chip_stands_for_no_other() -> None:
+  cards = Counter(card.name for chip in CHIPS.values() for card in chip.cards)
+  machines = Counter(chip.machine for chip in CHIPS.values() if chip.machine)
+  assert max(cards.values()) == max(machines.values()) == 1
+  assert {name for name, chip in CHIPS.items() if chip.machine} == set(MODELLED) == {chip.name for chip, _ in RATED.values()}
+
+def test_a_chip_has_the_registers_for_a_wave_and_lds_for_a_workgroup() -> None:
+  """A wave may have all of a SIMD's registers on CDNA, a quarter or less on RDNA; granules divide both."""
+  for chip in map(CHIPS.__getitem__, MODELLED):
+    assert chip.registers % chip.granule == 0 and chip.registers >= chip.vgprs and chip.lds % chip.pipes.lds_granule == 0, chip
+
+def test_a_name_may_have_features_and_must_be_known() -> None:
+  assert get_chip("gfx942:sramecc+:xnack-") is CHIPS["gfx942"]
+  with pytest.raises(ValueError, match="arch='gfx906' has no matrix unit that these kernels know; supported: gfx"): get_chip("gfx906")
+  with pytest.raises(ValueError, match="no machine model for 'sm_80': known are gfx"): modelled("sm_80")
