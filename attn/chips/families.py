@@ -2,11 +2,11 @@
 
 Sources
   [calc]  AMD Matrix Instruction Calculator (github.com/ROCm/amd_matrix_instruction_calculator): "execution cycles" and "co-execution cycles
-          possible" of each MFMA and WMMA of CDNA3, RDNA3 and RDNA4.
+          possible" of each MFMA and WMMA of CDNA2, CDNA3, RDNA3 and RDNA4.
   [llvm]  LLVM, lib/Target/AMDGPU/SISchedule.td: passes per MFMA (1 pass = 4 cycles) of gfx940, and of gfx950, which runs the older shapes at half
           rate; AMDGPUBaseInfo.cpp: sizes and granules of register files and LDS, wave slots.
-  [isa]   AMD's documents of the instruction sets CDNA3, CDNA4, RDNA3, RDNA4: widths of waves and SIMDs, LDS banks, quarter-rate transcendentals; the
-          last word of a buffer's resource descriptor (MI300 ISA 9.1.5, RDNA3 ISA 8.1.5, RDNA4 ISA 9.1.5).
+  [isa]   AMD's documents of the instruction sets CDNA2, CDNA3, CDNA4, RDNA3, RDNA4: widths of waves and SIMDs, LDS banks, quarter-rate
+          transcendentals; the last word of a buffer's resource descriptor (MI300 ISA 9.1.5, RDNA3 ISA 8.1.5, RDNA4 ISA 9.1.5).
   [cdna4] AMD CDNA 4 white paper: doubled transcendental rate, 160 KB LDS with 256 bytes per clock of reads.
 """
 from __future__ import annotations
@@ -40,9 +40,16 @@ class Family:
   bf16_pack: bool = False # converts two fp32 to bf16 in one instruction
   matrix: Mapping[str, tuple[Matrix, ...]] = field(default_factory=dict)   # input dtype -> AMD's matrix instructions, the preferred one first
   descriptor: int = 0     # last word of a buffer's resource descriptor: a raw buffer of 32-bit data whose range check counts bytes
-  tables: str = ""        # tinygrad's tables that decode its machine code
+  tables: str = ""        # tinygrad's tables that decode its machine code; "": it has none
   agprs: bool = False     # accumulation registers lie behind a wave's vector registers, in one file
   pipes: Pipes|None = None   # None: there are no bounds from machine code
+
+# its machine code differs from CDNA3's: what is a bf16 MFMA here is a sparse one there
+CDNA2 = Family("cdna2", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, agprs=True, matrix={
+    "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
+    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))},
+  pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=1024,
+              matrix={"32x32x8": 64, "16x16x16": 32}))
 
 # the last two shapes of CDNA3 and of CDNA4 are of 8-bit inputs
 CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
@@ -70,4 +77,4 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, descriptor=0x31004000,
 
 NVIDIA = Family("nvidia", wave=32, vgprs=255, busy_waves=8, bf16_pack=True)   # its instructions: matrix.MMA
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (CDNA3, CDNA4, RDNA3, RDNA4, NVIDIA)}
+FAMILIES: dict[str, Family] = {f.name: f for f in (CDNA2, CDNA3, CDNA4, RDNA3, RDNA4, NVIDIA)}

@@ -8,7 +8,9 @@ the matrix are concatenations of such factors. The layout of C in MFMA 32x32 is 
 n.
 
 Arithmetic: products of 16-bit floats are exact in fp32; they are summed in fp32 and then C is added. Hardware sums in an order that the ISA does
-not promise: a kernel must not depend on the last bit. NaN and inf go where a dot product takes them.
+not promise: a kernel must not depend on the last bit. NaN and inf go where a dot product takes them. CDNA2 takes denormals for zero, in its 16-bit
+inputs and in the fp32 accumulator that goes in and comes out: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and output denormal
+values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16, MFMA_BF16, MFMA_BF16_1K).
 """
 from __future__ import annotations
 from dataclasses import dataclass, field
@@ -91,8 +93,10 @@ def _mma(K:int, pack:int, dtype:str) -> Instruction:
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))
 
 INSTRUCTIONS: dict[str, Instruction] = {
-  "mfma_f32_32x32x8f16": _mfma(32, 4, "float16", "cdna3", "cdna4"), "mfma_f32_32x32x8bf16_1k": _mfma(32, 4, "bfloat16", "cdna3", "cdna4"),
-  "mfma_f32_16x16x16f16": _mfma(16, 4, "float16", "cdna3", "cdna4"), "mfma_f32_16x16x16bf16_1k": _mfma(16, 4, "bfloat16", "cdna3", "cdna4"),
+  "mfma_f32_32x32x8f16": _mfma(32, 4, "float16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_32x32x8bf16_1k": _mfma(32, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_16x16x16f16": _mfma(16, 4, "float16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_16x16x16bf16_1k": _mfma(16, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_32x32x16_f16": _mfma(32, 8, "float16", "cdna4"), "mfma_f32_32x32x16_bf16": _mfma(32, 8, "bfloat16", "cdna4"),
   "mfma_f32_16x16x32_f16": _mfma(16, 8, "float16", "cdna4"), "mfma_f32_16x16x32_bf16": _mfma(16, 8, "bfloat16", "cdna4"),
   "wmma_f32_16x16x16_f16_w32": _wmma3("float16"), "wmma_f32_16x16x16_bf16_w32": _wmma3("bfloat16"), "wmma_i32_16x16x16_iu8_w32": _wmma3("int8"),
@@ -131,6 +135,13 @@ _ACCUMULATOR: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]
   "bfloat16": (bf16_to_float, float_to_bf16), "int32": (lambda x: x.astype(np.float64), lambda x: x.astype(np.int64).astype(np.int32)),
 }
 
+FLUSHING = ("cdna2",)                                                                          # families that take denormals for zero
+_SMALLEST = {"float16": np.float32(2.0**-14), "bfloat16": np.float32(2.0**-126), "float32": np.float32(2.0**-126)}   # normal number
+
+def flushed(x:Array, dtype:str) -> Array:
+  """fp32 values with those that are denormal in `dtype` set to zero."""
+  return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
+
 @dataclass
 class MatrixUnit:
   """The matrix unit of one architecture family. Operands that come again (Q in a loop over keys, P for each slice of V) are widened only once."""
@@ -143,6 +154,7 @@ class MatrixUnit:
     if x.shape[0]*(1 + packed) != layout.elements:
       raise BadOperand(f"a matrix operand has {x.shape[0]*(1 + packed)} elements a lane, the instruction wants {layout.elements}")
     m = layout.to_matrices(x, packed, _WIDEN[dtype])
+    if self.family in FLUSHING: m = flushed(m, dtype)
     while len(self._recent) >= 64: self._recent.pop(next(iter(self._recent)))
     self._recent[key] = x, m
     return m
@@ -151,7 +163,8 @@ class MatrixUnit:
     if c.shape[0] != i.c.elements: raise BadOperand(f"a matrix accumulator has {c.shape[0]} elements a lane, the instruction wants {i.c.elements}")
     # (waves, K, M) and (waves, K, N) -> the transpose of the product, (waves, N, M)
     product = self._operand(b, i.b, i.dtype, packed).transpose(0, 2, 1) @ self._operand(a, i.a, i.dtype, packed)
-    return i.c.add_matrices(c, product)
+    if self.family not in FLUSHING: return i.c.add_matrices(c, product)
+    return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
   def instruction(self, name:str, a:Array, b:Array, c:Array) -> Array:
     """The instruction by its builtin's stem, on packed register images: a and b uint32 (registers, T), c fp32 (registers, T)."""

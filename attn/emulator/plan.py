@@ -24,13 +24,15 @@ class EmulatedChip:
   lds: int      # bytes a workgroup may have
 
 EMULATED: dict[str, EmulatedChip] = {
+  "gfx90a": EmulatedChip("cdna2", 64, 65536),
   "gfx942": EmulatedChip("cdna3", 64, 65536),
   "gfx950": EmulatedChip("cdna4", 64, 163840),
-  **dict.fromkeys(("gfx1100", "gfx1101", "gfx1151"), EmulatedChip("rdna3", 32, 65536)),
+  **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152"), EmulatedChip("rdna3", 32, 65536)),
   **dict.fromkeys(("gfx1200", "gfx1201"), EmulatedChip("rdna4", 32, 65536)),
   "sm_80": EmulatedChip("nvidia", 32, 166912),
   **dict.fromkeys(("sm_86", "sm_89"), EmulatedChip("nvidia", 32, 101376)),
   "sm_90": EmulatedChip("nvidia", 32, 232448),
+  "sm_120": EmulatedChip("nvidia", 32, 101376),
 }
 
 def emulated_chip(arch:str) -> EmulatedChip:

@@ -107,8 +107,10 @@ def _instructions(code:bytes, address:int, chip:Chip) -> Iterator[str]:
     at += ins.size()
 
 def disassemble(lib:bytes) -> str:
-  """The functions of a code object, with its metadata before them."""
+  """The functions of a code object, with its metadata before them. Raises ValueError for one that is not of a chip whose instructions are known."""
   chip = elf_chip(lib)
+  if not chip.unit.tables:
+    raise ValueError(f"a code object of {chip}: there are no tables to decode it by. `llvm-objdump -d` of ROCm can, and this reads its output")
   parts = [metadata_text(lib, chip)]
   for name, address, code in symbols(lib, ".text"): parts += [f"\n{address:016x} <{name}>:", *_instructions(code, address, chip)]
   return "\n".join(parts) + "\n"
