@@ -33,8 +33,8 @@ def tile_of(p:Problem, arch:Chip, c:Candidate) -> Tile:
   needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 32) if p.bias is not None else c.block_n
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
-  staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
-  of_q = 0 if c.q_in_lds else contraction(mat, p.D)//2//(1 if mat.duplicated else mat.groups)
+  staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
+  of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
   few, crowded = needed < c.waves, p.window[0] >= 0 and max(p.D, p.Dv) > WIDE          # a loop with both masks has no registers to spare

@@ -120,7 +120,7 @@ def _buffer_load(lanes:Lanes, pointer:Any, records:Array, offset:Array, width:in
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
   raw = lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records))
-  if width == 2: return raw[0].astype(np.uint32) | (raw[1].astype(np.uint32) << np.uint32(8))
+  if width < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
   words = np.ascontiguousarray(raw.reshape(width//4, 4, -1).transpose(0, 2, 1)).view(np.uint32)[..., 0]
   return words if width > 4 else words[0]
 
@@ -190,7 +190,7 @@ def _pack_text(out:DType, n:int, dtype:str, native:bool) -> str:
 def _buffer_load_text(out:DType, width:int, family:str) -> str:
   buffer = f"__builtin_amdgcn_make_buffer_rsrc((void*)({{0}}), 0, {{1}}, 0x{FAMILIES[family].descriptor:08x})"
   load = f"__builtin_amdgcn_raw_buffer_load_b{8*width}({buffer}, {{2}}, 0, 0)"
-  return f"(({out.name}){load})" if width == 2 else f"__builtin_bit_cast({out.name}, {load})"
+  return f"(({out.name}){load})" if width < 4 else f"__builtin_bit_cast({out.name}, {load})"
 
 _SWAP16 = "__builtin_amdgcn_permlanex16({0}, {0}, 0x76543210u, 0xfedcba98u, false, false)"
 
@@ -304,7 +304,8 @@ def _share_halves_text(out:DType, n:int) -> str:
   return f"({{{{ {u} v_ = {{0}}; {u} o_ = {{{{{other}}}}}; ({{1}}) ? {pick[0]} : {pick[1]}; }}}})"
 
 def _matrix_text(out:DType, matrix:Any) -> str:
-  a, b = (f"__builtin_bit_cast({_vec(matrix.operand_type, matrix.operand)}, {{{i}}})" for i in range(2))
+  kind = matrix.operand_type if matrix.operand_type == "long" else _vec(matrix.operand_type, matrix.operand)
+  a, b = (f"__builtin_bit_cast({kind}, {{{i}}})" for i in range(2))
   return f"__builtin_amdgcn_{matrix.name}({a}, {b}, {{2}}{matrix.tail})"
 
 TABLE: dict[str, Intrinsic] = {
@@ -501,13 +502,13 @@ def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
 OUT_OF_RANGE = 0x80000000   # an offset beyond any descriptor's range, which is at most 0x7ffffffe
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int, family:str) -> UOp:
-  """`width` (2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records` bytes: the memory
-  unit checks the range, so a masked lane costs no branch. Two bytes come in the low half of a dword."""
+  """`width` (1, 2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records`: the memory
+  unit checks the range, so a masked lane costs no branch. One or two bytes come in the low end of a dword."""
   declare = UOp.const(0.0, base.dtype) if base.dtype in (dtypes.half, dtypes.bfloat16) else UOp.const(0, dtypes.int)
   return emit("buffer_load", u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), declare, width=width, family=family)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """acc + A B by one matrix instruction (an `attn.chips.matrix.Matrix`); a and b are register images, two 16-bit elements a dword.
+  """acc + A B by one matrix instruction, a `chips.matrix.Matrix`; a and b are register images.
 
   This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's: an `Ops.WMMA` wants shaped
   operands, which the devectorizer takes apart element by element, and names builtins that do not exist for the 32x32 shapes."""

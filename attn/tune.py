@@ -28,7 +28,7 @@ from attn.chips.matrix import Matrix
 from attn.isa.compiler import CompileError, assembly
 from attn.isa.report import Report, analyse
 from attn.isa.source import DTYPES, MASKS, Spec, kernel_source, problem_of
-from attn.kernels.tiles import UNIT, Candidate, Tile, contraction, round_up
+from attn.kernels.tiles import Candidate, Tile, contraction, round_up
 from attn.tuned import CLASSES
 
 VARIANTS = [(dtype, mask) for dtype in reversed(DTYPES) for mask in reversed(MASKS)]   # the costly ones first
@@ -66,8 +66,8 @@ class Found:
 def held(c:Candidate, arch:Chip, d:int) -> int:
   """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
   mat = arch.matrix[DTYPES[0]][c.matrix]
-  of_q = 0 if c.q_in_lds else contraction(mat, d)//2//(1 if mat.duplicated else mat.groups)
-  on_the_way = c.block_n*d//(c.waves*mat.wave) if c.prefetch else 0
+  of_q = 0 if c.q_in_lds else contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
@@ -85,9 +85,9 @@ def candidates(arch:Chip, d:int) -> list[Candidate]:
     c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of(Spec(arch.name, d))   # type: ignore[arg-type]
     if c.matrix >= len(matrices): continue
     tile = tile_of(p, arch, c)
-    divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, UNIT) == 0
+    divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, 1) == 0
     crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
-    smooth = not any(conflict(arch.family, tile.matrix, n//UNIT | 1) for n in (contraction(tile.matrix, d), c.block_n))
+    smooth = not any(conflict(arch.family, tile.matrix, n//tile.matrix.unit | 1) for n in (contraction(tile.matrix, d), c.block_n))
     room = fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs
     if divides and crowded and smooth and tile.block_m <= LARGE and room: found.append(c)
   return found

@@ -14,8 +14,8 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.kernels.blocks import trip_count
 from attn.kernels.forward import barrier, check_range, finish, too_wide
-from attn.kernels.nvidia import LINE, Block, InOrder, total_of
-from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
+from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.kernels.tiles import ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
