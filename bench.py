@@ -20,7 +20,7 @@ import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn import tuned
 from attn.api import FLOATS, default_arch, device_arch, flash_attention_fn
-from attn.arch import Arch
+from attn.chips import Chip
 from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
 from attn.dispatch import PROGRAMS, choose, fits, single_kernel, tile_of
@@ -186,7 +186,7 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 
 # ***** bounds *****
 
-def report_of(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> Report:
+def report_of(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> Report:
   """The machine code of a kernel of `p`. Raises NoCompiler where there is none."""
   from attn.compilers import clang
   from attn.isa import report
@@ -207,10 +207,10 @@ def show_bounds(s:Settings) -> None:
   console().print(table.brief([found]))
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
   rows = []
-  for chip in roofline.chips_of(arch.name):
-    overlapped, serial = (roofline.roofline(p, tile, chip, x) for x in use)
-    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, chip)[:3])
-    rows.append({"chip": chip.name, "peak": chip.peak, "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
+  for chip, card in roofline.rated(arch.name):
+    overlapped, serial = (roofline.roofline(p, tile, chip, card, x) for x in use)
+    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, card.name)[:3])
+    rows.append({"chip": card.name, "peak": chip.peak(card), "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
                  "CUs busy": f"{100*overlapped.balance:.0f}%", "measured by others": others or "nothing for this shape"})
   show("bound, not measured (TFLOP/s)", rows)
 
@@ -226,7 +226,7 @@ def device_timer(s:Settings) -> Seconds:
     return min(device_seconds(schedule) for _ in range(s.count))
   return seconds
 
-def spills(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> bool:
+def spills(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> bool:
   """Whether the kernel keeps registers in memory; False where there is no compiler to ask."""
   from attn.compilers.clang import toolchain
   try: toolchain()
@@ -234,7 +234,7 @@ def spills(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> bool:
   r = report_of(p, arch, program, tile).resources
   return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
 
-def tune(s:Settings, arch:Arch, seconds:Seconds) -> list[dict[str, Any]]:
+def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
   from attn.tune import candidates
   p, arch = s.problem, replace(arch, tuned=False)

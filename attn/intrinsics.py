@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 import numpy as np
 from numpy.typing import NDArray
+from attn.chips.families import FAMILIES
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
 
 Array = NDArray[Any]
@@ -55,7 +56,7 @@ class Lanes(Protocol):
   def probe(self, name:str, x:Array) -> Array:
     """Shows or collects x of the active threads under that name; x."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """The matrix instruction `name` (a key of `attn.arch.MATRIX`), on register images as the ISA lays them out."""
+    """The matrix instruction `name` (of `attn.chips.matrix.Matrix.name`), on register images as the ISA lays them out."""
 
 @dataclass(frozen=True)
 class Intrinsic:
@@ -125,7 +126,7 @@ def _buffer_load(lanes:Lanes, pointer:Any, records:Array, offset:Array, width:in
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
   raw = lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records))
-  if width == 2: return raw[0].astype(np.uint32) | (raw[1].astype(np.uint32) << np.uint32(8))
+  if width < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
   words = np.ascontiguousarray(raw.reshape(width//4, 4, -1).transpose(0, 2, 1)).view(np.uint32)[..., 0]
   return words if width > 4 else words[0]
 
@@ -192,21 +193,17 @@ def _pack_text(out:DType, n:int, dtype:str, native:bool) -> str:
   body = f"({out.name}){{{{{words}}}}}" if n > 2 else words
   return f"({{{{ {u} u_ = __builtin_bit_cast({u}, {{0}}); u_ += 0x7fffu + ((u_ >> 16) & 1u); {body}; }}}})"
 
-# buffer resource descriptor, last dword: a raw buffer of 32-bit data whose range check counts bytes (MI300 ISA 9.1.5, RDNA3 ISA
-# 8.1.5, RDNA4 ISA 9.1.5)
-_DESCRIPTOR = {"cdna3": 0x00027000, "cdna4": 0x00027000, "rdna3": 0x31004000, "rdna4": 0x31004000}
-
 def _buffer_load_text(out:DType, width:int, family:str) -> str:
-  load = (f"__builtin_amdgcn_raw_buffer_load_b{8*width}(__builtin_amdgcn_make_buffer_rsrc((void*)({{0}}), 0, {{1}}, 0x{_DESCRIPTOR[family]:08x}), "
-          "{2}, 0, 0)")
-  return f"(({out.name}){load})" if width == 2 else f"__builtin_bit_cast({out.name}, {load})"
+  buffer = f"__builtin_amdgcn_make_buffer_rsrc((void*)({{0}}), 0, {{1}}, 0x{FAMILIES[family].descriptor:08x})"
+  load = f"__builtin_amdgcn_raw_buffer_load_b{8*width}({buffer}, {{2}}, 0, 0)"
+  return f"(({out.name}){load})" if width < 4 else f"__builtin_bit_cast({out.name}, {load})"
 
 _SWAP16 = "__builtin_amdgcn_permlanex16({0}, {0}, 0x76543210u, 0xfedcba98u, false, false)"
 
 _F2 = _vec("float", 2)
 
 def _pair_text(x:str, step:int, exchange:str) -> str:
-  """x of two lanes `step` apart, the lower one's first where the instruction (a name in fragment.Matrix.exchange) tells which that is."""
+  """x of two lanes `step` apart, the lower one's first where the instruction (matrix.Matrix.exchange) tells which that is."""
   bits = f"__builtin_bit_cast(unsigned, {x})"
   if exchange == "permlane_swap":
     return f"__builtin_bit_cast({_F2}, __builtin_amdgcn_permlane{step}_swap({bits}, {bits}, false, false))"
@@ -291,7 +288,7 @@ def _load_to_lds_text(out:DType, family:str) -> str:
                "void load_lds(__amdgpu_buffer_rsrc_t, __attribute__((address_space(3))) void*, unsigned, int, int, int, int)"
                ' __asm("llvm.amdgcn.raw.ptr.buffer.load.lds"); load_lds(__builtin_amdgcn_make_buffer_rsrc((void*)($p), 0, $records, $flags), '
                "(__attribute__((address_space(3))) void*)($lds), 16, $offset, 0, 0, 0); 0.0f; })",
-               p="{0}", records="{1}", offset="{2}", lds="{3}", flags=f"0x{_DESCRIPTOR[family]:08x}")
+               p="{0}", records="{1}", offset="{2}", lds="{3}", flags=f"0x{FAMILIES[family].descriptor:08x}")
 
 def _load_to_lds(lanes:Lanes, pointer:Any, records:Array, offset:Array, lds:Any) -> Array:
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
@@ -313,7 +310,8 @@ def _share_halves_text(out:DType, n:int) -> str:
   return f"({{{{ {u} v_ = {{0}}; {u} o_ = {{{{{other}}}}}; ({{1}}) ? {pick[0]} : {pick[1]}; }}}})"
 
 def _matrix_text(out:DType, matrix:Any) -> str:
-  a, b = (f"__builtin_bit_cast({_vec(matrix.operand_type, matrix.operand)}, {{{i}}})" for i in range(2))
+  kind = matrix.operand_type if matrix.operand_type == "long" else _vec(matrix.operand_type, matrix.operand)
+  a, b = (f"__builtin_bit_cast({kind}, {{{i}}})" for i in range(2))
   return f"__builtin_amdgcn_{matrix.name}({a}, {b}, {{2}}{matrix.tail})"
 
 TABLE: dict[str, Intrinsic] = {
@@ -510,13 +508,13 @@ def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
 OUT_OF_RANGE = 0x80000000   # an offset beyond any descriptor's range, which is at most 0x7ffffffe
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int, family:str) -> UOp:
-  """`width` (2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records` bytes: the memory
-  unit checks the range, so a masked lane costs no branch. Two bytes come in the low half of a dword."""
+  """`width` (1, 2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records`: the memory
+  unit checks the range, so a masked lane costs no branch. One or two bytes come in the low end of a dword."""
   declare = UOp.const(0.0, base.dtype) if base.dtype in (dtypes.half, dtypes.bfloat16) else UOp.const(0, dtypes.int)
   return emit("buffer_load", u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), declare, width=width, family=family)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """acc + A B by one matrix instruction (a row of `attn.fragment.MATRIX`); a and b are register images, two 16-bit elements a dword.
+  """acc + A B by one matrix instruction, a `chips.matrix.Matrix`; a and b are register images.
 
   This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's: an `Ops.WMMA` wants shaped
   operands, which the devectorizer takes apart element by element, and names builtins that do not exist for the 32x32 shapes."""

@@ -117,18 +117,17 @@ def allow_dynamic_shared(devices:str|tuple[str, ...]|None) -> None:
 double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), expand)
                                          for op, expand in ((Ops.LOG2, xlog2), (Ops.EXP2, xexp2))])
 
-def decode_instruction(data:bytes, arch:str) -> Any:
-  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: they have cdna3 with cdna4, rdna3 and rdna4.
+def decode_instruction(data:bytes, tables:str) -> Any:
+  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: "cdna" (cdna3 with cdna4), "rdna3" or "rdna4".
   Raises ValueError for one that is not in them."""
   from tinygrad.renderer.amd import decode_inst
   from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
   from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER
-  family = "cdna" if arch.startswith("gfx9") else "rdna4" if arch.startswith("gfx12") else "rdna3"
-  try: return decode_inst(data, family)
+  try: return decode_inst(data, tables)
   except ValueError:
     # tinygrad's search leaves out the buffer instructions of RDNA, though it has their tables
-    form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(family)
-    if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[family]: raise
+    form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(tables)
+    if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[tables]: raise
     return form.from_bytes(data)
 
 def opened_devices(name:str) -> list[Compiled]:

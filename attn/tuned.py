@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from attn import user_cache
-from attn.arch import Arch
+from attn.chips import Chip
 from attn.kernels.tiles import Candidate
 from attn.problem import Problem
 
@@ -36,13 +36,13 @@ def load() -> dict[str, Any]:
   except (OSError, ValueError): return {}
   return found if isinstance(found, dict) else {}
 
-def winner(p:Problem, arch:Arch) -> Candidate|None:
+def winner(p:Problem, arch:Chip) -> Candidate|None:
   """The tile that was fastest for the class of `p` on this chip, if it is known and `arch` is a real device's."""
   if not arch.tuned or (kind := problem_class(p)) is None: return None
   try: return Candidate(**load()[arch.name][kind]["tile"])
   except (KeyError, TypeError): return None
 
-def store(p:Problem, arch:Arch, tile:Candidate|None, seconds:float) -> Path:
+def store(p:Problem, arch:Chip, tile:Candidate|None, seconds:float) -> Path:
   """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no class for it, OSError where the
   file can't be written."""
   file, kind = path(), problem_class(p)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attn import flash_attention_fn
 from attn.api import FLOATS as DTYPES, device_arch, kernels
-from attn.arch import Arch, get_arch
+from attn.chips import Chip, get_chip
 from attn.dispatch import Choice, Work, choose_tile
 from attn.kernels.forward import arguments
 from attn.kernels.split_kv import combine_arguments
@@ -94,9 +94,9 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 
 # ***** the kernels themselves, with every option *****
 
-def chip(arch:str) -> Arch:
+def chip(arch:str) -> Chip:
   """Of the emulator, or for the `arch` "CUDA" of that device."""
-  if arch != "CUDA": return get_arch(arch)
+  if arch != "CUDA": return get_chip(arch)
   with Context(DEV=arch): return device_arch()
 
 def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:

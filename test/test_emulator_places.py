@@ -214,7 +214,7 @@ def test_a_probe_of_an_address() -> None:
 
 def test_a_probe_costs_nothing_on_hardware() -> None:
   """The machine code with and without is the same."""
-  from attn.isa.compiler import assembly
+  from attn.compilers.clang import assembly
   def code(with_probe:bool) -> list[str]:
     def kernel(o, x):
       g, t = threads(64)

@@ -4,8 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attn import intrinsics as hw
-from attn.arch import get_arch
-from attn.fragment import MATRIX
+from attn.chips import get_chip
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.plan import Plan
@@ -223,7 +222,7 @@ def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_narrow_matrices(arch:str, dtype:str) -> None:
   """The 16x16 instructions: four lane groups instead of two."""
-  narrow = MATRIX[get_arch(arch).family, dtype][1]
+  narrow = get_chip(arch).matrix[dtype][1]
   for make in (normal, rising, masked_first):
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tinygrad import TinyJit, Variable
 from attn import dispatch, intrinsics_cuda as hw
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.dispatch import choose
 from attn.emulator.checks import LdsRace, NotWaitedFor
-from attn.fragment import MMA
+from attn.chips.matrix import MMA
 from attn.kernels import forward_mma, forward_wgmma
 from attn.kernels.forward import arguments
 from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes, tile_of
@@ -111,7 +111,7 @@ def test_every_kind_of_tile(tile:MmaTile, monkeypatch) -> None:
 def test_tiles_fit(arch:str) -> None:
   for D, heads in itertools.product((16, 64, 80, 96, 128, 160, 192, 256), (1, 256)):
     p = problem(H=heads, Sq=1024, D=D)
-    choice = choose(p, a := get_arch(arch))
+    choice = choose(p, a := get_chip(arch))
     assert choice.kernel == "forward_mma"
     assert lds_bytes(p, tile_of(p, a)) <= a.lds
 
@@ -133,7 +133,7 @@ COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(l
                                             (256, "16-bit bias"), (256, "decode")])
 def test_no_local_memory(D:int, option:str, tmp_path) -> None:
   """What the tiles of large grids, and of decoding, compile to: no spills and no stack."""
-  a, p = get_arch("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
+  a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   (source := tmp_path/"kernel.cu").write_text(render(forward_mma.forward_mma(p, a, tile_of(p, a))(*tensors), "sm_90"))
   command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]

@@ -4,7 +4,7 @@ import functools, itertools, re, shutil, subprocess
 import pytest
 import cases, test_features as features
 from attn import dispatch, intrinsics_cuda as hw, intrinsics_wgmma as wgmma
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.kernels import forward_wgmma
 from attn.tinygrad_compat import UOp, render
@@ -51,7 +51,7 @@ def test_large_grids(D:int) -> None:
 def test_every_tile(c:forward_wgmma.Candidate, monkeypatch) -> None:
   monkeypatch.setattr(forward_wgmma, "tile_of", lambda p, arch: forward_wgmma.WgmmaTile(c.groups, c.block_n))
   p = problem(D=c.up_to)
-  assert forward_wgmma.lds_bytes(p, forward_wgmma.tile_of(p, None)) <= get_arch("sm_90").lds
+  assert forward_wgmma.lds_bytes(p, forward_wgmma.tile_of(p, None)) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=500, D=c.up_to, causal=True)
 
 @either
@@ -107,7 +107,7 @@ def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
   """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
   p = problem(H=256, Sq=1024, D=D, **{"lse": False, **options})
   tensors = [UOp.placeholder(shape, DTYPES[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
-  kernel = forward_wgmma.forward_wgmma(p, arch := get_arch("sm_90"), forward_wgmma.tile_of(p, arch))
+  kernel = forward_wgmma.forward_wgmma(p, arch := get_chip("sm_90"), forward_wgmma.tile_of(p, arch))
   (source := tmp_path/"kernel.cu").write_text(render(kernel(*tensors), "sm_90"))
   command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr

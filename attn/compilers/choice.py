@@ -6,10 +6,10 @@ can is not told from its version: it compiles `probe`, a few lines with what the
 from __future__ import annotations
 import functools, os, re
 from collections.abc import Callable
-from attn.arch import ARCHS
+from attn.chips import CHIPS
 from attn.compilers import clang, comgr
 from attn.compilers.found import OLDEST, OLDEST_FOR, ROCM, Found, NoCompiler, base_arch
-from attn.fragment import MATRIX, Matrix
+from attn.chips.matrix import Matrix
 from attn.tinygrad_compat import VECTOR_ELEMENTS, CompileError
 from attn.user_cache import kept
 
@@ -29,8 +29,9 @@ def _multiplies(i:int, m:Matrix) -> str:
 def probe(arch:str) -> str:
   """A HIP source with what kernels for `arch` need of a compiler: named vectors, buffer loads through a descriptor, the matrix instructions,
   elementwise builtins, and the device functions that tinygrad declares."""
-  family, wave = (ARCHS[arch].family, ARCHS[arch].wave) if arch in ARCHS else ("", 64)
-  matrices = [m for (f, _), rows in MATRIX.items() if f == family for m in rows]
+  chip = CHIPS.get(arch)
+  wave = chip.wave if chip is not None else 64
+  matrices = [m for rows in chip.matrix.values() for m in rows] if chip is not None else []
   return f"""typedef long unsigned int size_t;
 typedef unsigned uint4 __attribute__((ext_vector_type(4)));
 typedef float float4 __attribute__((ext_vector_type(4)));

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compil
 from attn.emulator.listing import remember
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
-from attn.emulator.plan import Plan, get_chip
+from attn.emulator.plan import Plan, emulated_chip
 
 DEFAULT_ARCH = "gfx942"
 
@@ -32,7 +32,9 @@ class _Emulated(Renderer):
   target: Target
   def adapt(self) -> None:
     self.compiler = UOpCompiler()
-    self.tensor_cores = [t for t in self.tensor_cores if t.dtype_in not in dtypes.fp8s and (t.dtype_in != dtypes.float or ALLOW_TF32)]
+    # of chips that tinygrad doesn't know, such as gfx90a, it takes RDNA3's matrix instructions: they are none of a chip with longer waves
+    self.tensor_cores = [t for t in self.tensor_cores if t.dtype_in not in dtypes.fp8s and (t.dtype_in != dtypes.float or ALLOW_TF32)
+                         and t.threads == emulated_chip(self.target.arch).wave]
   def supported_dtypes(self) -> set[DType]: return super().supported_dtypes() - set(dtypes.fp8s)
   def render(self, uops:list[UOp]) -> str:
     text = super().render(uops)
@@ -43,7 +45,7 @@ class EmulatedHIPRenderer(_Emulated, NamedHIPCCRenderer):
   def __init__(self, target:Target):
     NamedHIPCCRenderer.__init__(self, target)
     self.adapt()
-    self.shared_max = get_chip(target.arch).lds   # tinygrad has one limit for all
+    self.shared_max = emulated_chip(target.arch).lds   # tinygrad has one limit for all
 
 class EmulatedCUDARenderer(_Emulated, NVCCRenderer):
   def __init__(self, target:Target):
@@ -77,14 +79,14 @@ class EMUAllocator(Allocator["EMUDevice"]):
 class EMUDevice(Compiled):
   def __init__(self, device:str):
     super().__init__(device, EMUAllocator(self), [EmulatedHIPRenderer, EmulatedCUDARenderer], EMUProgram, arch=DEFAULT_ARCH)
-    get_chip(self.target.arch)
+    emulated_chip(self.target.arch)
   @property
   def target(self) -> Target: return DEV.target("EMU", arch=DEFAULT_ARCH)
   def _select_renderer(self) -> Renderer:
     # the arch may change while the device is open: with Context(DEV="EMU::gfx950")
     target = self.target
     if target not in self.cached_renderer:
-      get_chip(target.arch)
+      emulated_chip(target.arch)
       self.cached_renderer[target] = renderer_of(target)
     return self.cached_renderer[target]
 

@@ -18,21 +18,27 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter where that is not simply the following one
 
 @dataclass(frozen=True)
-class Chip:
+class EmulatedChip:
   """What the emulator itself has to know about a target."""
   family: str   # of the matrix unit
   wave: int
   lds: int      # bytes a workgroup may have
 
-CHIPS: dict[str, Chip] = {
-  "gfx942": Chip("cdna3", 64, 65536), "gfx950": Chip("cdna4", 64, 163840),
-  **{a: Chip("rdna3", 32, 65536) for a in ("gfx1100", "gfx1101", "gfx1151")}, **{a: Chip("rdna4", 32, 65536) for a in ("gfx1200", "gfx1201")},
-  "sm_80": Chip("nvidia", 32, 166912), "sm_86": Chip("nvidia", 32, 101376), "sm_89": Chip("nvidia", 32, 101376), "sm_90": Chip("nvidia", 32, 232448),
+EMULATED: dict[str, EmulatedChip] = {
+  "gfx90a": EmulatedChip("cdna2", 64, 65536),
+  "gfx942": EmulatedChip("cdna3", 64, 65536),
+  "gfx950": EmulatedChip("cdna4", 64, 163840),
+  **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152"), EmulatedChip("rdna3", 32, 65536)),
+  **dict.fromkeys(("gfx1200", "gfx1201"), EmulatedChip("rdna4", 32, 65536)),
+  "sm_80": EmulatedChip("nvidia", 32, 166912),
+  **dict.fromkeys(("sm_86", "sm_89"), EmulatedChip("nvidia", 32, 101376)),
+  "sm_90": EmulatedChip("nvidia", 32, 232448),
+  "sm_120": EmulatedChip("nvidia", 32, 101376),
 }
 
-def get_chip(arch:str) -> Chip:
-  if arch not in CHIPS: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(CHIPS)}")
-  return CHIPS[arch]
+def emulated_chip(arch:str) -> EmulatedChip:
+  if arch not in EMULATED: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(EMULATED)}")
+  return EMULATED[arch]
 
 @dataclass(frozen=True)
 class Address:
@@ -44,7 +50,7 @@ class Address:
 class Plan:
   """A program compiled for the interpreter. `renderer` gives what it was lowered and printed with, for errors to say where an operation stands."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
-    self.name, self.arch, self.chip, self.renderer = name, arch, get_chip(arch), renderer
+    self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
     self.listing: Listing|None = None
     self.steps: list[Step] = []

@@ -7,7 +7,7 @@ from attn.compilers import clang
 from attn.compilers.choice import in_use
 from attn.extras import needs
 from attn.isa import sass, source
-from attn.isa.model import MODEL
+from attn.chips import MODELLED
 from attn.isa.disassemble import disassemble
 from attn.isa.report import Report, analyse
 from attn.tinygrad_compat import CompileError
@@ -36,19 +36,19 @@ def _text_of(path:Path) -> str:
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
   """The report on a file, or on one of our kernels by its word."""
-  path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODEL)}"
-  if path.is_file() and arch is not None and arch not in MODEL: raise ValueError(f"--arch {arch}: {amd}")
+  path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODELLED)}"
+  if path.is_file() and arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: {amd}")
   if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)
   if "/" not in word: raise ValueError(f"{word}: no such file")
   spec = source.Spec.parse(word)
-  if spec.arch not in MODEL: raise ValueError(f"{word}: {amd}; `asm {word}` prints the kernel")
+  if spec.arch not in MODELLED: raise ValueError(f"{word}: {amd}; `asm {word}` prints the kernel")
   return costs.report_of(spec)
 
 def _specs(arch:str|None, d:int|None, dtype:str, causal:bool) -> list[str]:
   return [str(source.Spec(arch, d, dtype, source.MASKS[causal]))] if arch is not None and d is not None else []
 
 KERNEL_OPTIONS = [
-  click.option("--arch", type=click.Choice(source.CHIPS), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
+  click.option("--arch", type=click.Choice(source.KNOWN), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
   click.option("--d", type=int, help="Head dimension."),
   click.option("--dtype", type=click.Choice(source.DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
@@ -100,13 +100,13 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, source
   """
   if what is not None and Path(what).is_file():
     if arch is None: raise click.UsageError("--arch says for which chip the file is to be compiled")
-    if arch not in MODEL: raise click.UsageError(f"a file is compiled as HIP: --arch is one of {', '.join(MODEL)}")
+    if arch not in MODELLED: raise click.UsageError(f"a file is compiled as HIP: --arch is one of {', '.join(MODELLED)}")
     click.echo(clang.assembly(Path(what).read_text(), arch))
     return
   words = [what] if what is not None else _specs(arch, d, dtype, causal)
   if not words: raise click.UsageError("name a kernel, such as gfx942/128/float16/causal, or --arch and --d")
   spec = source.Spec.parse(words[0])
-  if spec.arch in MODEL:
+  if spec.arch in MODELLED:
     text = source.kernel_source(spec).text
     click.echo(text if source_alone else clang.assembly(text, spec.arch))
     return
@@ -118,7 +118,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, source
 @main.command("costs")
 @click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite this file; with --arch its lines of those chips.")
 @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fails where a line differs.")
-@click.option("--arch", multiple=True, type=click.Choice(list(MODEL)), help="Only these chips.")
+@click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
 def costs_command(write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
   """One line of costs for each of our kernels on each chip."""
   lines = costs.lines_of([s for s in costs.SPECS if not arch or s.arch in arch])
@@ -130,7 +130,7 @@ def costs_command(write:Path|None, check:Path|None, arch:tuple[str, ...]) -> Non
   else: click.echo(costs.file_text(lines), nl=False)
 
 @main.command()
-@click.option("--arch", type=click.Choice(list(MODEL)), default="gfx942", show_default=True, help="The chip that DEV=AMD is.")
+@click.option("--arch", type=click.Choice(list(MODELLED)), default="gfx942", show_default=True, help="The chip that DEV=AMD is.")
 def version(arch:str) -> None:
   """The compiler of these reports, and that of our kernels with DEV=AMD."""
   click.echo(f"reports: {clang.toolchain().version}")

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn import intrinsics as hw
-from attn.fragment import Matrix
-from attn.kernels.tiles import UNIT, Carried, Lane, operands
+from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.kernels.tiles import Carried, Lane, operands
 from attn.tinygrad_compat import AddrSpace, UOp
 
 LOWEST = -(2 - 2.0**-23)*2.0**127    # of fp32
@@ -27,7 +27,7 @@ class Softmax(Carried):
   def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, slot:int) -> Softmax:
     """For that many tiles of queries, each with as many of O^T and of S^T; takes five slots."""
     kinds = ((q_tiles*d_tiles, hw.f32(matrix.accumulator)), (q_tiles, hw.f32(1)), (q_tiles, hw.f32(1)), (q_tiles, hw.f32(2)),
-             (q_tiles*k_tiles, hw.u32(matrix.accumulator//2)))
+             (q_tiles*k_tiles, hw.u32(matrix.accumulator*matrix.size//4)))
     return Softmax(*[UOp.placeholder((n,), dtype, slot + i, AddrSpace.REG) for i, (n, dtype) in enumerate(kinds)])
 
 
@@ -60,8 +60,9 @@ class Softmax(Carried):
   def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
     """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
     mat, packed = at.matrix, [self.p[qt*k_tiles + kt].load() for kt in range(k_tiles)]
-    if mat.accumulator < UNIT: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
-    units = [hw.slice_(y, i, UNIT//2) for y in packed for i in range(0, hw.length(y), UNIT//2)]
+    if mat.accumulator < mat.unit: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
+    words = UNIT_BYTES//4
+    units = [hw.slice_(y, i, words) for y in packed for i in range(0, hw.length(y), words)]
     return [hw.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
 
 def row_sum(x:list[UOp]) -> UOp:

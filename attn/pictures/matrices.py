@@ -2,10 +2,13 @@
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
-from attn.fragment import MATRIX, MMA, Matrix, Mma
-from attn.kernels.tiles import UNIT, contraction, units_of
+from attn.chips.families import CDNA3, CDNA4, RDNA3, RDNA4
+from attn.chips.matrix import MMA, Matrix, Mma
+from attn.kernels.tiles import contraction, units_of
 from attn.pictures.svg import FAINT, INK, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp
+
+UNIT = CDNA3.matrix["float16"][0].unit    # elements of 16 bytes
 
 LANE = 5     # the lane whose elements are numbered
 
@@ -159,9 +162,9 @@ def draw_nvidia(mat:Mma) -> Drawing:
 
 # What is drawn, by the name of its file. The second instruction of CDNA4, 16x16x32, has the rows of 16x16x16 and the units of 32x32x16.
 DRAWN: dict[str, tuple[Matrix, str]] = {
-  "mfma_32x32x8": (MATRIX["cdna3", "float16"][0], "gfx942"), "mfma_16x16x16": (MATRIX["cdna3", "float16"][1], "gfx942"),
-  "mfma_32x32x16": (MATRIX["cdna4", "float16"][0], "gfx950"), "wmma_rdna3": (MATRIX["rdna3", "float16"][0], "RDNA3 (gfx11xx)"),
-  "wmma_rdna4": (MATRIX["rdna4", "float16"][0], "RDNA4 (gfx12xx)"),
+  "mfma_32x32x8": (CDNA3.matrix["float16"][0], "gfx942"), "mfma_16x16x16": (CDNA3.matrix["float16"][1], "gfx942"),
+  "mfma_32x32x16": (CDNA4.matrix["float16"][0], "gfx950"), "wmma_rdna3": (RDNA3.matrix["float16"][0], "RDNA3 (gfx11xx)"),
+  "wmma_rdna4": (RDNA4.matrix["float16"][0], "RDNA4 (gfx12xx)"),
 }
 
 def of_instructions() -> dict[str, Drawing]:

@@ -3,13 +3,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from attn.emulator.banks import phases
-from attn.fragment import MATRIX, MMA, Matrix
+from attn.chips.families import CDNA3, CDNA4, RDNA4
+from attn.chips.matrix import MMA, Matrix
 from attn.kernels.dual_wave import HEAD, K_LAYOUT, V_LAYOUT
 from attn.kernels.forward import Staging, v_columns, v_skew
 from attn.kernels.forward_mma import Rows
-from attn.kernels.tiles import UNIT, LdsTile
+from attn.kernels.tiles import LdsTile
 from attn.pictures.svg import FAINT, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp
+
+UNIT = CDNA3.matrix["float16"][0].unit    # elements of 16 bytes
 
 Piece = tuple[int, int]      # row and column: a unit of 16 bytes, or half of one
 HEIGHT = 18                  # of a cell, in pixels
@@ -113,7 +116,7 @@ def draw_page(title:str, words:str, panels:list[Panel], apart:float) -> Drawing:
   return d
 
 NUMBERS = "The number is that of its banks: within a phase all must differ."
-MFMA, MFMA950, WMMA = (MATRIX[family, "float16"][0] for family in ("cdna3", "cdna4", "rdna4"))
+MFMA, MFMA950, WMMA = (family.matrix["float16"][0] for family in (CDNA3, CDNA4, RDNA4))
 PAGES: dict[str, tuple[str, str, list[Panel], float]] = {
   "lds_forward": ("K and Vᵀ in LDS: forward", f"A cell of K is a unit of 16 bytes, of Vᵀ half a unit. {NUMBERS}",
                   [forward_k("cdna3", MFMA, "gfx942"), forward_v("cdna3", MFMA, "gfx942"), forward_v("rdna4", WMMA, "RDNA4")], 290),
