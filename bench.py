@@ -8,7 +8,7 @@ CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 fo
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds from the machine code                                                CSV      a file for the table
 TUNE       1: on a GPU, times every tile that the forward kernel may have instead, and keeps the fastest for dispatch in the user's cache directory
-COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over the shapes of compare.py
+COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over a list of shapes
 PLOT       with COMPARE=1, a picture of it (needs matplotlib)
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
@@ -17,19 +17,24 @@ import csv, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn import tuned
-from attn.api import FLOATS, device_arch, flash_attention_fn
-from attn.arch import Arch
+from attn.api import FLOATS, default_arch, device_arch, flash_attention_fn
+from attn.chips import Chip
+from attn.compilers.choice import in_use
+from attn.compilers.found import NoCompiler
 from attn.dispatch import PROGRAMS, choose, fits, single_kernel, tile_of
 from attn.emulator.checks import EmulatorError
+from attn.extras import needs
 from attn.kernels.tiles import Candidate, Tile, contraction, round_up
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same
-from attn.tinygrad_compat import UOp, compiled, device_seconds, render
+from attn.ops.renderers import render
+from attn.tinygrad_compat import UOp, compiled, device_seconds
+with needs("bench", "bench.py", __name__):
+  from rich.console import Console
+  from rich.table import Table
+  from tqdm import tqdm
 if TYPE_CHECKING: from attn.isa.report import Report
 
 NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
@@ -182,13 +187,14 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 
 # ***** bounds *****
 
-def report_of(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> Report:
-  """The machine code of a kernel of `p`. Raises RuntimeError where there is no compiler."""
-  from attn.isa import compiler, report
+def report_of(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> Report:
+  """The machine code of a kernel of `p`. Raises NoCompiler where there is none."""
+  from attn.compilers import clang
+  from attn.isa import report
   q, k, v, o, lse = shapes_of(p)
   tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
   source = render(program(*(UOp.placeholder(shape, FLOATS[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
-  return report.analyse(compiler.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
+  return report.analyse(clang.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
                         queries=tile.q_tiles*tile.matrix.N)
 
 def show_bounds(s:Settings) -> None:
@@ -202,10 +208,10 @@ def show_bounds(s:Settings) -> None:
   console().print(table.brief([found]))
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
   rows = []
-  for chip in roofline.chips_of(arch.name):
-    overlapped, serial = (roofline.roofline(p, tile, chip, x) for x in use)
-    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, chip)[:3])
-    rows.append({"chip": chip.name, "peak": chip.peak, "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
+  for chip, card in roofline.rated(arch.name):
+    overlapped, serial = (roofline.roofline(p, tile, chip, card, x) for x in use)
+    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, card.name)[:3])
+    rows.append({"chip": card.name, "peak": chip.peak(card), "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
                  "CUs busy": f"{100*overlapped.balance:.0f}%", "measured by others": others or "nothing for this shape"})
   show("bound, not measured (TFLOP/s)", rows)
 
@@ -221,15 +227,15 @@ def device_timer(s:Settings) -> Seconds:
     return min(device_seconds(schedule) for _ in range(s.count))
   return seconds
 
-def spills(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> bool:
+def spills(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> bool:
   """Whether the kernel keeps registers in memory; False where there is no compiler to ask."""
-  from attn.isa.compiler import toolchain
+  from attn.compilers.clang import toolchain
   try: toolchain()
-  except RuntimeError: return False
+  except NoCompiler: return False
   r = report_of(p, arch, program, tile).resources
   return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
 
-def tune(s:Settings, arch:Arch, seconds:Seconds) -> list[dict[str, Any]]:
+def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
   from attn.tune import candidates
   p, arch = s.problem, replace(arch, tuned=False)
@@ -252,7 +258,6 @@ def tune_all(todo:Sequence[Settings]) -> None:
   if Device.DEFAULT == "EMU":
     raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
                      "(python -m attn.tune)")
-  if tuned.path() is None: raise BadSetting("TUNE=1: needs platformdirs, which the extra attn[bench] installs: pip install -e '.[bench]'")
   for s in todo:
     show(f"{describe(s)} on {device_arch().name}: the first is kept in {tuned.path()}", tune(s, device_arch(), device_timer(s)))
 
@@ -282,16 +287,16 @@ def compare_all(sweep:bool) -> list[dict[str, Any]]:
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
   if not torch.cuda.is_available(): raise BadSetting("COMPARE=1 needs a PyTorch with CUDA")
-  import compare
-  todo = [settings({**ON_A_GPU, **x}) for x in (compare.SWEEP if sweep else [{}])]
+  from attn.measure import peers
+  todo = [settings({**ON_A_GPU, **x}) for x in (peers.SWEEP if sweep else [{}])]
   rows = []
   for s in tqdm(todo, unit="shape", disable=not sweep):
     p = s.problem
     if p.layout != "bhsd" or p.Sq != p.Sk or p.Dv != p.D or s.window != (-1, -1) or p.return_lse or p.dtype != p.out_dtype:
       raise BadSetting(f"COMPARE=1 of {describe(s)}: the peers have layout bhsd, N = SK, D = DV and no WINDOW, LSE or OUT_DTYPE")
     heads = f"{p.H}/{p.Hkv}" if p.H//p.Hkv > 1 else f"{p.H}"
-    rows.append(compare.compare(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
-  if path := getenv("PLOT", ""): compare.plot(rows, path, f"attention forward on one {torch.cuda.get_device_name()}")
+    rows.append(peers.compare_problem(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
+  if path := getenv("PLOT", ""): peers.plot(rows, path, f"attention forward on one {torch.cuda.get_device_name()}")
   return rows
 
 def main() -> int:
@@ -307,7 +312,8 @@ def main() -> int:
       tune_all(todo)
       return 0
     rows = compare_all(sweep) if flag("COMPARE") else [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
-    show(f"flash attention forward, DEV={device}", rows)
+    compiled_by = f", {in_use(default_arch())}" if Device.DEFAULT == "AMD" else ""
+    show(f"flash attention forward, DEV={device}{compiled_by}", rows)
     for s in todo if flag("ISA") and not flag("COMPARE") else []: show_bounds(s)
   if path:
     with open(path, "w", newline="") as f:
@@ -319,6 +325,6 @@ def main() -> int:
 if __name__ == "__main__":
   try: sys.exit(main())
   except EmulatorError as e: sys.exit(f"bench.py: the emulator stopped the kernel: {e}")
-  except (BadSetting, ValueError, NotImplementedError) as e:
+  except (BadSetting, NoCompiler, ValueError, NotImplementedError) as e:
     print(f"bench.py: {e}", file=sys.stderr)
     sys.exit(2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from typing import Any, Iterable, Protocol
-from attn.arch import Arch, get_arch
+from attn.chips import Chip, get_chip
+from attn.compilers.choice import in_use
+from attn.compilers.renderer import require
 from attn.dispatch import PROGRAMS, Choice, choose, single_kernel
 from attn.kernels.forward import arguments
 from attn.kernels.split_kv import combine, combine_arguments
@@ -41,6 +43,7 @@ class CheckedKernel:
   def call(self, *srcs:UOp, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
     adapt(srcs[0].device)
+    require(srcs[0].device)
     return self.sink.call(*srcs, **kwargs)
 
 def default_arch() -> str:
@@ -51,11 +54,11 @@ def default_arch() -> str:
     raise ValueError(f"device {device} has no matrix unit that these kernels know: use DEV=AMD on an AMD GPU, or DEV=EMU::gfx942 without one")
   return target.arch
 
-def chip_of(name:str, device:str) -> Arch:
+def chip_of(name:str, device:str) -> Chip:
   """The table row of the chip `name` that `device` is. A real one may have tiles that TUNE=1 found."""
-  return replace(get_arch(name), tuned=device.split(":")[0] != "EMU")
+  return replace(get_chip(name), tuned=device.split(":")[0] != "EMU")
 
-def device_arch() -> Arch:
+def device_arch() -> Chip:
   """The table row of tinygrad's default device."""
   return chip_of(default_arch(), Device.DEFAULT)
 
@@ -87,7 +90,7 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
   q, k, v: float16 or bfloat16; o: float16, bfloat16 or float32. Rows that see no key give o = 0 and lse = -inf.
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
-  if arch is not None: get_arch(arch)
+  if arch is not None: get_chip(arch)
   if extras != tuple(name for name in EXTRAS if name in extras):
     raise ValueError(f"extras={extras!r}: must be some of {', '.join(EXTRAS)}, in this order")
   outputs = ("o", "lse") if return_lse else ("o",)
@@ -97,7 +100,7 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
     if len(placeholders) != len(names): raise ValueError(f"{len(placeholders)} tensors given: this kernel takes ({', '.join(names)})")
     t = dict(zip(names, placeholders))
     shapes = {name: static_shape(name, u.shape) for name, u in t.items()}
-    found = get_arch(arch) if arch is not None else device_arch()
+    found = get_chip(arch) if arch is not None else device_arch()
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_name(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
                    lse=shapes["lse"] if return_lse else None, causal=causal, window=window, softmax_scale=softmax_scale, layout=layout,
                    softcap=softcap, extras={n: (shapes[n], dtype_name(n, t[n])) for n in extras}, max_seqlen_q=max_seqlen_q,
@@ -117,7 +120,7 @@ class Call:
   keys."""
   problem: Problem
   tensors: dict[str, Tensor]
-  arch: Arch|None
+  arch: Chip|None
   at: Placement
   out: Tensor|None
   def choice(self) -> Choice: return choose(self.problem if self.at.shared != "keys" else self.on(0).problem, self.arch)
@@ -129,7 +132,7 @@ class Call:
     part = replace(p, Sk=rows, offset=p.offset - i*rows, sinks="sinks" in t, out_dtype="float32", return_lse=True)
     return Call(part, t, self.arch, Placement(self.at.device[i]), None)
 
-def arch_of(device:str) -> Arch|None:
+def arch_of(device:str) -> Chip|None:
   """The table row of a device's chip; None where it has no matrix unit that the kernels know."""
   if device.split(":")[0] not in MATRIX_DEVICES: return None
   try: return chip_of(Device[device].renderer.target.arch, device)
@@ -216,7 +219,7 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str, softmax_scale:floa
   p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=[DTYPE_NAMES[t] for t in (out_dtype, q.dtype, k.dtype, v.dtype)],
                  causal=causal, window=window, softmax_scale=softmax_scale, layout=layout, softcap=softcap, max_seqlen_q=max_seqlen_q,
                  max_seqlen_k=max_seqlen_k, num_splits=num_splits, extras={name: (local_shape(t), dtype_name(name, t)) for name, t in extras.items()})
-  found = get_arch(arch) if arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])
+  found = get_chip(arch) if arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])
   return Call(replace(p, return_lse=return_lse), {"q": q, "k": k, "v": v, **extras}, found, at, out)
 
 @functools.cache
@@ -313,7 +316,9 @@ def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
   return prepare(q, k, v, **defaults | options).choice()
 
 def explain(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
-  """Prints and returns `choice_of(...)`."""
+  """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md)."""
   choice = choice_of(q, k, v, **options)
   print(choice)
+  device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
+  if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
   return choice

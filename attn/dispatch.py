@@ -4,8 +4,7 @@ import functools, os
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn import tuned
-from attn.arch import ARCHS, Arch
-from attn.fragment import MATRIX
+from attn.chips import CHIPS, Chip
 from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, split_kv
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
@@ -18,24 +17,24 @@ from attn.tinygrad_compat import UOp
 MATRIX_DTYPES = ("float16", "bfloat16")
 WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
 
-def fits(p:Problem, arch:Arch, tile:Tile, c:Candidate) -> str|None:
+def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
   if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
   if (blocks := split_kv.workgroups(p, tile)) < c.fills: return f"tile {tile} makes {blocks} workgroups, {c.fills} are wanted to fill the chip"
   if (need := forward.lds_bytes(p, tile)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
-def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
+def tile_of(p:Problem, arch:Chip, c:Candidate) -> Tile:
   """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its bias."""
-  mat = MATRIX[arch.family, p.dtype][c.matrix]
+  mat = arch.matrix[p.dtype][c.matrix]
   pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
   q_tiles = c.q_tiles if rows > mat.N and p.bias is None else 1        # a bias takes as many registers as the scores
   needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 32) if p.bias is not None else c.block_n
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
-  staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
-  of_q = 0 if c.q_in_lds else contraction(mat, p.D)//2//(1 if mat.duplicated else mat.groups)
+  staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
+  of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
   few, crowded = needed < c.waves, p.window[0] >= 0 and max(p.D, p.Dv) > WIDE          # a loop with both masks has no registers to spare
@@ -43,7 +42,7 @@ def tile_of(p:Problem, arch:Arch, c:Candidate) -> Tile:
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
   return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded else c.prefetch, pack, 0.0 if few else 8.0)
 
-def choose_tile(p:Problem, arch:Arch) -> AnyTile:
+def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""
   if arch.family == "nvidia":
     if forward_wgmma.refuses(p, arch) is None: return forward_wgmma.tile_of(p, arch)
@@ -51,7 +50,7 @@ def choose_tile(p:Problem, arch:Arch) -> AnyTile:
     return forward_mma.tile_of(p, arch)
   return choose_amd_tile(p, arch)
 
-def choose_amd_tile(p:Problem, arch:Arch) -> Tile:
+def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits."""
   if (reason := no_matrix(p, arch)) is not None: raise NotImplementedError(reason)
   reasons = []
@@ -75,7 +74,7 @@ class Choice:
   """The kernel that computes a problem, and why those before it in KERNELS don't."""
   kernel: str
   work: Work
-  arch: Arch|None
+  arch: Chip|None
   refused: tuple[tuple[str, str], ...]    # (kernel, reason)
   def why_not(self, kernel:str) -> str|None:
     """The reason for which `kernel` was not chosen, None if it was."""
@@ -87,9 +86,9 @@ class Choice:
     lines = [f"{self.kernel} on {where}: " + ("scheduled by tinygrad" if self.work.tile is None else f"tile {self.work.tile}{split}")]
     return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
 
-NO_UNIT = f"the device has no matrix unit that the kernels know; they know {', '.join(ARCHS)}"
+NO_UNIT = f"the device has no matrix unit that the kernels know; they know {', '.join(CHIPS)}"
 
-def no_matrix(p:Problem, arch:Arch) -> str|None:
+def no_matrix(p:Problem, arch:Chip) -> str|None:
   """Why no kernel made of AMD's matrix instructions takes `p` on `arch`, or None."""
   if arch.family not in CANDIDATES: return f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(CANDIDATES)}"
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
@@ -104,25 +103,25 @@ def takes_whole(p:Problem, tile:Callable[[], AnyTile]) -> Work|str:
   if (asked := min(p.num_splits, split_kv.key_tiles(p, chosen))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(chosen)
 
-def takes_forward(p:Problem, arch:Arch|None) -> Work|str:
+def takes_forward(p:Problem, arch:Chip|None) -> Work|str:
   if arch is None: return NO_UNIT
   return no_matrix(p, arch) or takes_whole(p, lambda: choose_amd_tile(p, arch))
 
-def takes_dual_wave(p:Problem, arch:Arch|None) -> Work|str:
+def takes_dual_wave(p:Problem, arch:Chip|None) -> Work|str:
   if arch is None: return NO_UNIT
   if (reason := no_matrix(p, arch) or dual_wave.refuses(p, arch)) is not None: return reason
   if tuned.winner(p, arch) is not None: return "TUNE=1 found a tile of forward that is faster on this device"
   return Work(dual_wave.tile_of(p, arch))
 
-def takes_forward_wgmma(p:Problem, arch:Arch|None) -> Work|str:
+def takes_forward_wgmma(p:Problem, arch:Chip|None) -> Work|str:
   if arch is None: return NO_UNIT
   return forward_wgmma.refuses(p, arch) or takes_whole(p, lambda: forward_wgmma.tile_of(p, arch))
 
-def takes_forward_mma(p:Problem, arch:Arch|None) -> Work|str:
+def takes_forward_mma(p:Problem, arch:Chip|None) -> Work|str:
   if arch is None: return NO_UNIT
   return forward_mma.refuses(p, arch) or takes_whole(p, lambda: forward_mma.tile_of(p, arch))
 
-def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
+def takes_split_kv(p:Problem, arch:Chip|None) -> Work|str:
   if arch is None: return NO_UNIT
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   work = takes_whole(whole := replace(p, num_splits=1), lambda: choose_tile(whole, arch))
@@ -133,40 +132,40 @@ def takes_split_kv(p:Problem, arch:Arch|None) -> Work|str:
   blocks = f"{split_kv.workgroups(p, tile)} workgroups, {split_kv.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
   return f"no split is {'possible' if p.num_splits else 'the fastest'}: {blocks}"
 
-def takes_three_pass(p:Problem, arch:Arch|None) -> Work|str:
+def takes_three_pass(p:Problem, arch:Chip|None) -> Work|str:
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
   return Work(None)
 
 # best first; the first that takes the problem gets it
-KERNELS: dict[str, Callable[[Problem, Arch|None], Work|str]] = {
+KERNELS: dict[str, Callable[[Problem, Chip|None], Work|str]] = {
   "split_kv": takes_split_kv, "dual_wave": takes_dual_wave, "forward": takes_forward, "forward_wgmma": takes_forward_wgmma,
   "forward_mma": takes_forward_mma, "three_pass": takes_three_pass}
 
-def forward_of(p:Problem, arch:Arch, tile:AnyTile) -> Callable[..., UOp]:
+def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
   """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
   if isinstance(tile, WgmmaTile): return forward_wgmma.forward_wgmma(p, arch, tile)
   return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
 
 # what they are made of: problem, arch and tile -> a function of the placeholders that `forward.arguments` names
-PROGRAMS: dict[str, Callable[[Problem, Arch, Any], Callable[..., UOp]]] = {
+PROGRAMS: dict[str, Callable[[Problem, Chip, Any], Callable[..., UOp]]] = {
   "split_kv": forward_of, "dual_wave": dual_wave.dual_wave, "forward": forward.forward, "forward_wgmma": forward_wgmma.forward_wgmma,
   "forward_mma": forward_mma.forward_mma}
 
-def single_kernel(p:Problem, arch:Arch) -> tuple[Callable[..., UOp], AnyTile]:
+def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
   """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. NotImplementedError where it takes more than one."""
   choice = choose(replace(p, num_splits=1), arch)
   if choice.work.tile is None:
     raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
   return PROGRAMS[choice.kernel](p, arch, choice.work.tile), choice.work.tile
 
-def choose(p:Problem, arch:Arch|None) -> Choice:
+def choose(p:Problem, arch:Chip|None) -> Choice:
   """The first kernel that takes `p` on `arch` (None: a chip without a matrix unit), or the one that ATTN_KERNEL names.
 
   Raises NotImplementedError, with every reason, when none does or that one doesn't, and ValueError for an ATTN_KERNEL that does not exist."""
   return _choose(p, arch, os.environ.get("ATTN_KERNEL", ""))
 
 @functools.cache
-def _choose(p:Problem, arch:Arch|None, forced:str) -> Choice:
+def _choose(p:Problem, arch:Chip|None, forced:str) -> Choice:
   if forced and forced not in KERNELS: raise ValueError(f"ATTN_KERNEL={forced!r}: must be one of {', '.join(KERNELS)}")
   refused = []
   for name, takes in KERNELS.items():

@@ -2,9 +2,10 @@
 pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 """
 from __future__ import annotations
-import contextlib, ctypes, functools, math, re
+import contextlib, ctypes, functools, math, os, re, sys
 from collections.abc import Callable, Iterator
 from typing import Any
+import tinygrad
 from tinygrad import Device, Tensor
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
@@ -16,14 +17,15 @@ from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters,
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
-from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
+from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu
 
-__all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled",
-           "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
-           "NVCCRenderer",   "Ops", "PatternMatcher", "CStyleLanguage", "UPat", "shared_memory_text", "Program", "ProgramInfo", "Renderer",
-           "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "adapt_cuda", "compiled",
-           "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
-           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "vector_dtype"]
+__all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CStyleLanguage", "CUDARenderer", "CompileError",
+           "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer",
+           "KernelInfo", "MARK", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
+           "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "comgr_compiler", "comgr_version",
+           "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
+           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places", "opened_devices",
+           "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -41,6 +43,8 @@ def vector_dtype(element:str, n:int) -> DType:
   dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
   return dtype
+
+MARK = "// a kernel of attn"   # the first line of a source that is ours: attn/compilers/renderer.py goes by it
 
 # **** lowering without a device ****
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
@@ -75,28 +79,39 @@ def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], 
     dev.renderers = [renderers.get(r, r) for r in dev.renderers]
     dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("OPERATIONS").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
 
-# **** machine code (attn/isa) ****
+# **** machine code (attn/compilers, attn/isa) ****
 # exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)
 double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), expand)
                                          for op, expand in ((Ops.LOG2, xlog2), (Ops.EXP2, xexp2))])
 
-def decode_instruction(data:bytes, arch:str) -> Any:
-  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: they have cdna3 with cdna4, rdna3 and rdna4.
+def decode_instruction(data:bytes, tables:str) -> Any:
+  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: "cdna" (cdna3 with cdna4), "rdna3" or "rdna4".
   Raises ValueError for one that is not in them."""
   from tinygrad.renderer.amd import decode_inst
   from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
   from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER
-  family = "cdna" if arch.startswith("gfx9") else "rdna4" if arch.startswith("gfx12") else "rdna3"
-  try: return decode_inst(data, family)
+  try: return decode_inst(data, tables)
   except ValueError:
     # tinygrad's search leaves out the buffer instructions of RDNA, though it has their tables
-    form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(family)
-    if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[family]: raise
+    form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(tables)
+    if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[tables]: raise
     return form.from_bytes(data)
 
 def opened_devices(name:str) -> list[Compiled]:
   """The devices of kind `name` that this process has opened."""
   return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
+
+def comgr_compiler(arch:str) -> Any:
+  """tinygrad's compiler over ROCm's comgr. Raises AssertionError, saying so, where that library doesn't load."""
+  from tinygrad.runtime.support.compiler_amd import HIPCompiler
+  return HIPCompiler(arch)
+
+def comgr_version() -> tuple[int, int]:
+  """Of the interface of the comgr that is loaded, such as (3, 0)."""
+  from tinygrad.runtime.autogen import comgr
+  major, minor = ctypes.c_uint64(), ctypes.c_uint64()
+  comgr.amd_comgr_get_version(ctypes.byref(major), ctypes.byref(minor))
+  return major.value, minor.value
 
 # **** timing (bench.py) ****
 def compiled(*outputs:Tensor) -> UOp:
@@ -134,3 +149,99 @@ def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[]
     return run
   try: yield wrap
   finally: cuda.cuCtxSetCurrent(theirs)
+
+# **** where an operation comes from (attn/emulator) ****
+def output_params(sink:UOp) -> tuple[UOp, ...]:
+  """The PARAMs that a kernel's AST stores to, in the order of their slots."""
+  found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
+  return tuple(sorted(found, key=lambda u: u.arg.slot))
+
+def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
+  """From now on `built(ast, again)` is told of each kernel that `Tensor.custom_kernel` is given for `device`: `again()` makes its AST anew. And the
+  outputs of such a kernel are sources of its SINK, so that one whose stores are all simplified away is still a parameter of the program."""
+  making: list[Callable[[], Any]] = []
+  custom_kernel, call = UOp.custom_kernel, UOp.call
+  @functools.wraps(custom_kernel)
+  def watched_kernel(*srcs:UOp, fxn:Callable[..., Any], **kwargs:Any) -> list[UOp]:
+    def again() -> Any: return fxn(*[UOp.placeholder_like(s, slot=i) for i, s in enumerate(srcs)])
+    on = srcs[0].device or ""
+    if (on if isinstance(on, str) else on[0]).split(":")[0] != device: return custom_kernel(*srcs, fxn=fxn, **kwargs)
+    making.append(again)
+    try: return custom_kernel(*srcs, fxn=fxn, **kwargs)
+    finally: making.pop()
+  @functools.wraps(call)
+  def watched_call(self:UOp, *srcs:UOp, **kwargs:Any) -> UOp:
+    if not making or self.op is not Ops.SINK: return call(self, *srcs, **kwargs)
+    built(ast := with_outputs(self), making[-1])
+    return call(ast, *srcs, **kwargs)
+  UOp.custom_kernel, UOp.call = watched_kernel, watched_call   # type: ignore[method-assign, assignment]
+
+def with_outputs(sink:UOp) -> UOp:
+  """A kernel's AST with its outputs among the sources of its SINK."""
+  return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
+
+tinygrad_folder = os.path.dirname(os.path.abspath(tinygrad.__file__)) + os.sep
+
+Places = dict[UOp, "tuple[str, int]|None"]   # the file and line that a UOp comes from
+
+@contextlib.contextmanager
+def _changed(owner:Any, **new:Any) -> Iterator[None]:
+  """Within, attributes of tinygrad's are others."""
+  old = {name: getattr(owner, name) for name in new}
+  for name, value in new.items(): setattr(owner, name, value)
+  try: yield
+  finally:
+    for name, value in old.items(): setattr(owner, name, value)
+
+def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
+  """What `make` gives, and for each UOp made meanwhile the innermost line of Python that is in no `internal` file."""
+  places, create = Places(), UOpMetaClass.__call__
+  def here() -> tuple[str, int]|None:
+    frame: Any = sys._getframe(2)
+    while frame is not None and internal(frame.f_code.co_filename): frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+  def noted(cls:Any, *args:Any, **kwargs:Any) -> UOp:
+    if (made := create(cls, *args, **kwargs)) not in places: places[made] = here()
+    return made
+  with _changed(UOpMetaClass, __call__=noted): return make(), places
+
+def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
+  """`lower`, with the places of what each pass puts in the place of other UOps added."""
+  unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
+  def inherit(new:UOp, old:UOp) -> UOp:
+    if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place
+    return new
+  def noted(rewrite:Callable[..., UOp]) -> Callable[..., UOp]:
+    def run(self:RewriteContext, root:UOp) -> UOp:
+      result = rewrite(self, root)
+      for old, new in self.replace.items(): inherit(new, old)
+      return result
+    return run
+  with (_changed(RewriteContext, unified_rewrite=noted(unified), walk_rewrite=noted(walk)),
+        _changed(UOp, replace=lambda self, **kwargs: inherit(replace(self, **kwargs), self))):
+    return lower(sink, renderer)
+
+def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
+  """The source that `renderer` prints for a program, and for each UOp the line of it (from 0) that it is printed in: its own statement, or the one of
+  the first UOp that takes it as part of an expression."""
+  printed: list[tuple[UOp, str]] = []
+  rules = renderer.string_rewrite
+  class Noted:
+    def rewrite(self, u:UOp, ctx:Any=None) -> str|None:
+      if (text := rules.rewrite(u, ctx)) is not None: printed.append((u, text))
+      return text
+  renderer.string_rewrite = Noted()
+  try: name, kernel, buffers = renderer._render(uops)
+  finally: renderer.string_rewrite = rules
+  source, at, lines = renderer.render_kernel(name, kernel, buffers, uops), 0, dict[UOp, int]()
+  line = source[:source.index("\n".join(kernel))].count("\n")
+  for u, text in printed:
+    if at == len(kernel): break
+    statement = " ".join(kernel[at].split())     # long lines may have been broken since
+    if statement == (own := " ".join(text.split())) or statement.removesuffix(";").endswith(f" = {own}"):
+      lines[u] = line
+      line, at = line + kernel[at].count("\n") + 1, at + 1
+  stated = set(lines)
+  for u in reversed(uops):                # what uses a value comes after it, and has its line by now
+    if u in lines: lines |= {s: lines[u] for s in u.src if s not in stated}
+  return source, lines

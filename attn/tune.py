@@ -16,23 +16,24 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
-from attn.arch import Arch, get_arch
+from attn.chips import SEARCHED, Chip, get_chip
+from attn.compilers.clang import assembly
 from attn.dispatch import fits, tile_of
 from attn.emulator.banks import phases
-from attn.fragment import MATRIX, Matrix
-from attn.isa.compiler import CompileError, assembly
-from attn.isa.model import Pipes, pipes
+from attn.extras import needs
+from attn.chips.matrix import Matrix
 from attn.isa.report import Report, analyse
 from attn.isa.source import DTYPES, MASKS, Spec, kernel_source, problem_of
-from attn.kernels.tiles import UNIT, Candidate, Tile, contraction, round_up
+from attn.kernels.tiles import Candidate, Tile, contraction, round_up
+from attn.tinygrad_compat import CompileError
 from attn.tuned import CLASSES
+with needs("isa", "python -m attn.tune", __name__):
+  import click
+  from rich.console import Console
+  from rich.table import Table
+  from tqdm import tqdm
 
-ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")   # one of each family
 VARIANTS = [(dtype, mask) for dtype in reversed(DTYPES) for mask in reversed(MASKS)]   # the costly ones first
 SPACE: dict[str, tuple[int, ...]] = {
   "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
@@ -65,11 +66,11 @@ class Found:
 
 # ***** the space *****
 
-def held(c:Candidate, arch:Arch, d:int) -> int:
+def held(c:Candidate, arch:Chip, d:int) -> int:
   """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
-  mat = MATRIX[arch.family, DTYPES[0]][c.matrix]
-  of_q = 0 if c.q_in_lds else contraction(mat, d)//2//(1 if mat.duplicated else mat.groups)
-  on_the_way = c.block_n*d//(c.waves*mat.wave) if c.prefetch else 0
+  mat = arch.matrix[DTYPES[0]][c.matrix]
+  of_q = 0 if c.q_in_lds else contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
@@ -79,17 +80,17 @@ def conflict(family:str, mat:Matrix, stride:int) -> bool:
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
-def candidates(arch:Arch, d:int) -> list[Candidate]:
+def candidates(arch:Chip, d:int) -> list[Candidate]:
   """The tiles of SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank conflicts. Q lies
   in LDS, where every trip has to read it again, only if with it a wave would fill half of its registers."""
-  found, matrices = [], MATRIX[arch.family, DTYPES[0]]
+  found, matrices = [], arch.matrix[DTYPES[0]]
   for values in itertools.product(*SPACE.values()):
     c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of(Spec(arch.name, d))   # type: ignore[arg-type]
     if c.matrix >= len(matrices): continue
     tile = tile_of(p, arch, c)
-    divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, UNIT) == 0
+    divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, 1) == 0
     crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
-    smooth = not any(conflict(arch.family, tile.matrix, n//UNIT | 1) for n in (contraction(tile.matrix, d), c.block_n))
+    smooth = not any(conflict(arch.family, tile.matrix, n//tile.matrix.unit | 1) for n in (contraction(tile.matrix, d), c.block_n))
     room = fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs
     if divides and crowded and smooth and tile.block_m <= LARGE and room: found.append(c)
   return found
@@ -102,20 +103,20 @@ def report_of(spec:Spec, tile:Tile) -> Report|None:
   try: return analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
   except CompileError: return None
 
-def waves_of(report:Report, tile:Tile, cu:Pipes) -> int:
+def waves_of(report:Report, tile:Tile, chip:Chip) -> int:
   """Waves per SIMD, as many as whole workgroups make."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
-  groups = int(min(r.waves_by_registers, r.waves_by_lds)*cu.simds)//tile.waves
-  return groups*tile.waves//cu.simds
+  simds = chip.pipes.simds
+  return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(report:Report|None, tile:Tile) -> Bound|None:
   """None where the kernel doesn't compile, or spills."""
   if report is None or (loop := report.loop) is None: return None
-  r, cu = report.resources, pipes(report.arch)
+  r, chip = report.resources, get_chip(report.arch)
   if r.vgpr_spills or r.sgpr_spills or r.scratch: return None
-  matrix, waves = loop.cycles["matrix"], waves_of(report, tile, cu)
-  others = cu.valu*sum(loop.kinds[kind] for kind in ISSUED)
+  matrix, waves = loop.cycles["matrix"], waves_of(report, tile, chip)
+  others = chip.pipes.valu*sum(loop.kinds[kind] for kind in ISSUED)
   def halves(x:float) -> int: return round(200*x)
   return Bound(min(waves, ENOUGH), min(tile.prefetch, 1), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
                halves(loop.overlap), -tile.block_m, -tile.block_n)
@@ -123,7 +124,7 @@ def bound_of(report:Report|None, tile:Tile) -> Bound|None:
 def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel."""
   spec = Spec(arch, c.up_to, dtype, mask)
-  tile = tile_of(problem_of(spec), get_arch(arch), c)
+  tile = tile_of(problem_of(spec), get_chip(arch), c)
   return bound_of(report_of(spec, tile), tile)
 
 def worst_bound(arch:str, c:Candidate, each:Each=map) -> Bound|None:
@@ -161,13 +162,13 @@ class Class:
 def search_class(arch:str, d:int, each:Each=map) -> Class:
   """One class. What is looked at only where nothing before will do: first tiles without prefetch, then those of which ENOUGH waves can't have the
   registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL queries."""
-  chip, registers, ranked, rows = get_arch(arch), pipes(arch).registers, list[Found](), list[Found]()
+  chip, ranked, rows = get_chip(arch), list[Found](), list[Found]()
   space = candidates(chip, d)
   def look(tiles:list[Candidate]) -> list[Found]:
     ranked.extend(Found(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None)
     ranked.sort(key=lambda x: x.bound, reverse=True)
     return choose(arch, ranked, each)
-  heavy = {c: ENOUGH*held(c, chip, d) > registers for c in space}
+  heavy = {c: ENOUGH*held(c, chip, d) > chip.registers for c in space}
   for prefetch, weight in ((1, False), (0, False), (1, True)):
     rows = look([c for c in space if c.prefetch == prefetch and heavy[c] == weight])
     if rows and queries(rows[-1]) <= SMALL and all(x.bound.enough == ENOUGH for x in rows): break
@@ -217,13 +218,13 @@ def rows_in(text:str) -> Rows:
 
 def rows_of(found:Iterable[Class]) -> Rows:
   rows: Rows = {}
-  for x in found: rows.setdefault(get_arch(x.arch).family, {})[x.d] = [row_of(y) for y in x.rows]
+  for x in found: rows.setdefault(get_chip(x.arch).family, {})[x.d] = [row_of(y) for y in x.rows]
   return rows
 
 def file_text(rows:Rows) -> str:
   """The table's text."""
   lines = []
-  for family in (get_arch(a).family for a in ARCHS):
+  for family in (get_chip(a).family for a in SEARCHED):
     if family in rows: lines += [f'  "{family}": (', *(line for d in CLASSES for line in rows[family].get(d, [])), "  ),"]
   return HEADER + "\n".join([*lines, "}"]) + "\n"
 
@@ -244,13 +245,13 @@ def show(found:Iterable[Class], everything:bool) -> Table:
   for x in found:
     for y in x.ranked if everything else x.rows:
       c, b = y.candidate, y.bound
-      tile = tile_of(problem_of(Spec(x.arch, x.d)), get_arch(x.arch), c)
+      tile = tile_of(problem_of(Spec(x.arch, x.d)), get_chip(x.arch), c)
       table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={c.fills}"*(c.fills > 0),
                     *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
   return table
 
 @click.command()
-@click.option("--arch", "archs", multiple=True, type=click.Choice(ARCHS), help="Only these. [default: one chip of each family]")
+@click.option("--arch", "archs", multiple=True, type=click.Choice(SEARCHED), help="Only these. [default: one chip of each family]")
 @click.option("--d", "classes", multiple=True, type=click.Choice([str(d) for d in CLASSES]), help="Only this class. [default: all of them]")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True, help="Processes.")
 @click.option("--all", "everything", is_flag=True, help="Print every tile that compiles without spills, by its bf16 causal kernel.")
@@ -259,7 +260,7 @@ def show(found:Iterable[Class], everything:bool) -> Table:
 def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool) -> None:
   """Choose the tiles of the forward kernel by a search over bounds from machine code. Nothing is measured, and no GPU is needed."""
   if write and check: raise click.UsageError("--write or --check: one of them")
-  found = list(search(archs or ARCHS, [int(d) for d in classes] or CLASSES, jobs))
+  found = list(search(archs or SEARCHED, [int(d) for d in classes] or CLASSES, jobs))
   Console(width=None if Console().is_terminal else 160).print(show(found, everything))
   if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:
     raise click.ClickException(f"no tile compiles without spills: {', '.join(empty)}")

@@ -15,25 +15,26 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from typing import Any, Callable
-from attn.arch import Arch
-from attn.fragment import MATRIX
+from attn.chips import Chip
+from attn.chips.families import CDNA4
 from attn.kernels.blocks import extent, key_blocks, strides, trip_count
 from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
 from attn.kernels.scores import Row, Scores
 from attn.kernels.softmax import Softmax
 from attn.ops import amd, common as ops
-from attn.kernels.tiles import UNIT, Carried, Lane, Rows, Tile, ceildiv, flat, units_of
+from attn.kernels.tiles import Carried, Lane, Rows, Tile, ceildiv, flat, units_of
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
 
 HEAD, BLOCK_N, WAVES = 128, 64, 8
+UNIT = CDNA4.matrix["float16"][0].unit          # elements of 16 bytes, the same in both input types
 ROW = HEAD//UNIT                                 # units of a row of K or V
 LOADS = BLOCK_N*ROW//(WAVES*64)                  # direct loads of a wave per tile
 UNDER_WAY = 2*LOADS                              # loads issued after the one that is waited for
 
-def tile_of(p:Problem, arch:Arch) -> Tile: return Tile(MATRIX[arch.family, p.dtype][0], WAVES, 1, BLOCK_N)
+def tile_of(p:Problem, arch:Chip) -> Tile: return Tile(arch.matrix[p.dtype][0], WAVES, 1, BLOCK_N)
 
-def refuses(p:Problem, arch:Arch) -> str|None:
+def refuses(p:Problem, arch:Chip) -> str|None:
   """Why this kernel does not take a problem, None if it does."""
   if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
   if (p.D, p.Dv) != (HEAD, HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {HEAD}"
@@ -93,7 +94,7 @@ class Order:
     self.last = self.register.after(end)
     return end
 
-def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
+def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse. `refuses(p, arch)` must be
   None."""
   mat = tile.matrix
@@ -119,7 +120,7 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
 
     def rows(buffer:UOp, h:UOp, heads:int, length:int) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, HEAD)
-      return Rows(flat(buffer), batch*sb + h*sh, ss, length, HEAD)
+      return Rows(flat(buffer), batch*sb + h*sh, ss, length, HEAD, p.itemsize)
     kv_head = q_head//(p.H//p.Hkv)
     q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq), rows(k, kv_head, p.Hkv, p.Sk), rows(v, kv_head, p.Hkv, p.Sk)
     sequence = extent(p, batch, {})
@@ -144,8 +145,8 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       for j in range(LOADS):
         chunk = j*WAVES + wave_number
         first = t*BLOCK_N + chunk*CHUNK
-        records = (((source.count - first).minimum(CHUNK) - 1)*source.stride + source.width).maximum(0)*2
-        order.do(amd.load_to_lds, source.buffer[source.base + first*source.stride], records, (lane//ROW*source.stride + unit*UNIT)*2,
+        records = (((source.count - first).minimum(CHUNK) - 1)*source.stride + source.width).maximum(0)*source.size
+        order.do(amd.load_to_lds, source.buffer[source.base + first*source.stride], records, (lane//ROW*source.stride + unit*UNIT)*source.size,
                  buffer[chunk*STRIDE])
 
     def read_k(buffer:UOp) -> list[UOp]: return [buffer[K_LAYOUT.place(kt*mat.M + at.n, u)].load() for kt in range(k_tiles) for u in units]

@@ -2,22 +2,22 @@
 
 A workgroup owns one head and BLOCK_M queries and walks over the keys in tiles of BLOCK_N, with the online softmax (Milakov and Gimelshein 2018,
 arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). It computes S^T = K Q^T and O^T = V^T P^T: a query is a lane, see
-attn/fragment.py.
+attn/chips/matrix.py.
 K and V tiles come through registers to LDS, V transposed on the way; by default the loads of the next tile start before this one's matrix work.
 """
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass
 from typing import Any, Callable
-from attn.arch import Arch
-from attn.fragment import Matrix
+from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
-from attn.kernels.tiles import (UNIT, Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
+from attn.kernels.tiles import (Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
                                 units_of)
 from attn.ops import amd, common as ops
-from attn.problem import Problem
+from attn.problem import BYTES, Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, Ops, UOp, dtypes
 
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
@@ -26,15 +26,16 @@ FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
   """LDS that `forward` takes for the K and V^T tiles, and for Q where it is kept there."""
-  depth = contraction(tile.matrix, p.D)//UNIT
-  kv = LdsTile.size(tile.block_n, depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT, v_skew(tile.matrix, tile.block_n))
-  return 16*(max(1, tile.prefetch)*kv + (LdsTile.size(tile.block_m, depth) if tile.q_in_lds else 0))
+  depth = contraction(tile.matrix, p.D)//tile.matrix.unit
+  v_size = LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//tile.matrix.unit, v_skew(tile.matrix, tile.block_n))
+  kv = LdsTile.size(tile.block_n, depth) + v_size
+  return UNIT_BYTES*(max(1, tile.prefetch)*kv + (LdsTile.size(tile.block_m, depth) if tile.q_in_lds else 0))
 
 # Sixteen lanes at a time store 8 bytes each to `v_columns` columns of V (rows of V^T), which must not meet in a bank.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
   """Columns two units apart lie in different matrix tiles where these have 16 rows: a gap after each tile puts them into different banks."""
-  return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == UNIT else 0
+  return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 # ***** the parts of a trip *****
 
@@ -86,7 +87,7 @@ def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
           **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
 
-def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
+def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, which are those of `arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v)
   when p.return_lse, (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors there are, in the order of `problem.EXTRAS`.
 
@@ -126,14 +127,16 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     sequence = extent(p, batch, given)
     def rows(buffer:UOp, h:UOp, heads:int, length:int, columns:int, start:int|UOp, count:int|UOp) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, columns)
-      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, pin=splits > 1 or isinstance(sequence.n_k, UOp))
+      pin = splits > 1 or isinstance(sequence.n_k, UOp)
+      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, p.itemsize, pin)
     q_rows = rows(q, first_head, p.H, p.Sq, p.D, sequence.q_start, sequence.n_q)
     k_rows = rows(k, kv_head, p.Hkv, p.Sk, p.D, sequence.k_start, sequence.n_k)
     v_rows = rows(v, kv_head, p.Hkv, p.Sk, p.Dv, sequence.k_start, sequence.n_k)
     if group > 1:
       head_stride = strides(p.layout, p.H, p.Sq, p.D)[1]
-      reach = ((UOp.const(0) + sequence.n_q - 1)*q_rows.stride + (group - 1)*head_stride + p.D).maximum(0)*2
-      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, False, group, head_stride, reach)
+      reach = ((UOp.const(0) + sequence.n_q - 1)*q_rows.stride + (group - 1)*head_stride + p.D).maximum(0)*p.itemsize
+      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, p.itemsize, False, group, head_stride,
+                          reach)
     queries = [Row(batch, first_head + (first_row + i)%group, (first_row + i)//group, first_row + i < sequence.n_q*group) for i in in_block]
     first = Row(batch, first_head, first_query, UOp.const(True))
     scores = Scores(p, at, block_n, sequence, first, given.get("alibi_slopes"), given.get("bias"))
@@ -141,12 +144,12 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     for s in split: blocks = blocks.share(s, splits)
 
     # ***** placeholders *****
-    q_lds = LdsTile.create(tile.block_m, depth//UNIT, 7)
-    k_stage = Staging(block_n, depth//UNIT, tile.threads, at.thread)
-    v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, 4, *((columns, 2) if width//UNIT % (2*columns) == 0 else (1, 1)))
+    q_lds = LdsTile.create(tile.block_m, depth//mat.unit, 7)
+    k_stage = Staging(block_n, depth//mat.unit, tile.threads, at.thread)
+    v_stage = Staging(block_n, width//mat.unit, tile.threads, at.thread, 4, *((columns, 2) if width//mat.unit % (2*columns) == 0 else (1, 1)))
     nothing = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
-    state = State(Softmax.create(mat, q_tiles, d_tiles, k_tiles, 10), LdsTile.create(block_n, depth//UNIT, 0, buffers),
-                  LdsTile.create(width, block_n//UNIT, 1, buffers, v_skew(mat, block_n)))
+    state = State(Softmax.create(mat, q_tiles, d_tiles, k_tiles, 10), LdsTile.create(block_n, depth//mat.unit, 0, buffers),
+                  LdsTile.create(width, block_n//mat.unit, 1, buffers, v_skew(mat, block_n)))
 
     # ***** Q: the B operand of S^T, kept in registers, or in LDS where they would not hold it *****
     q_units = [[q_rows.load_units(first_row, tile.block_m, i, u) for u in units_of(mat, depth, at.h)] for i in in_block]
@@ -170,7 +173,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       for quad, unit, gate in (v_stage.item(j) for j in range(v_stage.items)):
         for i in range(4):    # slot quad*4 + i of a row of V^T: unit quad//2 belongs to lane group quad//2 % groups
           slot_unit, slot = quad//2, quad%2*4 + i
-          n = slot_unit//mat.groups*UNIT + slot
+          n = slot_unit//mat.groups*mat.unit + slot
           row = n//mat.accumulator*mat.M + mat.c_row(slot_unit%mat.groups, n%mat.accumulator)
           v_parts.append(v_rows.load_units(t*block_n, block_n, row, unit, gate))
       return k_parts, v_parts
@@ -180,7 +183,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       stores = [k_lds.store(row, unit, part, gate) for part, (row, unit, gate) in zip(k_parts, (k_stage.item(j) for j in range(k_stage.items)))]
       for j in range(v_stage.items):
         quad, unit, gate = v_stage.item(j)
-        for i, column in enumerate(transpose(v_parts[4*j:4*j + 4])): stores.append(v_lds.store_half(mat.row_of(unit*UNIT + i), quad, column, gate))
+        transposed = enumerate(transpose(v_parts[4*j:4*j + 4]))
+        stores += [v_lds.store_half(mat.row_of(unit*mat.unit + i), quad, column, gate) for i, column in transposed]
       return UOp.group(*stores)
 
     # ***** one trip *****
@@ -260,7 +264,7 @@ def check_range(p:Problem, tile:Any) -> None:
   """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""
   heads = p.H//p.Hkv if tile.pack_gqa else 1
   queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
-  reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*2, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
+  reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*p.itemsize, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
   for name, nbytes in reads.items():
     if nbytes > MAX_RECORDS:
       raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
@@ -284,12 +288,12 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
   return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
 
-def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
+def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
   a time where rows are so aligned."""
-  index, n, size = begin + column, ops.length(values), 4 if dtype == "float32" else 2
+  index, n, size = begin + column, ops.length(values), BYTES[dtype]
   words = values if size == 4 else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
-  wide = min(16//size, n)                                                          # elements of a store
+  wide = min(UNIT_BYTES//size, n)                                                          # elements of a store
   if length % wide == 0 and wide*size >= 4:
     kind = ops.f32 if size == 4 else ops.u32
     view, per = o.bitcast(kind(wide*size//4)), wide*size//4
@@ -303,6 +307,6 @@ def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
 
 def estimates(p:Problem) -> Estimates:
   """What tinygrad's DEBUG=2 line needs: floating-point operations, and bytes moved when every tensor is touched once."""
-  size, out = 2, 4 if p.out_dtype == "float32" else 2
+  size, out = p.itemsize, p.out_itemsize
   memory = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out) + p.Hkv*p.Sk*(p.D + p.Dv)*size)
   return Estimates(ops=p.flops, lds=memory, mem=memory)

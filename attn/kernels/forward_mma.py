@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
 from typing import Callable
-from attn.arch import Arch
-from attn.fragment import MMA, Mma
+from attn.chips import Chip
+from attn.chips.matrix import MMA, Mma
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LANE, LOWEST, ONES, correct, first_bias, lane_sum
 from attn.kernels.blocks import trip_count
 from attn.kernels.forward import barrier, check_range, finish, too_wide
-from attn.kernels.nvidia import LINE, Block, InOrder, total_of
-from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
+from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.kernels.tiles import ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
@@ -94,13 +94,13 @@ CANDIDATES = (    # the first that fits is taken
   Candidate(128, 2, 48, True, EXTRAS, large=True), Candidate(128, 2, 32, True, ALIBI, large=True),
   Candidate(64, 1, 64, False), Candidate(128, 1, 32, False), Candidate(256, 1, 32, True, ALIBI), Candidate(256, 1, 16, True, parts=1))
 
-def refuses(p:Problem, arch:Arch) -> str|None:
+def refuses(p:Problem, arch:Chip) -> str|None:
   """Why the kernel is not for `p` on `arch`, or None."""
   if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
   if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
   return too_wide(p)
 
-def tile_of(p:Problem, arch:Arch) -> MmaTile:
+def tile_of(p:Problem, arch:Chip) -> MmaTile:
   """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
@@ -130,7 +130,7 @@ class State(InOrder):
   nothing: UOp
   def do(self, statement:UOp) -> UOp: return self.nothing[0].store(statement)
 
-def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
+def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
@@ -209,7 +209,7 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
           stores.append(s.weights[qt*k_tiles//2 + step].store(a))
         stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((nv.row_sums(total), exact)[:kinds])]
       s = s.after(UOp.group(*stores))
-      s = s.after(s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, lanes=nv.ROW_LANES, dtype=p.dtype, sums=(ONES, LANE)[:kinds],
+      s = s.after(s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, rows=nv.ROW_LANES, dtype=p.dtype, sums=(ONES, LANE)[:kinds],
                                matrix=mat, scale=scores.to_log2, above=tile.rescale_above, first=2*steps.start, count=2*len(steps))))
       return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.part[i].load())) for i in range(kinds*q_tiles)]))
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools, itertools, math
 from dataclasses import dataclass
 from typing import Callable, ClassVar, NamedTuple
-from attn.arch import Arch
-from attn.fragment import MMA
+from attn.chips import Chip
+from attn.chips.matrix import MMA
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.softmax import LANE, LOWEST, correct, first_bias, lane_sum
 from attn.kernels.blocks import trip_count
 from attn.kernels.forward import barrier, check_range, finish, too_wide
-from attn.kernels.nvidia import LINE, Block, InOrder, total_of
-from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
+from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.kernels.tiles import ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
@@ -84,7 +84,7 @@ def lds_bytes(p:Problem, tile:WgmmaTile) -> int:
   q, k, v = panels_of(p, tile)
   return 16*(q.size + STAGES*(k.size + v.size) + 1)
 
-def tile_of(p:Problem, arch:Arch) -> WgmmaTile:
+def tile_of(p:Problem, arch:Chip) -> WgmmaTile:
   """The tile that should be fastest: its rate, times the part of its blocks' rows that are queries, times the part of the multiprocessors' turns that
   the blocks fill. Under a causal mask the longest block takes two turns of an average one, and the short ones fill in. `refuses(p, arch)` must be
   None."""
@@ -97,7 +97,7 @@ def tile_of(p:Problem, arch:Arch) -> WgmmaTile:
   best = max((c for c in CANDIDATES if c.up_to == up_to and (p.bias is None or c.block_n <= BIAS_KEYS)), key=rate)
   return WgmmaTile(best.groups, best.block_n)
 
-def refuses(p:Problem, arch:Arch) -> str|None:
+def refuses(p:Problem, arch:Chip) -> str|None:
   """Why the kernel is not for `p` on `arch`, or None."""
   if not arch.wgmma: return f"{arch.name} has no wgmma"
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
@@ -124,7 +124,7 @@ class State(InOrder):
   nothing: UOp
   def do(self, statement:UOp) -> State: return self.after(self.nothing[0].store(statement))
 
-def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
+def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
@@ -169,7 +169,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
       total = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), weights, ops.splat(0.0, 2))
       s = s.after(UOp.group(*[s.p[i].store(nv.pack_a(weights[2*i], weights[2*i + 1], p.dtype)) for i in range(block_n//mat.K)]))
       s = s.after(s.part[0].store(total))
-      s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, lanes=nv.ROW_LANES, dtype=p.dtype, sums=(LANE,), matrix=mat,
+      s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=nv.ROW_LANES, dtype=p.dtype, sums=(LANE,), matrix=mat,
                        scale=scores.to_log2, above=tile.rescale_above))
       s = s.after(s.l[0].store(ops.add(s.l[0].load(), s.part[0].load())))
       # O += P V

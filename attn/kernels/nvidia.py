@@ -1,22 +1,23 @@
 """What the forward kernels for NVIDIA's matrix units share: who works on what, the way of Q, K and V to shared memory, and of O back.
 
-A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/fragment.py, Mma): vectors of four numbers, two a row.
+A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
 """
 from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
-from attn.arch import Arch
+from attn.chips import Chip
+from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.ops import common as ops, nvidia as nv
-from attn.fragment import Mma
 from attn.kernels.blocks import Extent, KeyBlocks, extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, arguments, estimates, place_of_row, store_row
 from attn.kernels.scores import Row, Scores
-from attn.kernels.tiles import UNIT, Carried, MmaLane, ceildiv, flat
+from attn.kernels.tiles import Carried, MmaLane, ceildiv, flat
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dtypes, dynamic_shared_name
 
+UNIT = MMA["float16"].unit   # elements of 16 bytes, the same in both input types
 LINE = 8            # units of 128 bytes: all banks
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in L2
 
@@ -47,7 +48,7 @@ class SharedRows(Protocol):
 class Block:
   """A block's part of a problem, as a thread sees it."""
   p: Problem
-  arch: Arch
+  arch: Chip
   tile: BlockTile
   given: dict[str, UOp]       # the placeholders by name
   axes: Iterator[int]         # numbers for the kernel's loops
@@ -63,14 +64,14 @@ class Block:
   keys: KeyBlocks
 
   @staticmethod
-  def of(p:Problem, arch:Arch, tile:BlockTile, mat:Mma, args:tuple[UOp, ...]) -> Block:
+  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...]) -> Block:
     """Divides the problem: heads and blocks of queries (and key ranges) over the grid, lanes and warps over a block's threads."""
     names, group = arguments(p), p.H//p.Hkv if tile.pack_gqa else 1
     if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
     given, axes, right = dict(zip(names, args)), itertools.count(5), p.window[1]
     q_blocks, heads = ceildiv(p.Sq*group, tile.block_m), p.B*p.H//group
     # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
-    cached = CACHED*(p.H//p.Hkv//group)//(2*p.Sk*(p.D + p.Dv))
+    cached = CACHED*(p.H//p.Hkv//group)//(p.itemsize*p.Sk*(p.D + p.Dv))
     together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, cached if right >= 0 else 1))
 
     # ***** ranges *****
@@ -118,9 +119,10 @@ class Block:
       index = self.at.thread + (0 if regular else j*tile.threads)
       row, unit = index//to.across, index%to.across
       begin = base + ((first + row)//self.group*ss + (first + row)%self.group*sh if packed else first*ss + row*ss)
-      left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
+      left_over = UOp.const(UNIT_BYTES) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*p.itemsize).maximum(0).minimum(UNIT_BYTES)
       nbytes = (first + row + moved < there).where(left_over, 0)
-      statements.append(nv.copy(shared[to.place(row, unit)], flat(self.given[name])[begin + unit*UNIT], (16*moved*to.pitch, 2*moved*ss), nbytes,
+      further = UNIT_BYTES*moved*to.pitch, p.itemsize*moved*ss
+      statements.append(nv.copy(shared[to.place(row, unit)], flat(self.given[name])[begin + unit*UNIT], further, nbytes,
                                 (row + moved < rows) & (unit < to.units), columns % UNIT == 0))
     return statements
 

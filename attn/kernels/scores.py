@@ -6,10 +6,11 @@ scores are mapped to base-2 logarithms here, in fp32, and the softmax works on t
 from __future__ import annotations
 import math
 from dataclasses import dataclass
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.blocks import Extent
 from attn.kernels.tiles import Lane, MmaLane, flat
 from attn.ops import common as ops
-from attn.problem import Problem
+from attn.problem import BYTES, Problem
 from attn.tinygrad_compat import UOp
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
@@ -66,13 +67,13 @@ class Scores:
 
   def load_bias(self, bias:UOp, row:Row, tile:UOp) -> list[UOp]:
     """The bias of a lane's scores in fp32; zero beyond the end of the tensor, and any of its elements where a mask will take the score away."""
-    p, size, mat = self.p, 4 if self.p.bias_dtype == "float32" else 2, self.at.matrix
+    p, size, mat = self.p, BYTES[self.p.bias_dtype], self.at.matrix
     shape = p.shapes["bias"][0]
     b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # distances, 0 where the bias is broadcast
     start = self.first.batch*b + self.first.head*h + self.first.query*i + tile*(self.block_n*j)
     records = (math.prod(shape) - start).maximum(0).minimum(MAX_RECORDS//size)*size
     lane = (row.head - self.first.head)*h + (row.query - self.first.query)*i + self.at.h*(mat.block*j)
-    chunk = math.gcd(shape[3], mat.block, 16//size) if j else 1                          # neighbouring keys that one load may take
+    chunk = math.gcd(shape[3], mat.block, UNIT_BYTES//size) if j else 1                          # neighbouring keys that one load may take
     def load(key:int) -> list[UOp]:
       words = ops.buffer_load(flat(bias)[start], records, (lane + key*j)*size, chunk*size)
       values = ops.as_float(words) if size == 4 else ops.widen_to_float(words, chunk, p.bias_dtype)

@@ -6,10 +6,10 @@ whether it is still good: see attn/ops/softmax.py. A row begins with the lowest 
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
-from attn.fragment import Matrix
+from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.kernels.tiles import Carried, Lane, operands
 from attn.ops import amd, common as ops
 from attn.ops.softmax import LANE, LOWEST, RowLanes, correct
-from attn.kernels.tiles import UNIT, Carried, Lane, operands
 from attn.tinygrad_compat import AddrSpace, UOp
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Softmax(Carried):
   def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, slot:int) -> Softmax:
     """For that many tiles of queries, each with as many of O^T and of S^T; takes seven slots."""
     kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(2)),
-             (q_tiles*k_tiles, ops.u32(matrix.accumulator//2)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(2)))
+             (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(2)))
     return Softmax(*[UOp.placeholder((n,), dtype, slot + i, AddrSpace.REG) for i, (n, dtype) in enumerate(kinds)])
 
 
@@ -49,8 +49,8 @@ class Softmax(Carried):
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
     s = self.after(UOp.group(*stores))
     s = s.after(UOp.group(*[self.part[qt].store(row_sum(column)) for qt, column in enumerate(weights)]))
-    lanes = RowLanes(1, matrix.group_steps, matrix.exchange)
-    s = s.after(do(correct, s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, lanes=lanes, dtype=dtype, sums=(LANE,), matrix=None, scale=to_log2, above=above))
+    rows = RowLanes(1, matrix.group_steps, matrix.exchange)
+    s = s.after(do(correct, s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=rows, dtype=dtype, sums=(LANE,), matrix=None, scale=to_log2, above=above))
     return s.after(UOp.group(*[s.l[qt].store(ops.add(s.l[qt].load(), s.part[qt].load())) for qt in range(len(scores))]))
 
   def total(self, qt:int, matrix:Matrix) -> UOp:
@@ -65,8 +65,9 @@ class Softmax(Carried):
   def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
     """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
     mat, packed = at.matrix, [self.p[qt*k_tiles + kt].load() for kt in range(k_tiles)]
-    if mat.accumulator < UNIT: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
-    units = [ops.slice_(y, i, UNIT//2) for y in packed for i in range(0, ops.length(y), UNIT//2)]
+    if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
+    words = UNIT_BYTES//4
+    units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]
     return [amd.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
 
 def row_sum(x:list[UOp]) -> UOp:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Callable
-from attn.arch import Arch
+from attn.chips import Chip
 from attn.kernels.blocks import strides
 from attn.kernels import forward, forward_mma, forward_wgmma
 from attn.kernels.forward import OPTIMISED, arguments, store_row
@@ -42,7 +42,7 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   heads = p.H//p.Hkv if tile.pack_gqa else 1
   return p.B*p.H//heads*ceildiv(p.Sq*heads, tile.block_m)
 
-def split_heuristic(p:Problem, arch:Arch, tile:AnyTile) -> int:
+def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   """The number of splits, a power of two, by an occupancy model.
 
   A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than keep a compute unit
@@ -61,7 +61,7 @@ def split_heuristic(p:Problem, arch:Arch, tile:AnyTile) -> int:
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return min(choices or [1], key=lambda splits: (time(splits), splits))
 
-def resolve(p:Problem, arch:Arch, tile:AnyTile) -> Problem:
+def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
   """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one held to the number of key tiles."""
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))
 
@@ -72,7 +72,7 @@ def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   shapes = {**p.shapes, **arguments(p)}
   return {name: shapes[name] for name in ("o", "lse", "o_partial", "lse_partial", "sinks") if name in shapes}
 
-def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
+def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   """The kernel that merges `splits` partial results: (o, [lse,] o_partial, lse_partial, [sinks]), the tensors of `combine_arguments(p)`.
 
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))

@@ -137,13 +137,14 @@ def load_transposed(lds:UOp) -> UOp:
 # ***** matrix unit *****
 
 def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
-  a, b = (f"__builtin_bit_cast({matrix.operand_type}{matrix.operand}, {{{i}}})" for i in range(2))
+  kind = matrix.operand_type if matrix.operand_type == "long" else f"{matrix.operand_type}{matrix.operand}"
+  a, b = (f"__builtin_bit_cast({kind}, {{{i}}})" for i in range(2))
   return f"__builtin_amdgcn_{matrix.name}({a}, {b}, {{2}}{matrix.tail})"
 
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """acc + A B by one matrix instruction; a and b are register images, two 16-bit elements a dword.
+  """acc + A B by one matrix instruction; a and b are register images.
 
   This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's: an `Ops.WMMA` wants shaped
   operands, which the devectorizer (do_stack_wmma) takes apart element by element, and HIPRenderer's `#define` names builtins that do not exist for

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 import numpy as np
+from attn.chips import get_chip
 from attn.ops.language import Array, Value, compound, instruction
 from attn.ops.operation import Body, emit
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
@@ -164,25 +165,20 @@ def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int)
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
   raw = lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records))
-  if width == 2: return raw[0].astype(np.uint32) | (raw[1].astype(np.uint32) << np.uint32(8))
+  if width < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
   words = np.ascontiguousarray(raw.reshape(width//4, 4, -1).transpose(0, 2, 1)).view(np.uint32)[..., 0]
   return words if width > 4 else words[0]
 
-# buffer resource descriptor, last dword: a raw buffer of 32-bit data whose range check counts bytes (MI300 ISA 9.1.5, RDNA3 ISA
-# 8.1.5, RDNA4 ISA 9.1.5)
-DESCRIPTOR = {"cdna3": 0x00027000, "cdna4": 0x00027000, "rdna3": 0x31004000, "rdna4": 0x31004000}
-
 def descriptor(arch:str) -> str:
   """The expression for a descriptor of the `records` bytes from `base` on."""
-  from attn.arch import get_arch
-  return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{DESCRIPTOR[get_arch(arch).family]:08x})"
+  return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
 
 def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:
   load = f"auto buffer = {descriptor(printer.arch)};\nauto found = __builtin_amdgcn_raw_buffer_load_b{8*width}(buffer, offset, 0, 0);\n"
-  return Body(f"{load}return {'found' if width == 2 else f'__builtin_bit_cast({out}, found)'};", "base records offset", name=f"buffer_load_b{8*width}")
+  return Body(f"{load}return {'found' if width < 4 else f'__builtin_bit_cast({out}, found)'};", "base records offset", name=f"buffer_load_b{8*width}")
 
 def _buffer_load_cuda(printer:Any, out:str, width:int) -> Body:
-  kind = {2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}[width]
+  kind = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}[width]
   nothing = f"make_{out}({', '.join(['0u']*(width//4))})" if width > 4 else "0u"
   return Body(f"if (offset + {width}u > (unsigned)records) return {nothing};\nreturn *(const {kind}*)((const char*)base + offset);",
               "base records offset", name=f"buffer_load_b{8*width}")
@@ -191,8 +187,8 @@ instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffe
             _buffer_load_hip, _buffer_load_cuda)
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
-  """`width` (2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records` bytes: the memory
-  unit checks the range, so a masked lane costs no branch. Two bytes come in the low half of a dword."""
+  """`width` (1, 2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records`: the memory
+  unit checks the range, so a masked lane costs no branch. One or two bytes come in the low end of a dword."""
   return emit("buffer_load", u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), width=width)
 
 # ***** what the compilers know of an integer *****

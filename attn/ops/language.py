@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 import numpy as np
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.ops import numerics
 from attn.ops.numerics import Array
 from attn.ops.operation import OPERATIONS, Body, Call, Lanes, Operation
@@ -56,7 +56,7 @@ class Numbers:
   def part(self, x:Value, start:int, n:int) -> Value: return x[start] if n == 1 else x[start:start + n]
   def vector(self, *xs:Value) -> Value: return np.stack(np.broadcast_arrays(*xs)) if len(xs) > 1 else xs[0]
   def join(self, *xs:Value) -> Value: return np.concatenate([x if x.ndim > 1 else x[None] for x in xs])
-  def splat(self, x:Value, n:int) -> Value: return np.broadcast_to(x, (n, *np.shape(x)))
+  def splat(self, x:Value, n:int) -> Value: return np.broadcast_to(x, (n, len(self.gate))) if n > 1 else x
   def constants(self, xs:Sequence[float]) -> Value: return np.array(xs, np.float32)[:, None]
   # bits
   def as_float(self, x:Value) -> Value: return numerics.bits_as(x, "float32")
@@ -104,7 +104,7 @@ class Term:
   type: str
   elements: tuple[str, ...] = ()
   def _with(self, operator:str, other:Value, swap:bool=False, type:str|None=None) -> Term:
-    return self.printer.operation(operator, *((other, self) if swap else (self, other)), type=type)
+    return self.printer.operation(operator, other, self, type) if swap else self.printer.operation(operator, self, other, type)
   def __add__(self, y:Value) -> Term: return self._with("+", y)
   def __radd__(self, y:Value) -> Term: return self._with("+", y, True)
   def __sub__(self, y:Value) -> Term: return self._with("-", y)
@@ -297,7 +297,7 @@ class Hip(Printer):
     n = length_of(x.type)
     out, pairs = vector_of("unsigned", n//2), [(f"x[{i}]", f"x[{i + 1}]") for i in range(0, n, 2)]
     if dtype == "float16": return Term(self, f"__builtin_bit_cast({out}, __builtin_convertvector({x.text}, half{n}))", out)
-    if get_arch(self.arch).bf16_pack:   # pair by pair: of a whole vector clang makes copies
+    if get_chip(self.arch).bf16_pack:   # pair by pair: of a whole vector clang makes copies
       words = [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{{low}, {high}}}, bfloat2))" for low, high in pairs]
       body = ""
     else:
@@ -308,7 +308,7 @@ class Hip(Printer):
     return self.call("pack_bfloat", out, x)
   # lanes
   def any_lane(self, condition:Value) -> Value:
-    return Term(self, f"__builtin_amdgcn_ballot_w{get_arch(self.arch).wave}({bare(condition.text)}) != 0", "bool")
+    return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
     """By v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32."""
     x = self.term(x)

@@ -79,7 +79,7 @@ def _ldmatrix_text(printer:Any, out:str, step:int, transposed:bool) -> Body:
 instruction("ldmatrix", _ldmatrix, cuda=_ldmatrix_text)
 
 def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
-  low, high = "xyzw"[2*half:2*half + 2]
+  low, high = (("x", "y"), ("z", "w"))[half]
   return f"{declare_mma(printer, matrix)}({{0}}, {{1}}.{low}, {{1}}.{high}, {{2}})"
 
 instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c), cuda=_mma_text)

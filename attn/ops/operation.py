@@ -22,7 +22,8 @@ Array = NDArray[Any]
 class Lanes(Protocol):
   """What a meaning in numpy may ask of the emulator that runs it."""
   wave: int                 # lanes of a wave
-  active: Array             # (T,) bool: the threads that execute this operation
+  @property
+  def active(self) -> Array: """(T,) bool: the threads that execute this operation."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
     """uint8 (nbytes, T) from `pointer` + `offset` bytes, per thread; bounds-checked where `gate` holds, zero where it does not."""
   def store_bytes(self, pointer:Any, offset:Array, data:Array, gate:Array) -> None:
@@ -54,8 +55,10 @@ class Lanes(Protocol):
     """The active threads wait for all the products that they have started; zeros."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises where `pointer` is no multiple of `nbytes` from the begin of its buffer."""
+  def probe(self, name:str, x:Array) -> Array:
+    """Shows or collects x of the active threads under that name; x."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """The matrix instruction `name` (a key of `attn.arch.MATRIX`), on register images as the ISA lays them out."""
+    """The matrix instruction `name` (of `attn.chips.matrix.Matrix.name`), on register images as the ISA lays them out."""
 
 @dataclass(frozen=True)
 class Body:
@@ -98,10 +101,10 @@ class Operation:
 
 OPERATIONS: dict[str, Operation] = {}
 
-def emit(name:str, out:DType, *sources:UOp, **static:Any) -> UOp:
+def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
   """An operation as one UOp with result type `out`; `static` are its compile-time parameters."""
   return UOp(Ops.CUSTOM, out, sources, Call(name, tuple(static.items())))
 
-def statement(name:str, *sources:UOp, **static:Any) -> UOp:
+def statement(name:str, /, *sources:UOp, **static:Any) -> UOp:
   """An operation that is there for what it does. Its value, 0, is to be stored somewhere: that is what orders it among others."""
   return UOp(Ops.CUSTOMI, dtypes.float, sources, Call(name, tuple(static.items())))

@@ -44,13 +44,13 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
     for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
   return top.value
 
-def raise_reference(c:Any, lanes:RowLanes, m:Value, bias:Value, scores:list[Value], scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
+def raise_reference(c:Any, rows:RowLanes, m:Value, bias:Value, scores:list[Value], scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
   """(m, bias, factors of what was accumulated, and how P is taken from here on) of one tile's rows, whose references become their maxima so far."""
-  split, tops, biases, factors, nears, shifts = [parts(c, x, lanes.rows) for x in scores], [], [], [], [], []
-  for r in range(lanes.rows):
+  split, tops, biases, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
+  for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
     top = highest(c, old, [x[r] for x in split])
-    for step in lanes.steps: top = c.let("top", c.max(*c.exchange(top, step, lanes.exchange)))
+    for step in rows.steps: top = c.let("top", c.max(*c.exchange(top, step, rows.exchange)))
     found = c.let("found", -top*scale)
     factors.append(c.let("factor", c.exp2(c.let("power", (old - top)*scale))))
     far = c.let("far", ~(c.abs(found) <= LARGE))
@@ -59,7 +59,7 @@ def raise_reference(c:Any, lanes:RowLanes, m:Value, bias:Value, scores:list[Valu
     biases.append(c.let("next", c.select(top == old, c.element(bias, r), c.select(far, c.nan, found))))
     tops.append(top)
   def weigh(x:Value) -> Value:
-    each = [c.exp2(c.let("x", c.fma(y - shifts[r], c.number(scale), nears[r]))) for r, y in enumerate(parts(c, x, lanes.rows))]
+    each = [c.exp2(c.let("x", c.fma(y - shifts[r], c.number(scale), nears[r]))) for r, y in enumerate(parts(c, x, rows.rows))]
     return c.let("weights", c.join(*each))
   return c.vector(*tops), c.vector(*biases), factors, weigh
 
@@ -79,19 +79,19 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 @compound("correct", suffix="_{count}")
-def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *, lanes:RowLanes, dtype:str, sums:tuple[str, ...],
+def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...],
              matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int, scale:float, above:float) -> Value:
   def grown(t:int) -> Value:
     """Whether the reference of tile t no longer holds."""
     pair = [c.element(c.load(part, t), i) for i in range(2)]
-    total = [pair[0] + pair[1]] if lanes.rows == 1 else pair
+    total = [pair[0] + pair[1]] if rows.rows == 1 else pair
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
     return ~(total[0] < c.inf) | (highest(c, old, [c.load(scores, t*stride + i) for i in range(count)]) > old)
   def correct_all() -> None:
     for t in range(tiles): correct_tile(t)
   def correct_tile(t:int) -> None:
-    m, next_bias, factors, weigh = raise_reference(c, lanes, c.load(reference, t), c.load(bias, t),
+    m, next_bias, factors, weigh = raise_reference(c, rows, c.load(reference, t), c.load(bias, t),
                                                    [c.load(scores, t*stride + i) for i in range(count)], scale)
     c.store(bias, t, next_bias)
     c.store(reference, t, m)
@@ -105,13 +105,13 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
       c.store(p, (t*stride + i)//together, packed)
       if rounded is not None: c.assign(rounded, c.times_ones(matrix, packed, rounded.value, dtype))
       if total is not None:
-        for x in found: lane_sums(c, total, x, lanes.rows)
-    for kind, name in enumerate(sums):
-      c.store(part, kind*tiles + t, total.value if name == LANE else c.vector(*[c.element(rounded.value, i) for i in (0, 2)]))
+        for x in found: lane_sums(c, total, x, rows.rows)
+    if total is not None: c.store(part, sums.index(LANE)*tiles + t, total.value)
+    if rounded is not None: c.store(part, sums.index(ONES)*tiles + t, c.vector(*[c.element(rounded.value, i) for i in (0, 2)]))
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   return c.number(0.0)
 
-def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, lanes:RowLanes, dtype:str,
+def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
   """The correction as one statement: tinygrad has no branch around stores to registers.
 
@@ -121,7 +121,7 @@ def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = [x[0] for x in (reference, bias, l, acc)] + [p[first//together], scores[first], part[0]]
-  return statement("correct", *operands, *done, lanes=lanes, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
+  return statement("correct", *operands, *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
                    count=stride if count is None else count, accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
 
 @compound("lane_sum")
