@@ -21,15 +21,22 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from tinygrad import Context, Device, Tensor, dtypes, getenv
-from attn import tuned
-from attn.api import FLOATS, device_arch, flash_attention_fn
+from attn.api.custom_kernel import device_arch
+from attn.api.custom_kernel import flash_attention_fn
 from attn.arch import Arch
-from attn.dispatch import PROGRAMS, choose, fits, single_kernel, tile_of
+from attn.choose import tuned
+from attn.choose.candidates import Candidate
+from attn.choose.dispatch import KERNELS
+from attn.choose.dispatch import choose
+from attn.choose.dispatch import single_kernel
+from attn.choose.tiles import amd_tile
+from attn.choose.tiles import fits
 from attn.emulator.checks import EmulatorError
-from attn.kernels.tiles import Candidate, Tile, contraction, round_up
+from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same
 from attn.tinygrad_compat import UOp, compiled, device_seconds, render
+from attn.values import FLOATS
 if TYPE_CHECKING: from attn.isa.report import Report
 
 NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
@@ -231,17 +238,19 @@ def spills(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> bool:
 
 def tune(s:Settings, arch:Arch, seconds:Seconds) -> list[dict[str, Any]]:
   """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
-  from attn.tune import candidates
+  from attn.choose.search import candidates
   p, arch = s.problem, replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
   if not isinstance(own.work.tile, Tile):
     raise BadSetting(f"TUNE=1: it is for the tiles of the forward kernel, and this problem gets {own.kernel}: {own.why_not('forward')}")
   todo: dict[tuple[str, Tile], Candidate|None] = {(own.kernel, own.work.tile): None}
   for c in candidates(arch, tuned.head_class(p)):
-    if fits(p, arch, tile := tile_of(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
+    if fits(p, arch, tile := amd_tile(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
   timed: list[tuple[float, str, Tile, Candidate|None]] = []
   for (kernel, tile), found in tqdm(todo.items(), unit="tile"):
-    program = PROGRAMS[kernel](p, arch, tile)
+    make = KERNELS[kernel].program
+    assert make is not None
+    program = make(p, arch, tile)
     if found is None or not spills(p, arch, program, tile): timed.append((seconds(program, tile), kernel, tile, found))
   timed.sort(key=lambda x: x[0])
   tuned.store(p, arch, timed[0][3], timed[0][0])

@@ -2,8 +2,8 @@
 `causal` is bottom-right, `window_size` counts neighbours on each side. What the kernels don't have raises NotImplementedError."""
 from __future__ import annotations
 from typing import Any
-from attn.api import attention
-from attn.cache import attention_with_kv_cache
+from attn.api.attention import attention
+from attn.api.cache import attention_with_kv_cache
 from attn.tinygrad_compat import Tensor, UOp
 
 Window = tuple[int, int]

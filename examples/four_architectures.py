@@ -8,7 +8,7 @@ from rich.table import Table
 from tinygrad import Context, Tensor, dtypes
 from attn import flash_attention_fn
 from attn.arch import get_arch
-from attn.dispatch import choose_tile
+from attn.choose.dispatch import choose_tile
 from attn.problem import problem_of
 from attn.reference import exact, judge, same
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tinygrad import TinyJit, Variable
 import attn
-from attn import dispatch, flash_attn
-from attn.kernels import forward_wgmma
+from attn import flash_attn
 from attn.problem import Problem
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
@@ -20,13 +19,6 @@ DEVICES = ("EMU:0", "EMU:1")
 
 def arch_of(kernel): return {"forward_mma": "sm_80", "forward_wgmma": "sm_90"}.get(kernel, "gfx942")
 def on_kernel(kernel, arch="", **parameters): return check_attention(arch or arch_of(kernel), kernel, **SPLITS.get(kernel, {}), **parameters)
-
-@pytest.fixture(autouse=True)
-def few_queries(request, monkeypatch):
-  """forward_wgmma, where a test forces it, leaves no small problem to another kernel."""
-  if "forward_wgmma" not in request.node.name: return
-  monkeypatch.setattr(forward_wgmma, "too_short", lambda p: None)
-  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
 
 # ***** options *****
 

@@ -5,7 +5,7 @@ import pytest
 from tinygrad import TinyJit, Variable
 import attn
 from attn import flash_attn
-from attn.cache import append_kv, attention_with_kv_cache, empty_kv_cache
+from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tinygrad import TinyJit
 import attn
-from attn import sdpa
+from attn.api import sdpa
 from attn.reference import judge, rounded
 from attn.tinygrad_compat import Context, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))

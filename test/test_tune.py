@@ -10,16 +10,19 @@ import pytest
 from click.testing import CliRunner
 from tinygrad import Context
 import bench
-from attn import tune, tuned
+from attn import tune
 from attn.arch import get_arch
-from attn.dispatch import CANDIDATES, choose, choose_tile, tile_of
+from attn.choose import search, tuned
+from attn.choose.candidates import Candidate
+from attn.choose.dispatch import choose, choose_tile
+from attn.choose.search import Bound, Found, best
+from attn.choose.tiles import CANDIDATES, amd_tile
 from attn.fragment import MATRIX
 from attn.isa.model import pipes
-from attn.isa.source import Spec, problem_of
-from attn.kernels.tiles import Candidate, Tile
+from attn.isa.source import Spec, problem_of_spec
+from attn.kernels.tiles import Tile
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
-from attn.tune import Bound, Found, best
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL = replace(get_arch("gfx942"), tuned=True)
@@ -61,28 +64,28 @@ def test_the_best_is_the_best_of_the_worst() -> None:
   ("gfx1100", 4, 5, 16.0, 4)])
 def test_waves_come_in_workgroups(arch:str, waves:int, registers:int, lds:float, fit:int) -> None:
   report: Any = SimpleNamespace(resources=SimpleNamespace(waves_by_registers=registers, waves_by_lds=lds))
-  tile = replace(tile_of(problem_of(Spec(arch, 64)), get_arch(arch), Candidate(64, 4, 1, 32)), waves=waves)
-  assert tune.waves_of(report, tile, pipes(arch)) == fit
+  tile = replace(amd_tile(problem_of_spec(Spec(arch, 64)), get_arch(arch), Candidate(64, 4, 1, 32)), waves=waves)
+  assert search.waves_of(report, tile, pipes(arch)) == fit
 
 def test_the_space_is_what_fits() -> None:
-  wide, narrow = (tune.candidates(get_arch(a), 128) for a in ("gfx950", "gfx942"))
+  wide, narrow = (search.candidates(get_arch(a), 128) for a in ("gfx950", "gfx942"))
   assert set(narrow) < set(wide)                                                           # more LDS
-  assert {c.block_n for c in wide} == {32, 64, 128} and {c.block_n for c in tune.candidates(get_arch("gfx1201"), 64)} == {16, 32, 64, 128}
-  assert all(c.q_in_lds for c in tune.candidates(get_arch("gfx1100"), 256))               # registers
+  assert {c.block_n for c in wide} == {32, 64, 128} and {c.block_n for c in search.candidates(get_arch("gfx1201"), 64)} == {16, 32, 64, 128}
+  assert all(c.q_in_lds for c in search.candidates(get_arch("gfx1100"), 256))               # registers
 
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
   """As the emulator counts them in test_banks.py: two cycles for a read of the 16x16 instructions of CDNA."""
-  assert all(tune.conflict(family, MATRIX[family, "float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
+  assert all(search.conflict(family, MATRIX[family, "float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
-def test_an_even_stride_conflicts() -> None: assert tune.conflict("rdna4", MATRIX["rdna4", "float16"][0], 8)
+def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", MATRIX["rdna4", "float16"][0], 8)
 
 class Bounds:
   """In place of the compiler: the bound of a tile by `rule`; remembers what was asked."""
   def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[Candidate], dict[str, int]|None]):
     self.seen, self.rule = list[Candidate](), rule
-    monkeypatch.setattr(tune, "first_bound", self)
+    monkeypatch.setattr(search, "first_bound", self)
   def __call__(self, arch:str, c:Candidate, dtype:str="", mask:str="") -> Bound|None:
     if c not in self.seen: self.seen.append(c)
     figures = {"enough": 2, "ahead": min(c.prefetch, 1), "small": -c.waves*c.q_tiles*32, "short": -c.block_n}
@@ -90,26 +93,26 @@ class Bounds:
 
 def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
   asked = Bounds(monkeypatch, lambda c: {"issued": 120 + (c.prefetch == 2) - c.block_n//64})
-  found = tune.search_class("gfx950", 128)
+  found = search.search_class("gfx950", 128)
   doubled = [c for c in asked.seen if c.prefetch == 2]
-  assert 1 <= len(doubled) <= 2*tune.LEADING and not any(c.prefetch == 0 for c in asked.seen)
-  assert all(x.candidate.prefetch == 2 and x.candidate.block_n == 32 for x in found.rows) and [tune.queries(x) for x in found.rows] == [128]
+  assert 1 <= len(doubled) <= 2*search.LEADING and not any(c.prefetch == 0 for c in asked.seen)
+  assert all(x.candidate.prefetch == 2 and x.candidate.block_n == 32 for x in found.rows) and [search.queries(x) for x in found.rows] == [128]
 
 @pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
 def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
   """Tiles of two waves with prefetch, then without, then those of one."""
   def rule(c:Candidate) -> dict[str, int]|None:
     if c.prefetch == 2: return None
-    if 2*tune.held(c, get_arch("gfx942"), 128) > 512: return {"enough": 1}
+    if 2*search.held(c, get_arch("gfx942"), 128) > 512: return {"enough": 1}
     return {} if (ahead if c.prefetch else behind) else None
   asked = Bounds(monkeypatch, rule)
-  found = tune.search_class("gfx942", 128)
+  found = search.search_class("gfx942", 128)
   assert {x.candidate.prefetch for x in found.rows} == {chosen} and any(c.prefetch == 0 for c in asked.seen) == (not ahead)
 
 def test_a_tile_that_spills_has_no_bound() -> None:
   pytest.importorskip("ziglang")
-  assert tune.first_bound("gfx1100", Candidate(128, 4, 2, 32)) is None
-  assert (found := tune.first_bound("gfx1100", Candidate(128, 8, 1, 32, fenced=True))) is not None
+  assert search.first_bound("gfx1100", Candidate(128, 4, 2, 32)) is None
+  assert (found := search.first_bound("gfx1100", Candidate(128, 8, 1, 32, fenced=True))) is not None
   assert found.enough == 2 and found.issued < found.serial <= found.overlap and (found.small, found.short) == (-128, -32)
 
 def test_the_table_is_what_the_search_finds() -> None:
@@ -121,25 +124,25 @@ def test_the_table_is_what_the_search_finds() -> None:
 # ***** the table *****
 
 def test_the_table_is_whole() -> None:
-  rows = tune.rows_in(tune.TABLE.read_text())
-  assert tune.file_text(rows) == tune.TABLE.read_text()
-  assert list(rows) == list(CANDIDATES) == [get_arch(a).family for a in tune.ARCHS]
-  for arch in map(get_arch, tune.ARCHS):
+  rows = search.table_rows_in(search.TABLE_FILE.read_text())
+  assert search.table_text(rows) == search.TABLE_FILE.read_text()
+  assert list(rows) == list(CANDIDATES) == [get_arch(a).family for a in search.SEARCHED]
+  for arch in map(get_arch, search.SEARCHED):
     found = CANDIDATES[arch.family]
-    assert [c.up_to for c in found] == sorted(c.up_to for c in found) and set(rows[arch.family]) == set(tune.CLASSES)
-    for d in tune.CLASSES:
+    assert [c.up_to for c in found] == sorted(c.up_to for c in found) and set(rows[arch.family]) == set(search.CLASSES)
+    for d in search.CLASSES:
       *large, last = [c for c in found if c.up_to == d]
-      assert last.fills == 0 and tile_of(problem(D=d, Dv=d), arch, last).block_m <= tune.SMALL     # every grid has a tile
-      assert all(c.fills == tune.FILLS and tile_of(problem(D=d, Dv=d), arch, c).block_m > tune.SMALL for c in large)
+      assert last.fills == 0 and amd_tile(problem(D=d, Dv=d), arch, last).block_m <= search.SMALL_TILE     # every grid has a tile
+      assert all(c.fills == search.FILLS and amd_tile(problem(D=d, Dv=d), arch, c).block_m > search.SMALL_TILE for c in large)
 
 def test_rows_are_merged_by_class() -> None:
-  found = tune.Class("gfx942", 64, (), (Found(Candidate(64, 8, 2, 32, fenced=True, fills=256), bound()), Found(Candidate(64, 4, 1, 32), bound())))
-  new = tune.rows_of([found])
+  found = search.Class("gfx942", 64, (), (Found(Candidate(64, 8, 2, 32, fenced=True, fills=256), bound()), Found(Candidate(64, 4, 1, 32), bound())))
+  new = search.table_rows([found])
   assert new["cdna3"][64][0].startswith("    Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and new["cdna3"][64][1].endswith("waves 2")
-  old = tune.rows_in(tune.TABLE.read_text())
-  assert tune.differences(old, old) == [] and f"cdna3: + {new['cdna3'][64][0].partition('#')[0].strip()}" in tune.differences(old, new)
-  text = tune.file_text({**old, "cdna3": {**old["cdna3"], **new["cdna3"]}})
-  assert tune.rows_in(text)["cdna3"] == {**old["cdna3"], **new["cdna3"]} and tune.rows_in(text)["rdna4"] == old["rdna4"]
+  old = search.table_rows_in(search.TABLE_FILE.read_text())
+  assert search.differences(old, old) == [] and f"cdna3: + {new['cdna3'][64][0].partition('#')[0].strip()}" in search.differences(old, new)
+  text = search.table_text({**old, "cdna3": {**old["cdna3"], **new["cdna3"]}})
+  assert search.table_rows_in(text)["cdna3"] == {**old["cdna3"], **new["cdna3"]} and search.table_rows_in(text)["rdna4"] == old["rdna4"]
 
 @pytest.mark.parametrize(("words", "line"), [(["--write", "--check"], "--write or --check"), (["--arch", "gfx906"], "'gfx906' is not one of"),
                                              (["--d", "96"], "'96' is not one of"), (["--jobs", "0"], "0 is not in the range")])
@@ -156,7 +159,7 @@ def test_a_winner_is_for_its_class_and_a_real_device(cache:Path) -> None:
   before = choose_tile(p, REAL)
   assert tuned.winner(p, REAL) is None and tuned.store(p, REAL, FAST, 1e-3) == cache
   assert tuned.winner(p, REAL) == tuned.winner(problem(Sq=3000, D=96), REAL) == FAST
-  assert choose_tile(p, REAL) == tile_of(p, REAL, FAST) != before
+  assert choose_tile(p, REAL) == amd_tile(p, REAL, FAST) != before
   assert choose_tile(p, get_arch("gfx942")) == before                                     # the emulator, attn.isa
   for other in (problem(Sq=9000), problem(D=64, Dv=64), problem(window=(-1, 0)), problem(dtype="bfloat16"), problem(softcap=20.0), problem(Hkv=4)):
     assert tuned.winner(other, REAL) is None
@@ -188,7 +191,7 @@ def test_what_cannot_be_kept(monkeypatch:pytest.MonkeyPatch) -> None:
 # ***** TUNE=1 *****
 
 def small_space(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(tune, "SPACE", {"waves": (4,), "q_tiles": (1,), "block_n": (64, 32), "q_in_lds": (False,), "fenced": (False, True)})
+  monkeypatch.setattr(search, "SPACE", {"waves": (4,), "q_tiles": (1,), "block_n": (64, 32), "q_in_lds": (False,), "fenced": (False, True)})
 
 def settings(monkeypatch:pytest.MonkeyPatch, **values:str) -> bench.Settings:
   for name, value in values.items(): monkeypatch.setenv(name, value)
@@ -218,10 +221,10 @@ def test_tuning_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
 
 def test_tuning_leaves_out_what_spills(monkeypatch:pytest.MonkeyPatch) -> None:
   pytest.importorskip("ziglang")
-  monkeypatch.setattr(tune, "SPACE", {"waves": (4,), "q_tiles": (2, 1), "block_n": (16,), "q_in_lds": (False,), "fenced": (False,)})
+  monkeypatch.setattr(search, "SPACE", {"waves": (4,), "q_tiles": (2, 1), "block_n": (16,), "q_in_lds": (False,), "fenced": (False,)})
   s, arch, seen = settings(monkeypatch, H="2", N="512", D="128"), replace(get_arch("gfx1201"), tuned=True), list[Tile]()
   bench.tune(s, arch, lambda program, tile: float(len(seen.append(tile) or seen)))    # type: ignore[func-returns-value]
-  assert [c.q_tiles for c in tune.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
+  assert [c.q_tiles for c in search.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
 
 def test_the_emulator_is_not_timed() -> None:
   env = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LANG", "VIRTUAL_ENV", "XDG_CACHE_HOME")} | {"DEV": "EMU::gfx942"}

@@ -2,12 +2,30 @@
 attended to in the same call; what lies in the cache beyond a length has no effect, NaN included."""
 from __future__ import annotations
 import functools
+from dataclasses import dataclass
 from typing import Any
-from attn.api import CheckedKernel, Kernel, attention, known, lengths, static_shape
-from attn.kernels.append import Append, append
-from attn.placement import AXES, local_shape, placement_of
+from attn import values
+from attn.api.attention import attend
+from attn.api.attention import check_devices
+from attn.api.attention import known
+from attn.api.attention import lengths
+from attn.api.attention import prepare
+from attn.api.custom_kernel import CheckedKernel
+from attn.api.custom_kernel import KernelFunction
+from attn.api.custom_kernel import static_shape
+from attn.api.options import check_lengths
+from attn.api.options import options_of
+from attn.api.placement import AXES
+from attn.api.placement import local_shape
+from attn.api.placement import placement_of
+from attn.kernels.append import Append
+from attn.kernels.append import append
 from attn.problem import LAYOUTS
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
+
+CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")
+
+def check_cache_layout(name:str, x:Any) -> str: return values.word(name, x, CACHE_LAYOUTS)
 
 Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Variable, or int32 (B)
 
@@ -34,9 +52,34 @@ def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
   return got[rows], want[rows]
 
 @functools.cache
-def _kernel(name:str, a:Append) -> Kernel:
+def _kernel(name:str, a:Append) -> KernelFunction:
   program = append(a)
   return lambda *placeholders: CheckedKernel(program(*placeholders), (name,))
+
+@dataclass(frozen=True)
+class NewRows:
+  """New rows of a cache, checked: `launches` has, for each of the two caches, the cache, its rows and the kernel that writes them."""
+  launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
+  start: Tensor      # int32 (batch): the rows filled before
+  filled: Tensor     # and after
+  def append(self) -> None:
+    for cache, rows, fxn in self.launches: cache.replace(Tensor.custom_kernel(cache, rows.contiguous(), self.start, fxn=fxn)[0])
+
+def _rows(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, layout:str) -> NewRows:
+  """The arguments of `append_kv`, checked."""
+  layout = check_cache_layout("layout", layout)
+  for name, t in (("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)): values.tensor(name, t)
+  cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
+  (new, capacity), (new_v, capacity_v) = _check("k", k_new, k_cache, layout), _check("v", v_new, v_cache, layout)
+  if (new, capacity) != (new_v, capacity_v):
+    raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
+  if (n := known(cache_seqlens)) is not None and n + new > capacity:
+    raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
+  sizes = [dict(zip(AXES[layout], local_shape(cache))) for cache in (k_cache, v_cache)]
+  start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, placement_of(k_cache, k_cache, v_cache, layout), "cache_seqlens")
+  launches = [(cache, rows, _kernel(name, Append(size.get("batch", 1), size["heads"], new, capacity, size["width"], layout)))
+              for name, rows, cache, size in (("k_cache", k_new, k_cache, sizes[0]), ("v_cache", v_new, v_cache, sizes[1]))]
+  return NewRows(tuple(launches), start, (start.maximum(0).minimum(capacity) + new).minimum(capacity).contiguous())
 
 def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, layout:str="bhsd") -> Tensor:
   """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
@@ -46,28 +89,24 @@ def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_
   One that only the device knows, in a Tensor, writes nothing beyond the cache: the rows that don't fit are dropped, and the length returned is the
   capacity.
   """
-  if layout not in LAYOUTS or layout == "thd": raise ValueError(f"layout={layout!r}: must be one of 'bhsd', 'bshd', 'nsd'")
-  (new, capacity), (new_v, capacity_v) = _check("k", k_new, k_cache, layout), _check("v", v_new, v_cache, layout)
-  if (new, capacity) != (new_v, capacity_v):
-    raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
-  if (n := known(cache_seqlens)) is not None and n + new > capacity:
-    raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
-  sizes = [dict(zip(AXES[layout], local_shape(cache))) for cache in (k_cache, v_cache)]
-  start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, placement_of(k_cache, k_cache, v_cache, layout), "cache_seqlens")
-  for name, rows, cache, size in (("k_cache", k_new, k_cache, sizes[0]), ("v_cache", v_new, v_cache, sizes[1])):
-    fxn = _kernel(name, Append(size.get("batch", 1), size["heads"], new, capacity, size["width"], layout))
-    cache.replace(Tensor.custom_kernel(cache, rows.contiguous(), start, fxn=fxn)[0])
-  return (start + new).maximum(0).minimum(capacity).contiguous()
+  rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout)
+  rows.append()
+  return rows.filled
 
 def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, causal:bool|str=True,
                             layout:str="bhsd", **options:Any) -> Any:
   """Appends k_new and v_new to the caches, in place, as `append_kv` does, and attends over the cache_seqlens + new rows that each batch has then.
 
   q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those
-  of `attention`, but for kv_lengths; so is what is returned. Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound
-  Variable or as a Tensor.
+  of `attention`, but for those that say where rows lie; so is what is returned. What is wrong with any argument is said before a row is appended.
+  Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
   """
-  for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k"):
+  for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
     if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")
-  n = append_kv(k_new, v_new, k_cache, v_cache, cache_seqlens, layout=layout)
-  return attention(q, k_cache, v_cache, causal=causal, layout=layout, kv_lengths=n, **options)
+  rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout)
+  checked = options_of("attention_with_kv_cache", {**options, "causal": causal, "layout": layout, "kv_lengths": rows.filled})
+  call = prepare(q, k_cache, v_cache, checked, "cache_seqlens")
+  call.choice()
+  check_devices(call)
+  rows.append()
+  return attend(call)

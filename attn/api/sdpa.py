@@ -4,7 +4,8 @@ import contextlib, math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Iterator
-from attn.api import attention, choice_of
+from attn.api.attention import attention
+from attn.api.attention import choice_of
 from attn.tinygrad_compat import TRAINING, Tensor, dtypes
 
 def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,

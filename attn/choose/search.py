@@ -1,50 +1,44 @@
-"""The search that makes attn/tiles_table.py: over bounds from machine code, not over measurements.
-
-    python -m attn.tune                        prints what it would choose, and what the table has not
-    python -m attn.tune --check                the same, and fails where the table has something else
-    python -m attn.tune --write                rewrites the table
-    python -m attn.tune --arch gfx942 --d 128  one class only; with --all also every tile that compiles, best first
+"""The search that makes attn/choose/tiles_table.py: over bounds from machine code, not over measurements. The command is attn/tune.py.
 
 A row is for one family of matrix units and for head dimensions up to one of CLASSES. Its tiles are those of `candidates` that do not spill; the best
-has the greatest `Bound`, its figures being the worst over fp16 and bf16, full and causal. Where that one takes more than SMALL queries, the best of
-those that don't follows it, for grids too small to fill a chip. On a GPU, TUNE=1 of bench.py goes by time instead.
+has the greatest `Bound`, its figures being the worst over fp16 and bf16, full and causal. Where that one takes more than SMALL_TILE queries, the best
+of those that don't follows it, for grids too small to fill a chip. On a GPU, TUNE=1 of bench.py goes by time instead.
 """
 from __future__ import annotations
-import functools, itertools, multiprocessing, os, re
+import functools, itertools, multiprocessing, re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 from attn.arch import Arch, get_arch
-from attn.dispatch import fits, tile_of
+from attn.choose.candidates import Candidate
+from attn.choose.tiles import amd_tile
+from attn.choose.tiles import fits
+from attn.choose.tuned import CLASSES
 from attn.emulator.banks import phases
 from attn.fragment import MATRIX, Matrix
 from attn.isa.compiler import CompileError, assembly
 from attn.isa.model import Pipes, pipes
 from attn.isa.report import Report, analyse
-from attn.isa.source import DTYPES, MASKS, Spec, kernel_source, problem_of
-from attn.kernels.tiles import UNIT, Candidate, Tile, contraction, round_up
-from attn.tuned import CLASSES
+from attn.isa.source import MATRIX_DTYPES, MASKS, Spec, kernel_source, problem_of_spec
+from attn.kernels.tiles import UNIT, Tile, contraction, round_up
 
-ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")   # one of each family
-VARIANTS = [(dtype, mask) for dtype in reversed(DTYPES) for mask in reversed(MASKS)]   # the costly ones first
+SEARCHED = ("gfx942", "gfx950", "gfx1100", "gfx1201")   # one of each family
+VARIANTS = [(dtype, mask) for dtype in reversed(MATRIX_DTYPES) for mask in reversed(MASKS)]   # the costly ones first
 SPACE: dict[str, tuple[int, ...]] = {
   "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
   "prefetch": (1, 2, 0), "matrix": (0, 1)}
-LARGE = 256     # queries of a tile, at most: a causal block computes on average half as many keys in vain
-SMALL = 128     # queries of a tile that every grid may have
+LARGEST_TILE = 256     # queries of a tile, at most: a causal block computes on average half as many keys in vain
+SMALL_TILE = 128     # queries of a tile that every grid may have
 FILLS = 256     # workgroups that a tile of more queries has to make, about one for each compute unit of the largest chips
 ENOUGH = 2      # waves per SIMD: one computes while the other waits
 ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # of instruction.KINDS
 LEADING = 3     # tiles with the greatest bounds that are tried with two buffers in LDS as well
 RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel gets by with fewer
-TABLE = Path(__file__).parent/"tiles_table.py"
+TABLE_FILE = Path(__file__).parent/"tiles_table.py"
 Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
 
 class Bound(NamedTuple):
@@ -67,7 +61,7 @@ class Found:
 
 def held(c:Candidate, arch:Arch, d:int) -> int:
   """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
-  mat = MATRIX[arch.family, DTYPES[0]][c.matrix]
+  mat = MATRIX[arch.family, MATRIX_DTYPES[0]][c.matrix]
   of_q = 0 if c.q_in_lds else contraction(mat, d)//2//(1 if mat.duplicated else mat.groups)
   on_the_way = c.block_n*d//(c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
@@ -82,21 +76,21 @@ def conflict(family:str, mat:Matrix, stride:int) -> bool:
 def candidates(arch:Arch, d:int) -> list[Candidate]:
   """The tiles of SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank conflicts. Q lies
   in LDS, where every trip has to read it again, only if with it a wave would fill half of its registers."""
-  found, matrices = [], MATRIX[arch.family, DTYPES[0]]
+  found, matrices = [], MATRIX[arch.family, MATRIX_DTYPES[0]]
   for values in itertools.product(*SPACE.values()):
-    c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of(Spec(arch.name, d))   # type: ignore[arg-type]
+    c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of_spec(Spec(arch.name, d))   # type: ignore[arg-type]
     if c.matrix >= len(matrices): continue
-    tile = tile_of(p, arch, c)
+    tile = amd_tile(p, arch, c)
     divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, UNIT) == 0
     crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
     smooth = not any(conflict(arch.family, tile.matrix, n//UNIT | 1) for n in (contraction(tile.matrix, d), c.block_n))
     room = fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs
-    if divides and crowded and smooth and tile.block_m <= LARGE and room: found.append(c)
+    if divides and crowded and smooth and tile.block_m <= LARGEST_TILE and room: found.append(c)
   return found
 
 # ***** the bound of one tile *****
 
-def report_of(spec:Spec, tile:Tile) -> Report|None:
+def tile_report(spec:Spec, tile:Tile) -> Report|None:
   """The machine code of the forward kernel with this tile, None where it doesn't compile."""
   kernel = kernel_source(spec, tile)
   try: return analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
@@ -123,8 +117,8 @@ def bound_of(report:Report|None, tile:Tile) -> Bound|None:
 def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel."""
   spec = Spec(arch, c.up_to, dtype, mask)
-  tile = tile_of(problem_of(spec), get_arch(arch), c)
-  return bound_of(report_of(spec, tile), tile)
+  tile = amd_tile(problem_of_spec(spec), get_arch(arch), c)
+  return bound_of(tile_report(spec, tile), tile)
 
 def worst_bound(arch:str, c:Candidate, each:Each=map) -> Bound|None:
   """Figure by figure the worst over the variants."""
@@ -143,12 +137,12 @@ def best(ranked:Iterable[Found], worst:Callable[[Candidate], Bound|None]) -> Fou
 
 def queries(x:Found) -> int: return -x.bound.small
 
-def choose(arch:str, ranked:list[Found], each:Each=map) -> list[Found]:
-  """The rows of a class: the best tile, and the best of SMALL queries at most where that is another."""
+def rows_of_class(arch:str, ranked:list[Found], each:Each=map) -> list[Found]:
+  """The rows of a class: the best tile, and the best of SMALL_TILE queries at most where that is another."""
   worst = functools.cache(lambda c: worst_bound(arch, c, each))
   first = best(ranked, worst)
-  if first is None or queries(first) <= SMALL: return [first] if first is not None else []
-  second = best([x for x in ranked if queries(x) <= SMALL], worst)
+  if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
+  second = best([x for x in ranked if queries(x) <= SMALL_TILE], worst)
   return [replace(first, candidate=replace(first.candidate, fills=FILLS)), *([second] if second is not None else [])]
 
 @dataclass(frozen=True)
@@ -160,18 +154,18 @@ class Class:
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
   """One class. What is looked at only where nothing before will do: first tiles without prefetch, then those of which ENOUGH waves can't have the
-  registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL queries."""
+  registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL_TILE queries."""
   chip, registers, ranked, rows = get_arch(arch), pipes(arch).registers, list[Found](), list[Found]()
   space = candidates(chip, d)
   def look(tiles:list[Candidate]) -> list[Found]:
     ranked.extend(Found(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None)
     ranked.sort(key=lambda x: x.bound, reverse=True)
-    return choose(arch, ranked, each)
+    return rows_of_class(arch, ranked, each)
   heavy = {c: ENOUGH*held(c, chip, d) > registers for c in space}
   for prefetch, weight in ((1, False), (0, False), (1, True)):
     rows = look([c for c in space if c.prefetch == prefetch and heavy[c] == weight])
-    if rows and queries(rows[-1]) <= SMALL and all(x.bound.enough == ENOUGH for x in rows): break
-  leading = {x.candidate for some in (ranked, [x for x in ranked if queries(x) <= SMALL]) for x in some[:LEADING]}
+    if rows and queries(rows[-1]) <= SMALL_TILE and all(x.bound.enough == ENOUGH for x in rows): break
+  leading = {x.candidate for some in (ranked, [x for x in ranked if queries(x) <= SMALL_TILE]) for x in some[:LEADING]}
   return Class(arch, d, tuple(ranked), tuple(look([c for c in space if c.prefetch == 2 and replace(c, prefetch=1) in leading])))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
@@ -188,12 +182,12 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 
 # ***** the table *****
 
-HEADER = '''"""The tiles that the forward kernel may have on each family of matrix units, best first: the first one that fits is taken.
+TABLE_HEADER = '''"""The tiles that the forward kernel may have on each family of matrix units, best first: the first one that fits is taken.
 
 Made by a search over bounds from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
 Beside each row the worst over fp16 and bf16, full and causal: bounds on the use of the matrix unit, and waves per SIMD.
 """
-from attn.kernels.tiles import Candidate
+from attn.choose.candidates import Candidate
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 '''
@@ -205,70 +199,33 @@ def row_of(x:Found) -> str:
   text = f"    Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
   return f"{text:<72}# serial {x.bound.serial/2}%, issued {x.bound.issued/2}%, overlap {x.bound.overlap/2}%, waves {x.bound.waves}"
 
-Rows = dict[str, dict[int, list[str]]]   # family -> class -> lines
+TableRows = dict[str, dict[int, list[str]]]   # family -> class -> lines
 
-def rows_in(text:str) -> Rows:
+def table_rows_in(text:str) -> TableRows:
   """The lines of a table's text."""
-  found: Rows = {}
+  found: TableRows = {}
   for line in text.splitlines():
     if (family := re.match(r'  "(\w+)": \(', line)) is not None: rows = found.setdefault(family[1], {})
     elif (row := re.match(r"    Candidate\((\d+),", line)) is not None: rows.setdefault(int(row[1]), []).append(line)
   return found
 
-def rows_of(found:Iterable[Class]) -> Rows:
-  rows: Rows = {}
+def table_rows(found:Iterable[Class]) -> TableRows:
+  rows: TableRows = {}
   for x in found: rows.setdefault(get_arch(x.arch).family, {})[x.d] = [row_of(y) for y in x.rows]
   return rows
 
-def file_text(rows:Rows) -> str:
+def table_text(rows:TableRows) -> str:
   """The table's text."""
   lines = []
-  for family in (get_arch(a).family for a in ARCHS):
+  for family in (get_arch(a).family for a in SEARCHED):
     if family in rows: lines += [f'  "{family}": (', *(line for d in CLASSES for line in rows[family].get(d, [])), "  ),"]
-  return HEADER + "\n".join([*lines, "}"]) + "\n"
+  return TABLE_HEADER + "\n".join([*lines, "}"]) + "\n"
 
-def differences(old:Rows, new:Rows) -> list[str]:
+def differences(old:TableRows, new:TableRows) -> list[str]:
   """What `new` would change in `old`, of the classes that it has: other tiles, not figures."""
-  def tiles(rows:Rows, family:str, d:int) -> list[str]: return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(d, [])]
+  def tiles(rows:TableRows, family:str, d:int) -> list[str]: return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(d, [])]
   lines = []
   for family, d in ((f, d) for f in new for d in new[f]):
     before, after = tiles(old, family, d), tiles(new, family, d)
     if before != after: lines += [f"{family}: - {x}" for x in before if x not in after] + [f"{family}: + {x}" for x in after]
   return lines
-
-# ***** the command *****
-
-def show(found:Iterable[Class], everything:bool) -> Table:
-  table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "serial", "issued", "overlap", "waves/SIMD",
-                title="bounds, not measured")
-  for x in found:
-    for y in x.ranked if everything else x.rows:
-      c, b = y.candidate, y.bound
-      tile = tile_of(problem_of(Spec(x.arch, x.d)), get_arch(x.arch), c)
-      table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={c.fills}"*(c.fills > 0),
-                    *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
-  return table
-
-@click.command()
-@click.option("--arch", "archs", multiple=True, type=click.Choice(ARCHS), help="Only these. [default: one chip of each family]")
-@click.option("--d", "classes", multiple=True, type=click.Choice([str(d) for d in CLASSES]), help="Only this class. [default: all of them]")
-@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True, help="Processes.")
-@click.option("--all", "everything", is_flag=True, help="Print every tile that compiles without spills, by its bf16 causal kernel.")
-@click.option("--write", is_flag=True, help="Rewrite the table, of what was searched.")
-@click.option("--check", is_flag=True, help="Fail where the table has something else.")
-def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool) -> None:
-  """Choose the tiles of the forward kernel by a search over bounds from machine code. Nothing is measured, and no GPU is needed."""
-  if write and check: raise click.UsageError("--write or --check: one of them")
-  found = list(search(archs or ARCHS, [int(d) for d in classes] or CLASSES, jobs))
-  Console(width=None if Console().is_terminal else 160).print(show(found, everything))
-  if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:
-    raise click.ClickException(f"no tile compiles without spills: {', '.join(empty)}")
-  old, new = rows_in(TABLE.read_text()), rows_of(found)
-  changes = differences(old, new)
-  click.echo("\n".join(changes) if changes else f"{TABLE.name} has these tiles")
-  if write: TABLE.write_text(file_text({f: {**old.get(f, {}), **new.get(f, {})} for f in {**old, **new}}))
-  elif check and changes: raise click.ClickException(f"{TABLE.name} has other tiles: python -m attn.tune --write")
-
-if __name__ == "__main__":
-  try: main(prog_name="python -m attn.tune")
-  except (ValueError, RuntimeError) as e: raise SystemExit(f"python -m attn.tune: {e}") from None

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from attn.arch import Arch
-from attn.kernels.tiles import Candidate
+from attn.choose.candidates import Candidate
 from attn.problem import Problem
 
 CLASSES = (64, 128, 192, 256)   # head dimensions: a class goes up to its number

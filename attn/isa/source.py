@@ -1,16 +1,16 @@
 """Our kernels by name: which source a word such as gfx942/128/float16/causal stands for. The one place where attn.isa meets the kernels."""
 from __future__ import annotations
 from dataclasses import dataclass
-from attn.api import FLOATS
 from attn.arch import get_arch
-from attn.dispatch import MATRIX_DTYPES, single_kernel
+from attn.choose.dispatch import MATRIX_DTYPES
+from attn.choose.dispatch import single_kernel
 from attn.isa.model import MODEL
 from attn.kernels.forward import forward
 from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, render
+from attn.values import FLOATS
 
-DTYPES = MATRIX_DTYPES
 MASKS = ("full", "causal")
 
 @dataclass(frozen=True, order=True)
@@ -22,7 +22,7 @@ class Spec:
   mask: str = "full"
 
   def __post_init__(self) -> None:
-    for name, value, known in (("arch", self.arch, tuple(MODEL)), ("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS)):
+    for name, value, known in (("arch", self.arch, tuple(MODEL)), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS)):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
 
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}"
@@ -45,13 +45,13 @@ class Source:
 
 LENGTH, HEADS = 4096, 32   # whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
 
-def problem_of(spec:Spec) -> Problem:
+def problem_of_spec(spec:Spec) -> Problem:
   return Problem(1, HEADS, HEADS, LENGTH, LENGTH, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype,
                  window=(-1, 0 if spec.mask == "causal" else -1), softmax_scale=spec.d**-0.5)
 
 def kernel_source(spec:Spec, tile:Tile|None=None) -> Source:
   """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for the forward kernel with `tile`."""
-  p, arch = problem_of(spec), get_arch(spec.arch)
+  p, arch = problem_of_spec(spec), get_arch(spec.arch)
   kernel, used = single_kernel(p, arch) if tile is None else (forward(p, arch, tile), tile)
   assert isinstance(used, Tile)
   tensors = [UOp.placeholder((p.B, p.H, p.Sq, p.D), FLOATS[spec.dtype], slot) for slot in range(4)]

@@ -1,0 +1,61 @@
+"""`python -m attn.tune`: the search that makes attn/choose/tiles_table.py, as a command.
+
+    python -m attn.tune                        prints what it would choose, and what the table has not
+    python -m attn.tune --check                the same, and fails where the table has something else
+    python -m attn.tune --write                rewrites the table
+    python -m attn.tune --arch gfx942 --d 128  one class only; with --all also every tile that compiles, best first
+"""
+from __future__ import annotations
+import os
+from collections.abc import Iterable
+import click
+from rich.console import Console
+from rich.table import Table
+from attn.arch import get_arch
+from attn.choose.search import SEARCHED
+from attn.choose.search import TABLE_FILE
+from attn.choose.search import Class
+from attn.choose.search import differences
+from attn.choose.search import table_text
+from attn.choose.search import table_rows_in
+from attn.choose.search import table_rows
+from attn.choose.search import search
+from attn.choose.tiles import amd_tile
+from attn.choose.tuned import CLASSES
+from attn.isa.source import Spec
+from attn.isa.source import problem_of_spec
+
+def bounds_table(found:Iterable[Class], everything:bool) -> Table:
+  table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "serial", "issued", "overlap", "waves/SIMD",
+                title="bounds, not measured")
+  for x in found:
+    for y in x.ranked if everything else x.rows:
+      c, b = y.candidate, y.bound
+      tile = amd_tile(problem_of_spec(Spec(x.arch, x.d)), get_arch(x.arch), c)
+      table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={c.fills}"*(c.fills > 0),
+                    *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
+  return table
+
+@click.command()
+@click.option("--arch", "archs", multiple=True, type=click.Choice(SEARCHED), help="Only these. [default: one chip of each family]")
+@click.option("--d", "classes", multiple=True, type=click.Choice([str(d) for d in CLASSES]), help="Only this class. [default: all of them]")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True, help="Processes.")
+@click.option("--all", "everything", is_flag=True, help="Print every tile that compiles without spills, by its bf16 causal kernel.")
+@click.option("--write", is_flag=True, help="Rewrite the table, of what was searched.")
+@click.option("--check", is_flag=True, help="Fail where the table has something else.")
+def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool) -> None:
+  """Choose the tiles of the forward kernel by a search over bounds from machine code. Nothing is measured, and no GPU is needed."""
+  if write and check: raise click.UsageError("--write or --check: one of them")
+  found = list(search(archs or SEARCHED, [int(d) for d in classes] or CLASSES, jobs))
+  Console(width=None if Console().is_terminal else 160).print(bounds_table(found, everything))
+  if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:
+    raise click.ClickException(f"no tile compiles without spills: {', '.join(empty)}")
+  old, new = table_rows_in(TABLE_FILE.read_text()), table_rows(found)
+  changes = differences(old, new)
+  click.echo("\n".join(changes) if changes else f"{TABLE_FILE.name} has these tiles")
+  if write: TABLE_FILE.write_text(table_text({f: {**old.get(f, {}), **new.get(f, {})} for f in {**old, **new}}))
+  elif check and changes: raise click.ClickException(f"{TABLE_FILE.name} has other tiles: python -m attn.tune --write")
+
+if __name__ == "__main__":
+  try: main(prog_name="python -m attn.tune")
+  except (ValueError, RuntimeError) as e: raise SystemExit(f"python -m attn.tune: {e}") from None
