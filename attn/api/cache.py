@@ -79,7 +79,7 @@ def _rows(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seql
   start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, placement_of(k_cache, k_cache, v_cache, layout), "cache_seqlens")
   launches = [(cache, rows, _kernel(name, Append(size.get("batch", 1), size["heads"], new, capacity, size["width"], layout)))
               for name, rows, cache, size in (("k_cache", k_new, k_cache, sizes[0]), ("v_cache", v_new, v_cache, sizes[1]))]
-  return NewRows(tuple(launches), start, (start.maximum(0).minimum(capacity) + new).minimum(capacity).contiguous())
+  return NewRows(tuple(launches), start, (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous())
 
 def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, layout:str="bhsd") -> Tensor:
   """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
