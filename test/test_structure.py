@@ -14,9 +14,9 @@ ALLOWED = {"main", "Array"}     # what a module that is run begins with; numpy's
 STILL_TWICE = {
   "add", "alibi", "as_float", "buffer_load", "build", "concat", "exp2", "extract", "f32", "fma", "log2", "mask_above", "mask_below", "max_", "mul",
   "opaque_uniform", "pack", "rcp", "slice_", "softcap", "splat", "sub", "u32", "uniform", "widen_to_float",    # the operations of both vendors
-  "LARGE", "TABLE", "barrier", "correct", "row_sum", "settle", "wait",                               # more in attn/intrinsics*.py
-  "Extent", "Layout", "NEG_INF", "Rows", "State", "lds_bytes",                                                 # kernels
-  "Block", "CHIPS", "Chip", "Instruction", "register"}                                                         # chips, emulator and isa
+  "LARGE", "TABLE", "barrier", "correct", "row_sum", "settle", "wait",   # more in attn/intrinsics*.py
+  "Extent", "Layout", "NEG_INF", "Rows", "State", "lds_bytes",   # kernels
+  "Block", "CHIPS", "Chip", "Instruction", "UNDER_WAY", "register", "widen"}   # chips, emulator and isa
 
 def defined(tree:ast.Module) -> set[str]:
   """What a module defines itself at module level, not what it imports, nor what is its own business (`_names`)."""
