@@ -88,6 +88,16 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
     raise ValueError(f"{name}={value}: must lie in 0..{capacity}, the rows there are")
   return Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous()
 
+def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
+  """Raises ValueError for sequences that don't lie in order within `rows` rows, or are longer than `longest`: where the host can read the numbers at
+  no cost, on the emulator. Elsewhere rows beyond are 0."""
+  if not isinstance(cu.device, str) or cu.device.split(":")[0] != "EMU" or not cu.uop.is_realized: return
+  ends = cu.numpy()
+  found = int((ends[1:] - ends[:-1]).max())
+  if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
+    raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
+  if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows")
+
 def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str="kv_lengths") -> Call:
   """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths."""
   layout, bias, out = options.layout, options.bias, options.out
@@ -139,6 +149,9 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
                  softmax_scale=options.softmax_scale, layout=layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,
                  max_seqlen_k=options.max_seqlen_k, num_splits=options.num_splits,
                  extras={name: (local_shape(t), dtype_of(name, t)) for name, t in extras.items()})
+  if p.varlen:
+    check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
+    check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
   found = get_arch(options.arch) if options.arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])
   return Call(replace(p, return_lse=options.return_lse), {**inputs, **extras}, found, at, out)
 
@@ -182,7 +195,8 @@ def run_matrix(c:Call, choice:Choice) -> list[Tensor]:
 def run_three_pass(c:Call, _:Choice) -> list[Tensor]:
   p, t = c.problem, c.tensors
   o, lse = three_pass(*(bhsd(t[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window, top_left=p.top_left,
-                      offset=p.offset, softcap=p.softcap, **{name: t[name] for name in EXTRAS if name in t})
+                      offset=p.offset, softcap=p.softcap, longest=(p.Sq, p.Sk) if p.varlen else None,
+                      **{name: t[name] for name in EXTRAS if name in t})
   return deliver(c, o, lse)
 
 def check_devices(c:Call) -> None:

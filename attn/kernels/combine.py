@@ -13,6 +13,7 @@ import math
 from typing import Callable
 from attn.arch import Arch
 from attn.kernels.blocks import strides
+from attn.kernels.forward import OF_NO_SEQUENCE
 from attn.kernels.forward import OPTIMISED
 from attn.kernels.forward import arguments
 from attn.kernels.forward import store_row
@@ -37,8 +38,8 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
 
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
 
-  with the largest exponent taken out. o is in the layout and dtype of the problem; a row without keys gives 0 and -inf. Raises ValueError where
-  `splits` is not what p says.
+  with the largest exponent taken out. o is in the layout and dtype of the problem; a row without keys gives 0 and -inf, and so does a row of no
+  sequence, whatever the sinks. Raises ValueError where `splits` is not what p says.
   """
   if splits != p.num_splits or splits < 2:
     raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
@@ -87,6 +88,7 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
     outputs = store_row(arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, column, values, there)
     if "lse" in given:
       log_sum = weights.eq(0.0).where(NEG_INF, hw.add(reference, hw.mul(hw.log2(weights), LN2)))
+      if p.varlen: log_sum = largest.eq(OF_NO_SEQUENCE).where(NEG_INF, log_sum)
       outputs.append(given["lse"][row.valid(there & column.eq(0))].store(log_sum))
     size = 4*p.rows*(p.Dv + 1)*splits
     estimates = Estimates(ops=2*p.rows*p.Dv*splits, lds=size, mem=size)

@@ -8,11 +8,14 @@ K and V tiles come through registers to LDS, V transposed on the way; by default
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Callable
+from typing import Mapping
 from attn import intrinsics as hw
 from attn.arch import Arch
 from attn.fragment import Matrix
 from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
+from attn.kernels.blocks import outside
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
 from attn.kernels.tiles import (UNIT, Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
@@ -23,6 +26,7 @@ from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, Ops
 
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
 MAX_D = 256      # the longest row of O that registers hold
+OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # as the lse of a row among packed sequences: beside it everything vanishes
 FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
@@ -244,6 +248,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
         values = hw.mul(done.softmax.acc[qt*d_tiles + dt].load(), factor)
         if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
         outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
+    outputs += clear_outside(p, arch, sequence, given, batch, [first_head + i for i in range(group)], (q_block, q_blocks),
+                             (at.thread, tile.threads), next(axes), *split)
     name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
@@ -286,6 +292,28 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
   return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
+
+def clear_outside(p:Problem, arch:Arch, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
+                  axis:int, *split:UOp) -> list[UOp]:
+  """Of packed sequences: the stores, in a loop numbered `axis`, of o = 0 and lse = -inf to the rows that are of none (`blocks.outside`), for some
+  heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key range their lse is
+  OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
+  if not p.varlen: return []
+  hw, rows, vec = operations(arch.family), outside(p, x, batch, given, operations(arch.family)), math.gcd(p.Dv, 4)
+  o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
+  columns, together = p.Dv//vec, block[1]*thread[1]
+  if (count := trip_count((rows.count*columns + (together - 1))//together, hw)) is None: return []
+  trip = UOp.range(count, axis, AxisType.LOOP)
+  item = (trip*block[1] + block[0])*thread[1] + thread[0]
+  there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(p.total_q - 1)
+  zero, nothing = hw.splat(0.0, vec), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
+  if o.dtype not in (given["q"].dtype, dtypes.float): zero = hw.declare(zero, o.dtype)
+  stores = []
+  for head in heads:
+    number, begin = place_of_row(p, replace(x, q_start=0), Row(batch, head, row, there), *split)
+    stores += store_row(arch, flat(o), dtype, p.Dv, begin, column, zero, there)
+    if lse is not None: stores.append(flat(lse)[number.valid(there & column.eq(0))].store(nothing))
+  return [UOp.group(*stores).end(trip)]
 
 def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
