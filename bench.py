@@ -13,7 +13,7 @@ PLOT       with COMPARE=1, a picture of it (needs matplotlib)
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
 from __future__ import annotations
-import csv, math, os, statistics, subprocess, sys, time
+import csv, importlib, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
@@ -91,7 +91,8 @@ def settings(default:Mapping[str, Any]) -> Settings:
   if H % HKV: raise BadSetting(f"HKV={HKV}: must divide H={H}")
   q, k, v, o, lse_shape = shapes(B, H, HKV, N, SK, D, DV, layout)
   p = problem_of(o, q, k, v, dtypes=[out, *[dtype]*3, "float32"], lse=lse_shape if lse else None, causal=causal, window=window, layout=layout)
-  return Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0), number("VERIFY", 1, 0))
+  return Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0),
+                  choice("VERIFY", "1", {"0": 0, "1": 1, "2": 2}))
 
 def find_device() -> str:
   """DEV, or AMD where there is such a GPU, or the emulator."""
@@ -200,11 +201,10 @@ def report_of(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> Re
 
 def show_bounds(s:Settings) -> None:
   """What the machine code of the kernel and the chip's data sheet allow."""
-  try: from attn.isa import roofline, table
-  except ImportError as e: raise BadSetting(f"ISA=1: needs {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
+  from attn.isa import roofline, table
   p, arch = s.problem, device_arch()
   program, tile = single_kernel(p, arch)
-  if not isinstance(tile, Tile): raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {arch}")
+  assert isinstance(tile, Tile)
   found = report_of(p, arch, program, tile)
   console().print(table.brief([found]))
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
@@ -285,41 +285,80 @@ def show_figures() -> None:
   print(f"  lowering of the same     {row['lowering s']:.2f} s")
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
-def compare_all(sweep:bool) -> list[dict[str, Any]]:
+def compare_all(x:Task) -> list[dict[str, Any]]:
   """Rows of COMPARE=1."""
   if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
   if not torch.cuda.is_available(): raise BadSetting("COMPARE=1 needs a PyTorch with CUDA")
+  if x.plot: needs("PLOT", "matplotlib", "pip install matplotlib")
   import compare
-  todo = [settings({**ON_A_GPU, **x}) for x in (compare.SWEEP if sweep else [{}])]
-  rows = []
-  for s in tqdm(todo, unit="shape", disable=not sweep):
+  todo = [settings({**ON_A_GPU, **sizes}) for sizes in (compare.SWEEP if x.sweep else [{}])]
+  for s in todo:
     p = s.problem
     if p.layout != "bhsd" or p.Sq != p.Sk or p.Dv != p.D or s.window != (-1, -1) or p.return_lse or p.dtype != p.out_dtype:
       raise BadSetting(f"COMPARE=1 of {describe(s)}: the peers have layout bhsd, N = SK, D = DV and no WINDOW, LSE or OUT_DTYPE")
+  rows = []
+  for s in tqdm(todo, unit="shape", disable=not x.sweep):
+    p = s.problem
     heads = f"{p.H}/{p.Hkv}" if p.H//p.Hkv > 1 else f"{p.H}"
     rows.append(compare.compare(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
-  if path := getenv("PLOT", ""): compare.plot(rows, path, f"attention forward on one {torch.cuda.get_device_name()}")
+  if x.plot: compare.plot(rows, x.plot, f"attention forward on one {torch.cuda.get_device_name()}")
   return rows
 
+# ***** what to do *****
+
+@dataclass(frozen=True)
+class Task:
+  """The settings that say what is to be done with the problems."""
+  figures: bool
+  sweep: bool
+  tune: bool
+  compare: bool
+  isa: bool
+  csv: str
+  plot: str
+
+def task() -> Task:
+  """As the environment has it. Raises BadSetting for what can't be done, before anything is."""
+  x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"))
+  chosen = [name for name in ("FIGURES", "TUNE", "COMPARE", "ISA") if getattr(x, name.lower())]
+  if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: one of them at a time")
+  if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
+  if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"): raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
+  if x.isa: needs("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")
+  return x
+
+def file_for(name:str) -> str:
+  """The path of a file that can be written, or nothing."""
+  if not (path := getenv(name, "")): return ""
+  folder = os.path.dirname(os.path.abspath(path))
+  if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+    raise BadSetting(f"{name}={path!r}: must be a file in a directory that can be written to")
+  return path
+
+def needs(name:str, module:str, cure:str) -> None:
+  try: importlib.import_module(module)
+  except ImportError as e: raise BadSetting(f"{name}: needs {e.name}; {cure}") from None
+
 def main() -> int:
-  if flag("FIGURES"):
+  todo_with = task()
+  if todo_with.figures:
     show_figures()
     return 0
-  if (path := getenv("CSV", "")) and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-    raise BadSetting(f"CSV={path!r}: must be a file in a directory that can be written to")
   with Context(DEV=(device := find_device())):
-    default, sweep = ON_THE_EMULATOR if Device.DEFAULT == "EMU" else ON_A_GPU, flag("SWEEP")
-    todo = [settings({**default, **x}) for x in (SWEEP if sweep else [{}])]
-    if flag("TUNE"):
+    default = ON_THE_EMULATOR if Device.DEFAULT == "EMU" else ON_A_GPU
+    todo = [settings({**default, **x}) for x in (SWEEP if todo_with.sweep else [{}])]
+    if todo_with.isa and device_arch().family == "nvidia":
+      raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {device_arch()}")
+    if todo_with.tune:
       tune_all(todo)
       return 0
-    rows = compare_all(sweep) if flag("COMPARE") else [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
+    rows = compare_all(todo_with) if todo_with.compare else [bench(x) for x in tqdm(todo, unit="shape", disable=not todo_with.sweep)]
     show(f"flash attention forward, DEV={device}", rows)
-    for s in todo if flag("ISA") and not flag("COMPARE") else []: show_bounds(s)
-  if path:
-    with open(path, "w", newline="") as f:
+    for s in todo if todo_with.isa else []: show_bounds(s)
+  if todo_with.csv:
+    with open(todo_with.csv, "w", newline="") as f:
       writer = csv.DictWriter(f, list(rows[0]))
       writer.writeheader()
       writer.writerows(rows)

@@ -63,6 +63,10 @@ def word(name:str, x:Any, known:Iterable[str], supported:str="") -> str:
   if isinstance(x, str) and x in known: return str(x)
   raise wrong(name, x, supported or f"one of {', '.join(map(repr, known))}")
 
+def is_nothing(x:Any) -> bool:
+  """Whether an argument is 0, False or empty."""
+  return isinstance(x, (bool, int, float, str, tuple, list)) and not x
+
 def tensor(name:str, x:Any) -> Tensor:
   if isinstance(x, Tensor): return x
   raise ValueError(f"{name} is a {type(x).__name__}: must be a Tensor" if not isinstance(x, np.ndarray) else

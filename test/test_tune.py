@@ -27,9 +27,13 @@ from attn.tinygrad_compat import UOp
 ROOT = Path(__file__).resolve().parent.parent
 REAL = replace(get_arch("gfx942"), tuned=True)
 
+STAMP = {"attn": "0.1.0", "tinygrad": "0.14.0", "compiler": "clang version 22"}
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> Path:
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"attn"/"tune.json")
+  monkeypatch.setattr(tuned, "stamp", lambda: STAMP)
+  tuned.warn.cache_clear()
   return tmp_path/"attn"/"tune.json"
 
 def problem(**sizes:Any) -> Problem:
@@ -175,12 +179,34 @@ def test_a_winner_comes_before_the_dual_wave_kernel() -> None:
   tuned.store(p, arch, FAST, 1e-3)
   assert choose(p, arch).kernel == "forward" and "TUNE=1" in str(choose(p, arch).why_not("dual_wave"))
 
-@pytest.mark.parametrize("text", [
-  "", "{", "[]", '{"gfx942": 3}', '{"gfx942": {"KIND": {"tile": {"wheels": 3}}}}', '{"gfx942": {"KIND": {"tile": null}}}'])
-def test_a_damaged_cache_is_an_empty_one(text:str, cache:Path) -> None:
+GOOD = {"up_to": 128, "waves": 4, "q_tiles": 1, "block_n": 64}
+def entry(**fields:Any) -> dict[str, Any]: return {"tile": GOOD | fields, "seconds": 1e-3, "stamp": STAMP}
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"gfx942": 3}', '{"gfx942": null}', "[" * 100_000, "\0\0", '{"gfx942": {"KIND": 1}}'])
+def test_a_damaged_cache_is_an_empty_one_with_one_warning(text:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
   cache.parent.mkdir()
   cache.write_text(text.replace("KIND", str(tuned.problem_class(problem()))))
-  assert tuned.winner(problem(), REAL) is None
+  assert tuned.winner(problem(), REAL) is None and tuned.winner(problem(), REAL) is None
+  warning, = recwarn.list
+  assert str(cache) in str(warning.message)
+
+@pytest.mark.parametrize(("found", "word"), [
+  (entry(waves="4"), "waves='4'"), (entry(waves=0), "waves=0"), (entry(waves=1000), "waves=1000"), (entry(waves=True), "waves=True"),
+  (entry(q_tiles=None), "q_tiles=None"), (entry(matrix=99), "matrix=99"), (entry(up_to=None), "up_to=None"), (entry(wheels=3), "wheels"),
+  (entry(block_n=16), "block_n=16"), (entry(fenced=1), "fenced=1"), (entry(fills=-1), "fills=-1"), ({"tile": {"waves": 4}, "stamp": STAMP}, "up_to"),
+  ({"tile": [1]}, "tile=[1]"), ({}, "without a tile"), ({**entry(), "stamp": {**STAMP, "compiler": "clang version 19"}}, "clang version 19"),
+  ({k: v for k, v in entry().items() if k != "stamp"}, "was made with attn None")])
+def test_an_entry_that_is_no_tile_is_ignored(found:dict[str, Any], word:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
+  cache.parent.mkdir()
+  cache.write_text(json.dumps({"gfx942": {tuned.problem_class(problem()): found}}))
+  assert tuned.winner(problem(), REAL) is None and choose_tile(problem(), REAL) == choose_tile(problem(), get_arch("gfx942"))
+  warning, = recwarn.list
+  assert str(cache) in str(warning.message) and word in str(warning.message)
+
+def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> None:
+  cache.parent.mkdir()
+  cache.write_text(json.dumps({"gfx942": {tuned.problem_class(problem()): entry()}}))
+  assert tuned.winner(problem(), REAL) == Candidate(128, 4, 1, 64) and not recwarn.list
 
 def test_what_cannot_be_kept(monkeypatch:pytest.MonkeyPatch) -> None:
   with pytest.raises(ValueError, match="softcap belongs to no class"): tuned.store(problem(softcap=20.0), REAL, FAST, 1e-3)

@@ -12,8 +12,11 @@ from attn.api.attention import lengths
 from attn.api.attention import prepare
 from attn.api.custom_kernel import CheckedKernel
 from attn.api.custom_kernel import KernelFunction
+from attn.api.custom_kernel import region
 from attn.api.custom_kernel import static_shape
+from attn.api.custom_kernel import whole_buffer
 from attn.api.options import check_lengths
+from attn.api.options import check_out_dtype
 from attn.api.options import options_of
 from attn.api.placement import AXES
 from attn.api.placement import local_shape
@@ -21,7 +24,7 @@ from attn.api.placement import placement_of
 from attn.kernels.append import Append
 from attn.kernels.append import append
 from attn.problem import LAYOUTS
-from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
+from attn.tinygrad_compat import DType, Device, Tensor, UOp, dtypes
 
 CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")
 
@@ -29,10 +32,13 @@ def check_cache_layout(name:str, x:Any) -> str: return values.word(name, x, CACH
 
 Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Variable, or int32 (B)
 
-def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType=dtypes.half, layout:str="bhsd",
+def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, layout:str="bhsd",
                    device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
   """A cache for `capacity` rows of `width` elements for each batch and key/value head: (k_cache, v_cache) of zeros, in `layout` "bhsd" or "bshd"."""
-  if layout not in ("bhsd", "bshd"): raise ValueError(f"layout={layout!r}: must be 'bhsd' or 'bshd'")
+  layout = values.word("layout", layout, ("bhsd", "bshd"))
+  batch, heads, capacity, width = (values.whole_number(name, n, 1, None, "a whole number, at least 1")
+                                   for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
+  dtype = check_out_dtype("dtype", dtype)
   shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
   k, v = (Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize() for _ in range(2))
   return k, v
@@ -44,12 +50,22 @@ def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
   if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
   if len(got) != len(want) or got[:rows] + got[rows+1:] != want[:rows] + want[rows+1:]:
     raise ValueError(f"{name}_new has shape {got}: must be that of {name}_cache, {want}, but for the number of rows, axis {rows}")
-  if new.dtype != cache.dtype: raise ValueError(f"{name}_new has dtype {new.dtype}: must be that of {name}_cache, {cache.dtype}")
+  dtype = values.dtype_name(f"{name}_cache", cache.dtype, values.FLOATS)
+  if new.dtype != cache.dtype: raise ValueError(f"{name}_new has dtype {values.dtype_text(new.dtype)}: must be that of {name}_cache, {dtype}")
   if new.device != cache.device or new.uop.axis != cache.uop.axis:
     raise ValueError(f"{name}_new is on {new.device}, sharded along axis {new.uop.axis}: must be as {name}_cache, on {cache.device}, along axis "
                      f"{cache.uop.axis}")
   if got[rows] > want[rows]: raise ValueError(f"{name}_new has {got[rows]} rows: {name}_cache holds {want[rows]}")
   return got[rows], want[rows]
+
+def has_threads(device:str|tuple[str, ...]|None) -> bool:
+  """Whether a workgroup of the device has threads; one core of a CPU has not."""
+  return device is None or Device[device if isinstance(device, str) else device[0]].renderer.has_local
+
+def overlap(x:UOp, y:UOp) -> bool:
+  """Whether two caches share memory."""
+  a, b = region(x), region(y)
+  return a is not None and b is not None and a[0] is b[0] and max(a[1], b[1]) < min(a[1] + a[2], b[1] + b[2])
 
 @functools.cache
 def _kernel(name:str, a:Append) -> KernelFunction:
@@ -75,16 +91,22 @@ def _rows(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seql
     raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
   if (n := known(cache_seqlens)) is not None and n + new > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
+  for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)): whole_buffer(name, cache.uop)
+  if overlap(k_cache.uop, v_cache.uop): raise ValueError("k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one")
   sizes = [dict(zip(AXES[layout], local_shape(cache))) for cache in (k_cache, v_cache)]
-  start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, placement_of(k_cache, k_cache, v_cache, layout), "cache_seqlens")
-  launches = [(cache, rows, _kernel(name, Append(size.get("batch", 1), size["heads"], new, capacity, size["width"], layout)))
+  at = placement_of(k_cache, k_cache, v_cache, layout)
+  start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, at, "cache_seqlens")
+  def kernel(name:str, batch:int=1, *, heads:int, width:int, rows:int) -> KernelFunction:
+    return _kernel(name, Append(batch, heads, new, rows, width, layout, has_threads(k_cache.device)))
+  launches = [(cache, rows, kernel(name, **size))
               for name, rows, cache, size in (("k_cache", k_new, k_cache, sizes[0]), ("v_cache", v_new, v_cache, sizes[1]))]
   return NewRows(tuple(launches), start, (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous())
 
 def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, layout:str="bhsd") -> Tensor:
   """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
 
-  k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must be whole buffers.
+  k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must be whole buffers
+  that share no memory, or parts of one buffer, as `.contiguous()` makes them of slices without gaps.
   An overflow that the host knows of raises ValueError: cache_seqlens + new > capacity for an int, or for the value that a Variable is bound to.
   One that only the device knows, in a Tensor, writes nothing beyond the cache: the rows that don't fit are dropped, and the length returned is the
   capacity.

@@ -21,12 +21,24 @@ class KernelFunction(Protocol):
   """A function for `Tensor.custom_kernel(..., fxn=...)`."""
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
+def region(u:UOp) -> tuple[UOp, int, int]|None:
+  """(buffer, first element, elements) of what a kernel writes to when it is given `u`; None where that is no memory of u's own. A slice of a buffer
+  without gaps is a region of it once it is `contiguous()`: tinygrad gives the kernel that part of the buffer."""
+  count, sliced = u.max_numel(), False
+  while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS):
+    sliced |= u.op is Ops.CONTIGUOUS
+    u = u.src[0]
+  if u.op in (Ops.BUFFER, Ops.PARAM): return u, 0, count
+  if not sliced or (view := u.contiguous_view()) is None: return None
+  base = region(view[0])
+  return None if base is None else (base[0], base[1] + view[1], count)
+
 def whole_buffer(name:str, u:UOp) -> None:
-  """Raises ValueError unless `u`, which a kernel is to write, is a buffer and not a view of one."""
+  """Raises ValueError unless `u`, which a kernel is to write, is a buffer or a region of one, and not a view."""
+  if region(u) is not None: return
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS): u = u.src[0]
-  if u.op not in (Ops.BUFFER, Ops.PARAM):
-    raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
-                     "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
+  raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
+                   "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
 @dataclass(frozen=True)
 class CheckedKernel:
