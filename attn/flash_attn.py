@@ -8,6 +8,7 @@ from attn.api.attention import attend
 from attn.api.attention import attention
 from attn.api.attention import prepare
 from attn.api.cache import attention_with_kv_cache
+from attn.api.cache import check_caches
 from attn.api.options import AttentionOptions
 from attn.api.options import check_lengths
 from attn.tinygrad_compat import Tensor, UOp
@@ -83,5 +84,5 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
     if cache_seqlens is None: raise ValueError("cache_seqlens=None with new rows k and v: must say where they go")
     return attention_with_kv_cache(q, k, v, k_cache, v_cache, cache_seqlens, layout="bshd", **options)
   if cache_seqlens is not None: cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
-  for name, t in (("k_cache", k_cache), ("v_cache", v_cache)): values.tensor(name, t)
+  check_caches(q, k_cache, v_cache, "bshd")
   return attend(prepare(q, k_cache, v_cache, AttentionOptions(layout="bshd", kv_lengths=cache_seqlens, **options), "cache_seqlens"))

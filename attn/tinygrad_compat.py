@@ -11,17 +11,19 @@ from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.engine.realize import capturing
 from tinygrad.engine.realize import compile_linear, get_runtime, run_linear
 from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
+from tinygrad.uop.spec import glbls as spec_names
 from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled",
            "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
            "NVCCRenderer", "NamedHIPCCRenderer", "NamedHIPRenderer", "NamedVectors", "Ops", "Program", "ProgramInfo", "Renderer",
-           "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "VECTOR_ELEMENTS", "allow_dynamic_shared", "compiled",
+           "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "VECTOR_ELEMENTS", "allow_dynamic_shared", "capturing", "compiled",
            "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
            "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "render", "vector_dtype"]
 
@@ -41,6 +43,9 @@ def vector_dtype(element:str, n:int) -> DType:
   dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
   return dtype
+
+# With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what `VectorDType.__repr__` names.
+spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtype.name == name)
 
 # CUDA declares its vectors of up to four elements, clang none: a HIP source declares those that it names. (Up to clang 20 the attribute stands in
 # typedefs only.)

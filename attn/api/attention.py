@@ -10,6 +10,7 @@ from attn.api.custom_kernel import CheckedKernel
 from attn.api.custom_kernel import KernelFunction
 from attn.api.custom_kernel import arch_of
 from attn.api.custom_kernel import check_device
+from attn.api.custom_kernel import check_means
 from attn.api.custom_kernel import dtype_of
 from attn.api.custom_kernel import static_shape
 from attn.api.custom_kernel import whole_buffer
@@ -36,7 +37,7 @@ from attn.problem import EXTRAS
 from attn.problem import LAYOUTS
 from attn.problem import Problem
 from attn.problem import problem_of
-from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
+from attn.tinygrad_compat import DType, Tensor, UOp, capturing, dtypes
 from attn.values import FLOATS
 
 WRITTEN = ("o", "lse", "o_partial", "lse_partial")
@@ -91,7 +92,7 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
   """Raises ValueError for sequences that don't lie in order within `rows` rows, or are longer than `longest`: where the host can read the numbers at
   no cost, on the emulator. Elsewhere rows beyond are 0."""
-  if not isinstance(cu.device, str) or cu.device.split(":")[0] != "EMU" or not cu.uop.is_realized: return
+  if not isinstance(cu.device, str) or cu.device.split(":")[0] != "EMU" or not cu.uop.is_realized or capturing: return
   ends = cu.numpy()
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
@@ -162,7 +163,10 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
   def checked(program:Any, names:Iterable[str]) -> KernelFunction:
     written = tuple(name for name in names if name in WRITTEN)
-    return lambda *placeholders: CheckedKernel(program(*placeholders), written)
+    def kernel(*placeholders:UOp) -> CheckedKernel:
+      check_means(sink := program(*placeholders), arch)
+      return CheckedKernel(sink, written)
+    return kernel
   found = [checked(program_of(choice, p), arguments(p))]
   return found + ([checked(combine(p, arch, p.num_splits), combine_arguments(p))] if p.num_splits > 1 else [])
 

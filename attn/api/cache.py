@@ -36,9 +36,10 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
                    device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
   """A cache for `capacity` rows of `width` elements for each batch and key/value head: (k_cache, v_cache) of zeros, in `layout` "bhsd" or "bshd"."""
   layout = values.word("layout", layout, ("bhsd", "bshd"))
-  batch, heads, capacity, width = (values.whole_number(name, n, 1, None, "a whole number, at least 1")
+  batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
                                    for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
   dtype = check_out_dtype("dtype", dtype)
+  if device is not None: device = check_device_name("device", device)
   shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
   k, v = (Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize() for _ in range(2))
   return k, v
@@ -57,6 +58,31 @@ def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
                      f"{cache.uop.axis}")
   if got[rows] > want[rows]: raise ValueError(f"{name}_new has {got[rows]} rows: {name}_cache holds {want[rows]}")
   return got[rows], want[rows]
+
+def check_device_name(name:str, x:Any) -> str|tuple[str, ...]:
+  """The name of a device that opens, or several."""
+  if isinstance(x, (tuple, list)) and x: return tuple(str(check_device_name(name, part)) for part in x)
+  if not isinstance(x, str) or not x: raise values.wrong(name, x, "the name of a device, or several in a tuple")
+  try: Device[x]
+  except Exception as e: raise ValueError(f"{name}={x!r}: it does not open: {e}") from None   # whatever its absence looks like
+  return x
+
+def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
+  """Raises ValueError for caches that don't go with each other or with q."""
+  shapes = []
+  for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+    values.dtype_name(name, values.tensor(name, t).dtype, values.FLOATS)
+    if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
+      raise ValueError(f"{name} has shape {shape}; layout={layout!r} needs {LAYOUTS[layout]}")
+    if 0 in shape: raise ValueError(f"{name} has shape {shape}: every dimension must be at least 1")
+    if t.device != q.device:
+      raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
+    if t.dtype != q.dtype: raise ValueError(f"{name} has dtype {values.dtype_text(t.dtype)}: must be that of q, {values.dtype_text(q.dtype)}")
+    shapes.append(dict(zip(AXES[layout], shape)))
+  of_q, of_k, of_v = shapes
+  for name, axis, got, want, of in (("k_cache", "batch", of_k, of_q, "q"), ("k_cache", "width", of_k, of_q, "q"),
+                                    *[("v_cache", axis, of_v, of_k, "k_cache") for axis in ("batch", "heads", "rows")]):
+    if got.get(axis) != want.get(axis): raise ValueError(f"{name} has {axis} {got[axis]}: must be that of {of}, {want[axis]}")
 
 def has_threads(device:str|tuple[str, ...]|None) -> bool:
   """Whether a workgroup of the device has threads; one core of a CPU has not."""
@@ -127,6 +153,7 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor
     if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout)
   checked = options_of("attention_with_kv_cache", {**options, "causal": causal, "layout": layout, "kv_lengths": rows.filled})
+  check_caches(q, k_cache, v_cache, checked.layout)
   call = prepare(q, k_cache, v_cache, checked, "cache_seqlens")
   call.choice()
   check_devices(call)

@@ -1,6 +1,6 @@
 """Kernels for `Tensor.custom_kernel`: `flash_attention` and `flash_attention_fn`."""
 from __future__ import annotations
-import functools
+import functools, math
 from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from attn.arch import get_arch
 from attn.choose.dispatch import single_kernel
 from attn.problem import EXTRAS
 from attn.problem import problem_of
-from attn.tinygrad_compat import Device, Ops, UOp, allow_dynamic_shared
+from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, allow_dynamic_shared
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
@@ -39,6 +39,19 @@ def whole_buffer(name:str, u:UOp) -> None:
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS): u = u.src[0]
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
+
+WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # threads, and workgroups: of AMD's and NVIDIA's chips alike
+OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
+
+def check_means(sink:UOp, arch:Arch) -> None:
+  """Raises NotImplementedError for a kernel that needs more threads, LDS or workgroups than `arch` has."""
+  ranges, lds = {u for u in sink.toposort() if u.op is Ops.RANGE}, {}
+  for u in sink.toposort():
+    if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL: lds[u.arg] = u.max_numel()*u.dtype.itemsize
+  def product(*kinds:AxisType) -> int: return math.prod(int(u.vmax) + 1 for u in ranges if u.arg[-1] in kinds)
+  for what, need, most in (("threads of a workgroup", product(*OF_THREADS), WORKGROUP_MOST), ("workgroups", product(AxisType.GLOBAL), GRID_MOST),
+                           ("bytes of LDS of a workgroup", sum(lds.values()), arch.lds)):
+    if need > most: raise NotImplementedError(f"{sink.arg.name} needs {need} {what}: {arch.name} has {most}")
 
 @dataclass(frozen=True)
 class CheckedKernel:
@@ -113,7 +126,7 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
   """
   options = KernelOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, max_seqlen_q=max_seqlen_q,
                           max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch)
-  if isinstance(extras, str) or tuple(extras) != (names := tuple(name for name in EXTRAS if name in extras)):
+  if not isinstance(extras, (tuple, list)) or list(extras) != [*(names := tuple(name for name in EXTRAS if name in extras))]:
     raise values.wrong("extras", extras, f"some of {', '.join(EXTRAS)}, in this order")
   return _kernel_of(options, names)
 
@@ -130,7 +143,9 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
                    lse=shapes["lse"] if options.return_lse else None, causal=options.causal, window=options.window,
                    softmax_scale=options.softmax_scale, layout=options.layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,
                    max_seqlen_k=options.max_seqlen_k, extras={n: (shapes[n], dtype_of(n, t[n])) for n in extras})
-    return CheckedKernel(single_kernel(p, found)[0](*placeholders), outputs, options.arch)
+    sink = single_kernel(p, found)[0](*placeholders)
+    check_means(sink, found)
+    return CheckedKernel(sink, outputs, options.arch)
   return kernel
 
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:

@@ -39,6 +39,7 @@ def check_out_dtype(name:str, x:Any) -> DType:
 
 def check_lengths(name:str, x:Any) -> int|UOp|Tensor:
   """What can be said of a number of rows without the tensors."""
+  if isinstance(x, UOp) and x.is_variable: raise values.wrong(name, x, "bound to a number: variable.bind(n)")
   if isinstance(x, (UOp, Tensor)): return x
   if not values.is_whole(x): raise values.wrong(name, x, "an int, a Variable or an int32 Tensor")
   return int(x)

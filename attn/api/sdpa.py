@@ -23,6 +23,7 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
     types.append(values.dtype_name(name, values.tensor(name, t).dtype, values.FLOATS))
     if t.ndim < 2: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be (..., S, D)")
     if 0 in static_shape(name, t.shape): raise ValueError(f"{name} has shape {t.shape}: every dimension must be at least 1")
+    if t.device != q.device: raise ValueError(f"{name} is on {t.device} but query on {q.device}: all must be on the same device, or the same devices")
   if len(set(types)) > 1: raise ValueError(f"query, key and value have dtypes {', '.join(types)}: all three must be the same")
   if k.shape[-1] != q.shape[-1]: raise ValueError(f"key has shape {k.shape}: its head dimension is {k.shape[-1]} but that of query is {q.shape[-1]}")
   if v.shape[-2] != k.shape[-2]: raise ValueError(f"value has shape {v.shape}: its length is {v.shape[-2]} but that of key is {k.shape[-2]}")

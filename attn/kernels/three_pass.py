@@ -42,6 +42,11 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:
   j = Tensor.arange(Sk) - each(in_k, cu_k[:-1])
   return Extent((number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0), i.reshape(Sq, 1), j.reshape(1, Sk), in_q)
 
+def tanh(x:Tensor) -> Tensor:
+  """tinygrad's has an error of an ulp of 1, which a large softcap would multiply: near 0 by the first terms of its series."""
+  y = x*x
+  return (x.abs() < 0.25).where(x*(1 + y*(-1/3 + y*(2/15 - y*(17/315)))), x.tanh())
+
 def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
                softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None) -> tuple[Tensor, Tensor]:
@@ -63,7 +68,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
 
   # ***** S *****
   s = (q.float().reshape(*grouped, Sq, -1) @ k.float().unsqueeze(2).transpose(-1, -2))*softmax_scale
-  if softcap: s = (s/softcap).tanh()*softcap
+  if softcap: s = tanh(s/softcap)*softcap
   if alibi_slopes is not None:
     slopes = per_head(alibi_slopes)
     if at.member is not None: slopes = at.member.reshape(-1, 1, 1, Sq, 1).where(slopes, 0.0).sum(0, keepdim=True)   # each query that of its sequence
