@@ -8,7 +8,7 @@ CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 fo
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds from the machine code                                                CSV      a file for the table
 TUNE       1: on a GPU, times every tile that the forward kernel may have instead, and keeps the fastest for dispatch in the user's cache directory
-COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over the shapes of compare.py
+COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over a list of shapes
 PLOT       with COMPARE=1, a picture of it (needs matplotlib)
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
@@ -17,13 +17,13 @@ import csv, importlib, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 from tinygrad import Context, Device, Tensor, dtypes, getenv
+from attn.api.custom_kernel import default_arch
 from attn.api.custom_kernel import device_arch
 from attn.api.custom_kernel import flash_attention_fn
-from attn.arch import Arch
+from attn.chips import Chip
+from attn.compilers.choice import in_use
+from attn.compilers.found import NoCompiler
 from attn.choose import tuned
 from attn.choose.candidates import Candidate
 from attn.choose.dispatch import KERNELS
@@ -32,11 +32,17 @@ from attn.choose.dispatch import single_kernel
 from attn.choose.tiles import amd_tile
 from attn.choose.tiles import fits
 from attn.emulator.checks import EmulatorError
+from attn.extras import needs
 from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same
-from attn.tinygrad_compat import UOp, compiled, device_seconds, render
+from attn.ops.renderers import render
+from attn.tinygrad_compat import UOp, compiled, device_seconds
 from attn.values import FLOATS
+with needs("bench", "bench.py", __name__):
+  from rich.console import Console
+  from rich.table import Table
+  from tqdm import tqdm
 if TYPE_CHECKING: from attn.isa.report import Report
 
 NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
@@ -190,13 +196,14 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 
 # ***** bounds *****
 
-def report_of(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> Report:
-  """The machine code of a kernel of `p`. Raises RuntimeError where there is no compiler."""
-  from attn.isa import compiler, report
+def report_of(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> Report:
+  """The machine code of a kernel of `p`. Raises NoCompiler where there is none."""
+  from attn.compilers import clang
+  from attn.isa import report
   q, k, v, o, lse = shapes_of(p)
   tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
   source = render(program(*(UOp.placeholder(shape, FLOATS[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
-  return report.analyse(compiler.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
+  return report.analyse(clang.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
                         queries=tile.q_tiles*tile.matrix.N)
 
 def show_bounds(s:Settings) -> None:
@@ -209,10 +216,10 @@ def show_bounds(s:Settings) -> None:
   console().print(table.brief([found]))
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
   rows = []
-  for chip in roofline.chips_of(arch.name):
-    overlapped, serial = (roofline.roofline(p, tile, chip, x) for x in use)
-    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, chip)[:3])
-    rows.append({"chip": chip.name, "peak": chip.peak, "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
+  for chip, card in roofline.rated(arch.name):
+    overlapped, serial = (roofline.roofline(p, tile, chip, card, x) for x in use)
+    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, card.name)[:3])
+    rows.append({"chip": card.name, "peak": chip.peak(card), "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
                  "CUs busy": f"{100*overlapped.balance:.0f}%", "measured by others": others or "nothing for this shape"})
   show("bound, not measured (TFLOP/s)", rows)
 
@@ -228,15 +235,15 @@ def device_timer(s:Settings) -> Seconds:
     return min(device_seconds(schedule) for _ in range(s.count))
   return seconds
 
-def spills(p:Problem, arch:Arch, program:Callable[..., UOp], tile:Tile) -> bool:
+def spills(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> bool:
   """Whether the kernel keeps registers in memory; False where there is no compiler to ask."""
-  from attn.isa.compiler import toolchain
+  from attn.compilers.clang import toolchain
   try: toolchain()
-  except RuntimeError: return False
+  except NoCompiler: return False
   r = report_of(p, arch, program, tile).resources
   return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
 
-def tune(s:Settings, arch:Arch, seconds:Seconds) -> list[dict[str, Any]]:
+def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
   from attn.choose.search import candidates
   p, arch = s.problem, replace(arch, tuned=False)
@@ -261,7 +268,6 @@ def tune_all(todo:Sequence[Settings]) -> None:
   if Device.DEFAULT == "EMU":
     raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
                      "(python -m attn.tune)")
-  if tuned.path() is None: raise BadSetting("TUNE=1: needs platformdirs, which the extra attn[bench] installs: pip install -e '.[bench]'")
   for s in todo:
     show(f"{describe(s)} on {device_arch().name}: the first is kept in {tuned.path()}", tune(s, device_arch(), device_timer(s)))
 
@@ -291,9 +297,9 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
   if not torch.cuda.is_available(): raise BadSetting("COMPARE=1 needs a PyTorch with CUDA")
-  if x.plot: needs("PLOT", "matplotlib", "pip install matplotlib")
-  import compare
-  todo = [settings({**ON_A_GPU, **sizes}) for sizes in (compare.SWEEP if x.sweep else [{}])]
+  if x.plot: importable("PLOT", "matplotlib", "pip install matplotlib")
+  from attn.measure import peers
+  todo = [settings({**ON_A_GPU, **sizes}) for sizes in (peers.SWEEP if x.sweep else [{}])]
   for s in todo:
     p = s.problem
     if p.layout != "bhsd" or p.Sq != p.Sk or p.Dv != p.D or s.window != (-1, -1) or p.return_lse or p.dtype != p.out_dtype:
@@ -302,8 +308,8 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   for s in tqdm(todo, unit="shape", disable=not x.sweep):
     p = s.problem
     heads = f"{p.H}/{p.Hkv}" if p.H//p.Hkv > 1 else f"{p.H}"
-    rows.append(compare.compare(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
-  if x.plot: compare.plot(rows, x.plot, f"attention forward on one {torch.cuda.get_device_name()}")
+    rows.append(peers.compare_problem(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
+  if x.plot: peers.plot(rows, x.plot, f"attention forward on one {torch.cuda.get_device_name()}")
   return rows
 
 # ***** what to do *****
@@ -326,7 +332,7 @@ def task() -> Task:
   if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: one of them at a time")
   if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
   if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"): raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
-  if x.isa: needs("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")
+  if x.isa: importable("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")
   return x
 
 def file_for(name:str) -> str:
@@ -337,7 +343,7 @@ def file_for(name:str) -> str:
     raise BadSetting(f"{name}={path!r}: must be a file in a directory that can be written to")
   return path
 
-def needs(name:str, module:str, cure:str) -> None:
+def importable(name:str, module:str, cure:str) -> None:
   try: importlib.import_module(module)
   except ImportError as e: raise BadSetting(f"{name}: needs {e.name}; {cure}") from None
 
@@ -355,7 +361,8 @@ def main() -> int:
       tune_all(todo)
       return 0
     rows = compare_all(todo_with) if todo_with.compare else [bench(x) for x in tqdm(todo, unit="shape", disable=not todo_with.sweep)]
-    show(f"flash attention forward, DEV={device}", rows)
+    compiled_by = f", {in_use(default_arch())}" if Device.DEFAULT == "AMD" else ""
+    show(f"flash attention forward, DEV={device}{compiled_by}", rows)
     for s in todo if todo_with.isa else []: show_bounds(s)
   if todo_with.csv:
     with open(todo_with.csv, "w", newline="") as f:
@@ -367,6 +374,6 @@ def main() -> int:
 if __name__ == "__main__":
   try: sys.exit(main())
   except EmulatorError as e: sys.exit(f"bench.py: the emulator stopped the kernel: {e}")
-  except (BadSetting, ValueError, NotImplementedError) as e:
+  except (BadSetting, NoCompiler, ValueError, NotImplementedError) as e:
     print(f"bench.py: {e}", file=sys.stderr)
     sys.exit(2)

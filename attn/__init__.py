@@ -6,10 +6,10 @@ from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache  #
 from attn.api.custom_kernel import flash_attention, flash_attention_fn  # noqa: E402
 from attn.api.sdpa import install, installed, scaled_dot_product_attention, uninstall  # noqa: E402
 from attn.emulator.device import register as _register_emulator  # noqa: E402
-from attn.isa.compiler import register as _register_clang  # noqa: E402
+from attn.compilers.renderer import register as _register_renderers  # noqa: E402
 
 _register_emulator()
-_register_clang()
+_register_renderers()
 
 __all__ = ["append_kv", "attention", "attention_with_kv_cache", "empty_kv_cache", "explain", "flash_attention", "flash_attention_fn", "install",
            "installed", "scaled_dot_product_attention", "uninstall"]

@@ -8,6 +8,7 @@ from attn import values
 DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same", "top-left": "query i sees keys j <= i"}
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # of an element
 MAX_SPLITS = 256
 EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")   # optional input tensors, in the order a kernel takes them
 
@@ -130,6 +131,10 @@ class Problem:
       if self.kv_lengths: raise ValueError(f"sk_variable={self.sk_variable} with kv_lengths: one or the other says how many keys there are")
       if not 0 <= low <= high <= self.Sk: raise ValueError(f"sk_variable={self.sk_variable}: ({name!r}, min, max) must lie in 0..Sk={self.Sk}")
 
+  @property
+  def itemsize(self) -> int: return BYTES[self.dtype]            # of q, k and v
+  @property
+  def out_itemsize(self) -> int: return BYTES[self.out_dtype]
   @property
   def varlen(self) -> bool: return self.layout == "thd"
   @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 from numpy.typing import NDArray
-from attn.intrinsics import round_bf16, round_fp16, widen
+from attn.ops.numerics import round_bf16, round_fp16, widen
 
 Array = NDArray[Any]
 

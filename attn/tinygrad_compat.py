@@ -2,9 +2,10 @@
 pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 """
 from __future__ import annotations
-import contextlib, ctypes, functools, math, re
+import contextlib, ctypes, functools, math, os, re, sys
 from collections.abc import Callable, Iterator
 from typing import Any
+import tinygrad
 from tinygrad import Device, Tensor
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
@@ -18,14 +19,15 @@ from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.spec import glbls as spec_names
-from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
+from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu
 
-__all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CUDARenderer", "CompileError", "Compiled",
-           "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
-           "NVCCRenderer", "NamedHIPCCRenderer", "NamedHIPRenderer", "NamedVectors", "Ops", "Program", "ProgramInfo", "Renderer",
-           "TRAINING", "Target", "Tensor", "TinyELF", "UOp", "VECTORS", "VECTOR_ELEMENTS", "allow_dynamic_shared", "capturing", "compiled",
-           "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
-           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "opened_devices", "render", "vector_dtype"]
+__all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CStyleLanguage", "CUDARenderer", "CompileError",
+           "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer",
+           "KernelInfo", "MARK", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
+           "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "comgr_compiler", "comgr_version",
+           "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
+           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places", "opened_devices",
+           "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -47,31 +49,13 @@ def vector_dtype(element:str, n:int) -> DType:
 # With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what `VectorDType.__repr__` names.
 spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtype.name == name)
 
-# CUDA declares its vectors of up to four elements, clang none: a HIP source declares those that it names. (Up to clang 20 the attribute stands in
-# typedefs only.)
-VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
-
-class NamedVectors(CStyleLanguage):
-  """What HIPRenderer hands its source to, when this stands behind it among the bases of a class: adds the declarations of vector types."""
-  def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    body = "\n".join(kernel)
-    names = sorted(set(re.findall(rf"\b({'|'.join(VECTOR_ELEMENTS)})(\d+)\b", body)), key=lambda x: (x[0], int(x[1])))
-    types = [f"typedef {VECTOR_ELEMENTS[element]} {element}{n} __attribute__((ext_vector_type({n})));" for element, n in names]
-    return super().render_kernel(function_name, kernel, bufs, uops, [*(prefix or []), *types])
-
-class NamedHIPRenderer(HIPRenderer, NamedVectors): pass
-class NamedHIPCCRenderer(HIPCCRenderer, NamedVectors): pass
+MARK = "// a kernel of attn"   # the first line of a source that is ours: attn/compilers/renderer.py goes by it
 
 # **** lowering without a device ****
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
   """A kernel's AST (a SINK) -> the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
   with Context(ALLOW_DEVICE_USAGE=0):
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
-
-def render(sink:UOp, arch:str) -> str:
-  """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""
-  renderer = DynamicNVCCRenderer(Target("CUDA", "NVCC", arch)) if arch.startswith("sm_") else NamedHIPCCRenderer(Target("AMD", "HIPCC", arch))
-  return renderer.render(lower(sink, renderer))
 
 # **** CUDA kernels with more than 48 KB of shared memory ****
 # It must be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does the latter two
@@ -82,54 +66,57 @@ def dynamic_shared_name(name:str, nbytes:int) -> str:
   """The name of a kernel that has `nbytes` of shared memory, in one buffer."""
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
-class _Dynamic(Renderer):
-  """And for sm_90 the compiler's target is sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's can't be."""
-  def __init__(self, target:Target):
-    super().__init__(target)
-    compiler: Any = self.compiler
-    if target.arch == "sm_90": self.compiler = type(compiler)("sm_90a", ptx=compiler.ptx)
-  def render_buffer(self, x:UOp) -> str:
-    text = super().render_buffer(x)   # type: ignore[misc]
-    if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
-    return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle goes by the address
-
-class DynamicCUDARenderer(_Dynamic, CUDARenderer): pass
-class DynamicNVCCRenderer(_Dynamic, NVCCRenderer): pass
+def shared_memory_text(x:UOp, text:str) -> str:
+  """The declaration of a buffer, which makes it dynamic where it has to be."""
+  if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
+  return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle goes by the address
 
 def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
   from tinygrad.runtime.ops_cuda import CUDAProgram
   return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
 
-def allow_dynamic_shared(devices:str|tuple[str, ...]|None) -> None:
-  """From now on those of `devices` that are CUDA compile and launch kernels named by `dynamic_shared_name`."""
+def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
+  """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by
+  `dynamic_shared_name`."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "CUDA" or (dev := Device[name]).runtime_t is dynamic_shared_program: continue
     dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]
-    dev.renderers = [{CUDARenderer: DynamicCUDARenderer, NVCCRenderer: DynamicNVCCRenderer}.get(r, r) for r in dev.renderers]   # type: ignore[call-overload]
-    dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("DYNAMIC").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
+    dev.renderers = [renderers.get(r, r) for r in dev.renderers]
+    dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("OPERATIONS").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
 
-# **** machine code (attn/isa) ****
+# **** machine code (attn/compilers, attn/isa) ****
 # exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)
 double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), expand)
                                          for op, expand in ((Ops.LOG2, xlog2), (Ops.EXP2, xexp2))])
 
-def decode_instruction(data:bytes, arch:str) -> Any:
-  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: they have cdna3 with cdna4, rdna3 and rdna4.
+def decode_instruction(data:bytes, tables:str) -> Any:
+  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: "cdna" (cdna3 with cdna4), "rdna3" or "rdna4".
   Raises ValueError for one that is not in them."""
   from tinygrad.renderer.amd import decode_inst
   from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
   from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER
-  family = "cdna" if arch.startswith("gfx9") else "rdna4" if arch.startswith("gfx12") else "rdna3"
-  try: return decode_inst(data, family)
+  try: return decode_inst(data, tables)
   except ValueError:
     # tinygrad's search leaves out the buffer instructions of RDNA, though it has their tables
-    form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(family)
-    if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[family]: raise
+    form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(tables)
+    if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[tables]: raise
     return form.from_bytes(data)
 
 def opened_devices(name:str) -> list[Compiled]:
   """The devices of kind `name` that this process has opened."""
   return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
+
+def comgr_compiler(arch:str) -> Any:
+  """tinygrad's compiler over ROCm's comgr. Raises AssertionError, saying so, where that library doesn't load."""
+  from tinygrad.runtime.support.compiler_amd import HIPCompiler
+  return HIPCompiler(arch)
+
+def comgr_version() -> tuple[int, int]:
+  """Of the interface of the comgr that is loaded, such as (3, 0)."""
+  from tinygrad.runtime.autogen import comgr
+  major, minor = ctypes.c_uint64(), ctypes.c_uint64()
+  comgr.amd_comgr_get_version(ctypes.byref(major), ctypes.byref(minor))
+  return major.value, minor.value
 
 # **** timing (bench.py) ****
 def compiled(*outputs:Tensor) -> UOp:
@@ -167,3 +154,99 @@ def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[]
     return run
   try: yield wrap
   finally: cuda.cuCtxSetCurrent(theirs)
+
+# **** where an operation comes from (attn/emulator) ****
+def output_params(sink:UOp) -> tuple[UOp, ...]:
+  """The PARAMs that a kernel's AST stores to, in the order of their slots."""
+  found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
+  return tuple(sorted(found, key=lambda u: u.arg.slot))
+
+def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
+  """From now on `built(ast, again)` is told of each kernel that `Tensor.custom_kernel` is given for `device`: `again()` makes its AST anew. And the
+  outputs of such a kernel are sources of its SINK, so that one whose stores are all simplified away is still a parameter of the program."""
+  making: list[Callable[[], Any]] = []
+  custom_kernel, call = UOp.custom_kernel, UOp.call
+  @functools.wraps(custom_kernel)
+  def watched_kernel(*srcs:UOp, fxn:Callable[..., Any], **kwargs:Any) -> list[UOp]:
+    def again() -> Any: return fxn(*[UOp.placeholder_like(s, slot=i) for i, s in enumerate(srcs)])
+    on = srcs[0].device or ""
+    if (on if isinstance(on, str) else on[0]).split(":")[0] != device: return custom_kernel(*srcs, fxn=fxn, **kwargs)
+    making.append(again)
+    try: return custom_kernel(*srcs, fxn=fxn, **kwargs)
+    finally: making.pop()
+  @functools.wraps(call)
+  def watched_call(self:UOp, *srcs:UOp, **kwargs:Any) -> UOp:
+    if not making or self.op is not Ops.SINK: return call(self, *srcs, **kwargs)
+    built(ast := with_outputs(self), making[-1])
+    return call(ast, *srcs, **kwargs)
+  UOp.custom_kernel, UOp.call = watched_kernel, watched_call   # type: ignore[method-assign, assignment]
+
+def with_outputs(sink:UOp) -> UOp:
+  """A kernel's AST with its outputs among the sources of its SINK."""
+  return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
+
+tinygrad_folder = os.path.dirname(os.path.abspath(tinygrad.__file__)) + os.sep
+
+Places = dict[UOp, "tuple[str, int]|None"]   # the file and line that a UOp comes from
+
+@contextlib.contextmanager
+def _changed(owner:Any, **new:Any) -> Iterator[None]:
+  """Within, attributes of tinygrad's are others."""
+  old = {name: getattr(owner, name) for name in new}
+  for name, value in new.items(): setattr(owner, name, value)
+  try: yield
+  finally:
+    for name, value in old.items(): setattr(owner, name, value)
+
+def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
+  """What `make` gives, and for each UOp made meanwhile the innermost line of Python that is in no `internal` file."""
+  places, create = Places(), UOpMetaClass.__call__
+  def here() -> tuple[str, int]|None:
+    frame: Any = sys._getframe(2)
+    while frame is not None and internal(frame.f_code.co_filename): frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+  def noted(cls:Any, *args:Any, **kwargs:Any) -> UOp:
+    if (made := create(cls, *args, **kwargs)) not in places: places[made] = here()
+    return made
+  with _changed(UOpMetaClass, __call__=noted): return make(), places
+
+def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
+  """`lower`, with the places of what each pass puts in the place of other UOps added."""
+  unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
+  def inherit(new:UOp, old:UOp) -> UOp:
+    if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place
+    return new
+  def noted(rewrite:Callable[..., UOp]) -> Callable[..., UOp]:
+    def run(self:RewriteContext, root:UOp) -> UOp:
+      result = rewrite(self, root)
+      for old, new in self.replace.items(): inherit(new, old)
+      return result
+    return run
+  with (_changed(RewriteContext, unified_rewrite=noted(unified), walk_rewrite=noted(walk)),
+        _changed(UOp, replace=lambda self, **kwargs: inherit(replace(self, **kwargs), self))):
+    return lower(sink, renderer)
+
+def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
+  """The source that `renderer` prints for a program, and for each UOp the line of it (from 0) that it is printed in: its own statement, or the one of
+  the first UOp that takes it as part of an expression."""
+  printed: list[tuple[UOp, str]] = []
+  rules = renderer.string_rewrite
+  class Noted:
+    def rewrite(self, u:UOp, ctx:Any=None) -> str|None:
+      if (text := rules.rewrite(u, ctx)) is not None: printed.append((u, text))
+      return text
+  renderer.string_rewrite = Noted()
+  try: name, kernel, buffers = renderer._render(uops)
+  finally: renderer.string_rewrite = rules
+  source, at, lines = renderer.render_kernel(name, kernel, buffers, uops), 0, dict[UOp, int]()
+  line = source[:source.index("\n".join(kernel))].count("\n")
+  for u, text in printed:
+    if at == len(kernel): break
+    statement = " ".join(kernel[at].split())     # long lines may have been broken since
+    if statement == (own := " ".join(text.split())) or statement.removesuffix(";").endswith(f" = {own}"):
+      lines[u] = line
+      line, at = line + kernel[at].count("\n") + 1, at + 1
+  stated = set(lines)
+  for u in reversed(uops):                # what uses a value comes after it, and has its line by now
+    if u in lines: lines |= {s: lines[u] for s in u.src if s not in stated}
+  return source, lines

@@ -8,18 +8,20 @@
 from __future__ import annotations
 import os
 from collections.abc import Iterable
-import click
-from rich.console import Console
-from rich.table import Table
-from attn.arch import get_arch
-from attn.choose.search import SEARCHED
-from attn.choose.search import TABLE_FILE
-from attn.choose.search import Class
-from attn.choose.search import differences
-from attn.choose.search import table_text
-from attn.choose.search import table_rows_in
-from attn.choose.search import table_rows
-from attn.choose.search import search
+from attn.extras import needs
+with needs("isa", "python -m attn.tune", __name__):
+  import click
+  from rich.console import Console
+  from rich.table import Table
+  from attn.choose.search import TABLE_FILE
+  from attn.choose.search import Class
+  from attn.choose.search import differences
+  from attn.choose.search import search
+  from attn.choose.search import table_rows
+  from attn.choose.search import table_rows_in
+  from attn.choose.search import table_text
+from attn.chips import SEARCHED
+from attn.chips import get_chip
 from attn.choose.tiles import amd_tile
 from attn.choose.tuned import CLASSES
 from attn.isa.source import Spec
@@ -31,7 +33,7 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   for x in found:
     for y in x.ranked if everything else x.rows:
       c, b = y.candidate, y.bound
-      tile = amd_tile(problem_of_spec(Spec(x.arch, x.d)), get_arch(x.arch), c)
+      tile = amd_tile(problem_of_spec(Spec(x.arch, x.d)), get_chip(x.arch), c)
       table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={c.fills}"*(c.fills > 0),
                     *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
   return table

@@ -1,16 +1,19 @@
-"""The same attention on an emulated chip of each of the four matrix units: the error against float64, the tile, and the time it took."""
+"""The same attention on an emulated chip of each of the four matrix units: the error against float64, the tile, and the time it took. It prints
+a table, for which it needs the extra attn[bench]."""
 import os
 os.environ.setdefault("DEV", "EMU")
 import time
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tinygrad import Context, Tensor, dtypes
 from attn import flash_attention_fn
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile
+from attn.extras import needs
 from attn.problem import problem_of
 from attn.reference import exact, judge, same
+with needs("bench", "examples/four_architectures.py", __name__):
+  from rich.console import Console
+  from rich.table import Table
 
 SHAPE = (1, 4, 256, 128)
 rng = np.random.default_rng(0)
@@ -28,8 +31,8 @@ for name in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
       start = time.perf_counter()
       o = Tensor.custom_kernel(Tensor.empty(*SHAPE, dtype=dtypes.half), q, k, v, fxn=flash_attention_fn(causal=True))[0].numpy()
       times.append(time.perf_counter() - start)
-  verdict, arch = judge(o, want, text), get_arch(name)
+  verdict, arch = judge(o, want, text), get_chip(name)
   if not verdict.ok: wrong.append(f"{name}: {verdict}")
-  table.add_row(name, arch.chips, str(choose_tile(p, arch)), f"{verdict.error:.1e}", f"{verdict.limit:.1e}", *(f"{t:.2f}" for t in times))
+  table.add_row(name, arch.products, str(choose_tile(p, arch)), f"{verdict.error:.1e}", f"{verdict.limit:.1e}", *(f"{t:.2f}" for t in times))
 Console(width=150).print(table)
 assert not wrong, wrong

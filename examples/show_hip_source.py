@@ -2,7 +2,7 @@
 import sys
 from tinygrad import UOp, dtypes
 from attn import flash_attention_fn
-from attn.tinygrad_compat import render
+from attn.ops.renderers import render
 
 arch = sys.argv[1] if len(sys.argv) > 1 else "gfx942"
 o, q, k, v = (UOp.placeholder((1, 8, 1024, 128), dtypes.half, slot) for slot in range(4))

@@ -1,16 +1,16 @@
 """Inputs and checks that the kernel tests share."""
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Sequence
 import numpy as np
 import pytest
 from attn import flash_attention_fn
 from attn.api.attention import kernels
 from attn.api.custom_kernel import device_arch
-from attn.arch import Arch, get_arch
+from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
-from attn.kernels.combine import combine_arguments
 from attn.kernels.forward import arguments
+from attn.kernels.combine import combine_arguments
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem, problem_of
@@ -25,6 +25,22 @@ GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
 on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
+def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=()) -> Any:
+  """Parameters (case, what it runs on): each case on every other one of `on`, the next case on those between, so that half of all combinations run.
+  The others have the mark `thorough`. On what is in `always` each case runs."""
+  def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
+  found = []
+  for i, case in enumerate(cases):
+    marked = [(x, () if (i + k) % 2 == 0 else pytest.mark.thorough) for k, x in enumerate(on)]
+    marked += [(x.values[0], x.marks) for x in always]
+    found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
+  return pytest.mark.parametrize(names, found)
+
+NVIDIA = (pytest.param("sm_80"), GPU)
+# each case on a matrix unit with waves of 64 lanes and on one of 32; and on NVIDIA's
+def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
+def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS, NVIDIA)
+
 TYPES = {**DTYPES, "int32": dtypes.int}
 
 def floats(*shape:int, seed:int=7) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
@@ -80,9 +96,9 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 
 # ***** the kernels themselves, with every option *****
 
-def chip(arch:str) -> Arch:
+def chip(arch:str) -> Chip:
   """Of the emulator, or for the `arch` "CUDA" of that device."""
-  if arch != "CUDA": return get_arch(arch)
+  if arch != "CUDA": return get_chip(arch)
   with Context(DEV=arch): return device_arch()
 
 def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:

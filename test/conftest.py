@@ -1,4 +1,7 @@
 """Settings of the test run: kernels are lowered in the test process, for starting tinygrad's worker pool costs more than it gives (tests of it start
-it)."""
-import os
+it); a worker of pytest has one core, so that threads of BLAS only wait for each other; and the garbage collector, which walks over every UOp that is
+alive, comes when there is much garbage."""
+import gc, os
 os.environ.setdefault("PARALLEL", "0")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")    # numpy looks when it is imported
+gc.set_threshold(100_000, 20, 20)

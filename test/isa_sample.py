@@ -1,6 +1,8 @@
 """A small attention loop in HIP for each matrix unit, to try the compiler and the report on. It has the shape of the real thing (K and V through LDS,
 S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescale behind a branch) and makes no claim to compute attention."""
 from dataclasses import dataclass
+from attn.chips import CHIPS, MODELLED
+from attn.chips.matrix import Matrix
 
 @dataclass(frozen=True)
 class Unit:
@@ -12,13 +14,10 @@ class Unit:
   wave: int
   call: str
 
-def _mfma(m:int, k:int, name:str) -> Unit:
-  return Unit(m, k, "half", m*k//64, m*m//64, 64, f"__builtin_amdgcn_mfma_f32_{m}x{m}x{k}{name}({{a}}, {{b}}, {{c}}, 0, 0, 0)")
+def _unit(x:Matrix) -> Unit:
+  return Unit(x.M, x.K, "half", x.operand, x.accumulator, x.wave, f"__builtin_amdgcn_{x.name}({{a}}, {{b}}, {{c}}{x.tail})")
 
-UNITS = {"gfx942": _mfma(32, 8, "f16"), "gfx950": _mfma(32, 16, "_f16")}
-UNITS |= {a: Unit(16, 16, "half", 16, 8, 32, "__builtin_amdgcn_wmma_f32_16x16x16_f16_w32({a}, {b}, {c})") for a in ("gfx1100", "gfx1101", "gfx1151")}
-UNITS |= {a: Unit(16, 16, "half", 8, 8, 32, "__builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12({a}, {b}, {c})") for a in ("gfx1200", "gfx1201")}
-ARCHES = list(UNITS)
+UNITS = {name: _unit(CHIPS[name].matrix["float16"][0]) for name in MODELLED}
 KEYS, WAVES = 64, 4
 BARRIER = ('    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");__builtin_amdgcn_s_barrier();'
            '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");')

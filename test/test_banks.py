@@ -2,11 +2,10 @@
 from __future__ import annotations
 from dataclasses import replace
 import pytest
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.choose.candidates import Candidate
 from attn.choose.tiles import CANDIDATES, amd_tile
 from attn.emulator import last_run
-from attn.fragment import MATRIX
 from cases import ARCHS, check_kernels, normal, problem, run
 from test_dual_wave import run as run_dual_wave
 
@@ -28,7 +27,7 @@ def test_forward(monkeypatch, arch:str, D:int) -> None:
 @pytest.mark.parametrize("block_n", (16, 32, 64, 128))
 def test_tiles(monkeypatch, arch:str, block_n:int) -> None:
   """Every length of a row of V^T, and a second buffer."""
-  if block_n < MATRIX[get_arch(arch).family, "float16"][0].M: pytest.skip("no tile of the matrix instruction")
+  if block_n < get_chip(arch).matrix["float16"][0].M: pytest.skip("no tile of the matrix instruction")
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
   check_kernels(arch, tile=lambda t: replace(t, block_n=block_n, waves=4, prefetch=1 if block_n > 64 else 2), H=1, Sq=128, Sk=300, D=64)
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
@@ -39,9 +38,9 @@ def test_dual_wave(monkeypatch) -> None:
   run_dual_wave(p, normal(p))
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
-@pytest.mark.parametrize(("arch", "c"), [(arch, c) for arch in ARCHS for c in CANDIDATES[get_arch(arch).family]], ids=str)
+@pytest.mark.parametrize(("arch", "c"), [(arch, c) for arch in ARCHS for c in CANDIDATES[get_chip(arch).family]], ids=str)
 def test_table(monkeypatch, arch:str, c:Candidate) -> None:
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
   p = problem(H=1, Sq=256, Sk=128, D=c.up_to)
-  check_kernels(arch, tile=lambda _: amd_tile(p, get_arch(arch), c), H=1, Sq=256, Sk=128, D=c.up_to)
+  check_kernels(arch, tile=lambda _: amd_tile(p, get_chip(arch), c), H=1, Sq=256, Sk=128, D=c.up_to)
   assert all(factor == 1 for factor in conflicts().values()), conflicts()

@@ -6,6 +6,7 @@ import pytest
 import bench
 from attn.problem import Problem
 from attn.reference import exact
+from attn.tinygrad_compat import Context
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"DEV": "EMU::gfx942", "H": "2", "N": "64", "D": "32"}
@@ -118,3 +119,14 @@ def test_verify_judges_lse_too() -> None:
   q, k, v = (rng.standard_normal((1, h, 64, 16)) for h in (2, 1, 1))
   o, lse = exact(q, k, v, 0.25)
   assert not bench.verify(p, (q, k, v), (o, lse + 1), True)[0].ok
+
+def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
+  """The peers themselves need PyTorch and a GPU; their list of shapes does not."""
+  from attn.measure import peers
+  problems = [bench.settings({**bench.ON_A_GPU, **x}).problem for x in peers.SWEEP]
+  assert len({(p, p.dtype, p.window) for p in problems}) == len(problems) == 4*len(peers.SHAPES)
+  assert all(p.layout == "bhsd" and (p.Sq, p.D) == (p.Sk, p.Dv) and p.dtype in peers.ULPS for p in problems)
+
+def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.MonkeyPatch) -> None:
+  monkeypatch.setitem(sys.modules, "torch", None)
+  with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)

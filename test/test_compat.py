@@ -36,6 +36,7 @@ SIGNATURES = {
   "tinygrad.renderer:Renderer.render": "self uops", "tinygrad.renderer:Renderer.supported_dtypes": "self",
   "tinygrad.runtime.ops_cuda:CUDAProgram": "dev obj smem=", "tinygrad.runtime.ops_cuda:check": "status",
   "tinygrad.runtime.ops_cuda:cu_time_execution": "cb enable=",
+  "tinygrad.runtime.support.compiler_amd:HIPCompiler": "arch",
   "tinygrad.runtime.support.elf:elf_loader": "blob force_section_align= link_libs=",
   "tinygrad.uop.ops:KernelInfo": "name= axis_types= dont_use_locals= applied_opts= opts_to_apply= estimates= beam=",
   "tinygrad.uop.ops:PatternMatcher": "patterns compiled=",
@@ -56,6 +57,12 @@ SIGNATURES = {
   "tinygrad:Tensor.custom_kernel": "self *lst fxn grad_fxn=", "tinygrad:Tensor.empty": "*shape device= dtype=",
   "tinygrad:Tensor.schedule_linear": "self *lst", "tinygrad:Tensor.replace": "self x", "tinygrad:Tensor.shard": "self devices axis=",
   "tinygrad:Tensor.scaled_dot_product_attention": "self key value attn_mask= dropout_p= is_causal= enable_gqa=",
+  "tinygrad.uop.ops:UOp.custom_kernel": "*srcs fxn grad_fxn=", "tinygrad.uop.ops:UOp.placeholder_like": "self slot addrspace=",
+  "tinygrad.uop.ops:UOp.replace": "self **kwargs",
+  "tinygrad.uop.ops:UOpMetaClass.__call__": "cls op dtype= src= arg= tag= metadata= _buffer=",
+  "tinygrad.uop.ops:RewriteContext": "pm bpm ctx= enter_calls=", "tinygrad.uop.ops:RewriteContext.unified_rewrite": "self root",
+  "tinygrad.uop.ops:RewriteContext.walk_rewrite": "self root",
+  "tinygrad.renderer.cstyle:CStyleLanguage._render": "self uops",
   "tinygrad.uop.ops:UOp.mselect": "self arg", "tinygrad.uop.ops:UOp.mstack": "self *srcs", "tinygrad.uop.ops:UOp.unbind": "self",
   "tinygrad.uop.ops:UOp.unshard": "self axis device_range=", "tinygrad.uop.ops:UOp.contiguous_view": "self",
 }
@@ -63,12 +70,15 @@ SIGNATURES = {
 VALUES = ("tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing",
           "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
           "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING",
-          "tinygrad.runtime.autogen:cuda",
+          "tinygrad.renderer.cstyle:CStyleLanguage", "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda",
           "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF", "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType",
-          "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad:Device")
+          "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops", "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
 # attributes of those
-ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
-              "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores", "tinygrad.uop.ops:UOp.is_bound_var",
+ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
+              "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
+              "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores",
+              "tinygrad.renderer.cstyle:CStyleLanguage.string_rewrite",
+              "tinygrad.uop.ops:UOp.buf_uop", "tinygrad.uop.ops:UOp.is_bound_var",
               "tinygrad.uop.ops:UOp.max_shard_shape")
 
 def imported() -> set[str]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 import pytest
 import attn.intrinsics as hw
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.choose.dispatch import choose
 from attn.choose.tiles import dual_wave_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
@@ -15,7 +15,7 @@ from cases import DTYPES, Inputs, array, arrange, normal, problem, restore, tens
 import numpy as np
 from test_forward import ADVERSARIAL, huge_key
 
-GFX950 = get_arch("gfx950")
+GFX950 = get_chip("gfx950")
 
 def run(p:Problem, x:Inputs) -> tuple[np.ndarray, np.ndarray]:
   kernel = dual_wave.dual_wave(p, GFX950, dual_wave_tile(p, GFX950))
@@ -71,4 +71,4 @@ def test_dispatch() -> None:
   for change, why in (({"D": 64}, "D=64"), ({"Sq": 100}, "compute units idle"), ({"window": (64, 0), "causal": False}, "window")):
     other = problem(**{"B": 4, "H": 32, "Sq": 4096, "D": 128, "dtype": "bfloat16", "causal": True, **change})
     assert why in (choose(other, GFX950).why_not("dual_wave") or "")
-  assert "gfx942" in (choose(p, get_arch("gfx942")).why_not("dual_wave") or "")
+  assert "gfx942" in (choose(p, get_chip("gfx942")).why_not("dual_wave") or "")

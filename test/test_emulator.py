@@ -9,13 +9,13 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp
 from attn import intrinsics
 from attn.emulator.alu import bf16_to_float, float_to_bf16
 from attn.emulator.device import register
-from attn.emulator.plan import CHIPS
+from attn.emulator.plan import EMULATED
 from attn.tinygrad_compat import vector_dtype
 
 register()
-ARCHS = ["gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_89"]
+SAMPLED = ["gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_89"]
 
-@pytest.fixture(params=ARCHS)
+@pytest.fixture(params=SAMPLED)
 def arch(request):
   with Context(DEV=f"EMU::{request.param}"): yield request.param
 
@@ -160,7 +160,7 @@ def test_beam(emu):
 def test_arch_names():
   def result(arch):
     with Context(DEV=f"EMU::{arch}"): return (Tensor([1.0, 2.0]) + 1).tolist()
-  for arch in CHIPS: assert result(arch) == [2, 3]
+  for arch in EMULATED: assert result(arch) == [2, 3]
   for wrong in ("gfx906", "sm_70", "GFX942", "x"):
     with pytest.raises(ValueError, match=f"does not emulate '{wrong}'.*gfx942, gfx950, gfx1100.*sm_90"): result(wrong)
 

@@ -83,6 +83,25 @@ def test_accumulates_in_fp32():
   a[:, :, :2], b[:, 0], b[:, 1], c[:] = 1, 2048, 1, 0.25   # 2048 + 1 needs more than the 11 bits of fp16
   assert (unit_of(name)[0].instruction(name, *operands(name, a, b, c)) == 2049.25).all()
 
+DENORMAL = {"mfma_f32_32x32x8f16": 2.0**-15, "mfma_f32_32x32x8bf16_1k": 2.0**-127}   # half of the least normal number
+
+@pytest.mark.parametrize("name", DENORMAL)
+def test_cdna2_takes_denormals_for_zero(name):
+  """As AMD says of MI200, in A, B, C and D; CDNA3 does not."""
+  small, least = DENORMAL[name], 2*DENORMAL[name]
+  def product(family, a, b, c=0.0):
+    A, B, C = [np.zeros_like(x) for x in matrices(name)]
+    A[:, 5, 2], B[:, 2, 7], C[:, 5, 7] = a, b, c
+    out = MatrixUnit(family, family).instruction(name, *operands(name, A, B, C))
+    assert np.isfinite(out).all() and (out != 0).sum() <= A.shape[0]
+    return np.abs(out).max()*np.sign(out.sum())
+  for a, b, c, cdna3, cdna2 in ((small, 4, 0, 4*small, 0), (4, -small, 0, -4*small, 0), (least, 4, 0, 4*least, 4*least), (-small, 1, 3, 3 - small, 3),
+                                (0, 0, 2.0**-130, 2.0**-130, 0), (0, 0, 2.0**-126, 2.0**-126, 2.0**-126)):
+    assert (product("cdna3", a, b, c), product("cdna2", a, b, c)) == (np.float32(cdna3), np.float32(cdna2)), (a, b, c)
+  if name.endswith("bf16_1k"):    # a product of normal numbers that is denormal in fp32
+    assert (product("cdna3", 2.0**-70, 2.0**-60), product("cdna2", 2.0**-70, 2.0**-60)) == (np.float32(2.0**-130), 0)
+    assert [product(f, 2.0**-63, 2.0**-63, 2.0**-127) for f in ("cdna3", "cdna2")] == [np.float32(1.5*2.0**-126), np.float32(2.0**-126)]   # C alone
+
 def test_rdna3_wants_duplicated_halves():
   name = "wmma_f32_16x16x16_f16_w32"
   a, b, c = operands(name, *matrices(name))

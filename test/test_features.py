@@ -6,21 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile, forward_of
 from attn.emulator.device import EmulatedCUDARenderer, EmulatedHIPRenderer
 from attn.emulator.machine import Frame
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan
 from attn.intrinsics import widen
-from attn.isa import compiler
+from attn.compilers import clang
 from attn.kernels.forward import arguments, forward
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem
-from attn.tinygrad_compat import Ops, Target, UOp, lower, render
-from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, every_amd, every_arch, expected, floats, ints, judge, normal, on_the_emulator,
-                   problem, run_kernels)
+from attn.ops.renderers import render
+from attn.tinygrad_compat import Ops, Target, UOp, lower
+from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, every_amd, every_arch, expected, floats, ints, judge,
+                   normal, on_the_emulator, problem, run_kernels)
 
 def slopes(*shape:int) -> np.ndarray: return np.abs(floats(*shape))/4
 def packed(tile:Tile|MmaTile) -> Tile|MmaTile: return replace(tile, pack_gqa=True)
@@ -54,12 +55,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
                       extras=dict(alibi_slopes=slopes(2, 2), bias=floats(2, 2, 33, 80), sinks=floats(2), kv_lengths=ints(50, 80))),
 }
 
-@every_arch
-@pytest.mark.parametrize("option", OPTIONS)
+@chips_in_turn("option", OPTIONS)
 def test_option(arch:str, option:str) -> None: check_kernels(arch, **OPTIONS[option])
 
-@every_arch
-@pytest.mark.parametrize("option", ("softcap", "bias", "sinks", "lengths, causal"))
+@chips_in_turn("option", ("softcap", "bias", "sinks", "lengths, causal"))
 def test_option_wide(arch:str, option:str) -> None: check_kernels(arch, **{**OPTIONS[option], "D": 128, "Dv": 48})
 
 # ***** packed sequences *****
@@ -71,8 +70,7 @@ ENDS = {
   "no keys": (ints(0, 30, 60, 100), ints(0, 0, 120, 120)),
 }
 
-@every_arch
-@pytest.mark.parametrize("ends", ENDS)
+@chips_in_turn("ends", ENDS)
 @pytest.mark.parametrize("causal", (False, True))
 def test_packed_sequences(arch:str, ends:str, causal:bool) -> None:
   q, k = ENDS[ends]
@@ -100,8 +98,7 @@ GROUPS: dict[str, dict[str, Any]] = {
                            extras=dict(cu_seqlens_q=ints(0, 4, 4, 9), cu_seqlens_k=ints(0, 50, 60, 120), alibi_slopes=slopes(6))),
 }
 
-@every_arch
-@pytest.mark.parametrize("case", GROUPS)
+@chips_in_turn("case", GROUPS)
 def test_grouped_queries(arch:str, case:str) -> None:
   o, lse = check_kernels(arch, **GROUPS[case], tile=packed)
   o_apart, lse_apart = check_kernels(arch, **GROUPS[case], tile=apart)
@@ -113,7 +110,7 @@ def test_decoding_reads_keys_once() -> None:
   """The eight query heads of a key/value head are one workgroup."""
   p = problem(H=64, Hkv=8, Sq=1, Sk=4096, D=128)
   for arch in EVERY_ARCH:
-    tile = choose_tile(p, get_arch(arch))
+    tile = choose_tile(p, get_chip(arch))
     assert tile.pack_gqa
     grid = [u.vmax + 1 for u in uops_of(p, arch, tile) if u.op is Ops.SPECIAL and u.arg.startswith("g")]
     assert math.prod(grid) == 8
@@ -216,7 +213,7 @@ def test_huge_scores(arch:str, option:dict[str, Any]) -> None:
 def uops_of(p:Problem, arch:str, tile:Tile|MmaTile) -> list[UOp]:
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   renderer = EmulatedCUDARenderer if arch.startswith("sm_") else EmulatedHIPRenderer
-  return lower(forward_of(p, get_arch(arch), tile)(*tensors), renderer(Target("EMU", "HIP", arch)))
+  return lower(forward_of(p, get_chip(arch), tile)(*tensors), renderer(Target("EMU", "HIP", arch)))
 
 def sparse(nbytes:int) -> View:
   """Device memory of zeros that takes no memory until it is written."""
@@ -227,7 +224,7 @@ def sparse(nbytes:int) -> View:
 
 def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
   """The last head of the last batch, with numbers there and zeros everywhere else."""
-  uops = uops_of(p, arch, choose_tile(p, get_arch(arch)))
+  uops = uops_of(p, arch, choose_tile(p, get_chip(arch)))
   plan, one = Plan(uops, "large", arch), replace(p, B=1, H=1, Hkv=1)
   views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(one)
   for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)
@@ -254,7 +251,7 @@ def test_index_type(Sk:int, wide:bool) -> None:
   p = problem(B=8300, H=16, Sq=1, Sk=Sk, D=128, lse=False)
   for arch in EVERY_ARCH:
     tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-    text = render(forward_of(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch).split("{", 1)[1]
+    text = render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch).split("{", 1)[1]
     assert ("(long)" in text) == wide
 
 @on_the_emulator
@@ -284,7 +281,7 @@ COMPILED: dict[str, dict[str, Any]] = {   # heads enough for the largest tile
 def test_no_spills(arch:str, option:str, D:int) -> None:
   p = problem(H=512, Sq=512, D=D, **COMPILED[option])
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  text = compiler.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
+  text = clang.assembly(render(forward(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
   assert text.count("v_readfirstlane") < 10, "loads that loop over the values of their descriptor"
 
@@ -293,7 +290,7 @@ def test_no_spills(arch:str, option:str, D:int) -> None:
 def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
   p = problem(H=512, Sq=512, D=256, dtype="bfloat16", window=window)
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  text = compiler.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
+  text = clang.assembly(render(forward(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
 
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
@@ -302,7 +299,7 @@ def test_output_type_compiles(dtype:str, out:str) -> None:
   p = problem(Sq=40, dtype=dtype, out_dtype=out)
   for arch in ARCHS:
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(arguments(p).values())]
-    assert "s_endpgm" in compiler.assembly(render(forward(p, get_arch(arch), choose_tile(p, get_arch(arch)))(*tensors), arch), arch)
+    assert "s_endpgm" in clang.assembly(render(forward(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
 
 # ***** refusals *****
 
@@ -334,11 +331,11 @@ def test_refuses(options:dict[str, Any], text:str) -> None:
   assert text in str(e.value)
 
 def test_refuses_unresolved_splits() -> None:
-  p, arch = problem(num_splits=0), get_arch("gfx942")
+  p, arch = problem(num_splits=0), get_chip("gfx942")
   with pytest.raises(ValueError, match="num_splits=0"): forward(p, arch, choose_tile(p, arch))
 
 def test_refuses_what_a_descriptor_cannot_address() -> None:
-  p, arch = replace(problem(), Sk=2**23, bias=(False, False, True, True)), get_arch("gfx942")
+  p, arch = replace(problem(), Sk=2**23, bias=(False, False, True, True)), get_chip("gfx942")
   with pytest.raises(NotImplementedError, match="bias: 64 queries"): forward(p, arch, choose_tile(p, arch))
 
 # ***** anything *****

@@ -4,8 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attn import intrinsics as hw
-from attn.arch import get_arch
-from attn.fragment import MATRIX
+from attn.chips import get_chip
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.plan import Plan
@@ -13,7 +12,7 @@ from attn.kernels.tiles import LdsTile
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import Ops
-from cases import ARCHS, Inputs, check, check_kernels, normal
+from cases import ARCHS, Inputs, amd_in_turn, check, check_kernels, normal
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 
@@ -64,18 +63,16 @@ MASKS = {
   "causal and window": dict(Sq=1, Sk=256, window=(127, -1), causal=True),
 }
 
-@every_arch
-@pytest.mark.parametrize("case", SHAPES)
+@amd_in_turn("case", SHAPES)
 def test_shapes(arch:str, case:str) -> None: check(arch, **SHAPES[case])
 
-@every_arch
-@pytest.mark.parametrize("case", MASKS)
+@amd_in_turn("case", MASKS)
 def test_masks(arch:str, case:str) -> None: check(arch, **MASKS[case])
 
-@pytest.mark.parametrize("ratio", (1, 3, 4, 5, 7, 8, 24))
-def test_grouped_heads(ratio:int) -> None:
-  for arch, layout in zip(ARCHS, ("bhsd", "bshd", "bhsd", "nsd"), strict=True):
-    check(arch, B=2 if layout != "nsd" else 1, H=2*ratio, Hkv=2, Sq=20, Sk=40, layout=layout, causal=ratio % 2 == 1)
+@amd_in_turn("ratio", (1, 3, 4, 5, 7, 8, 24))
+def test_grouped_heads(arch:str, ratio:int) -> None:
+  layout = {"gfx950": "bshd", "gfx1201": "nsd"}.get(arch, "bhsd")
+  check(arch, B=2 if layout != "nsd" else 1, H=2*ratio, Hkv=2, Sq=20, Sk=40, layout=layout, causal=ratio % 2 == 1)
 
 # ***** inputs that break a wrong online softmax *****
 
@@ -203,9 +200,8 @@ def test_scores_too_large_for_one_fma(arch:str) -> None:
 AHEAD = {"one trip": dict(Sq=20, Sk=20, D=32), "several trips": dict(Sq=40, Sk=333), "causal": dict(Sq=150, Sk=170, causal=True, dtype="bfloat16"),
          "three loops": dict(Sq=90, Sk=300, window=(100, 20)), "splits": dict(Sq=40, Sk=500, num_splits=3)}
 
-@every_arch
 @pytest.mark.parametrize("prefetch", (0, 2))
-@pytest.mark.parametrize("case", AHEAD)
+@amd_in_turn("case", AHEAD)
 def test_prefetch(arch:str, prefetch:int, case:str) -> None:
   check_kernels(arch, tile=lambda t: replace(t, prefetch=prefetch, block_n=32), H=1, **{"D": 64, **AHEAD[case]})
 
@@ -226,7 +222,7 @@ def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_narrow_matrices(arch:str, dtype:str) -> None:
   """The 16x16 instructions: four lane groups instead of two."""
-  narrow = MATRIX[get_arch(arch).family, dtype][1]
+  narrow = get_chip(arch).matrix[dtype][1]
   for make in (normal, rising, masked_first):
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)
 

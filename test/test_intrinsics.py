@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attn import intrinsics as hw, intrinsics_cuda as cuda, intrinsics_wgmma as wgmma
-from attn.fragment import MATRIX, MMA
+from attn.chips.families import CDNA3, FAMILIES
+from attn.chips.matrix import MMA
 from attn.intrinsics import MEANING, widen
 from attn.tinygrad_compat import VECTOR_ELEMENTS, VECTORS, AddrSpace, Ops, UOp, dtypes
 
@@ -92,7 +93,7 @@ def correction(above:float, dtype:str, native_bf16:bool) -> UOp:
   """Two query tiles, of one vector of scores each."""
   place = lambda n, slot, count, kind=hw.f32: UOp.placeholder((count,), kind(n), slot, AddrSpace.REG)
   return hw.correct(place(1, 1, 2), place(1, 2, 2), place(2, 3, 2), place(16, 4, 4), place(8, 5, 2, hw.u32), [f(2, 6), f(2, 7)],
-                    [[f(16, 8)], [f(16, 9)]], MATRIX["cdna3", "float16"][0], 0.18, above, dtype, native_bf16)
+                    [[f(16, 8)], [f(16, 9)]], CDNA3.matrix["float16"][0], 0.18, above, dtype, native_bf16)
 
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 CASES = {
@@ -113,7 +114,7 @@ CASES = {
   "share_halves": lambda: hw.share_halves(u(4, 0), value(dtypes.bool, 1)),
   "uniform": lambda: hw.uniform(i()),
   **{f"pair by {mat.exchange} over {step} lanes": lambda mat=mat, step=step: hw.pair(f(), step, mat)
-     for mat in (m for of in MATRIX.values() for m in of) for step in mat.group_steps},
+     for family in FAMILIES.values() for row in family.matrix.values() for mat in row for step in mat.group_steps},
   "correct": lambda: correction(2.0, "float16", False), "correct at once": lambda: correction(0.0, "float16", False),
   "correct bf16": lambda: correction(2.0, "bfloat16", False),
 }

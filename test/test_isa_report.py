@@ -2,18 +2,19 @@
 import json, os, sys
 import pytest
 from click.testing import CliRunner
-from attn.isa import costs, source
+from attn.chips import CHIPS, MODELLED, SEARCHED
+from attn.isa import costs, sass, source
 from attn.isa.__main__ import main
-from attn.isa.compiler import assemble, assembly
+from attn.compilers.clang import assemble, assembly
 from attn.isa.costs import defects
-from attn.isa.disassemble import disassemble, elf_arch
+from attn.isa.disassemble import disassemble, elf_chip
 from attn.isa.flow import blocks_of, loops_of, matrix_loops, usual_path
 from attn.isa.instruction import access_bytes, kind_of, matrix_shape
-from attn.isa.model import MODEL
 from attn.isa.parse import parse
 from attn.isa.report import analyse, waves_by_lds, waves_by_registers
+from attn.tinygrad_compat import CompileError
 sys.path.insert(0, os.path.dirname(__file__))
-from isa_sample import ARCHES, KEYS, UNITS, sample
+from isa_sample import KEYS, UNITS, sample
 
 # ***** instructions *****
 
@@ -48,10 +49,10 @@ def test_bytes_of_an_access(op, size): assert access_bytes(op) == size
                                               ("v_mfma_f32_32x32x4_2b_f16", "32x32x4_2b", 16384), ("v_wmma_f32_16x16x16_f16", "16x16x16", 8192)])
 def test_shape_of_a_matrix_instruction(op, shape, flops): assert matrix_shape(op) == (shape, flops)
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", MODELLED)
 def test_the_cycles_of_a_shape_are_the_chips_peak_or_its_half(arch):
   """A published cycle count can't be faster than the published peak; the older shapes of gfx950 run at half of it."""
-  cu = MODEL[arch]
+  cu = CHIPS[arch].pipes
   for shape, cycles in cu.matrix.items():
     rate = matrix_shape(f"_{shape}_")[1]/cycles*cu.simds/cu.flops
     fp8 = shape in (("32x32x16", "16x16x32") if arch == "gfx942" else ("32x32x64", "16x16x128"))
@@ -63,25 +64,25 @@ def block_names(text:str):
   kernel = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--gfx942\"\nk:\n{text}\n.type k,@function")[0]
   return blocks_of(kernel.code)
 
-MATRIX = "v_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]\n"
+MFMA = "v_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]\n"
 EXP = "v_exp_f32_e32 v0, v1\n"
 FLOPS_PER_EXP = 4*64*64   # D=64, 64 lanes: one 32x32x8 goes with one v_exp
 
 def test_a_loop_is_found_and_a_branch_out_of_it_is_not():
-  blocks = block_names(f"s_mov_b32 s0, 0\n.LBB0_1:\n{MATRIX}s_cbranch_scc1 .LBB0_3\ns_add_i32 s0, s0, 1\ns_cbranch_scc0 .LBB0_1\n.LBB0_3:\ns_endpgm")
+  blocks = block_names(f"s_mov_b32 s0, 0\n.LBB0_1:\n{MFMA}s_cbranch_scc1 .LBB0_3\ns_add_i32 s0, s0, 1\ns_cbranch_scc0 .LBB0_1\n.LBB0_3:\ns_endpgm")
   loop, = loops_of(blocks)
   assert [blocks[i].labels for i in sorted(loop.body)] == [[".LBB0_1"], []] and blocks[loop.header].labels == [".LBB0_1"]
 
 def test_of_nested_loops_the_inner_one_with_matrices_counts():
-  blocks = block_names(f".LBB0_1:\n.LBB0_2:\n{MATRIX}s_cbranch_scc0 .LBB0_2\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
+  blocks = block_names(f".LBB0_1:\n.LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert [blocks[x.header].labels for x in matrix_loops(blocks)] == [["k", ".LBB0_1", ".LBB0_2"]]   # one header: the two back edges are one loop
-  blocks = block_names(f".LBB0_1:\ns_nop 0\n.LBB0_2:\n{MATRIX}s_cbranch_scc0 .LBB0_2\n.LBB0_3:\ns_nop 0\n"
+  blocks = block_names(f".LBB0_1:\ns_nop 0\n.LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\n.LBB0_3:\ns_nop 0\n"
                        "s_cbranch_scc0 .LBB0_3\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert len(loops_of(blocks)) == 3 and [blocks[x.header].labels for x in matrix_loops(blocks)] == [[".LBB0_2"]]
 
 def test_of_equal_loops_the_shorter_one_counts():
   """The loop without the mask."""
-  blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MATRIX}s_cbranch_scc0 .LBB0_1\n.LBB0_2:\n{MATRIX}s_cbranch_scc0 .LBB0_2\ns_endpgm")
+  blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MFMA}s_cbranch_scc0 .LBB0_1\n.LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_endpgm")
   assert blocks[matrix_loops(blocks)[0].header].labels == [".LBB0_2"]
 
 def path_of(text:str) -> list[str]:
@@ -89,31 +90,31 @@ def path_of(text:str) -> list[str]:
   return [x.op for b in usual_path(blocks, matrix_loops(blocks)[0], FLOPS_PER_EXP) for x in blocks[b].instructions]
 
 def test_a_rare_side_block_is_left_out():
-  path = path_of(f".LBB0_1:\n{MATRIX*4}s_cbranch_vccz .LBB0_2\n{EXP}v_mul_f32 v2, v2, v0\n.LBB0_2:\n{EXP*4}s_cbranch_scc0 .LBB0_1\ns_endpgm")
+  path = path_of(f".LBB0_1:\n{MFMA*4}s_cbranch_vccz .LBB0_2\n{EXP}v_mul_f32 v2, v2, v0\n.LBB0_2:\n{EXP*4}s_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert path.count("v_exp_f32_e32") == 4 and "v_mul_f32" not in path
 
 def test_a_block_with_the_exponentials_is_not_left_out():
   """The softmax behind an s_cbranch_execz that is never taken."""
-  path = path_of(f".LBB0_1:\n{MATRIX*4}s_cbranch_execz .LBB0_2\n{EXP*4}v_mul_f32 v2, v2, v0\n.LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
+  path = path_of(f".LBB0_1:\n{MFMA*4}s_cbranch_execz .LBB0_2\n{EXP*4}v_mul_f32 v2, v2, v0\n.LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_exp_f32_e32" in path and "v_mul_f32" in path
 
 def test_a_block_with_matrix_work_is_not_left_out():
-  path = path_of(f".LBB0_1:\n{MATRIX*4}{EXP}s_cbranch_vccz .LBB0_2\n{MATRIX*4}\n.LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
+  path = path_of(f".LBB0_1:\n{MFMA*4}{EXP}s_cbranch_vccz .LBB0_2\n{MFMA*4}\n.LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert path.count("v_mfma_f32_32x32x8_f16") == 8
 
 def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
   """One half of a loop body with a mask, one without."""
-  path = path_of(f".LBB0_1:\ns_cbranch_vccz .LBB0_2\n{MATRIX*4}{EXP*4}v_cndmask_b32 v0, v1, v2, vcc\ns_branch .LBB0_3\n.LBB0_2:\n{MATRIX*4}{EXP*4}\n"
+  path = path_of(f".LBB0_1:\ns_cbranch_vccz .LBB0_2\n{MFMA*4}{EXP*4}v_cndmask_b32 v0, v1, v2, vcc\ns_branch .LBB0_3\n.LBB0_2:\n{MFMA*4}{EXP*4}\n"
                  ".LBB0_3:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_cndmask_b32" not in path and path.count("v_mfma_f32_32x32x8_f16") == 4
 
 # ***** reports *****
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", SEARCHED)
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_work_of_a_trip_is_known(arch, d):
   """The counts that follow from the source: matrix instructions, scores, exponentials, LDS traffic; and the bounds from the counts."""
-  u, cu = UNITS[arch], MODEL[arch]
+  u, cu = UNITS[arch], CHIPS[arch].pipes
   report = analyse(assembly(sample(arch, d), arch), d=d, queries=u.m)
   loop, held = report.loop, report.resources
   assert report.arch == arch and loop.kinds["matrix"] == sum(loop.matrix.values()) == 2*KEYS*d//(u.m*u.k)
@@ -130,7 +131,7 @@ def test_the_work_of_a_trip_is_known(arch, d):
   assert held.lds == 2*(KEYS*(d+8) + d*(KEYS+8)) and held.vgpr_spills == held.scratch == 0 and held.waves_by_registers >= 1
 
 def test_the_numbers_of_a_kernel_that_can_be_counted_by_hand():
-  text = (".amdgcn_target \"amdgcn-amd-amdhsa--gfx942\"\n.type k,@function\nk:\n.LBB0_1:\n" + MATRIX*8 + EXP*2 + "v_rcp_f32_e32 v0, v1\n" +
+  text = (".amdgcn_target \"amdgcn-amd-amdhsa--gfx942\"\n.type k,@function\nk:\n.LBB0_1:\n" + MFMA*8 + EXP*2 + "v_rcp_f32_e32 v0, v1\n" +
           "v_pk_mul_f32 v[0:1], v[0:1], v[2:3]\nv_mov_b32_dpp v0, v1 row_shr:1 row_mask:0xf bank_mask:0xf\nv_cvt_f16_f32_e32 v0, v1\n" +
           "ds_read_b128 v[0:3], v4\nds_write_b16 v0, v1\nbuffer_load_dwordx4 v0, s[0:3], 0 offen lds\nds_bpermute_b32 v0, v1, v2\n" +
           "s_cbranch_scc0 .LBB0_1\ns_endpgm\n")
@@ -151,12 +152,12 @@ def test_rdna_shares_its_issue_between_matrix_and_vector():
 
 @pytest.mark.parametrize("arch, registers, waves", [("gfx942", 128, 4), ("gfx942", 129, 3), ("gfx942", 256, 2), ("gfx942", 264, 1), ("gfx942", 8, 8),
                                                     ("gfx1100", 256, 5), ("gfx1100", 96, 16), ("gfx1100", 97, 12), ("gfx1201", 192, 8)])
-def test_waves_by_registers(arch, registers, waves): assert waves_by_registers(MODEL[arch], registers) == waves
+def test_waves_by_registers(arch, registers, waves): assert waves_by_registers(CHIPS[arch], registers) == waves
 
 @pytest.mark.parametrize("arch, lds, threads, whole, waves", [
   ("gfx942", 32768, 256, False, 2), ("gfx942", 32769, 256, False, 1), ("gfx942", 65536, 512, False, 2), ("gfx950", 65536, 256, False, 2),
   ("gfx950", 81920, 256, False, 2), ("gfx1100", 40960, 128, False, 2), ("gfx1100", 40960, 128, True, 3), ("gfx1100", 1024, 128, False, 16)])
-def test_waves_by_lds(arch, lds, threads, whole, waves): assert waves_by_lds(MODEL[arch], lds, threads, whole) == waves
+def test_waves_by_lds(arch, lds, threads, whole, waves): assert waves_by_lds(CHIPS[arch], lds, threads, whole) == waves
 
 def test_a_spill_is_seen():
   source_ = sample("gfx942", 128).replace("(1, 256)))", "(1, 1024)))")   # sixteen waves share the registers
@@ -173,14 +174,19 @@ def test_a_kernel_without_a_matrix_loop_has_resources_only():
   report = analyse(".type k,@function\nk:\n s_endpgm\n", arch="gfx942")
   assert report.loop is None and report.loops == 0
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", [arch for arch in MODELLED if CHIPS[arch].unit.tables])
 def test_a_code_object_gives_the_report_of_its_text(arch):
   text = assembly(sample(arch), arch)
   lib = assemble(text, arch)
-  assert elf_arch(lib) == arch
+  assert elf_chip(lib).name == arch
   a, b = analyse(text, d=64), analyse(disassemble(lib), d=64)
   same = ("kinds", "matrix", "lds_read", "lds_write", "load_widths", "dpp", "conversions", "cycles")
   assert a.resources == b.resources and all(getattr(a.loop, x) == getattr(b.loop, x) for x in same)
+
+def test_a_code_object_that_would_be_decoded_wrongly_is_refused():
+  """By the tables of CDNA3 each bf16 MFMA of CDNA2 would be a sparse one."""
+  with pytest.raises(ValueError, match=r"gfx90a \(MI250X.*no tables to decode it by.*llvm-objdump"):
+    disassemble(assemble(assembly(sample("gfx90a"), "gfx90a"), "gfx90a"))
 
 def test_agprs_are_told_from_vgprs():
   """A wave of more than 256 registers on CDNA: in the text and in the code object."""
@@ -205,7 +211,7 @@ def test_llvm_objdump_text_is_read():
 
 # ***** what no kernel should hold *****
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", MODELLED)
 @pytest.mark.parametrize("change, said", [({}, None), ({"exp": "__ocml_exp2_f32"}, "v_ldexp after an exp"),
                                           ({"maximum": "x > y ? x : y"}, "compare and select"), ({"maximum": "y < x ? x : y"}, "compare and select")])
 def test_slow_idioms_are_found(arch, change, said):
@@ -270,6 +276,36 @@ def test_errors_say_what_is_wrong(ours, tmp_path):
 def test_assembly_and_source_are_printed(ours):
   assert "v_mfma" in run("asm", "gfx942/64") and "__builtin_amdgcn_mfma" in run("asm", "gfx942/64", "--hip")
 
+def test_help_shows_every_option():
+  shown = run("--help")
+  for name, command in main.commands.items():
+    for option in [x for p in command.params for x in p.opts if x.startswith("--")]: assert option in shown, f"{name} {option}"
+  assert "Options of report, the command where none is named" in shown and "--every-block" in shown
+
+def test_cuda_source_and_sass(monkeypatch, tmp_path):
+  """With a toolkit of two scripts, which print what they are given; without one the source alone."""
+  scripts = {"nvcc": 'while [ "$1" != -o ]; do echo "$1" >> "$CALLS"; shift; done; echo binary > "$2"', "nvdisasm": 'echo "SASS of $1"; cat "$2"'}
+  for tool, text in scripts.items():
+    (tmp_path/tool).write_text(f"#!/bin/sh\n{text}\n")
+    (tmp_path/tool).chmod(0o755)
+  monkeypatch.setenv("CALLS", str(tmp_path/"calls"))
+  monkeypatch.setattr(sass.shutil, "which", lambda name, path=None: str(tmp_path/name) if (tmp_path/name).exists() else None)
+  shown = run("asm", "sm_90/64")
+  assert "wgmma.mma_async" in shown and shown.rstrip().endswith("SASS of -c\nbinary")
+  assert "-gencode=arch=compute_90a,code=sm_90a" in (tmp_path/"calls").read_text()
+  alone = run("asm", "sm_90/64", "--cuda")
+  assert "wgmma.mma_async" in alone and "SASS" not in alone and shown.startswith(alone)
+  (tmp_path/"nvdisasm").unlink()
+  without = run("asm", "sm_80/64/bfloat16/causal")
+  assert "mma.sync.aligned.m16n8k16" in without and "no cuobjdump or nvdisasm" in without
+  (tmp_path/"nvcc").write_text("#!/bin/sh\necho 'kernel.cu(3): error: what' >&2; exit 1\n")
+  (tmp_path/"nvdisasm").write_text("")
+  with pytest.raises(CompileError, match=r"nvcc failed:\n.*error: what"): run("asm", "sm_90/64", ok=False)
+
+def test_no_report_on_a_chip_of_nvidia():
+  with pytest.raises(ValueError, match=r"sm_90/64: reports are of AMD's chips.*`asm sm_90/64` prints"): run("sm_90/64", ok=False)
+  with pytest.raises(ValueError, match="--arch sm_90: reports are of AMD's chips"): run(__file__, "--arch", "sm_90", ok=False)
+
 def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_path):
   specs = [source.Spec("gfx942", 64), source.Spec("gfx1100", 64), source.Spec("gfx942", 64, mask="causal")]
   monkeypatch.setattr(costs, "SPECS", specs)
@@ -283,4 +319,12 @@ def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_pat
   changes = costs.compare(file.read_text(), costs.lines_of(specs))
   assert any("VALU/elt was" in c for c in changes) and all(c.startswith(tuple(map(str, specs))) for c in changes)
   assert "costs changed" in run("costs", "--check", file, ok=False)
+  before = file.read_text().splitlines()
+  run("costs", "--write", file, "--arch", "gfx1100")    # the rows of the other chips stay as they were, and in their places
+  after = file.read_text().splitlines()
+  cells = lambda line: [x.strip() for x in line.split("|")]
+  assert [cells(x) for x in after[:3] + after[4:]] == [cells(x) for x in before[:3] + before[4:]] and cells(after[3]) != cells(before[3])
+  (tmp_path/"none.txt").unlink(missing_ok=True)
+  run("costs", "--write", tmp_path/"none.txt", "--arch", "gfx1100")
+  assert [cells(x)[0] for x in (tmp_path/"none.txt").read_text().splitlines()[2:]] == [str(specs[1])]
   assert costs.compare("", costs.lines_of(specs[:1])) == ["gfx942/64/float16/full: not in the file"]

@@ -3,6 +3,7 @@ import os, re, subprocess, sys, tomllib
 from pathlib import Path
 import pytest
 import test_examples
+from attn.chips import CHIPS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT/"README.md").read_text()
@@ -67,6 +68,19 @@ def test_every_example_is_shown_and_tested() -> None:
   shown = {re.search(r"examples/(\w+)\.py", c)[1] for c in COMMANDS if "examples/" in c}   # type: ignore[index]
   assert shown == set(test_examples.SAYS)
 
+def test_it_stays_short() -> None: assert len(README.splitlines()) <= 140
+
+def test_the_table_of_chips_is_the_one_in_code() -> None:
+  """Only a GPU that measurements were made on is said to have run them."""
+  table = re.search(r"^\| chip \|.*\n.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+  assert table is not None
+  rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+  assert {name: cards for name, cards, _, _ in rows} == {name: chip.products for name, chip in CHIPS.items()} and len(rows) == len(CHIPS)
+  assert [name for name, *_, state in rows if "**runs on silicon**" in state] == ["sm_90"]
+  costed = {line.split("/")[0] for line in (ROOT/"docs"/"costs.txt").read_text().splitlines() if line.startswith("gfx")}
+  for name, _, unit, state in rows:
+    assert "emulated" in state and (("wgmma" in unit) == CHIPS[name].wgmma) and ("compiled" in state) == (name in costed), name
+
 def test_links_and_files_exist() -> None:
   for name in re.findall(r"(?<![\w/])((?:attn|docs|test|examples)/[\w/]+\.(?:py|md|txt))", README + (ROOT/"CONTRIBUTING.md").read_text()):
-    assert (ROOT/name).exists() or name == "docs/costs.txt", name
+    assert (ROOT/name).exists(), name

@@ -9,7 +9,7 @@ from attn.reference import judge, rounded
 from attn.tinygrad_compat import Context, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
-from cases import EVERY_ARCH, array, tensor
+from cases import EVERY_ARCH, array, in_turn, tensor
 
 def textbook(q, k, v, mask=None, is_causal=False, scale=None, dtype=None):
   """PyTorch's definition; in float64, or with fp32 scores and P and O rounded to `dtype`. A row that sees no key gives 0."""
@@ -94,20 +94,21 @@ def network(x, **how):
   for block in (Block(dtype=x.dtype), Block(dtype=x.dtype)): x = block(x, **how)
   return x
 
-@pytest.mark.parametrize("arch", EVERY_ARCH)
-def test_a_transformer_both_ways(arch):
+HOW = {"causal": {"is_causal": True}, "mask": {"attn_mask": np.random.default_rng(1).random((2, 1, 24, 24)) > .2}, "plain": {}}
+
+@in_turn("name, arch", HOW, EVERY_ARCH)
+def test_a_transformer_both_ways(name, arch):
   """The same layers in half precision, with tinygrad's attention and with ours, are equally far from themselves in fp32."""
   with emulated(arch):
     x = draw(2, 24, 64)
-    mask = Tensor(np.random.default_rng(1).random((2, 1, 24, 24)) > .2)
-    for how in ({"is_causal": True}, {"attn_mask": mask}, {}):
-      exact, own = array(network(x.float(), **how)), array(network(x, **how))
-      with attn.installed() as decisions:
-        before = len(decisions)
-        ours = array(network(x, **how))
-        assert [d.kernel for d in list(decisions)[before:]] == ["forward_mma" if arch.startswith("sm_") else "forward"]*2
-      assert judge(ours, exact, own).ok
-      assert np.abs(ours - own).max() > 0     # not the same kernels
+    how = {option: Tensor(x) if isinstance(x, np.ndarray) else x for option, x in HOW[name].items()}
+    exact, own = array(network(x.float(), **how)), array(network(x, **how))
+    with attn.installed() as decisions:
+      before = len(decisions)
+      ours = array(network(x, **how))
+      assert [d.kernel for d in list(decisions)[before:]] == ["forward_mma" if arch.startswith("sm_") else "forward"]*2
+    assert judge(ours, exact, own).ok
+    assert np.abs(ours - own).max() > 0     # not the same kernels
 
 def test_install_and_uninstall():
   own, stored = Tensor.scaled_dot_product_attention, vars(Tensor).get("scaled_dot_product_attention")

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from tinygrad import TinyJit
 from attn.api.attention import kernels
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
 from attn.choose.splits import key_tiles, resolve, split_heuristic
-from attn.isa import compiler
+from attn.compilers import clang
 from attn.kernels.forward import arguments, forward
 from attn.kernels.combine import combine, combine_arguments
 from attn.problem import Problem
-from attn.tinygrad_compat import Context, Tensor, UOp, dtypes, render
-from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, every_amd, every_arch, expected, floats, ints, judge, normal, on_the_emulator,
-                   problem, run_kernels, tensor)
+from attn.ops.renderers import render
+from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
+from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_amd, every_arch, expected, floats, ints, judge,
+                   normal, on_the_emulator, problem, run_kernels, tensor)
 
 
 # ***** partial results and their merge *****
@@ -44,8 +45,7 @@ SPLITS: dict[str, dict[str, Any]] = {
   "decode": dict(B=2, H=8, Hkv=2, Sq=1, Sk=300, D=128, num_splits=5, causal=True, extras=dict(kv_lengths=ints(300, 77), sinks=floats(8))),
 }
 
-@every_arch
-@pytest.mark.parametrize("case", SPLITS)
+@chips_in_turn("case", SPLITS)
 def test_split(arch:str, case:str) -> None: check_kernels(arch, **SPLITS[case])
 
 @every_arch
@@ -87,7 +87,7 @@ def test_nan_stays_in_its_row(arch:str) -> None:
 @pytest.mark.parametrize("Sk", (16384, 16385, 20000))
 def test_decode_of_any_length(Sk:int) -> None:
   shape: dict[str, Any] = dict(H=4, Hkv=1, Sq=1, Sk=Sk, D=64)
-  p, arch = problem(**shape, num_splits=0), get_arch("gfx942")
+  p, arch = problem(**shape, num_splits=0), get_chip("gfx942")
   p = resolve(p, arch, choose_tile(p, arch))
   assert p.num_splits > 32
   check_kernels("gfx942", **shape, num_splits=p.num_splits)
@@ -99,7 +99,7 @@ def test_shapes_of_scratch() -> None:
   assert list(combine_arguments(p)) == ["o", "lse", "o_partial", "lse_partial", "sinks"]
 
 def test_refusals() -> None:
-  p, arch = problem(num_splits=2), get_arch("gfx942")
+  p, arch = problem(num_splits=2), get_chip("gfx942")
   with pytest.raises(ValueError, match="splits=3"): combine(p, arch, 3)
   with pytest.raises(ValueError, match="splits=1"): combine(replace(p, num_splits=1), arch, 1)
   with pytest.raises(ValueError, match="3 tensors given"): combine(p, arch, 2)(*[UOp.placeholder((4,), dtypes.float, i) for i in range(3)])
@@ -133,11 +133,11 @@ def test_variable_length_under_jit(arch:str) -> None:
   (1, 2, 2, 40000, 40000, 4, 4), (1, 16, 16, 128, 65535, 16, 16), (1, 8, 8, 32768, 32768, 1, 4), (8, 16, 16, 8192, 8192, 1, 1)))
 def test_heuristic_of_published_shapes(b:int, h:int, hk:int, sq:int, sk:int, least:int, most:int) -> None:
   """D=64 on 304 compute units."""
-  p, arch = problem(B=b, H=h, Hkv=hk, Sq=sq, Sk=sk, D=64, dtype="bfloat16"), get_arch("gfx942")
+  p, arch = problem(B=b, H=h, Hkv=hk, Sq=sq, Sk=sk, D=64, dtype="bfloat16"), get_chip("gfx942")
   assert least <= split_heuristic(p, arch, choose_tile(p, arch)) <= most
 
 def test_resolve() -> None:
-  arch = get_arch("gfx942")
+  arch = get_chip("gfx942")
   for given, Sk, want in ((1, 4096, 1), (7, 4096, 7), (250, 300, None), (5, 1, 1), (0, 64, 1)):
     p = problem(B=8, H=64, Sq=64, Sk=Sk, num_splits=given)
     tile = choose_tile(p, arch)
@@ -146,7 +146,7 @@ def test_resolve() -> None:
 @on_the_emulator
 def test_heuristic_fills_the_chip(arch:str) -> None:
   """A decoding batch too small for the chip is split until there is a workgroup for every compute unit, or no more tiles."""
-  a = get_arch(arch)
+  a = get_chip(arch)
   for Sk in (64, 1000, 16384, 131072):
     p = problem(B=1, H=32, Hkv=8, Sq=1, Sk=Sk, D=128)
     tile = choose_tile(p, a)
@@ -156,7 +156,7 @@ def test_heuristic_fills_the_chip(arch:str) -> None:
 
 def test_heuristic_leaves_a_full_chip_alone() -> None:
   """More workgroups than there are places: shorter ones would only begin and end more often."""
-  p, arch = problem(B=64, H=32, Sq=1, Sk=1024, D=128), get_arch("gfx942")
+  p, arch = problem(B=64, H=32, Sq=1, Sk=1024, D=128), get_chip("gfx942")
   assert split_heuristic(p, arch, choose_tile(p, arch)) == 1
 
 # ***** machine code *****
@@ -167,10 +167,10 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
 def test_no_spills(arch:str, dtype:str, D:int) -> None:
   """Of the split kernel for decoding, and of the merge."""
   p = problem(B=2, H=16, Hkv=2, Sq=1, Sk=4096, D=D, dtype=dtype, causal=True, num_splits=16, extras=dict(kv_lengths=ints(1, 1)))
-  a = get_arch(arch)
+  a = get_chip(arch)
   for kernel, names in ((forward(p, a, choose_tile(p, a)), arguments(p)), (combine(p, a, 16), combine_arguments(p))):
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(names.values())]
-    text = compiler.assembly(render(kernel(*tensors), arch), arch)
+    text = clang.assembly(render(kernel(*tensors), arch), arch)
     assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
 
 def test_splits_do_not_change_results() -> None:

@@ -4,14 +4,15 @@ import functools, itertools, re, shutil, subprocess
 import pytest
 import cases, test_features as features
 from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.choose import dispatch
 from attn.choose.candidates import WgmmaCandidate
 from attn.choose.nvidia_table import WGMMA_CANDIDATES
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.kernels import forward_wgmma
-from attn.tinygrad_compat import UOp, render
+from attn.ops.renderers import render
+from attn.tinygrad_compat import UOp
 from cases import DTYPES, GPU, check, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
@@ -55,7 +56,7 @@ def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
   tile = forward_wgmma.WgmmaTile(c.groups, c.block_n)
   monkeypatch.setattr(dispatch, "wgmma_tile", lambda p, arch: tile)
   monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
-  assert forward_wgmma.lds_bytes(problem(D=c.up_to), tile) <= get_arch("sm_90").lds
+  assert forward_wgmma.lds_bytes(problem(D=c.up_to), tile) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=500, D=c.up_to, causal=True)
 
 @either
@@ -93,9 +94,9 @@ PLANTED = {
   "a ring of two": (lambda m: m.setattr(forward_wgmma, "STAGES", 2), LdsRace, "writes lds"),
   "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma, "STAGES", 1), LdsRace, "lds"),
   "products are not waited for": (lambda m: m.setattr(wgmma, "wait", lambda acc, order: nothing(order)), NotWaitedFor,
-                                   "the accumulator reg.*still writes"),
+                                  r"the accumulator reg\d+\[0\], which the operation started at attn/kernels/forward_wgmma.py:\d+ still writes"),
   "panels not aligned": (lambda m: m.setattr(forward_wgmma, "lds_bytes", lambda p, tile: 16*9217) or m.setattr(
-    forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), Misaligned, "multiples of 1024"),
+    forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), Misaligned, "a multiple of 1024"),
 }
 
 @pytest.mark.parametrize("fault", PLANTED)
@@ -111,7 +112,7 @@ def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
   """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
   p = problem(H=256, Sq=1024, D=D, **{"lse": False, **options})
   tensors = [UOp.placeholder(shape, DTYPES[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
-  kernel = forward_wgmma.forward_wgmma(p, arch := get_arch("sm_90"), wgmma_tile(p, arch))
+  kernel = forward_wgmma.forward_wgmma(p, arch := get_chip("sm_90"), wgmma_tile(p, arch))
   (source := tmp_path/"kernel.cu").write_text(render(kernel(*tensors), "sm_90"))
   command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -24,11 +24,12 @@ from attn.api.placement import merge_devices
 from attn.api.placement import on_device
 from attn.api.placement import place
 from attn.api.placement import placement_of
-from attn.arch import Arch
-from attn.arch import get_arch
+from attn.chips import Chip
+from attn.chips import get_chip
 from attn.choose.dispatch import Choice
 from attn.choose.dispatch import choose
 from attn.choose.dispatch import program_of
+from attn.compilers.choice import in_use
 from attn.kernels.combine import combine
 from attn.kernels.combine import combine_arguments
 from attn.kernels.forward import arguments
@@ -49,7 +50,7 @@ class Call:
   keys."""
   problem: Problem
   tensors: dict[str, Tensor]
-  arch: Arch|None
+  arch: Chip|None
   at: Placement
   out: Tensor|None
   def choice(self) -> Choice: return choose(self.problem if self.at.shared != "keys" else self.on(0).problem, self.arch)
@@ -153,7 +154,7 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   if p.varlen:
     check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
     check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
-  found = get_arch(options.arch) if options.arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])
+  found = get_chip(options.arch) if options.arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])
   return Call(replace(p, return_lse=options.return_lse), {**inputs, **extras}, found, at, out)
 
 @functools.cache
@@ -265,7 +266,9 @@ def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def explain(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
-  """Prints and returns `choice_of(...)`."""
+  """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md)."""
   choice = choice_of(q, k, v, **options)
   print(choice)
+  device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
+  if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
   return choice

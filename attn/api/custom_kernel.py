@@ -7,12 +7,14 @@ from typing import Any
 from typing import Protocol
 from attn import values
 from attn.api.options import KernelOptions
-from attn.arch import Arch
-from attn.arch import get_arch
+from attn.chips import Chip
+from attn.chips import get_chip
 from attn.choose.dispatch import single_kernel
+from attn.compilers.renderer import require
+from attn.ops.renderers import adapt
 from attn.problem import EXTRAS
 from attn.problem import problem_of
-from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, allow_dynamic_shared
+from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
@@ -43,7 +45,7 @@ def whole_buffer(name:str, u:UOp) -> None:
 WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # threads, and workgroups: of AMD's and NVIDIA's chips alike
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 
-def check_means(sink:UOp, arch:Arch) -> None:
+def check_means(sink:UOp, arch:Chip) -> None:
   """Raises NotImplementedError for a kernel that needs more threads, LDS or workgroups than `arch` has."""
   ranges, lds = {u for u in sink.toposort() if u.op is Ops.RANGE}, {}
   for u in sink.toposort():
@@ -64,7 +66,8 @@ class CheckedKernel:
     devices = srcs[0].device
     if self.arch is not None:
       for device in (devices,) if isinstance(devices, str) else devices or (): check_device(self.arch, device)
-    allow_dynamic_shared(devices)
+    adapt(devices)
+    require(devices)
     return self.sink.call(*srcs, **kwargs)
 
 def default_arch() -> str:
@@ -75,15 +78,15 @@ def default_arch() -> str:
     raise ValueError(f"device {device} has no matrix unit that these kernels know: use DEV=AMD on an AMD GPU, or DEV=EMU::gfx942 without one")
   return target.arch
 
-def chip_of(name:str, device:str) -> Arch:
+def chip_of(name:str, device:str) -> Chip:
   """The table row of the chip `name` that `device` is. A real one may have tiles that TUNE=1 found."""
-  return replace(get_arch(name), tuned=device.split(":")[0] != "EMU")
+  return replace(get_chip(name), tuned=device.split(":")[0] != "EMU")
 
-def device_arch() -> Arch:
+def device_arch() -> Chip:
   """The table row of tinygrad's default device."""
   return chip_of(default_arch(), Device.DEFAULT)
 
-def arch_of(device:str) -> Arch|None:
+def arch_of(device:str) -> Chip|None:
   """The table row of a device's chip; None where it has no matrix unit that the kernels know."""
   if device.split(":")[0] not in MATRIX_DEVICES: return None
   try: return chip_of(Device[device].renderer.target.arch, device)
@@ -92,7 +95,7 @@ def arch_of(device:str) -> Arch|None:
 def check_device(arch:str, device:str) -> None:
   """Raises ValueError where `arch` is not the chip of the device that is to run a kernel."""
   if (found := arch_of(device)) is None: raise ValueError(f"arch={arch!r}: {device} has no matrix unit that these kernels know")
-  if found.name != get_arch(arch).name: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs kernels for no other chip")
+  if found.name != get_chip(arch).name: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs kernels for no other chip")
 
 def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
   if all(isinstance(s, int) for s in shape): return tuple(map(int, shape))
@@ -138,7 +141,7 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
     if len(placeholders) != len(names): raise ValueError(f"{len(placeholders)} tensors given: this kernel takes ({', '.join(names)})")
     t = dict(zip(names, placeholders))
     shapes = {name: static_shape(name, u.shape) for name, u in t.items()}
-    found = get_arch(options.arch) if options.arch is not None else device_arch()
+    found = get_chip(options.arch) if options.arch is not None else device_arch()
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_of(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
                    lse=shapes["lse"] if options.return_lse else None, causal=options.causal, window=options.window,
                    softmax_scale=options.softmax_scale, layout=options.layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,

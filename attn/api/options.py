@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dataclasses import fields
 from typing import Any
 from attn import values
-from attn.arch import get_arch
+from attn.chips import get_chip
 from attn.problem import DTYPES
 from attn.problem import check_causal
 from attn.problem import check_layout
@@ -26,7 +26,7 @@ def unless_none(check:values.Check) -> values.Check: return lambda name, x: None
 
 def check_arch(name:str, x:Any) -> str:
   if not isinstance(x, str): raise values.wrong(name, x, "the name of a chip, such as 'gfx942'")
-  get_arch(x)
+  get_chip(x)
   return x
 
 def check_longest(name:str, x:Any) -> int: return values.whole_number(name, x, 1, None, "the rows of the longest sequence, at least 1")

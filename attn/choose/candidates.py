@@ -13,7 +13,7 @@ class Candidate:
   q_in_lds: bool = False
   fenced: bool = False
   prefetch: int = 1
-  matrix: int = 0        # index into fragment.MATRIX of the family and dtype
+  matrix: int = 0        # index into Chip.matrix of the dtype
   fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
 
 class Burden(IntEnum):

@@ -12,21 +12,22 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
-from tqdm import tqdm
-from attn.arch import Arch, get_arch
+from attn.chips import SEARCHED, Chip, get_chip
+from attn.compilers.clang import assembly
 from attn.choose.candidates import Candidate
+from attn.choose.dispatch import MATRIX_DTYPES
 from attn.choose.tiles import amd_tile
 from attn.choose.tiles import fits
 from attn.choose.tuned import CLASSES
 from attn.emulator.banks import phases
-from attn.fragment import MATRIX, Matrix
-from attn.isa.compiler import CompileError, assembly
-from attn.isa.model import Pipes, pipes
+from attn.extras import needs
+from attn.chips.matrix import Matrix
 from attn.isa.report import Report, analyse
-from attn.isa.source import MATRIX_DTYPES, MASKS, Spec, kernel_source, problem_of_spec
-from attn.kernels.tiles import UNIT, Tile, contraction, round_up
+from attn.isa.source import MASKS, Spec, kernel_source, problem_of_spec
+from attn.kernels.tiles import Tile, contraction, round_up
+from attn.tinygrad_compat import CompileError
+with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm
 
-SEARCHED = ("gfx942", "gfx950", "gfx1100", "gfx1201")   # one of each family
 VARIANTS = [(dtype, mask) for dtype in reversed(MATRIX_DTYPES) for mask in reversed(MASKS)]   # the costly ones first
 SPACE: dict[str, tuple[int, ...]] = {
   "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
@@ -59,11 +60,11 @@ class Found:
 
 # ***** the space *****
 
-def held(c:Candidate, arch:Arch, d:int) -> int:
+def held(c:Candidate, arch:Chip, d:int) -> int:
   """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
-  mat = MATRIX[arch.family, MATRIX_DTYPES[0]][c.matrix]
-  of_q = 0 if c.q_in_lds else contraction(mat, d)//2//(1 if mat.duplicated else mat.groups)
-  on_the_way = c.block_n*d//(c.waves*mat.wave) if c.prefetch else 0
+  mat = arch.matrix[MATRIX_DTYPES[0]][c.matrix]
+  of_q = 0 if c.q_in_lds else contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
@@ -73,17 +74,17 @@ def conflict(family:str, mat:Matrix, stride:int) -> bool:
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
-def candidates(arch:Arch, d:int) -> list[Candidate]:
+def candidates(arch:Chip, d:int) -> list[Candidate]:
   """The tiles of SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank conflicts. Q lies
   in LDS, where every trip has to read it again, only if with it a wave would fill half of its registers."""
-  found, matrices = [], MATRIX[arch.family, MATRIX_DTYPES[0]]
+  found, matrices = [], arch.matrix[MATRIX_DTYPES[0]]
   for values in itertools.product(*SPACE.values()):
     c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of_spec(Spec(arch.name, d))   # type: ignore[arg-type]
     if c.matrix >= len(matrices): continue
     tile = amd_tile(p, arch, c)
-    divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, UNIT) == 0
+    divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, 1) == 0
     crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
-    smooth = not any(conflict(arch.family, tile.matrix, n//UNIT | 1) for n in (contraction(tile.matrix, d), c.block_n))
+    smooth = not any(conflict(arch.family, tile.matrix, n//tile.matrix.unit | 1) for n in (contraction(tile.matrix, d), c.block_n))
     room = fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs
     if divides and crowded and smooth and tile.block_m <= LARGEST_TILE and room: found.append(c)
   return found
@@ -96,20 +97,20 @@ def tile_report(spec:Spec, tile:Tile) -> Report|None:
   try: return analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
   except CompileError: return None
 
-def waves_of(report:Report, tile:Tile, cu:Pipes) -> int:
+def waves_of(report:Report, tile:Tile, chip:Chip) -> int:
   """Waves per SIMD, as many as whole workgroups make."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
-  groups = int(min(r.waves_by_registers, r.waves_by_lds)*cu.simds)//tile.waves
-  return groups*tile.waves//cu.simds
+  simds = chip.pipes.simds
+  return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(report:Report|None, tile:Tile) -> Bound|None:
   """None where the kernel doesn't compile, or spills."""
   if report is None or (loop := report.loop) is None: return None
-  r, cu = report.resources, pipes(report.arch)
+  r, chip = report.resources, get_chip(report.arch)
   if r.vgpr_spills or r.sgpr_spills or r.scratch: return None
-  matrix, waves = loop.cycles["matrix"], waves_of(report, tile, cu)
-  others = cu.valu*sum(loop.kinds[kind] for kind in ISSUED)
+  matrix, waves = loop.cycles["matrix"], waves_of(report, tile, chip)
+  others = chip.pipes.valu*sum(loop.kinds[kind] for kind in ISSUED)
   def halves(x:float) -> int: return round(200*x)
   return Bound(min(waves, ENOUGH), min(tile.prefetch, 1), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
                halves(loop.overlap), -tile.block_m, -tile.block_n)
@@ -117,7 +118,7 @@ def bound_of(report:Report|None, tile:Tile) -> Bound|None:
 def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel."""
   spec = Spec(arch, c.up_to, dtype, mask)
-  tile = amd_tile(problem_of_spec(spec), get_arch(arch), c)
+  tile = amd_tile(problem_of_spec(spec), get_chip(arch), c)
   return bound_of(tile_report(spec, tile), tile)
 
 def worst_bound(arch:str, c:Candidate, each:Each=map) -> Bound|None:
@@ -155,13 +156,13 @@ class Class:
 def search_class(arch:str, d:int, each:Each=map) -> Class:
   """One class. What is looked at only where nothing before will do: first tiles without prefetch, then those of which ENOUGH waves can't have the
   registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL_TILE queries."""
-  chip, registers, ranked, rows = get_arch(arch), pipes(arch).registers, list[Found](), list[Found]()
+  chip, ranked, rows = get_chip(arch), list[Found](), list[Found]()
   space = candidates(chip, d)
   def look(tiles:list[Candidate]) -> list[Found]:
     ranked.extend(Found(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None)
     ranked.sort(key=lambda x: x.bound, reverse=True)
     return rows_of_class(arch, ranked, each)
-  heavy = {c: ENOUGH*held(c, chip, d) > registers for c in space}
+  heavy = {c: ENOUGH*held(c, chip, d) > chip.registers for c in space}
   for prefetch, weight in ((1, False), (0, False), (1, True)):
     rows = look([c for c in space if c.prefetch == prefetch and heavy[c] == weight])
     if rows and queries(rows[-1]) <= SMALL_TILE and all(x.bound.enough == ENOUGH for x in rows): break
@@ -211,13 +212,13 @@ def table_rows_in(text:str) -> TableRows:
 
 def table_rows(found:Iterable[Class]) -> TableRows:
   rows: TableRows = {}
-  for x in found: rows.setdefault(get_arch(x.arch).family, {})[x.d] = [row_of(y) for y in x.rows]
+  for x in found: rows.setdefault(get_chip(x.arch).family, {})[x.d] = [row_of(y) for y in x.rows]
   return rows
 
 def table_text(rows:TableRows) -> str:
   """The table's text."""
   lines = []
-  for family in (get_arch(a).family for a in SEARCHED):
+  for family in (get_chip(a).family for a in SEARCHED):
     if family in rows: lines += [f'  "{family}": (', *(line for d in CLASSES for line in rows[family].get(d, [])), "  ),"]
   return TABLE_HEADER + "\n".join([*lines, "}"]) + "\n"
 

@@ -6,7 +6,7 @@ pytorch.org/blog/flash-decoding). The ranges' results are merged by attn/kernels
 from __future__ import annotations
 from dataclasses import replace
 from typing import Callable
-from attn.arch import Arch
+from attn.chips import Chip
 from attn.kernels import forward
 from attn.kernels import forward_mma
 from attn.kernels import forward_wgmma
@@ -31,7 +31,7 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   heads = p.H//p.Hkv if tile.pack_gqa else 1
   return p.B*p.H//heads*ceildiv(p.Sq*heads, tile.block_m)
 
-def split_heuristic(p:Problem, arch:Arch, tile:AnyTile) -> int:
+def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   """The number of splits, a power of two, by an occupancy model.
 
   A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than keep a compute unit
@@ -50,6 +50,6 @@ def split_heuristic(p:Problem, arch:Arch, tile:AnyTile) -> int:
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return min(choices or [1], key=lambda splits: (time(splits), splits))
 
-def resolve(p:Problem, arch:Arch, tile:AnyTile) -> Problem:
+def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
   """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one held to the number of key tiles."""
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 import math
 from dataclasses import replace
-from attn.arch import Arch
+from attn.chips import Chip
 from attn.choose import tuned
 from attn.choose.candidates import Burden
 from attn.choose.candidates import Candidate
@@ -11,8 +11,7 @@ from attn.choose.nvidia_table import MMA_CANDIDATES
 from attn.choose.nvidia_table import WGMMA_CANDIDATES
 from attn.choose.splits import workgroups
 from attn.choose.tiles_table import CANDIDATES
-from attn.fragment import MATRIX
-from attn.fragment import MMA
+from attn.chips.matrix import MMA
 from attn.kernels import dual_wave
 from attn.kernels import forward
 from attn.kernels import forward_mma
@@ -28,24 +27,24 @@ from attn.problem import Problem
 
 WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
 
-def fits(p:Problem, arch:Arch, tile:Tile, c:Candidate) -> str|None:
+def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
   if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
   if (blocks := workgroups(p, tile)) < c.fills: return f"tile {tile} makes {blocks} workgroups, {c.fills} are wanted to fill the chip"
   if (need := forward.lds_bytes(p, tile)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
-def amd_tile(p:Problem, arch:Arch, c:Candidate) -> Tile:
+def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its bias."""
-  mat = MATRIX[arch.family, p.dtype][c.matrix]
+  mat = arch.matrix[p.dtype][c.matrix]
   pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
   q_tiles = c.q_tiles if rows > mat.N and p.bias is None else 1        # a bias takes as many registers as the scores
   needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 32) if p.bias is not None else c.block_n
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
-  staged = ceildiv(block_n*(p.D + p.Dv)*2, 4*mat.wave)                 # registers of a lane that would carry K and V on its own
-  of_q = 0 if c.q_in_lds else contraction(mat, p.D)//2//(1 if mat.duplicated else mat.groups)
+  staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane that would carry K and V on its own
+  of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
   few, crowded = needed < c.waves, p.window[0] >= 0 and max(p.D, p.Dv) > WIDE          # a loop with both masks has no registers to spare
@@ -53,7 +52,7 @@ def amd_tile(p:Problem, arch:Arch, c:Candidate) -> Tile:
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
   return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded else c.prefetch, pack, 0.0 if few else 8.0)
 
-def choose_amd_tile(p:Problem, arch:Arch) -> Tile:
+def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
   reasons = []
   found = tuned.winner(p, arch)
@@ -63,7 +62,7 @@ def choose_amd_tile(p:Problem, arch:Arch) -> Tile:
     reasons.append(reason)
   raise NotImplementedError(f"no tile of the forward kernel fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
 
-def dual_wave_tile(p:Problem, arch:Arch) -> Tile: return Tile(MATRIX[arch.family, p.dtype][0], dual_wave.WAVES, 1, dual_wave.BLOCK_N)
+def dual_wave_tile(p:Problem, arch:Chip) -> Tile: return Tile(arch.matrix[p.dtype][0], dual_wave.WAVES, 1, dual_wave.BLOCK_N)
 
 # ***** NVIDIA *****
 
@@ -75,7 +74,7 @@ def burden(p:Problem) -> Burden:
   if p.options or p.return_lse or p.num_splits > 1: return Burden.OPTIONS
   return Burden.PLAIN if p.window == (-1, -1) else Burden.MASK
 
-def mma_tile(p:Problem, arch:Arch) -> MmaTile:
+def mma_tile(p:Problem, arch:Chip) -> MmaTile:
   """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
@@ -91,7 +90,7 @@ def mma_tile(p:Problem, arch:Arch) -> MmaTile:
 
 BIAS_KEYS = 64    # a bias takes as many registers as the scores
 
-def wgmma_tile(p:Problem, arch:Arch) -> WgmmaTile:
+def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   """The tile that should be fastest: its rate, times the part of its blocks' rows that are queries, times the part of the multiprocessors' turns that
   the blocks fill. Under a causal mask the longest block takes two turns of an average one, and the short ones fill in."""
   up_to = min(c.up_to for c in WGMMA_CANDIDATES if max(p.D, p.Dv) <= c.up_to)

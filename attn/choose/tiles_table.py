@@ -6,6 +6,14 @@ Beside each row the worst over fp16 and bf16, full and causal: bounds on the use
 from attn.choose.candidates import Candidate
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
+  "cdna2": (
+    Candidate(64, 4, 2, 32, fills=256),                                 # serial 67.5%, issued 66.5%, overlap 100.0%, waves 2
+    Candidate(64, 4, 1, 64),                                            # serial 68.0%, issued 65.5%, overlap 100.0%, waves 2
+    Candidate(128, 8, 1, 64, fills=256),                                # serial 81.0%, issued 78.5%, overlap 100.0%, waves 2
+    Candidate(128, 4, 1, 32),                                           # serial 81.0%, issued 77.5%, overlap 100.0%, waves 2
+    Candidate(192, 4, 1, 32),                                           # serial 86.5%, issued 83.0%, overlap 100.0%, waves 2
+    Candidate(256, 4, 1, 32),                                           # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
+  ),
   "cdna3": (
     Candidate(64, 4, 2, 32, fills=256),                                 # serial 51.0%, issued 49.5%, overlap 93.0%, waves 2
     Candidate(64, 4, 1, 64),                                            # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2

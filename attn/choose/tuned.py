@@ -4,17 +4,16 @@ The file is {chip: {problem class: {"tile": fields of a Candidate, or null where
 "stamp": the versions it was found with}}}. It is input: what is not valid, or of other versions, is ignored with one warning that names the file.
 """
 from __future__ import annotations
-import functools, importlib.metadata, json, os, warnings
+import functools, importlib.metadata, json, warnings
 from dataclasses import MISSING
 from dataclasses import asdict
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from attn import user_cache
 from attn import values
-from attn.arch import Arch
+from attn.chips import Chip
 from attn.choose.candidates import Candidate
-from attn.fragment import MATRIX
-from attn.kernels.tiles import UNIT
 from attn.kernels.tiles import contraction
 from attn.problem import Problem
 from attn.tinygrad_compat import Device
@@ -34,11 +33,9 @@ def problem_class(p:Problem) -> str|None:
   heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.B*p.H, p.Sq, p.Sk))
   return f"{p.dtype} D{head_class(p)} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
 
-def path() -> Path|None:
-  """Where the winners are kept; None where platformdirs, which knows the place, is not installed."""
-  try: import platformdirs
-  except ImportError: return None
-  return Path(platformdirs.user_cache_dir("attn"))/"tune.json"
+def path() -> Path:
+  """Where the winners are kept."""
+  return user_cache.directory()/"tune.json"
 
 # ***** what the file may say *****
 
@@ -53,7 +50,7 @@ def stamp() -> dict[str, str]:
 LIMITS = {"up_to": CLASSES, "waves": (1, 2, 4, 8), "q_tiles": (1, 2), "block_n": (16, 32, 64, 128), "q_in_lds": (False, True),
           "fenced": (False, True), "prefetch": (0, 1, 2), "matrix": (0, 1), "fills": range(1 << 16)}
 
-def candidate_of(found:Any, arch:Arch, p:Problem) -> Candidate|None:
+def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
   """The tile that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this chip."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile")
   if (tile := found["tile"]) is None: return None
@@ -65,10 +62,10 @@ def candidate_of(found:Any, arch:Arch, p:Problem) -> Candidate|None:
     elif type(value := tile[f.name]) is not type(LIMITS[f.name][0]) or value not in LIMITS[f.name]:
       raise ValueError(f"{f.name}={values.shown(value)}: must be one of {', '.join(map(str, LIMITS[f.name][:9]))}")
   c = Candidate(**tile)
-  matrices = MATRIX.get((arch.family, p.dtype), ())
+  matrices = arch.matrix.get(p.dtype, ())
   if c.matrix >= len(matrices): raise ValueError(f"matrix={c.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat = matrices[c.matrix]
-  if c.block_n % mat.M or c.block_n % contraction(mat, UNIT): raise ValueError(f"block_n={c.block_n}: no tiles of {mat.M} keys")
+  if c.block_n % mat.M or c.block_n % contraction(mat, 1): raise ValueError(f"block_n={c.block_n}: no tiles of {mat.M} keys")
   return c
 
 def check_stamp(found:Any) -> None:
@@ -84,7 +81,7 @@ def warn(file:str, reason:str) -> None:
 
 def load() -> dict[str, Any]:
   """The whole file; a cache that is missing is an empty one, and so is one that is damaged or made by other versions, after a warning."""
-  if (file := path()) is None: return {}
+  file = path()
   try: text = file.read_text()
   except FileNotFoundError: return {}
   except (OSError, ValueError) as e:
@@ -99,7 +96,7 @@ def load() -> dict[str, Any]:
     return {}
   return found
 
-def winner(p:Problem, arch:Arch) -> Candidate|None:
+def winner(p:Problem, arch:Chip) -> Candidate|None:
   """The tile that was fastest for the class of `p` on this chip, if it is known and `arch` is a real device's."""
   if not arch.tuned or (kind := problem_class(p)) is None: return None
   if (entry := load().get(arch.name, {}).get(kind)) is None: return None
@@ -111,15 +108,12 @@ def winner(p:Problem, arch:Arch) -> Candidate|None:
     return None
   return found
 
-def store(p:Problem, arch:Arch, tile:Candidate|None, seconds:float) -> Path:
-  """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no place or no class for it."""
+def store(p:Problem, arch:Chip, tile:Candidate|None, seconds:float) -> Path:
+  """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no class for it, OSError where the
+  file can't be written."""
   file, kind = path(), problem_class(p)
-  if file is None: raise ValueError("no place to keep the winner: platformdirs is not installed, pip install -e '.[bench]' brings it")
   if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class of which a winner is kept")
   found = load()
   found[arch.name] = {**found.get(arch.name, {}), kind: {"tile": asdict(tile) if tile is not None else None, "seconds": seconds, "stamp": stamp()}}
-  file.parent.mkdir(parents=True, exist_ok=True)
-  written = file.with_name(f"{file.name}.{os.getpid()}")
-  written.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-  os.replace(written, file)
+  user_cache.write(file, (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
   return file

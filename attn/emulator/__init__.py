@@ -1,10 +1,16 @@
-"""A GPU emulator for tinygrad kernels: the device `EMU`.
+"""A GPU emulator for tinygrad kernels: the device `EMU`. docs/emulator.md is its manual.
 
-device.py is tinygrad's side, plan.py and machine.py the interpreter, memory.py and alu.py what it works with, matrix.py the matrix instructions,
-checks.py the sanitiser, banks.py the count of LDS bank conflicts. ATTN_EMU_CHECKS=0 turns the
-sanitiser off, ATTN_EMU_BANKS=1 the count on, which it prints for each kernel.
+device.py is tinygrad's side, plan.py and machine.py the interpreter, memory.py and alu.py what it works with, under_way.py what has been started and
+not waited for, matrix.py the matrix instructions, checks.py the sanitiser, listing.py where an operation stands in Python and in C, probe.py a look
+at values inside a kernel, banks.py the count of LDS bank conflicts. ATTN_EMU_CHECKS=0 turns the sanitiser off, ATTN_EMU_BANKS=1 the count on,
+which it then prints for each kernel.
 """
-from attn.emulator.checks import EmulatorError
+from attn.emulator.checks import (AccessError, BadOperand, Divergence, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsLimit,
+                                  LdsRace, LimitExceeded, Misaligned, NeverWritten, NotWaitedFor, OutOfBounds, OutOfScope, Race, UninitialisedRead,
+                                  UnwrittenOutput)
 from attn.emulator.machine import Launch, last_run
+from attn.emulator.probe import probe, probes
 
-__all__ = ["EmulatorError", "Launch", "last_run"]
+__all__ = ["AccessError", "BadOperand", "Divergence", "DivergentBarrier", "DivergentMatrix", "EmulatorError", "Launch", "LaunchLimit", "LdsLimit",
+           "LdsRace", "LimitExceeded", "Misaligned", "NeverWritten", "NotWaitedFor", "OutOfBounds", "OutOfScope", "Race", "UninitialisedRead",
+           "UnwrittenOutput", "last_run", "probe", "probes"]

@@ -3,8 +3,8 @@
 LDS has 32 banks of 4 bytes; CDNA4 has 64 for reads. The lanes of a wave are served in phases, each of as many lanes as fill the banks once; in a
 phase every bank gives one dword a cycle, lanes that want the same dword share it, and a phase takes as many cycles as the busiest bank has
 different dwords. A phase is a run of consecutive lanes, but for 16-byte reads on CDNA. Sources: AMD's article "Avoiding LDS bank conflicts on AMD
-GPUs using CK-Tile" (2025) for CDNA3; HipKittens (arXiv 2511.08083), which measured the phases of MI355X, for CDNA4. The phases of RDNA and NVIDIA
-are assumed to be consecutive.
+GPUs using CK-Tile" (2025) for CDNA3, of which CDNA2's are taken to be the same; HipKittens (arXiv 2511.08083), which measured the phases of MI355X,
+for CDNA4. The phases of RDNA and NVIDIA are assumed to be consecutive.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class BankUse:
 
 def _runs(*starts:int) -> list[int]: return [s + i for s in starts for i in range(4)]
 
-_READ_B128: dict[str, tuple[list[int], ...]] = {   # family -> the phases of half a wave
+_READ_B128: dict[str, tuple[list[int], ...]] = {   # family of waves of 64 lanes -> the phases of half a wave
   "cdna3": (_runs(0, 20), _runs(4, 16), _runs(8, 28), _runs(12, 24)),
   "cdna4": (_runs(0, 12, 20, 24), _runs(4, 8, 16, 28)),
 }
@@ -39,8 +39,9 @@ _READ_B128: dict[str, tuple[list[int], ...]] = {   # family -> the phases of hal
 def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
   """The number of banks, and the lanes of each phase of an access of `nbytes` a lane."""
   banks = 64 if family == "cdna4" and read else 32
-  if read and nbytes == 16 and family in _READ_B128:
-    return banks, np.array([[half + lane for lane in group] for half in (0, 32) for group in _READ_B128[family]])
+  if read and nbytes == 16 and wave == 64:
+    groups = _READ_B128.get(family, _READ_B128["cdna3"])
+    return banks, np.array([[half + lane for lane in group] for half in (0, 32) for group in groups])
   return banks, np.arange(wave).reshape(-1, min(wave, banks*4//max(nbytes, 4)))
 
 class BankCounter:

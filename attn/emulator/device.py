@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 import hashlib, pickle, sys, zlib
 import numpy as np
-from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, NamedHIPCCRenderer, NVCCRenderer, Program,
-                                  Renderer, Target, TinyELF, UOp, dtypes)
+from attn.ops.renderers import OperationsHIPCCRenderer, OperationsNVCCRenderer
+from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, Program,
+                                  Renderer, Target, TinyELF, UOp, dtypes, watch_kernels)
+from attn.emulator.listing import remember
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
-from attn.emulator.plan import Plan, get_chip
+from attn.emulator.plan import Plan, emulated_chip
 
 DEFAULT_ARCH = "gfx942"
 
@@ -31,29 +33,33 @@ class _Emulated(Renderer):
   target: Target
   def adapt(self) -> None:
     self.compiler = UOpCompiler()
-    self.tensor_cores = [t for t in self.tensor_cores if t.dtype_in not in dtypes.fp8s and (t.dtype_in != dtypes.float or ALLOW_TF32)]
+    # of chips that tinygrad doesn't know, such as gfx90a, it takes RDNA3's matrix instructions: they are none of a chip with longer waves
+    self.tensor_cores = [t for t in self.tensor_cores if t.dtype_in not in dtypes.fp8s and (t.dtype_in != dtypes.float or ALLOW_TF32)
+                         and t.threads == emulated_chip(self.target.arch).wave]
   def supported_dtypes(self) -> set[DType]: return super().supported_dtypes() - set(dtypes.fp8s)
   def render(self, uops:list[UOp]) -> str:
     text = super().render(uops)
     UOpCompiler.note(text, uops)
     return text
 
-class EmulatedHIPRenderer(_Emulated, NamedHIPCCRenderer):
+class EmulatedHIPRenderer(_Emulated, OperationsHIPCCRenderer):
   def __init__(self, target:Target):
-    NamedHIPCCRenderer.__init__(self, target)
+    OperationsHIPCCRenderer.__init__(self, target)
     self.adapt()
-    self.shared_max = get_chip(target.arch).lds   # tinygrad has one limit for all
+    self.shared_max = emulated_chip(target.arch).lds   # tinygrad has one limit for all
 
-class EmulatedCUDARenderer(_Emulated, NVCCRenderer):
+class EmulatedCUDARenderer(_Emulated, OperationsNVCCRenderer):
   def __init__(self, target:Target):
-    NVCCRenderer.__init__(self, target)
+    OperationsNVCCRenderer.__init__(self, target)
     self.adapt()
+
+def renderer_of(target:Target) -> Renderer: return (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
 
 class EMUProgram(Program["EMUDevice"]):
   plans: ClassVar[dict[tuple[str, str, str], Plan]] = {}   # EMU:0 and EMU:1 share them
   def __init__(self, dev:EMUDevice, obj:TinyELF):
-    key = hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch
-    if key not in self.plans: self.plans[key] = Plan(pickle.loads(zlib.decompress(obj.lib)), obj.name, obj.target.arch)
+    key, target = (hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch), obj.target
+    if key not in self.plans: self.plans[key] = Plan(pickle.loads(zlib.decompress(obj.lib)), obj.name, target.arch, lambda: renderer_of(target))
     self.plan = self.plans[key]
   def __call__(self, *bufs:Any, global_size:tuple[int, int, int]=(1, 1, 1), local_size:tuple[int, int, int]|None=(1, 1, 1), vals:tuple[int, ...]=(),
                wait:bool=False, **kwargs:Any) -> float|None:
@@ -74,17 +80,19 @@ class EMUAllocator(Allocator["EMUDevice"]):
 class EMUDevice(Compiled):
   def __init__(self, device:str):
     super().__init__(device, EMUAllocator(self), [EmulatedHIPRenderer, EmulatedCUDARenderer], EMUProgram, arch=DEFAULT_ARCH)
-    get_chip(self.target.arch)
+    emulated_chip(self.target.arch)
   @property
   def target(self) -> Target: return DEV.target("EMU", arch=DEFAULT_ARCH)
   def _select_renderer(self) -> Renderer:
     # the arch may change while the device is open: with Context(DEV="EMU::gfx950")
     target = self.target
     if target not in self.cached_renderer:
-      get_chip(target.arch)
-      self.cached_renderer[target] = (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
+      emulated_chip(target.arch)
+      self.cached_renderer[target] = renderer_of(target)
     return self.cached_renderer[target]
 
 def register() -> None:
-  """Makes `EMU` known to tinygrad, which looks a device up by the module tinygrad.runtime.ops_emu."""
+  """Makes `EMU` known to tinygrad, which looks a device up by the module tinygrad.runtime.ops_emu, and has the kernels for it remembered."""
+  if "tinygrad.runtime.ops_emu" in sys.modules: return
+  watch_kernels("EMU", remember)
   sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

@@ -16,6 +16,7 @@ from attn.emulator.banks import BankCounter, BankUse
 from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds
 from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, widen
 from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
+from attn.emulator.probe import note_probe
 from attn.emulator.switches import switch
 from attn.emulator.under_way import Operands, UnderWay
 if TYPE_CHECKING: from attn.emulator.plan import Address, Plan
@@ -80,6 +81,15 @@ class Frame:
                                shadow=LdsShadow(self, unit, stride//unit) if checks else None)
 
   def run(self) -> None:
+    try: self._run()
+    except EmulatorError as e:
+      e.args = (f"{e}{self.plan.place(self.plan.uops[self.pc])}",)
+      raise
+    except Exception as e:
+      e.add_note(f"in {self.plan.name}, step {self.pc} of {len(self.plan.steps)}{self.plan.place(self.plan.uops[self.pc])}")
+      raise
+
+  def _run(self) -> None:
     pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
     while pc < len(steps):
       self.pc = pc
@@ -115,7 +125,8 @@ class Frame:
 
   def operation(self, number:int) -> str:
     """Words for an operation that was started and not waited for."""
-    return f"what step {self.under_way.started[number]} started"
+    step = self.under_way.started[number]
+    return f"the operation started at {self.plan.place(self.plan.uops[step]).name or f'step {step}'}"
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
     """An index counted in parts of a chunk -> the same counted in chunks of `per` parts."""
@@ -218,7 +229,7 @@ class Frame:
     if missing.any():
       raise self.error(DivergentMatrix, missing.ravel(), lambda t: "this lane does not reach a matrix instruction that others of its wave execute")
 
-  # ***** intrinsics.Lanes *****
+  # ***** ops.operation.Lanes *****
 
   @property
   def active(self) -> Array: return self.everyone if self.mask is None else self.mask
@@ -251,7 +262,7 @@ class Frame:
   def check_alignment(self, pointer:Pointer, nbytes:int) -> None:
     at = np.broadcast_to(pointer.offset, self.T)
     if (bad := self.active & (at % nbytes != 0)).any():
-      raise self.error(Misaligned, bad, lambda t: f"an operand begins at byte {at[t]} of {pointer.space.name}: must be one of the multiples of {nbytes}")
+      raise self.error(Misaligned, bad, lambda t: f"an operand begins at byte {at[t]} of {pointer.space.name}: must be a multiple of {nbytes}")
   def check_extent(self, pointer:Pointer, nbytes:Array) -> None:
     bad = self.active & (nbytes > 0) & ((pointer.offset < 0) | (pointer.offset + nbytes > pointer.space.limit))
     if bad.any():
@@ -271,6 +282,12 @@ class Frame:
     self.under_way.wait_products()
     return np.zeros(self.T, np.float32)
   def warpgroup_operand(self, a:Array) -> Array: return warpgroup_operand(a)
+  def probe(self, name:str, x:Array) -> Array:
+    at = np.flatnonzero(self.active)
+    local, wg = at % self.width, self.first + at//self.width
+    workgroup = np.stack([wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis] for axis in range(3)], 1)
+    note_probe(name, workgroup, local//self.wave, local % self.wave, self.full(x)[..., at])
+    return x
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     self.whole_waves_only()
     return self.matrix_unit.instruction(name, a, b, c)
@@ -292,8 +309,9 @@ def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, 
   with np.errstate(all="ignore"):
     for first in range(0, count, at_once):
       Frame(plan, first, min(at_once, count - first), grid, local, params, dict(zip(plan.variables, values)), checks, banks).run()
-  for u, itemsize in plan.stored.items():
-    if u in params: params[u].stored_by(plan.name, plan.names[u], itemsize)
+  for u in params:
+    if (itemsize := plan.stored.get(u, u.dtype.itemsize if u in plan.outputs else None)) is not None:
+      params[u].stored_by(plan.name, plan.names[u], itemsize, u in plan.stored)
   seconds = time.perf_counter() - start
   if banks is not None: banks.show(plan.name, plan.arch)
   _last[:] = [Launch(plan.name, plan.arch, count, threads, plan.lds, seconds, list(banks.uses.values()) if banks is not None else [])]

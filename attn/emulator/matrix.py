@@ -1,14 +1,17 @@
-"""The matrix instructions: how each lays its tiles out over (element, lane), written down from the vendors' documents and not from attn/fragment.py.
+"""The matrix instructions: how each lays its tiles out over (element, lane), written down from the vendors' documents and not from attn/chips.
 
-Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
+Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
 chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16), AMD Matrix Instruction Calculator.
 
 A layout is data: the element index of a lane and the lane index are each split into named factors, the major one first, and the row and column of
 the matrix are concatenations of such factors. The layout of C in MFMA 32x32 is "ab hn -> ahb n": element 4a+b of lane 32h+n is row 8a+4h+b, column
 n.
 
-Arithmetic: products of 16-bit floats are exact in fp32; they are summed in fp32 and then C is added. Hardware sums in an order that the ISA does
-not promise: a kernel must not depend on the last bit. NaN and inf go where a dot product takes them.
+Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32; they are summed in fp32 and then C is added. Hardware sums in an order that the
+ISA does not promise: a kernel must not depend on the last bit. NaN and inf go where a dot product takes them. CDNA2 takes denormals for zero, in its
+16-bit inputs and in the fp32 accumulator that goes in and comes out: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and output
+denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16, MFMA_BF16,
+MFMA_BF16_1K).
 """
 from __future__ import annotations
 from dataclasses import dataclass, field
@@ -26,9 +29,8 @@ class Layout:
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
-    # registers as an array: element factors, the wave, lane factors, and for packed operands the half of a dword (the minor part of the element)
+    # registers as an array: element factors, the wave, lane factors, and for packed operands the part of a dword (the minor part of the element)
     self.split = [size[x] for x in e], [size[x] for x in l]
-    self.packed_split = [*self.split[0][:-1], self.split[0][-1]//2], [*self.split[1], 2]
     self.matrix_split = [size[x] for x in cols + rows]
     duplicate = "".join(x for x in l if x not in rows + cols)
     self.duplicated = bool(duplicate)
@@ -36,11 +38,12 @@ class Layout:
     self.axes = [len(e), *[place[x] for x in duplicate + cols + rows]]
     self.packed_axes = [b for a in self.axes for b in ([a, len(e)+1+len(l)] if a == len(e)-1 else [a])]
 
-  def to_matrices(self, x:Array, packed:bool, widen:Callable[[Array], Array]) -> Array:
-    """Elements (elements, T), or uint32 (elements/2, T) of two 16-bit elements each, the low half first -> (waves, columns, rows), widened.
-    Duplicates must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
-    (e, l), axes = (self.packed_split, self.packed_axes) if packed else (self.split, self.axes)
-    m = (np.ascontiguousarray(x).view(np.uint16) if packed else x).reshape(*e, -1, *l).transpose(axes)
+  def to_matrices(self, x:Array, nbytes:int, widen:Callable[[Array], Array]) -> Array:
+    """Elements (elements, T), or where `nbytes` is that of an element, dwords (elements*nbytes/4, T) of packed ones, the low end first -> (waves,
+    columns, rows), widened. Duplicates must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
+    (e, l), axes = self.split, self.axes
+    if nbytes: (e, l), axes = ([*e[:-1], e[-1]*nbytes//4], [*l, 4//nbytes]), self.packed_axes
+    m = (np.ascontiguousarray(x).view(f"u{nbytes}") if nbytes else x).reshape(*e, -1, *l).transpose(axes)
     if self.duplicated:
       if (differ := m[:, 0] != m[:, 1]).any():
         raise BadOperand("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
@@ -62,7 +65,7 @@ class Instruction:
   a: Layout
   b: Layout
   c: Layout
-  dtype: str                       # of A and B: float16, bfloat16, int8, tfloat32
+  dtype: str                       # of A and B: a key of _WIDEN
   families: tuple[str, ...]
   @property
   def dims(self) -> tuple[int, int, int]:   # (N, M, K), as in the arg of Ops.WMMA
@@ -91,8 +94,11 @@ def _mma(K:int, pack:int, dtype:str) -> Instruction:
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))
 
 INSTRUCTIONS: dict[str, Instruction] = {
-  "mfma_f32_32x32x8f16": _mfma(32, 4, "float16", "cdna3", "cdna4"), "mfma_f32_32x32x8bf16_1k": _mfma(32, 4, "bfloat16", "cdna3", "cdna4"),
-  "mfma_f32_16x16x16f16": _mfma(16, 4, "float16", "cdna3", "cdna4"), "mfma_f32_16x16x16bf16_1k": _mfma(16, 4, "bfloat16", "cdna3", "cdna4"),
+  "mfma_f32_32x32x8f16": _mfma(32, 4, "float16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_32x32x8bf16_1k": _mfma(32, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_16x16x16f16": _mfma(16, 4, "float16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_16x16x16bf16_1k": _mfma(16, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_32x32x16_fp8_fp8": _mfma(32, 8, "fp8e4m3fnuz", "cdna3"), "mfma_f32_16x16x32_fp8_fp8": _mfma(16, 8, "fp8e4m3fnuz", "cdna3"),
   "mfma_f32_32x32x16_f16": _mfma(32, 8, "float16", "cdna4"), "mfma_f32_32x32x16_bf16": _mfma(32, 8, "bfloat16", "cdna4"),
   "mfma_f32_16x16x32_f16": _mfma(16, 8, "float16", "cdna4"), "mfma_f32_16x16x32_bf16": _mfma(16, 8, "bfloat16", "cdna4"),
   "wmma_f32_16x16x16_f16_w32": _wmma3("float16"), "wmma_f32_16x16x16_bf16_w32": _wmma3("bfloat16"), "wmma_i32_16x16x16_iu8_w32": _wmma3("int8"),
@@ -107,7 +113,7 @@ WARPGROUP = 128
 def warpgroup_operand(a:Array) -> Array:
   """The fragments of A of some 16 columns each, uint32 (registers, T) -> bits, uint16 (warpgroups, 64, columns)."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=2, w=4, g=8, t=4)
-  return layout.to_matrices(a, True, lambda x: x).swapaxes(1, 2)
+  return layout.to_matrices(a, 2, lambda x: x).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
   """c (registers, T) + A B^T in fp32, of fp32 (warpgroups, 64, k) and (warpgroups, n, k)."""
@@ -116,11 +122,24 @@ def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
 
 _HALF = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)   # every fp16 value
 
+def _fp8() -> Array:
+  """The values of CDNA3's FP8 (E4M3FNUZ; LLVM, APFloat.h, Float8E4M3FNUZ): a sign, 4 bits of exponent with bias 8, 3 of mantissa; no infinity, and
+  what would be -0 is the only NaN."""
+  bits = np.arange(256)
+  exponent, mantissa = bits >> 3 & 15, bits & 7
+  value = np.where(exponent == 0, mantissa/8*2.0**-7, (1 + mantissa/8)*2.0**(exponent - 8.0))*np.where(bits < 128, 1, -1)
+  return np.where(bits == 128, np.nan, value).astype(np.float32)
+
+_FP8 = _fp8()
+
 _WIDEN: dict[str, Callable[[Array], Array]] = {
   "float16": lambda x: _HALF.take(x.view(np.uint16)), "bfloat16": bf16_to_float,
-  "int8": lambda x: x.astype(np.float64),                                            # exact: 16 products below 2^14
+  "fp8e4m3fnuz": lambda x: _FP8.take(x.view(np.uint8)),
+  "int8": lambda x: x.view(np.int8).astype(np.float64),                              # exact: 16 products below 2^14
   "tfloat32": lambda x: (x.view(np.uint32) & np.uint32(0xffffe000)).view(np.float32),  # mma.tf32 reads the upper 19 bits
 }
+
+_BYTES = {"float16": 2, "bfloat16": 2, "fp8e4m3fnuz": 1, "int8": 1, "tfloat32": 4}   # of an element
 
 def widen(bits:Array, dtype:str) -> Array:
   """The fp32 values of bits of `dtype`."""
@@ -131,6 +150,13 @@ _ACCUMULATOR: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]
   "bfloat16": (bf16_to_float, float_to_bf16), "int32": (lambda x: x.astype(np.float64), lambda x: x.astype(np.int64).astype(np.int32)),
 }
 
+FLUSHING = ("cdna2",)                                                                          # families that take denormals for zero
+_SMALLEST = {"float16": np.float32(2.0**-14), "bfloat16": np.float32(2.0**-126), "float32": np.float32(2.0**-126)}   # normal number
+
+def flushed(x:Array, dtype:str) -> Array:
+  """fp32 values with those that are denormal in `dtype` set to zero."""
+  return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
+
 @dataclass
 class MatrixUnit:
   """The matrix unit of one architecture family. Operands that come again (Q in a loop over keys, P for each slice of V) are widened only once."""
@@ -140,9 +166,11 @@ class MatrixUnit:
 
   def _operand(self, x:Array, layout:Layout, dtype:str, packed:bool) -> Array:
     if (hit := self._recent.get(key := (id(x), id(layout)))) is not None: return hit[1]
-    if x.shape[0]*(1 + packed) != layout.elements:
-      raise BadOperand(f"a matrix operand has {x.shape[0]*(1 + packed)} elements a lane, the instruction wants {layout.elements}")
-    m = layout.to_matrices(x, packed, _WIDEN[dtype])
+    nbytes = _BYTES[dtype] if packed else 0
+    if (held := x.shape[0]*(4//nbytes if nbytes else 1)) != layout.elements:
+      raise BadOperand(f"a matrix operand has {held} elements a lane, the instruction wants {layout.elements}")
+    m = layout.to_matrices(x, nbytes, _WIDEN[dtype])
+    if self.family in FLUSHING: m = flushed(m, dtype)
     while len(self._recent) >= 64: self._recent.pop(next(iter(self._recent)))
     self._recent[key] = x, m
     return m
@@ -151,7 +179,8 @@ class MatrixUnit:
     if c.shape[0] != i.c.elements: raise BadOperand(f"a matrix accumulator has {c.shape[0]} elements a lane, the instruction wants {i.c.elements}")
     # (waves, K, M) and (waves, K, N) -> the transpose of the product, (waves, N, M)
     product = self._operand(b, i.b, i.dtype, packed).transpose(0, 2, 1) @ self._operand(a, i.a, i.dtype, packed)
-    return i.c.add_matrices(c, product)
+    if self.family not in FLUSHING: return i.c.add_matrices(c, product)
+    return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
   def instruction(self, name:str, a:Array, b:Array, c:Array) -> Array:
     """The instruction by its builtin's stem, on packed register images: a and b uint32 (registers, T), c fp32 (registers, T)."""

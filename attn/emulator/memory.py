@@ -39,7 +39,8 @@ class Allocation:
     self.data = np.full(size, POISON, np.uint8)
     self.written: Array|None = np.zeros(size, np.uint8)
     self.touched = False                                        # has anybody ever written any of it?
-    self.outputs: dict[tuple[int, int], tuple[str, str, int]] = {}   # (offset, size) that a kernel stores to -> (kernel, buffer, element size)
+    # (offset, size) of an output of a kernel -> (kernel, buffer, element size, why it has no store)
+    self.outputs: dict[tuple[int, int], tuple[str, str, int, str]] = {}
 
 class View:
   """`size` bytes of an allocation from `offset` on: what tinygrad holds as the opaque buffer."""
@@ -55,10 +56,11 @@ class View:
     self.base.touched = True
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
-  def stored_by(self, kernel:str, buffer:str, itemsize:int) -> None:
-    """After a kernel that stores to this buffer."""
-    self.settle()
-    if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize
+  def stored_by(self, kernel:str, buffer:str, itemsize:int, stores:bool) -> None:
+    """After a kernel whose output this buffer is. Where it has no store left, every one was found to be for nothing as it was lowered."""
+    if stores: self.settle()
+    why = "" if stores else ": every store to it was simplified away, for a condition that never holds or a loop of no trips"
+    if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:
     """A copy into the memory; `written` are the flags of its source, where that has any."""
@@ -69,12 +71,12 @@ class View:
   def check_written(self) -> None:
     """Raises if this range has an element that a kernel should have stored and nobody ever wrote."""
     if (written := self.written) is None or written.all(): return
-    for (offset, size), (kernel, buffer, itemsize) in self.base.outputs.items():
+    for (offset, size), (kernel, buffer, itemsize, why) in self.base.outputs.items():
       missing = np.flatnonzero(self.base.written[max(offset, self.offset):min(offset+size, self.offset+self.size)] == 0)   # type: ignore[index]
       if len(missing):
         first = (int(missing[0]) + max(offset, self.offset) - offset)//itemsize
         raise UnwrittenOutput(f"{kernel}: output element {buffer}[{first}] was never written (nor were others, "
-                              f"{len(missing)//itemsize} of {size//itemsize} in all)")
+                              f"{len(missing)//itemsize} of {size//itemsize} in all){why}")
 
 # ***** buffers of a running kernel *****
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import math
 import numpy as np
 from numpy.typing import NDArray
-from attn.intrinsics import MEANING
+from attn.ops.operation import Call
 from attn.tinygrad_compat import AddrSpace, DType, GroupOp, Ops, UOp, dtypes
 from attn.emulator.alu import alu, bitcast, cast, elements, literal, numpy_dtype, stack
 from attn.emulator.checks import LdsLimit, OutOfScope
+from attn.emulator.listing import NOWHERE, Listing, Place
 from attn.emulator.machine import Frame
 from attn.emulator.memory import to_chunks, to_values
 
@@ -17,21 +18,27 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter where that is not simply the following one
 
 @dataclass(frozen=True)
-class Chip:
+class EmulatedChip:
   """What the emulator itself has to know about a target."""
   family: str   # of the matrix unit
   wave: int
   lds: int      # bytes a workgroup may have
 
-CHIPS: dict[str, Chip] = {
-  "gfx942": Chip("cdna3", 64, 65536), "gfx950": Chip("cdna4", 64, 163840),
-  **{a: Chip("rdna3", 32, 65536) for a in ("gfx1100", "gfx1101", "gfx1151")}, **{a: Chip("rdna4", 32, 65536) for a in ("gfx1200", "gfx1201")},
-  "sm_80": Chip("nvidia", 32, 166912), "sm_86": Chip("nvidia", 32, 101376), "sm_89": Chip("nvidia", 32, 101376), "sm_90": Chip("nvidia", 32, 232448),
+EMULATED: dict[str, EmulatedChip] = {
+  "gfx90a": EmulatedChip("cdna2", 64, 65536),
+  "gfx942": EmulatedChip("cdna3", 64, 65536),
+  "gfx950": EmulatedChip("cdna4", 64, 163840),
+  **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152"), EmulatedChip("rdna3", 32, 65536)),
+  **dict.fromkeys(("gfx1200", "gfx1201"), EmulatedChip("rdna4", 32, 65536)),
+  "sm_80": EmulatedChip("nvidia", 32, 166912),
+  **dict.fromkeys(("sm_86", "sm_89"), EmulatedChip("nvidia", 32, 101376)),
+  "sm_90": EmulatedChip("nvidia", 32, 232448),
+  "sm_120": EmulatedChip("nvidia", 32, 101376),
 }
 
-def get_chip(arch:str) -> Chip:
-  if arch not in CHIPS: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(CHIPS)}")
-  return CHIPS[arch]
+def emulated_chip(arch:str) -> EmulatedChip:
+  if arch not in EMULATED: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(EMULATED)}")
+  return EMULATED[arch]
 
 @dataclass(frozen=True)
 class Address:
@@ -41,9 +48,11 @@ class Address:
   terms: tuple[tuple[int, int], ...] = ()
 
 class Plan:
-  """A program compiled for the interpreter."""
-  def __init__(self, uops:list[UOp], name:str, arch:str):
-    self.name, self.arch, self.chip = name, arch, get_chip(arch)
+  """A program compiled for the interpreter. `renderer` gives what it was lowered and printed with, for errors to say where an operation stands."""
+  def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
+    self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
+    self.linear = uops
+    self.listing: Listing|None = None
     self.steps: list[Step] = []
     self.uops: list[UOp] = []                 # the UOp of each step, for error messages
     self.slot: dict[UOp, int] = {}
@@ -58,6 +67,7 @@ class Plan:
                   for u in self.params + self.buffers}
     self.whole_waves = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI, Ops.WMMA) for u in uops)   # lanes may talk to each other
     self.loaded: set[UOp] = set()
+    self.outputs = [s for u in uops if u.op is Ops.SINK for s in u.src if s.op is Ops.PARAM]
     self.stored: dict[UOp, int] = {}          # buffer -> bytes of an element as it is stored
     self.units: dict[UOp, int] = {}           # LOCAL buffer -> the narrowest access in bytes
     for u in uops: self._compile(u)
@@ -67,6 +77,12 @@ class Plan:
       each = ", ".join(f"{self.names[u]}: {self.nbytes(u)}" for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
       raise LdsLimit(f"{name}: a workgroup wants {self.lds} bytes of LDS ({each}), {arch} has {self.chip.lds}")
     self.frees, self.live_bytes = self._lifetimes(uops)
+
+  def place(self, u:UOp) -> Place:
+    """Where an operation stands in Python and in the source."""
+    if self.renderer is None: return NOWHERE
+    if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
+    return self.listing.place(u)
 
   @staticmethod
   def nbytes(u:UOp) -> int: return u.max_numel() * u.dtype.itemsize
@@ -206,9 +222,10 @@ class Plan:
     self._emit(u, step)
 
   def custom(self, u:UOp) -> None:
-    if (meaning := MEANING.get(u.arg)) is None:
-      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op.name} means: {u.arg!r}. Build it with attn.intrinsics.emit "
-                                "from an entry of attn.intrinsics.TABLE, or set attn.intrinsics.MEANING[text] to a function (lanes, *sources)")
+    if not isinstance(u.arg, Call):
+      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op.name} means: {u.arg!r}. Build it with attn.ops.operation.emit, "
+                                "of an operation that attn.ops.language.instruction or compound has defined")
+    meaning = u.arg.meaning
     args: list[Address|int] = [self.addresses[s] if s in self.addresses else self.slot[s] for s in u.src]
     for a in args:
       if isinstance(a, Address):
@@ -261,7 +278,8 @@ class Plan:
     for u in uops:
       for s in u.src:
         if (of := inside.get(s, ())) != scope[:len(of)]:
-          raise OutOfScope(f"{self.name}: a {s.op.name} computed inside a loop is used by a {u.op.name} after its end: C knows no such variable")
+          raise OutOfScope(f"{self.name}: a {s.op.name} computed inside a loop is used by a {u.op.name} after its end: C knows no such variable"
+                           f"{self.place(s)}{self.place(u)}")
       if u.op is Ops.RANGE: scope += (u,)
       elif u.op is Ops.END: scope = scope[:-1]
       elif u.op in _NAMED or (u.op in GroupOp.ALU and uses[u] > 1): inside[u] = scope

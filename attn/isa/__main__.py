@@ -3,18 +3,32 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-import click
-from rich.console import Console
-from attn.isa import compiler, costs, source, table
-from attn.isa.model import MODEL
+from attn.compilers import clang
+from attn.compilers.choice import in_use
+from attn.extras import needs
+from attn.isa import sass, source
+from attn.chips import MODELLED
 from attn.isa.disassemble import disassemble
 from attn.isa.report import Report, analyse
+from attn.tinygrad_compat import CompileError
+with needs("isa", "python -m attn.isa", __name__):
+  import click
+  from rich.console import Console
+  from attn.isa import costs, table
 
 class ReportByDefault(click.Group):
   """`python -m attn.isa WHAT` is `python -m attn.isa report WHAT`."""
   def parse_args(self, ctx:click.Context, args:list[str]) -> list[str]:
     if args and args[0] not in self.commands and args[0] not in ("--help", "--version"): args = ["report", *args]
     return super().parse_args(ctx, args)
+  def format_commands(self, ctx:click.Context, formatter:click.HelpFormatter) -> None:
+    """The commands, and below them the options of each."""
+    super().format_commands(ctx, formatter)
+    for name, command in self.commands.items():
+      sub = click.Context(command, info_name=name, parent=ctx)
+      records = [found for x in command.params if (found := x.get_help_record(sub)) is not None]
+      if not records: continue
+      with formatter.section(f"Options of {name}" + (", the command where none is named" if name == "report" else "")): formatter.write_dl(records)
 
 def _text_of(path:Path) -> str:
   data = path.read_bytes()
@@ -22,16 +36,19 @@ def _text_of(path:Path) -> str:
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
   """The report on a file, or on one of our kernels by its word."""
-  path = Path(word)
+  path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODELLED)}"
+  if path.is_file() and arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: {amd}")
   if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)
   if "/" not in word: raise ValueError(f"{word}: no such file")
-  return costs.report_of(source.Spec.parse(word))
+  spec = source.Spec.parse(word)
+  if spec.arch not in MODELLED: raise ValueError(f"{word}: {amd}; `asm {word}` prints the kernel")
+  return costs.report_of(spec)
 
 def _specs(arch:str|None, d:int|None, dtype:str, causal:bool) -> list[str]:
   return [str(source.Spec(arch, d, dtype, source.MASKS[causal]))] if arch is not None and d is not None else []
 
 KERNEL_OPTIONS = [
-  click.option("--arch", type=click.Choice(list(MODEL)), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
+  click.option("--arch", type=click.Choice(source.KNOWN), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
   click.option("--d", type=int, help="Head dimension."),
   click.option("--dtype", type=click.Choice(source.MATRIX_DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
@@ -75,36 +92,50 @@ def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bo
 @main.command()
 @click.argument("what", required=False)
 @kernel_options
-@click.option("--hip", is_flag=True, help="The HIP source instead.")
-def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, hip:bool) -> None:
-  """Print the assembly of a kernel of ours, WHAT being its word, or of a HIP file for --arch."""
+@click.option("--hip", "--cuda", "source_alone", is_flag=True, help="The source alone: HIP, or CUDA for sm_xx.")
+def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, source_alone:bool) -> None:
+  """Print the machine code of a kernel of ours, WHAT being its word, or the assembly of a HIP file for --arch.
+
+  For sm_xx that is its CUDA source, and the SASS after it where a CUDA toolkit is there (nvcc, and cuobjdump or nvdisasm).
+  """
   if what is not None and Path(what).is_file():
     if arch is None: raise click.UsageError("--arch says for which chip the file is to be compiled")
-    click.echo(compiler.assembly(Path(what).read_text(), arch))
+    if arch not in MODELLED: raise click.UsageError(f"a file is compiled as HIP: --arch is one of {', '.join(MODELLED)}")
+    click.echo(clang.assembly(Path(what).read_text(), arch))
     return
   words = [what] if what is not None else _specs(arch, d, dtype, causal)
   if not words: raise click.UsageError("name a kernel, such as gfx942/128/float16/causal, or --arch and --d")
   spec = source.Spec.parse(words[0])
-  text = source.kernel_source(spec).text
-  click.echo(text if hip else compiler.assembly(text, spec.arch))
+  if spec.arch in MODELLED:
+    text = source.kernel_source(spec).text
+    click.echo(text if source_alone else clang.assembly(text, spec.arch))
+    return
+  click.echo(text := source.text_of(spec))
+  if source_alone: return
+  if (lacking := sass.missing()) is not None: click.echo(f"the source alone, for there is {lacking}", err=True)
+  else: click.echo(sass.sass(text, spec.arch))
 
 @main.command("costs")
-@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite this file.")
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite this file; with --arch its lines of those chips.")
 @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fails where a line differs.")
-@click.option("--arch", multiple=True, type=click.Choice(list(MODEL)), help="Only these chips.")
+@click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
 def costs_command(write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
   """One line of costs for each of our kernels on each chip."""
   lines = costs.lines_of([s for s in costs.SPECS if not arch or s.arch in arch])
-  if write is not None: write.write_text(costs.file_text(lines))
+  if write is not None:
+    others = costs.lines_of_others(write.read_text(), arch) if arch and write.exists() else []
+    write.write_text(costs.file_text([*lines, *others]))
   elif check is not None:
     if changes:=costs.compare(check.read_text(), lines): raise click.ClickException("costs changed:\n" + "\n".join(changes))
   else: click.echo(costs.file_text(lines), nl=False)
 
 @main.command()
-def version() -> None:
-  """The compiler in use."""
-  click.echo(compiler.toolchain().version)
+@click.option("--arch", type=click.Choice(list(MODELLED)), default="gfx942", show_default=True, help="The chip that DEV=AMD is.")
+def version(arch:str) -> None:
+  """The compiler of these reports, and that of our kernels with DEV=AMD."""
+  click.echo(f"reports: {clang.toolchain().version}")
+  click.echo(f"DEV=AMD: {in_use(arch)}")
 
 if __name__ == "__main__":
   try: main(prog_name="python -m attn.isa")
-  except (ValueError, RuntimeError, NotImplementedError, compiler.CompileError) as e: raise SystemExit(f"python -m attn.isa: {e}") from None
+  except (ValueError, RuntimeError, NotImplementedError, CompileError) as e: raise SystemExit(f"python -m attn.isa: {e}") from None

@@ -7,10 +7,10 @@ from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Iterator, Sequence
+from attn.chips import MODELLED
+from attn.compilers.clang import assembly
 from attn.isa import source
-from attn.isa.compiler import assembly
 from attn.isa.instruction import Instruction
-from attn.isa.model import MODEL
 from attn.isa.parse import Kernel
 from attn.isa.report import Report, analyse
 from attn.choose.dispatch import MATRIX_DTYPES
@@ -18,7 +18,7 @@ from attn.isa.source import MASKS, Spec
 from attn.isa.table import BRIEF, brief_cells
 
 HEAD_DIMENSIONS = (64, 128, 256)
-SPECS = [Spec(arch, d, dtype, mask) for arch in MODEL for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS]
+SPECS = [Spec(arch, d, dtype, mask) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS]
 COLUMNS = ("kernel", *BRIEF)
 HEADER = "# The costs of our kernels: bounds from their machine code, not measurements. Rewritten by: python -m attn.isa costs --write docs/costs.txt"
 
@@ -38,14 +38,19 @@ def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(
 def lines_of(specs:Sequence[Spec]) -> list[str]: return [line_of(r) for r in reports_of(specs)]
 
 def file_text(lines:Sequence[str]) -> str:
-  """The file: a header and aligned columns."""
-  rows = [list(COLUMNS), *(line.split(" | ") for line in lines)]
+  """The file: a header and aligned columns, the kernels in the order of SPECS."""
+  place = {str(spec): i for i, spec in enumerate(SPECS)}
+  rows = [list(COLUMNS), *sorted((line.split(" | ") for line in lines), key=lambda row: place.get(row[0], len(place)))]
   widths = [max(len(r[i]) for r in rows) for i in range(len(COLUMNS))]
   return "\n".join([HEADER, *(" | ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows)]) + "\n"
 
 def _parse(lines:Sequence[str]) -> dict[str, list[str]]:
   rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.strip() and not line.startswith("#")]
   return {r[0]: r[1:] for r in rows if r[0] != COLUMNS[0]}
+
+def lines_of_others(text:str, archs:Sequence[str]) -> list[str]:
+  """The lines of a file's text that are not of `archs`."""
+  return [" | ".join([name, *cells]) for name, cells in _parse(text.splitlines()).items() if name.split("/")[0] not in archs]
 
 def compare(text:str, lines:Sequence[str]) -> list[str]:
   """What differs between a file of costs and current lines, of the kernels that `lines` has."""

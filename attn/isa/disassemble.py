@@ -7,19 +7,19 @@ from __future__ import annotations
 import struct
 from typing import Any
 from collections.abc import Iterator
+from attn.chips import CHIPS, Chip
 from attn.tinygrad_compat import decode_instruction, elf_loader
 
-# e_flags, low byte (LLVM, include/llvm/BinaryFormat/ELF.h: EF_AMDGPU_MACH)
-MACHINES = {0x41: "gfx1100", 0x46: "gfx1101", 0x4a: "gfx1151", 0x48: "gfx1200", 0x4c: "gfx942", 0x4e: "gfx1201", 0x4f: "gfx950"}
+MACHINES = {chip.machine: chip for chip in CHIPS.values() if chip.machine}   # by the low byte of e_flags
 LONGEST = 24   # bytes of the longest instruction
 
-def elf_arch(lib:bytes) -> str:
+def elf_chip(lib:bytes) -> Chip:
   """The chip that an ELF was linked for."""
   if lib[:4] != b"\x7fELF": raise ValueError("not an ELF: a bundle of code objects has to be unpacked first (clang-offload-bundler)")
   machine, flags = struct.unpack_from("<H", lib, 18)[0], struct.unpack_from("<I", lib, 48)[0]
   if machine != 0xe0: raise ValueError(f"an ELF of machine {machine:#x}, not of an AMD GPU")
-  if (arch:=MACHINES.get(flags & 0xff)) is None: raise ValueError(f"a code object of a chip that is not known here (e_flags {flags:#x})")
-  return arch
+  if (chip:=MACHINES.get(flags & 0xff)) is None: raise ValueError(f"a code object of a chip that is not known here (e_flags {flags:#x})")
+  return chip
 
 # ***** metadata *****
 
@@ -73,14 +73,14 @@ def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
       found.append((names[name:names.index(b"\0", name)].decode(), value, by_name[section].content[value - base:value - base + size]))
   return found
 
-def metadata_text(lib:bytes, arch:str) -> str:
+def metadata_text(lib:bytes, chip:Chip) -> str:
   """The counts among the metadata, as clang writes them in assembly text."""
   descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
-  lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{arch}", "amdhsa.kernels:"]
+  lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{chip.name}", "amdhsa.kernels:"]
   for kernel in elf_metadata(lib):
     lines += [f"  - .symbol: {kernel['.symbol']}", *(f"    {k}: {int(v)}" for k, v in kernel.items() if isinstance(v, int))]
     # AMDGPUUsage, "Kernel Descriptor": compute_pgm_rsrc3, of gfx90a to gfx950 bits 5:0, where the AGPRs begin, in fours
-    if arch.startswith("gfx9"): lines.append(f"    .accum_offset: {4*((struct.unpack_from('<I', descriptors[kernel['.symbol']], 44)[0] & 63) + 1)}")
+    if chip.unit.agprs: lines.append(f"    .accum_offset: {4*((struct.unpack_from('<I', descriptors[kernel['.symbol']], 44)[0] & 63) + 1)}")
   return "\n".join(lines) + "\n"
 
 # ***** code *****
@@ -93,12 +93,12 @@ def _text(ins:Any) -> str:
 
 def _name(op:Any) -> str: return op.name.lower().removeprefix("v_dual_").removeprefix("v_")
 
-def _instructions(code:bytes, address:int, arch:str) -> Iterator[str]:
+def _instructions(code:bytes, address:int, chip:Chip) -> Iterator[str]:
   at = 0
   while at < len(code):
     word = int.from_bytes(code[at:at + 4], "little")
-    try: ins = decode_instruction(code[at:at + LONGEST], arch)
-    except ValueError: raise ValueError(f"cannot decode the instruction {word:08x} at {address + at:#x} for {arch}: "
+    try: ins = decode_instruction(code[at:at + LONGEST], chip.unit.tables)
+    except ValueError: raise ValueError(f"cannot decode the instruction {word:08x} at {address + at:#x} for {chip.name}: "
                                         "llvm-objdump -d of ROCm may, and this reads its output") from None
     # the offset of a branch is in dwords, from the next instruction on: llvm-objdump prints it as it stands
     text = _text(ins)
@@ -107,8 +107,10 @@ def _instructions(code:bytes, address:int, arch:str) -> Iterator[str]:
     at += ins.size()
 
 def disassemble(lib:bytes) -> str:
-  """The functions of a code object, with its metadata before them."""
-  arch = elf_arch(lib)
-  parts = [metadata_text(lib, arch)]
-  for name, address, code in symbols(lib, ".text"): parts += [f"\n{address:016x} <{name}>:", *_instructions(code, address, arch)]
+  """The functions of a code object, with its metadata before them. Raises ValueError for one that is not of a chip whose instructions are known."""
+  chip = elf_chip(lib)
+  if not chip.unit.tables:
+    raise ValueError(f"a code object of {chip}: there are no tables to decode it by. `llvm-objdump -d` of ROCm can, and this reads its output")
+  parts = [metadata_text(lib, chip)]
+  for name, address, code in symbols(lib, ".text"): parts += [f"\n{address:016x} <{name}>:", *_instructions(code, address, chip)]
   return "\n".join(parts) + "\n"

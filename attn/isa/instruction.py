@@ -13,8 +13,9 @@ class Instruction:
   def kind(self) -> str: return kind_of(self.op, self.args)
   @property
   def name(self) -> str:
-    """The mnemonic without its encoding."""
-    return re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp|vi|gfx\w+)$", "", self.op)
+    """The mnemonic without its encoding; a matrix instruction's of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, as CDNA3 has it."""
+    name = re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp|vi|gfx\w+)$", "", self.op)
+    return re.sub(r"^(v_mfma_\w+x\d+)(b?f16)(_1k)?$", r"\1_\2", name)
   @property
   def dpp(self) -> bool: return re.search(r"row_|quad_perm|wave_|dpp|bank_mask", self.args) is not None
 

@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 from collections.abc import Sequence
+from attn.chips import Chip, modelled
 from attn.isa.flow import blocks_of, matrix_loops, usual_path
 from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matrix_shape
-from attn.isa.model import Pipes, pipes
 from attn.isa.parse import Kernel, parse
 
 @dataclass(frozen=True)
@@ -78,17 +78,18 @@ class Report:
 
 def _round_up(x:int, granule:int) -> int: return -(-x//granule)*granule
 
-def waves_by_registers(cu:Pipes, registers:int) -> int:
-  return min(cu.max_waves, cu.registers//max(_round_up(registers, cu.register_granule), 1)) if registers else cu.max_waves
+def waves_by_registers(chip:Chip, registers:int) -> int:
+  most = chip.pipes.max_waves
+  return min(most, chip.registers//_round_up(registers, chip.granule)) if registers else most
 
-def waves_by_lds(cu:Pipes, lds:int, threads:int, whole_processor:bool) -> float:
+def waves_by_lds(chip:Chip, lds:int, threads:int, whole_processor:bool) -> float:
   """Waves per SIMD. RDNA in CU mode (-mcumode, as tinygrad and we compile): a workgroup's LDS lies in the half of its own CU; in workgroup processor
   mode the two CUs share both halves (RDNA3 ISA, section 2.3)."""
-  cus = 2 if whole_processor else 1
-  groups = cus*cu.lds_bytes//_round_up(lds, cu.lds_granule)
-  return min(cu.max_waves, groups*-(-threads//cu.wave)/(cus*cu.simds))
+  cu, cus = chip.pipes, 2 if whole_processor else 1
+  groups = cus*chip.lds//_round_up(lds, cu.lds_granule)
+  return min(cu.max_waves, groups*-(-threads//chip.wave)/(cus*cu.simds))
 
-def resources_of(kernel:Kernel, cu:Pipes, lds:int|None=None, threads:int|None=None) -> Resources:
+def resources_of(kernel:Kernel, chip:Chip, lds:int|None=None, threads:int|None=None) -> Resources:
   """`lds` and `threads` override what the kernel declares (LDS that is given at launch)."""
   def known(*names:str) -> int|None: return next((kernel.metadata[n] for n in names if n in kernel.metadata), None)
   total, agpr = known("vgpr_count", "amdhsa_next_free_vgpr"), known("agpr_count")
@@ -101,40 +102,42 @@ def resources_of(kernel:Kernel, cu:Pipes, lds:int|None=None, threads:int|None=No
   whole = bool(known("workgroup_processor_mode", "amdhsa_workgroup_processor_mode"))
   return Resources(vgpr, agpr, known("sgpr_count", "amdhsa_next_free_sgpr"), known("vgpr_spill_count"), known("sgpr_spill_count"),
                    known("private_segment_fixed_size", "amdhsa_private_segment_fixed_size"), lds, threads,
-                   waves_by_registers(cu, total) if total is not None else None, waves_by_lds(cu, lds, threads, whole) if lds and threads else None)
+                   waves_by_registers(chip, total) if total is not None else None,
+                   waves_by_lds(chip, lds, threads, whole) if lds and threads else None)
 
 # ***** the loop *****
 
 def _widths(instructions:Sequence[Instruction]) -> dict[str, int]:
   return dict(sorted(Counter(f"b{8*access_bytes(x.op)}" for x in instructions).items(), key=lambda w: int(w[0][1:])))
 
-def matrix_cycles(instructions:Sequence[Instruction], cu:Pipes) -> tuple[float, Counter[str]]:
+def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float, Counter[str]]:
   """(cycles, shapes that the model doesn't know and that are timed at the chip's peak)"""
-  cycles, unknown = 0.0, Counter[str]()
+  cu, cycles, unknown = chip.pipes, 0.0, Counter[str]()
   for x in instructions:
     shape, flops = matrix_shape(x.op)
     if shape not in cu.matrix or "f8f6f4" in x.op: unknown[shape] += 1
     cycles += cu.matrix.get(shape, flops*cu.simds/cu.flops)
   return cycles, unknown
 
-def measure(label:str, trip:Sequence[Instruction], in_all:int, cu:Pipes, d:int|None, dv:int|None, queries:int|None) -> HotLoop:
+def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None) -> HotLoop:
   """Counts and bounds of the instructions of one trip."""
+  cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)
   n = {k: len(v) for k, v in by_kind.items()}
   valu, transcendentals = sum(n[k] for k in VECTOR), n["exp"] + n["transcendental"]
-  matrix, unpublished = matrix_cycles(by_kind["matrix"], cu)
+  matrix, unpublished = matrix_cycles(by_kind["matrix"], chip)
   def moved(*kinds:str) -> int:   # less than a dword still takes a whole bank
     return sum(max(4, access_bytes(x.op)) for k in kinds for x in by_kind[k])
   read, written = moved("lds_read"), moved("lds_write", "load_to_lds")
   # one wave on each SIMD: all of them share the LDS
-  lds = cu.wave*cu.simds*((read + 4*n["lds_permute"])/cu.lds_read + written/cu.lds_write)
+  lds = chip.wave*cu.simds*((read + 4*n["lds_permute"])/cu.lds_read + written/cu.lds_write)
   vector, slow = float(valu*cu.valu), float(transcendentals*cu.trans)
   if cu.coissue: busiest = max(matrix, vector + slow + n["matrix"]*cu.matrix_issue, lds)
   else: busiest = max(matrix + vector + transcendentals*cu.valu, slow, lds)   # transcendentals have a unit of their own and take one issue slot
   flops = sum(matrix_shape(x.op)[1] for x in by_kind["matrix"])
   scores = flops/(2*(d + (dv or d))) if d else None
-  share = scores/cu.wave if scores else None
+  share = scores/chip.wave if scores else None
   def per_score(x:float) -> float|None: return x/share if share else None
   return HotLoop(label, len(trip), in_all, n, dict(Counter(x.name.removeprefix("v_") for x in by_kind["matrix"])), _widths(by_kind["lds_read"]),
                  _widths(by_kind["lds_write"]), _widths(by_kind["load"] + by_kind["load_to_lds"]),
@@ -150,14 +153,14 @@ def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
     raise ValueError(f"no kernel named {name!r}: there are {', '.join(k.name for k in kernels)}")
   return found
 
-def hot_loop(kernel:Kernel, cu:Pipes, d:int|None=None, dv:int|None=None, every_block:bool=False,
+def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0) -> tuple[str, list[Instruction], int, int]|None:
   """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the `rank`-th most matrix work."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   if rank >= len(loops): return None
   loop = loops[rank]
-  path = sorted(loop.body) if every_block else usual_path(blocks, loop, 2.0*(d + (dv or d))*cu.wave if d else 0)
+  path = sorted(loop.body) if every_block else usual_path(blocks, loop, 2.0*(d + (dv or d))*chip.wave if d else 0)
   return (" ".join(blocks[loop.header].labels), [x for b in path for x in blocks[b].instructions],
           sum(len(blocks[b].instructions) for b in loop.body), len(loops))
 
@@ -166,7 +169,7 @@ def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, ker
   """The report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded), `queries` a wave's."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
-  cu = pipes(re.split(r"[:+-]", kernel.arch)[0])
-  found = hot_loop(kernel, cu, d, dv, every_block, rank)
-  loop = measure(found[0], found[1], found[2], cu, d, dv, queries) if found is not None else None
-  return Report(title or kernel.name, kernel.arch, d, resources_of(kernel, cu, lds, threads), found[3] if found is not None else 0, loop)
+  chip = modelled(re.split(r"[:+-]", kernel.arch)[0])
+  found = hot_loop(kernel, chip, d, dv, every_block, rank)
+  loop = measure(found[0], found[1], found[2], chip, d, dv, queries) if found is not None else None
+  return Report(title or kernel.name, kernel.arch, d, resources_of(kernel, chip, lds, threads), found[3] if found is not None else 0, loop)

@@ -1,6 +1,6 @@
 """An upper bound on TFLOP/s from problem, tile and chip, and what others measured. Bounds, not measurements.
 
-    bound = roofline(problem, tile, CHIPS["MI300X"], overlap=report.loop.overlap)
+    bound = roofline(problem, tile, *RATED["MI300X"], overlap=report.loop.overlap)
 
 The time of a problem is at least each of
   compute   the busiest compute unit's share of the tiles that the kernel computes (masked and padded parts too), at the chip's dense rate and with
@@ -11,45 +11,20 @@ and useful operations over that time are the bound. Not modelled: caches, latenc
 from __future__ import annotations
 from dataclasses import dataclass
 from collections.abc import Iterable
-from attn.isa.model import Pipes, pipes
+from attn.chips import CHIPS, Card, Chip
 from attn.kernels.tiles import Tile, ceildiv, contraction, round_up
 from attn.problem import Problem
 
-@dataclass(frozen=True)
-class Chip:
-  name: str
-  arch: str
-  cus: int
-  ghz: float        # peak engine clock
-  gbs: float        # memory, GB/s
-  @property
-  def pipes(self) -> Pipes: return pipes(self.arch)
-  @property
-  def peak(self) -> float:
-    """Dense 16-bit TFLOP/s."""
-    return self.cus*self.pipes.flops*self.ghz/1e3
-  @property
-  def lds_bytes(self) -> int: return self.pipes.lds_bytes
+RATED: dict[str, tuple[Chip, Card]] = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.ghz}
 
-# AMD's data sheets and product pages: compute units, peak engine (boost) clock, memory bandwidth. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits.
-# MI308X is not here: it has no public data sheet, and no other source for its clock was found.
-CHIPS: dict[str, Chip] = {c.name: c for c in (
-  Chip("MI300X", "gfx942", 304, 2.1, 5300),
-  Chip("MI325X", "gfx942", 304, 2.1, 6000),
-  Chip("MI350X", "gfx950", 256, 2.2, 8000),
-  Chip("MI355X", "gfx950", 256, 2.4, 8000),
-  Chip("RX 7900 XTX", "gfx1100", 96, 2.5, 960),
-  Chip("RX 7800 XT", "gfx1101", 60, 2.43, 624),
-  Chip("Strix Halo", "gfx1151", 40, 2.9, 256),
-  Chip("RX 9060 XT", "gfx1200", 32, 3.13, 320),
-  Chip("RX 9070 XT", "gfx1201", 64, 2.97, 645),
-)}
-
-def chips_of(arch:str) -> list[Chip]: return [c for c in CHIPS.values() if c.arch == arch.split(":")[0]]
+def rated(arch:str) -> list[tuple[Chip, Card]]:
+  """The cards of a chip whose clock and bandwidth are known."""
+  return [(chip, card) for chip, card in RATED.values() if chip.name == arch.split(":")[0]]
 
 @dataclass(frozen=True)
 class Roofline:
   chip: Chip
+  card: Card
   utilisation: float     # of the matrix unit in the hot loop, as given
   balance: float         # mean load of the compute units / that of the busiest: the tail of the grid
   useful: float          # scores that count / scores that are computed, and head dimensions likewise
@@ -61,7 +36,7 @@ class Roofline:
   @property
   def intensity(self) -> float:
     """Operations per byte of memory traffic."""
-    return self.tflops*1e3*max(self.compute_seconds, self.memory_seconds)/(self.memory_seconds*self.chip.gbs)
+    return self.tflops*1e3*max(self.compute_seconds, self.memory_seconds)/(self.memory_seconds*self.card.gbs)
 
 def trips(p:Problem, tile:Tile) -> list[int]:
   """Key tiles that each query block of a head walks over."""
@@ -85,21 +60,20 @@ def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
     found = max(found, sum(jobs[(last - i)//copies] for i in range(k + 1)))
   return found
 
-def roofline(p:Problem, tile:Tile, chip:Chip, overlap:float=1.0) -> Roofline:
-  """The bound for `p` with `tile`. `overlap` is the bound on the use of the matrix unit in the hot loop (HotLoop.overlap, or .serial for what a loop
-  without any overlap would get)."""
-  cu = chip.pipes
+def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> Roofline:
+  """The bound for `p` with `tile` on a card of RATED. `overlap` bounds the use of the matrix unit in the hot loop (HotLoop.overlap, or HotLoop.serial
+  for what a loop without any overlap would get)."""
   # a workgroup of fewer waves than SIMDs leaves room for others beside it at full speed
-  beside = max(1, cu.simds//tile.waves)
-  blocks, machines = trips(p, tile), chip.cus*beside
+  beside = max(1, chip.pipes.simds//tile.waves)
+  blocks, machines = trips(p, tile), card.cus*beside
   depth, width = contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M)
   per_trip = 2*tile.block_m*tile.block_n*(depth + width)
   total, busiest = sum(blocks)*p.B*p.H, makespan(blocks, p.B*p.H, machines)
-  compute = busiest*per_trip/(chip.peak*1e12/machines*overlap)
-  size, out_size = 2, 4 if p.out_dtype == "float32" else 2
+  compute = busiest*per_trip/(chip.peak(card)*1e12/machines*overlap)
+  size, out_size = p.itemsize, p.out_itemsize
   moved = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out_size) + p.Hkv*p.Sk*(p.D + p.Dv)*size)
-  memory = moved/(chip.gbs*1e9)
-  return Roofline(chip, overlap, total/(busiest*machines) if busiest else 1.0, p.flops/(total*per_trip) if total else 0.0, compute, memory,
+  memory = moved/(card.gbs*1e9)
+  return Roofline(chip, card, overlap, total/(busiest*machines) if busiest else 1.0, p.flops/(total*per_trip) if total else 0.0, compute, memory,
                   p.flops/max(compute, memory)/1e12)
 
 # ***** what others measured *****
@@ -107,7 +81,7 @@ def roofline(p:Problem, tile:Tile, chip:Chip, overlap:float=1.0) -> Roofline:
 @dataclass(frozen=True)
 class Published:
   """A forward measurement; None: not stated, or any."""
-  chip: str
+  card: str
   kernel: str
   tflops: float
   causal: bool
@@ -118,10 +92,10 @@ class Published:
   h: int|None = None
   hkv: int|None = None
 
-def _series(chip:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
+def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
   """kernel -> (full, causal)"""
-  return [Published(chip, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
+  return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
           for causal, value in zip((False, True), pair, strict=True) if value is not None]
 
 PUBLISHED: list[Published] = [
@@ -139,13 +113,13 @@ PUBLISHED: list[Published] = [
   *_series("RX 7900 XTX", {"ROCm FlashAttention-2 port": (48, None)}, 64, 2048, b=8),
 ]
 
-def published(p:Problem, chip:Chip) -> list[Published]:
-  """What others measured on `chip` for the shape of `p`, the fastest first; a figure whose source leaves a dimension open fits every value of it."""
+def published(p:Problem, card:str) -> list[Published]:
+  """What others measured on `card` for the shape of `p`, the fastest first; a figure whose source leaves a dimension open fits every value of it."""
   causal = p.window == (-1, 0)
   if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []
   asked = {"d": p.D, "s": p.Sq, "dtype": p.dtype, "b": p.B, "h": p.H, "hkv": p.Hkv}
   def fits(x:Published) -> bool:
     # where only the query heads are stated there are as many of keys and values
     stated = {**{k: getattr(x, k) for k in asked}, "hkv": x.hkv if x.hkv is not None else x.h}
-    return x.chip == chip.name and x.causal == causal and all(v is None or v == asked[k] for k, v in stated.items())
+    return x.card == card and x.causal == causal and all(v is None or v == asked[k] for k, v in stated.items())
   return sorted((x for x in PUBLISHED if fits(x)), key=lambda x: -x.tflops)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from rich.table import Table
 from attn.isa.report import HotLoop, Report
-from attn.isa.roofline import chips_of, published, roofline
+from attn.isa.roofline import published, rated, roofline
 from attn.kernels.tiles import Tile
 from attn.problem import Problem
 
@@ -86,9 +86,9 @@ def bounds(p:Problem, tile:Tile, report:Report) -> Table:
   """What a problem may reach on each card that has the chip of `report`, and what others measured for that shape there."""
   table = Table("card", "peak TFLOP/s", "bound", "serial", "limit", "tail", "useful work", "published", title="bound, not measured")
   if (loop:=report.loop) is None: return table
-  for chip in chips_of(report.arch):
-    upper, serial = roofline(p, tile, chip, loop.overlap), roofline(p, tile, chip, loop.serial)
-    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in published(p, chip)) or "-"
-    table.add_row(chip.name, f"{chip.peak:.0f}", f"{upper.tflops:.0f}", f"{serial.tflops:.0f}", upper.limit, f"{100*upper.balance:.0f}%",
+  for chip, card in rated(report.arch):
+    upper, serial = (roofline(p, tile, chip, card, use) for use in (loop.overlap, loop.serial))
+    others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in published(p, card.name)) or "-"
+    table.add_row(card.name, f"{chip.peak(card):.0f}", f"{upper.tflops:.0f}", f"{serial.tflops:.0f}", upper.limit, f"{100*upper.balance:.0f}%",
                   f"{100*upper.useful:.0f}%", others)
   return table

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
 from attn.kernels.tiles import flat
-from attn.operations import Operations
+from attn.ops import common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
@@ -12,15 +12,15 @@ def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int
   if layout == "thd": return 0, width, heads*width
   return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
-def run_time(x:UOp, low:int, high:int, hw:Operations) -> UOp:
+def run_time(x:UOp, low:int, high:int) -> UOp:
   """A number that is loaded, the same in the whole workgroup: as an index, held within `low`..`high` so that no access can leave a buffer."""
-  return hw.uniform(x).cast(dtypes.weakint).maximum(low).minimum(high)
+  return ops.uniform(x).cast(dtypes.weakint).maximum(low).minimum(high)
 
-def trip_count(n:UOp, hw:Operations) -> UOp|None:
+def trip_count(n:UOp) -> UOp|None:
   """How often a loop runs, None where it never does. Into a loop that runs once at most tinygrad places values from before it, which then are not
   known after it: of such a number neither tinygrad nor the compiler may tell."""
   if (n := n.simplify()).vmax <= 0: return None
-  return n if n.vmax > 1 else hw.opaque_uniform(n).cast(dtypes.weakint).maximum(0).minimum(2)
+  return n if n.vmax > 1 else ops.opaque_uniform(n).cast(dtypes.weakint).maximum(0).minimum(2)
 
 @dataclass(frozen=True)
 class Extent:
@@ -31,15 +31,15 @@ class Extent:
   k_start: int|UOp
   offset: int|UOp
 
-def extent(p:Problem, batch:UOp, given:Mapping[str, UOp], hw:Operations) -> Extent:
+def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
   """`given` has the optional tensors by name."""
   if p.varlen:
     def bounds(name:str, total:int, longest:int) -> tuple[UOp, UOp]:
-      start, end = (run_time(flat(given[name])[batch + i].load(), 0, total, hw) for i in range(2))
+      start, end = (run_time(flat(given[name])[batch + i].load(), 0, total) for i in range(2))
       return start, (end - start).maximum(0).minimum(longest)
     (q_start, n_q), (k_start, n_k) = bounds("cu_seqlens_q", p.total_q, p.Sq), bounds("cu_seqlens_k", p.total_k, p.Sk)
     return Extent(n_q, n_k, q_start, k_start, 0 if p.top_left else n_k - n_q)
-  if p.kv_lengths: keys: int|UOp = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk, hw)
+  if p.kv_lengths: keys: int|UOp = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
   else: keys = UOp.variable(*p.sk_variable, param=True) if p.sk_variable is not None else p.Sk
   return Extent(p.Sq, keys, 0, 0, p.offset if p.top_left or isinstance(keys, int) else keys + (p.offset - p.Sk))
 
@@ -54,8 +54,8 @@ class Outside:
     """The i-th of them."""
     return (i < self.before).where(i, self.after + i - self.before)
 
-def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], hw:Operations) -> Outside:
-  after, end = x.q_start + x.n_q, run_time(flat(given["cu_seqlens_q"])[batch + 1].load(), 0, p.total_q, hw)
+def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp]) -> Outside:
+  after, end = x.q_start + x.n_q, run_time(flat(given["cu_seqlens_q"])[batch + 1].load(), 0, p.total_q)
   end = batch.eq(p.B - 1).where(UOp.const(p.total_q), end)
   before = batch.eq(0).where(x.q_start, UOp.const(0))
   return Outside(before + (end - after).maximum(0), before, UOp.const(0) + after)

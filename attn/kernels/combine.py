@@ -11,7 +11,7 @@ An empty range gives O = 0 and LSE = -inf, and so weighs nothing.
 from __future__ import annotations
 import math
 from typing import Callable
-from attn.arch import Arch
+from attn.chips import Chip
 from attn.kernels.blocks import strides
 from attn.kernels.forward import OF_NO_SEQUENCE
 from attn.kernels.forward import OPTIMISED
@@ -22,7 +22,7 @@ from attn.kernels.scores import LOG2E
 from attn.kernels.scores import NEG_INF
 from attn.kernels.tiles import ceildiv
 from attn.kernels.tiles import flat
-from attn.operations import operations
+from attn.ops import common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes
 
@@ -33,7 +33,7 @@ def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   shapes = {**p.shapes, **arguments(p)}
   return {name: shapes[name] for name in ("o", "lse", "o_partial", "lse_partial", "sinks") if name in shapes}
 
-def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
+def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   """The kernel that merges `splits` partial results: (o, [lse,] o_partial, lse_partial, [sinks]), the tensors of `combine_arguments(p)`.
 
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
@@ -43,9 +43,9 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
   """
   if splits != p.num_splits or splits < 2:
     raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
-  hw, names, vec = operations(arch.family), combine_arguments(p), math.gcd(p.Dv, 4)
+  names, vec = combine_arguments(p), math.gcd(p.Dv, 4)
   columns = p.Dv//vec                       # threads of a row, each with `vec` neighbouring elements
-  per = max(1, COMBINE_THREADS//columns)            # rows of a workgroup
+  per = max(1, COMBINE_THREADS//columns)    # rows of a workgroup
 
   def kernel(*args:UOp) -> UOp:
     if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
@@ -58,36 +58,35 @@ def combine(p:Problem, arch:Arch, splits:int) -> Callable[..., UOp]:
     there, row = row < p.rows, row.minimum(p.rows - 1)
     length = p.total_q if p.varlen else p.Sq
     batch, head, query = row//(p.H*length), row//length%p.H, row%length
-    parts = given["o_partial"].bitcast(hw.f32(vec)) if vec > 1 else given["o_partial"]
-    def registers(slot:int, lanes:int=1) -> UOp: return UOp.placeholder((1,), hw.f32(lanes), slot, AddrSpace.REG)
+    parts = given["o_partial"].bitcast(ops.f32(vec)) if vec > 1 else given["o_partial"]
+    def registers(slot:int, lanes:int=1) -> UOp: return UOp.placeholder((1,), ops.f32(lanes), slot, AddrSpace.REG)
     top, total, acc = registers(0), registers(1), registers(2, vec)
     def lse_of(g:UOp) -> UOp: return given["lse_partial"][g*p.rows + row].load()
 
     # ***** the largest LSE *****
     sink = given["sinks"][head].load() if "sinks" in given else None
     start = UOp.group(top[0].store(UOp.const(NEG_INF, dtypes.float) if sink is None else sink), total[0].store(UOp.const(0.0, dtypes.float)),
-                      acc[0].store(hw.splat(0.0, vec)))
+                      acc[0].store(ops.splat(0.0, vec)))
     g = UOp.range(splits, 2, AxisType.LOOP)
     before = top.after(start, g)
-    largest = top.after(before[0].store(hw.max_(before[0].load(), lse_of(g))).end(g))[0].load()
+    largest = top.after(before[0].store(ops.max_(before[0].load(), lse_of(g))).end(g))[0].load()
     reference = largest.eq(NEG_INF).where(0.0, largest)
-    def weight(x:UOp) -> UOp: return hw.exp2(hw.mul(hw.sub(x, reference), LOG2E))   # the difference first: it is exact where it matters
+    def weight(x:UOp) -> UOp: return ops.exp2(ops.mul(ops.sub(x, reference), LOG2E))   # the difference first: it is exact where it matters
 
     # ***** sums *****
     g = UOp.range(splits, 3, AxisType.LOOP)
     acc_now, total_now = acc.after(start, g), total.after(start, g)
     w, part = weight(lse_of(g)), parts[((g*p.rows + row)*p.Dv + column)//vec].load()
-    sums = UOp.group(acc_now[0].store(hw.add(acc_now[0].load(), hw.mul(part, w))), total_now[0].store(hw.add(total_now[0].load(), w))).end(g)
+    sums = UOp.group(acc_now[0].store(ops.add(acc_now[0].load(), ops.mul(part, w))), total_now[0].store(ops.add(total_now[0].load(), w))).end(g)
     weights, values = total.after(sums)[0].load(), acc.after(sums)[0].load()
-    if sink is not None: weights = hw.add(weights, weight(sink))
+    if sink is not None: weights = ops.add(weights, weight(sink))
 
     # ***** O and LSE *****
-    values = hw.mul(values, weights.eq(0.0).where(0.0, hw.rcp(weights)))
-    if p.out_dtype != "float32": values = hw.declare(values, given["o"].dtype)
+    values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
     sb, sh, ss = strides(p.layout, p.H, length, p.Dv)
     outputs = store_row(arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, column, values, there)
     if "lse" in given:
-      log_sum = weights.eq(0.0).where(NEG_INF, hw.add(reference, hw.mul(hw.log2(weights), LN2)))
+      log_sum = weights.eq(0.0).where(NEG_INF, ops.add(reference, ops.mul(ops.log2(weights), LN2)))
       if p.varlen: log_sum = largest.eq(OF_NO_SEQUENCE).where(NEG_INF, log_sum)
       outputs.append(given["lse"][row.valid(there & column.eq(0))].store(log_sum))
     size = 4*p.rows*(p.Dv + 1)*splits

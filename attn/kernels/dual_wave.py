@@ -15,17 +15,19 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from typing import Any, Callable
-from attn import intrinsics as hw
-from attn.arch import Arch
+from attn.chips import Chip
+from attn.chips.families import CDNA4
 from attn.kernels.blocks import extent, key_blocks, strides, trip_count
 from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
 from attn.kernels.scores import Row, Scores
 from attn.kernels.softmax import Softmax
-from attn.kernels.tiles import UNIT, Carried, Lane, Rows, Tile, ceildiv, flat, units_of
+from attn.ops import amd, common as ops
+from attn.kernels.tiles import Carried, Lane, Rows, Tile, ceildiv, flat, units_of
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
 
 HEAD, BLOCK_N, WAVES = 128, 64, 8
+UNIT = CDNA4.matrix["float16"][0].unit          # elements of 16 bytes, the same in both input types
 ROW = HEAD//UNIT                                 # units of a row of K or V
 LOADS = BLOCK_N*ROW//(WAVES*64)                  # direct loads of a wave per tile
 UNDER_WAY = 2*LOADS                              # loads issued after the one that is waited for
@@ -61,8 +63,9 @@ class Order:
   def __init__(self, register:UOp):
     self.register, self.last = register, register
     self.open: list[list[UOp]] = [[]]   # the effects of each loop around
-  def do(self, statement:Callable[..., UOp], *args:Any) -> UOp:
-    stored = self.note(self.register[0].store(statement(*args, *([] if self.last is self.register else [self.last[0].load()]))))
+  def do(self, statement:Callable[..., UOp], *args:Any, **options:Any) -> UOp:
+    before = [] if self.last is self.register else [self.last[0].load()]
+    stored = self.note(self.register[0].store(statement(*args, *before, **options)))
     self.last = self.register.after(stored)
     return stored
   def note(self, effect:UOp) -> UOp:
@@ -79,7 +82,7 @@ class Order:
     self.last = self.register.after(end)
     return end
 
-def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
+def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse, of the problems that
   `dispatch.dual_wave_refuses` has nothing against."""
   mat = tile.matrix
@@ -93,32 +96,32 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     q_block = UOp.range(q_blocks, 0, AxisType.GLOBAL)
     head = UOp.range(p.B*p.H, 1, AxisType.GLOBAL)
     lane, wave = UOp.range(mat.wave, 2, AxisType.WARP), UOp.range(WAVES, 3, AxisType.WARP)
-    wave_number = hw.uniform(wave.cast(dtypes.int))
+    wave_number = ops.uniform(wave.cast(dtypes.int))
     at, batch, q_head = Lane(lane, wave, mat), head//p.H, head%p.H
     first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
     in_block = wave*mat.N + at.n
     def late() -> tuple[Lane, Row]:
       """The lane and its query once more, worked out where they are needed: not kept in registers through the loops before."""
-      here = Lane(hw.opaque(lane, order.last[0].load()).cast(dtypes.weakint).maximum(0).minimum(mat.wave - 1), wave, mat)
+      here = Lane(amd.opaque(lane, order.last[0].load()).cast(dtypes.weakint).maximum(0).minimum(mat.wave - 1), wave, mat)
       query = first_query + wave_number.cast(dtypes.weakint).maximum(0).minimum(WAVES - 1)*mat.N + here.n
       return here, Row(batch, q_head, query, query < p.Sq)
 
     def rows(buffer:UOp, h:UOp, heads:int, length:int) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, HEAD)
-      return Rows(flat(buffer), batch*sb + h*sh, ss, length, HEAD, arch.family)
+      return Rows(flat(buffer), batch*sb + h*sh, ss, length, HEAD, p.itemsize)
     kv_head = q_head//(p.H//p.Hkv)
     q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq), rows(k, kv_head, p.Hkv, p.Sk), rows(v, kv_head, p.Hkv, p.Sk)
-    sequence = extent(p, batch, {}, hw)
+    sequence = extent(p, batch, {})
     def scores_of(here:Lane) -> Scores:
-      return Scores(p, here, BLOCK_N, arch.family, sequence, Row(batch, q_head, first_query, UOp.const(True)), None, None)
+      return Scores(p, here, BLOCK_N, sequence, Row(batch, q_head, first_query, UOp.const(True)), None, None)
     scores = scores_of(at)
     blocks = key_blocks(p, sequence, first_query, first_query + tile.block_m - 1, BLOCK_N)
 
     # ***** placeholders *****
     order = Order(UOp.placeholder((1,), dtypes.float, 20, AddrSpace.REG))
-    lds = [UOp.placeholder((BLOCK_N//CHUNK*STRIDE,), hw.u32(4), slot, AddrSpace.LOCAL) for slot in range(4)]
-    state = State(Softmax.create(mat, 1, d_tiles, k_tiles, 10), UOp.placeholder((k_tiles,), hw.f32(mat.accumulator), 8, AddrSpace.REG),
-                  UOp.placeholder((k_tiles*HEAD//UNIT//mat.groups,), hw.u32(4), 9, AddrSpace.REG), *lds)
+    lds = [UOp.placeholder((BLOCK_N//CHUNK*STRIDE,), ops.u32(4), slot, AddrSpace.LOCAL) for slot in range(4)]
+    state = State(Softmax.create(mat, 1, d_tiles, k_tiles, 10), UOp.placeholder((k_tiles,), ops.f32(mat.accumulator), 8, AddrSpace.REG),
+                  UOp.placeholder((k_tiles*HEAD//UNIT//mat.groups,), ops.u32(4), 9, AddrSpace.REG), *lds)
 
     # ***** the steps that clusters are made of *****
     units = units_of(mat, HEAD, at.h)
@@ -130,28 +133,28 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       for j in range(LOADS):
         chunk = j*WAVES + wave_number
         first = t*BLOCK_N + chunk*CHUNK
-        records = (((source.count - first).minimum(CHUNK) - 1)*source.stride + source.width).maximum(0)*2
-        order.do(hw.load_to_lds, source.buffer[source.base + first*source.stride], records, (lane//ROW*source.stride + unit*UNIT)*2,
-                 buffer[chunk*STRIDE], arch.family)
+        records = (((source.count - first).minimum(CHUNK) - 1)*source.stride + source.width).maximum(0)*source.size
+        order.do(amd.load_to_lds, source.buffer[source.base + first*source.stride], records, (lane//ROW*source.stride + unit*UNIT)*source.size,
+                 buffer[chunk*STRIDE])
 
     def read_k(buffer:UOp) -> list[UOp]: return [buffer[K_LAYOUT.place(kt*mat.M + at.n, u)].load() for kt in range(k_tiles) for u in units]
 
     def read_v(buffer:UOp) -> list[list[UOp]]:
       """The A operands of O^T: per tile of d and unit of P, two transposing loads of four keys each."""
-      halves, member = buffer.bitcast(hw.u32(2)), lane%16
+      halves, member = buffer.bitcast(ops.u32(2)), lane%16
       m = lane//16%2*16 + member%4*4                                         # the row of V^T that the lane's first element goes to, and its d:
       d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
       def load(dt:int, n:int) -> UOp:
         key, at_d = mat.key_of(at.h, n) + member//4, dt*mat.M + d
-        return hw.load_transposed(halves[V_LAYOUT.place(key, at_d//UNIT)*2 + at_d//4%2])
-      return [[hw.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, UNIT)] for dt in range(d_tiles)]
+        return amd.load_transposed(halves[V_LAYOUT.place(key, at_d//UNIT)*2 + at_d//4%2])
+      return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, UNIT)] for dt in range(d_tiles)]
 
     def products(k_operands:list[UOp]) -> list[UOp]:
       """S = K Q^T."""
       tiles = []
       for kt in range(len(k_operands)//len(units)):
-        x = hw.splat(0.0, mat.accumulator)
-        for a, b in zip(k_operands[kt*len(units):], q_operands): x = hw.shaped_wmma(mat, a, b, x)
+        x = ops.splat(0.0, mat.accumulator)
+        for a, b in zip(k_operands[kt*len(units):], q_operands): x = amd.shaped_wmma(mat, a, b, x)
         tiles.append(x)
       return tiles
 
@@ -160,42 +163,42 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     # ***** one tile *****
     def step(s:State, t:UOp, i:int, mask:Callable[[list[UOp], UOp], list[UOp]]|None) -> State:
       # C1: S(t) -> P(t) on the vector unit, S(t+1) on the matrix unit
-      s = s.after(order.do(hw.priority, 1))
+      s = s.after(order.do(amd.priority, 1))
       x = [s.s[kt].load() for kt in range(k_tiles)]
       if mask is not None: x = mask(x, t)
       following, exps = [], []
       for kt in range(k_tiles):
         following += products([s.k[j].load() for j in range(kt*len(units), (kt + 1)*len(units))])
         exps += s.softmax.weights([x[kt]], 0, scores.to_log2)
-        s = s.after(order.do(hw.sched_barrier, following[-1], exps[-1]))
-      softmax = s.softmax.correct([exps], [x], scores.to_log2, mat, p.dtype, arch.bf16_pack, tile.rescale_above, order.do)
+        s = s.after(order.do(amd.sched_barrier, following[-1], exps[-1]))
+      softmax = s.softmax.correct([exps], [x], scores.to_log2, mat, p.dtype, tile.rescale_above, order.do)
       weights = softmax.operands(at, 0, k_tiles)
       keep(s.s, following)
-      order.do(hw.priority, 0, *weights, *following)
-      s = s.after(order.do(hw.barrier), order.noted)
+      order.do(amd.priority, 0, *weights, *following)
+      s = s.after(order.do(amd.barrier), order.noted)
       # M1: V(t) out of LDS, K(t+3) into it
       values = read_v(s.v_lds(i))
       start(k_rows, K_LAYOUT, s.k_lds(i + 1), t + 3)
-      order.do(hw.wait_loads, UNDER_WAY, *[y for ys in values for y in ys])
-      s = s.after(order.do(hw.barrier))
+      order.do(amd.wait_loads, UNDER_WAY, *[y for ys in values for y in ys])
+      s = s.after(order.do(amd.barrier))
       # C2: O += V(t) P(t)
-      s = s.after(order.do(hw.priority, 1))
+      s = s.after(order.do(amd.priority, 1))
       accs = [s.softmax.acc[dt].load() for dt in range(d_tiles)]
       for dt, v_operands in enumerate(values):
-        for a, b in zip(v_operands, weights): accs[dt] = hw.shaped_wmma(mat, a, b, accs[dt])
+        for a, b in zip(v_operands, weights): accs[dt] = amd.shaped_wmma(mat, a, b, accs[dt])
       keep(s.softmax.acc, accs)
-      order.do(hw.priority, 0, *accs)
-      s = s.after(order.do(hw.barrier), order.noted)
+      order.do(amd.priority, 0, *accs)
+      s = s.after(order.do(amd.barrier), order.noted)
       # M2: K(t+2) out of LDS, V(t+2) into it
       keys = read_k(s.k_lds(i))
       keep(s.k, keys)
       start(v_rows, V_LAYOUT, s.v_lds(i), t + 2)
-      order.do(hw.wait_loads, UNDER_WAY, *keys)
-      return s.after(order.do(hw.barrier), order.noted)
+      order.do(amd.wait_loads, UNDER_WAY, *keys)
+      return s.after(order.do(amd.barrier), order.noted)
 
     def trips(s:State, first:UOp, count:UOp, mask:Callable[[list[UOp], UOp], list[UOp]]|None=None) -> State:
       """`count` trips of two tiles."""
-      if (n := trip_count(count, hw)) is None: return s
+      if (n := trip_count(count)) is None: return s
       r = UOp.range(n, next(axes), AxisType.LOOP)
       order.enter(r)
       inside = s.after(r)
@@ -207,19 +210,19 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     start(k_rows, K_LAYOUT, s.k0, begin)
     start(v_rows, V_LAYOUT, s.v0, begin)
     start(k_rows, K_LAYOUT, s.k1, begin + 1)
-    order.do(hw.wait_loads, 0)
-    s = s.after(order.do(hw.barrier))
+    order.do(amd.wait_loads, 0)
+    s = s.after(order.do(amd.barrier))
     keep(s.s, first_scores := products(read_k(s.k0)))
     keep(s.k, keys := read_k(s.k1))
-    s = s.after(order.do(hw.barrier, *first_scores, *keys), order.noted)
+    s = s.after(order.do(amd.barrier, *first_scores, *keys), order.noted)
     start(k_rows, K_LAYOUT, s.k0, begin + 2)
     start(v_rows, V_LAYOUT, s.v1, begin + 1)
-    s = s.after(order.do(hw.barrier_of, wave_number//(WAVES//2)))                 # the second group falls a barrier behind
+    s = s.after(order.do(amd.barrier_of, wave_number//(WAVES//2)))                 # the second group falls a barrier behind
     pairs = (blocks.full_end - begin)//2
     s = trips(s, begin, pairs)
     here, row = late()
     s = trips(s, begin + pairs*2, (blocks.end - begin - pairs*2 + 1)//2, lambda x, t: scores_of(here).mask(x, row, t))
-    s = s.after(order.do(hw.barrier_of, 1 - wave_number//(WAVES//2)), order.do(hw.wait_loads, 0))
+    s = s.after(order.do(amd.barrier_of, 1 - wave_number//(WAVES//2)), order.do(amd.wait_loads, 0))
 
     # ***** O = O^T / l, LSE = m + ln l *****
     here, row = late()
@@ -228,7 +231,7 @@ def dual_wave(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     outputs = [] if not p.return_lse else [flat(lse)[number.valid(here.h.eq(0) & row.there)].store(log_sum)]
     for dt in range(d_tiles):
       outputs += store_row(arch, flat(o), p.out_dtype, HEAD, batch*sb + q_head*sh + row.query*ss, dt*mat.M + here.h*mat.accumulator,
-                           hw.mul(s.softmax.acc[dt].load(), factor), row.there)
+                           ops.mul(s.softmax.acc[dt].load(), factor), row.there)
     name = f"attn_dual_wave_{arch.name}_{p.dtype}"
     return UOp.group(*outputs).end(q_block, head, lane, wave).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)), tag=OPTIMISED)
   return kernel

@@ -2,7 +2,7 @@
 
 A workgroup owns one head and BLOCK_M queries and walks over the keys in tiles of BLOCK_N, with the online softmax (Milakov and Gimelshein 2018,
 arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). It computes S^T = K Q^T and O^T = V^T P^T: a query is a lane, see
-attn/fragment.py.
+attn/chips/matrix.py.
 K and V tiles come through registers to LDS, V transposed on the way; by default the loads of the next tile start before this one's matrix work.
 """
 from __future__ import annotations
@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any, Callable
 from typing import Mapping
-from attn import intrinsics as hw
-from attn.arch import Arch
-from attn.fragment import Matrix
+from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
 from attn.kernels.blocks import outside
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
-from attn.kernels.tiles import (UNIT, Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
+from attn.kernels.tiles import (Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
                                 units_of)
-from attn.operations import operations
-from attn.problem import Problem
+from attn.ops import amd, common as ops
+from attn.problem import BYTES, Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, Ops, UOp, dtypes
 
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
@@ -31,15 +30,16 @@ FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
   """LDS that `forward` takes for the K and V^T tiles, and for Q where it is kept there."""
-  depth = contraction(tile.matrix, p.D)//UNIT
-  kv = LdsTile.size(tile.block_n, depth) + LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//UNIT, v_skew(tile.matrix, tile.block_n))
-  return 16*(max(1, tile.prefetch)*kv + (LdsTile.size(tile.block_m, depth) if tile.q_in_lds else 0))
+  depth = contraction(tile.matrix, p.D)//tile.matrix.unit
+  v_size = LdsTile.size(round_up(p.Dv, tile.matrix.M), tile.block_n//tile.matrix.unit, v_skew(tile.matrix, tile.block_n))
+  kv = LdsTile.size(tile.block_n, depth) + v_size
+  return UNIT_BYTES*(max(1, tile.prefetch)*kv + (LdsTile.size(tile.block_m, depth) if tile.q_in_lds else 0))
 
 # Sixteen lanes at a time store 8 bytes each to `v_columns` columns of V (rows of V^T), which must not meet in a bank.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
   """Columns two units apart lie in different matrix tiles where these have 16 rows: a gap after each tile puts them into different banks."""
-  return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == UNIT else 0
+  return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 # ***** the parts of a trip *****
 
@@ -78,8 +78,8 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   """Four rows of eight 16-bit elements -> eight columns of four (dword pairs)."""
   columns = []
   for w in range(4):
-    r0, r1, r2, r3 = [hw.extract(r, w) for r in rows]
-    for selector in (0x05040100, 0x07060302): columns.append(hw.build(hw.byte_perm(r1, r0, selector), hw.byte_perm(r3, r2, selector)))
+    r0, r1, r2, r3 = [ops.extract(r, w) for r in rows]
+    for selector in (0x05040100, 0x07060302): columns.append(ops.build(amd.byte_perm(r1, r0, selector), amd.byte_perm(r3, r2, selector)))
   return columns
 
 def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -91,7 +91,7 @@ def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
           **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
 
-def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
+def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, which are those of `arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v)
   when p.return_lse, (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors there are, in the order of `problem.EXTRAS`.
 
@@ -128,30 +128,32 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
     in_block = [(wave*q_tiles + t)*mat.N + at.n for t in range(q_tiles)]
 
     # ***** the sequence, its rows, and the key tiles that a block sees *****
-    sequence = extent(p, batch, given, hw)
+    sequence = extent(p, batch, given)
     def rows(buffer:UOp, h:UOp, heads:int, length:int, columns:int, start:int|UOp, count:int|UOp) -> Rows:
       sb, sh, ss = strides(p.layout, heads, length, columns)
-      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, arch.family, pin=splits > 1 or isinstance(sequence.n_k, UOp))
+      pin = splits > 1 or isinstance(sequence.n_k, UOp)
+      return Rows(flat(buffer), batch*sb + h*sh + start*ss, ss, count, columns, p.itemsize, pin)
     q_rows = rows(q, first_head, p.H, p.Sq, p.D, sequence.q_start, sequence.n_q)
     k_rows = rows(k, kv_head, p.Hkv, p.Sk, p.D, sequence.k_start, sequence.n_k)
     v_rows = rows(v, kv_head, p.Hkv, p.Sk, p.Dv, sequence.k_start, sequence.n_k)
     if group > 1:
       head_stride = strides(p.layout, p.H, p.Sq, p.D)[1]
-      reach = ((UOp.const(0) + sequence.n_q - 1)*q_rows.stride + (group - 1)*head_stride + p.D).maximum(0)*2
-      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, arch.family, False, group, head_stride, reach)
+      reach = ((UOp.const(0) + sequence.n_q - 1)*q_rows.stride + (group - 1)*head_stride + p.D).maximum(0)*p.itemsize
+      q_rows = PackedRows(q_rows.buffer, q_rows.base, q_rows.stride, sequence.n_q*group, p.D, p.itemsize, False, group, head_stride,
+                          reach)
     queries = [Row(batch, first_head + (first_row + i)%group, (first_row + i)//group, first_row + i < sequence.n_q*group) for i in in_block]
     first = Row(batch, first_head, first_query, UOp.const(True))
-    scores = Scores(p, at, block_n, arch.family, sequence, first, given.get("alibi_slopes"), given.get("bias"))
+    scores = Scores(p, at, block_n, sequence, first, given.get("alibi_slopes"), given.get("bias"))
     blocks = key_blocks(p, sequence, first_query, last_query, block_n)
     for s in split: blocks = blocks.share(s, splits)
 
     # ***** placeholders *****
-    q_lds = LdsTile.create(tile.block_m, depth//UNIT, 7)
-    k_stage = Staging(block_n, depth//UNIT, tile.threads, at.thread)
-    v_stage = Staging(block_n, width//UNIT, tile.threads, at.thread, 4, *((columns, 2) if width//UNIT % (2*columns) == 0 else (1, 1)))
+    q_lds = LdsTile.create(tile.block_m, depth//mat.unit, 7)
+    k_stage = Staging(block_n, depth//mat.unit, tile.threads, at.thread)
+    v_stage = Staging(block_n, width//mat.unit, tile.threads, at.thread, 4, *((columns, 2) if width//mat.unit % (2*columns) == 0 else (1, 1)))
     nothing = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
-    state = State(Softmax.create(mat, q_tiles, d_tiles, k_tiles, 10), LdsTile.create(block_n, depth//UNIT, 0, buffers),
-                  LdsTile.create(width, block_n//UNIT, 1, buffers, v_skew(mat, block_n)))
+    state = State(Softmax.create(mat, q_tiles, d_tiles, k_tiles, 10), LdsTile.create(block_n, depth//mat.unit, 0, buffers),
+                  LdsTile.create(width, block_n//mat.unit, 1, buffers, v_skew(mat, block_n)))
 
     # ***** Q: the B operand of S^T, kept in registers, or in LDS where they would not hold it *****
     q_units = [[q_rows.load_units(first_row, tile.block_m, i, u) for u in units_of(mat, depth, at.h)] for i in in_block]
@@ -163,9 +165,9 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       """The operands of each query tile for some of the units of the contraction."""
       if not tile.q_in_lds: return [operands(mat, units[steps]) for units in q_units]
       units = units_of(mat, depth, at.h)[steps]
-      return [operands(mat, [q_kept.after(*after).load(row, u) for u in units]) for row in (hw.opaque(i, t) for i in in_block)]
+      return [operands(mat, [q_kept.after(*after).load(row, u) for u in units]) for row in (amd.opaque(i, t) for i in in_block)]
 
-    def do(statement:Callable[..., UOp], *args:Any) -> UOp: return nothing[0].store(statement(*args))
+    def do(statement:Callable[..., UOp], *args:Any, **options:Any) -> UOp: return nothing[0].store(statement(*args, **options))
 
     # ***** global -> registers -> LDS *****
     def fetch(t:UOp) -> tuple[list[UOp], list[UOp]]:
@@ -175,7 +177,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       for quad, unit, gate in (v_stage.item(j) for j in range(v_stage.items)):
         for i in range(4):    # slot quad*4 + i of a row of V^T: unit quad//2 belongs to lane group quad//2 % groups
           slot_unit, slot = quad//2, quad%2*4 + i
-          n = slot_unit//mat.groups*UNIT + slot
+          n = slot_unit//mat.groups*mat.unit + slot
           row = n//mat.accumulator*mat.M + mat.c_row(slot_unit%mat.groups, n%mat.accumulator)
           v_parts.append(v_rows.load_units(t*block_n, block_n, row, unit, gate))
       return k_parts, v_parts
@@ -185,7 +187,8 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       stores = [k_lds.store(row, unit, part, gate) for part, (row, unit, gate) in zip(k_parts, (k_stage.item(j) for j in range(k_stage.items)))]
       for j in range(v_stage.items):
         quad, unit, gate = v_stage.item(j)
-        for i, column in enumerate(transpose(v_parts[4*j:4*j + 4])): stores.append(v_lds.store_half(mat.row_of(unit*UNIT + i), quad, column, gate))
+        transposed = enumerate(transpose(v_parts[4*j:4*j + 4]))
+        stores += [v_lds.store_half(mat.row_of(unit*mat.unit + i), quad, column, gate) for i, column in transposed]
       return UOp.group(*stores)
 
     # ***** one trip *****
@@ -194,38 +197,38 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       for others before it stores: the barrier at the end of the trip is the only one. Without prefetch a trip takes its own tile to LDS first."""
       if not tile.prefetch: return work(s.lds_after(to_lds(s, t, *fetch(t))), t, masked)
       parts = fetch(t + 1)
-      under_way = do(hw.sched_barrier, *itertools.chain(*parts))     # the compiler would put loads off
+      under_way = do(amd.sched_barrier, *itertools.chain(*parts))     # the compiler would put loads off
       worked = work(s.lds_after(under_way), t, masked)
       return UOp.group(worked, to_lds(s.lds_after(barrier(worked) if buffers == 1 else worked), t + 1, *parts))
 
     def work(s:State, t:UOp, masked:bool) -> UOp:
       """S of a key tile, its softmax, and its part of O."""
       k_tile, v_tile = s.k_lds.number(t%buffers), s.v_lds.number(t%buffers)
-      s_tiles = [[hw.splat(0.0, mat.accumulator)]*k_tiles for _ in range(q_tiles)]
+      s_tiles = [[ops.splat(0.0, mat.accumulator)]*k_tiles for _ in range(q_tiles)]
       k_units = units_of(mat, depth, at.h)
       for kt, first in itertools.product(range(k_tiles), range(0, len(k_units), FENCE_UNITS)):
         steps = slice(first, first + FENCE_UNITS)
-        fence = [do(hw.sched_barrier, s_tiles[-1][kt - (first == 0)])] if tile.fenced and (kt or first) else []
+        fence = [do(amd.sched_barrier, s_tiles[-1][kt - (first == 0)])] if tile.fenced and (kt or first) else []
         k_operands = operands(mat, [k_tile.after(*fence).load(kt*mat.M + at.n, u) for u in k_units[steps]])
         for a, *bs in zip(k_operands, *q_operands(t, steps, *fence)):
-          for qt, b in enumerate(bs): s_tiles[qt][kt] = hw.shaped_wmma(mat, a, b, s_tiles[qt][kt])
+          for qt, b in enumerate(bs): s_tiles[qt][kt] = amd.shaped_wmma(mat, a, b, s_tiles[qt][kt])
       for qt, row in enumerate(queries):
         s_tiles[qt] = scores.modify(s_tiles[qt], row, t)
         if masked: s_tiles[qt] = scores.mask(s_tiles[qt], row, t)
       x = s.softmax.correct([s.softmax.weights(x, qt, scores.to_log2) for qt, x in enumerate(s_tiles)], s_tiles, scores.to_log2, mat, p.dtype,
-                            arch.bf16_pack, tile.rescale_above, do)
+                            tile.rescale_above, do)
       weights = [x.operands(at, qt, k_tiles) for qt in range(q_tiles)]
       accs = [[x.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)] for qt in range(q_tiles)]
       for dt in range(d_tiles):
-        if tile.fenced or not dt: v_tile = v_tile.after(do(hw.sched_barrier, accs[-1][dt - 1] if dt else weights[-1][-1]))
+        if tile.fenced or not dt: v_tile = v_tile.after(do(amd.sched_barrier, accs[-1][dt - 1] if dt else weights[-1][-1]))
         v_operands = operands(mat, [v_tile.load(dt*mat.M + at.n, u) for u in units_of(mat, block_n, at.h)])
         for a, *bs in zip(v_operands, *weights):
-          for qt, b in enumerate(bs): accs[qt][dt] = hw.shaped_wmma(mat, a, b, accs[qt][dt])
+          for qt, b in enumerate(bs): accs[qt][dt] = amd.shaped_wmma(mat, a, b, accs[qt][dt])
       o_tiles = [acc for column in accs for acc in column]
-      return UOp.group(do(hw.settle, *o_tiles), *[x.acc[i].store(acc) for i, acc in enumerate(o_tiles)])
+      return UOp.group(do(amd.made_here, *o_tiles), *[x.acc[i].store(acc) for i, acc in enumerate(o_tiles)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      if (count := trip_count(last - first, hw)) is None: return s
+      if (count := trip_count(last - first)) is None: return s
       r = UOp.range(count, next(axes), AxisType.LOOP)
       inside = s.after(r)
       return s.after(trip(inside, first + r, masked).end(r))
@@ -245,8 +248,7 @@ def forward(p:Problem, arch:Arch, tile:Tile) -> Callable[..., UOp]:
       number, begin = place_of_row(p, sequence, row, *split)
       if lse is not None: outputs.append(flat(lse)[number.valid(at.h.eq(0) & row.there)].store(log_sum))
       for dt in range(d_tiles):
-        values = hw.mul(done.softmax.acc[qt*d_tiles + dt].load(), factor)
-        if o.dtype not in (q.dtype, dtypes.float): values = hw.declare(values, o.dtype)
+        values = ops.mul(done.softmax.acc[qt*d_tiles + dt].load(), factor)
         outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
     outputs += clear_outside(p, arch, sequence, given, batch, [first_head + i for i in range(group)], (q_block, q_blocks),
                              (at.thread, tile.threads), next(axes), *split)
@@ -268,23 +270,22 @@ def check_range(p:Problem, tile:Any) -> None:
   """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""
   heads = p.H//p.Hkv if tile.pack_gqa else 1
   queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
-  reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*2, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
+  reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*p.itemsize, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
   for name, nbytes in reads.items():
     if nbytes > MAX_RECORDS:
       raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
 
 def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
   """(what O^T is to be multiplied by, LSE) of a row with sum `total` relative to the reference `m`. A sink is one more term of the sum."""
-  hw = scores.hw
   if sink is None:
-    inverse = total.eq(0.0).where(0.0, hw.rcp(total))
-    return inverse, total.eq(0.0).where(NEG_INF, hw.add(hw.mul(m, scores.to_natural), hw.mul(hw.log2(total), LN2)))
-  m = hw.mul(m, scores.to_natural)
-  top = hw.max_(m, sink)
+    inverse = total.eq(0.0).where(0.0, ops.rcp(total))
+    return inverse, total.eq(0.0).where(NEG_INF, ops.add(ops.mul(m, scores.to_natural), ops.mul(ops.log2(total), LN2)))
+  m = ops.mul(m, scores.to_natural)
+  top = ops.max_(m, sink)
   safe = top.eq(NEG_INF).where(0.0, top)
-  weight = hw.exp2(hw.mul(hw.sub(m, safe), LOG2E))
-  total = hw.add(hw.mul(total, weight), hw.exp2(hw.mul(hw.sub(sink, safe), LOG2E)))
-  return total.eq(0.0).where(0.0, hw.mul(weight, hw.rcp(total))), total.eq(0.0).where(NEG_INF, hw.add(safe, hw.mul(hw.log2(total), LN2)))
+  weight = ops.exp2(ops.mul(ops.sub(m, safe), LOG2E))
+  total = ops.add(ops.mul(total, weight), ops.exp2(ops.mul(ops.sub(sink, safe), LOG2E)))
+  return total.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(total))), total.eq(0.0).where(NEG_INF, ops.add(safe, ops.mul(ops.log2(total), LN2)))
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""
@@ -293,21 +294,20 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
   return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
 
-def clear_outside(p:Problem, arch:Arch, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
+def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
                   axis:int, *split:UOp) -> list[UOp]:
   """Of packed sequences: the stores, in a loop numbered `axis`, of o = 0 and lse = -inf to the rows that are of none (`blocks.outside`), for some
   heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key range their lse is
   OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
   if not p.varlen: return []
-  hw, rows, vec = operations(arch.family), outside(p, x, batch, given, operations(arch.family)), math.gcd(p.Dv, 4)
+  rows, vec = outside(p, x, batch, given), math.gcd(p.Dv, 4)
   o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
   columns, together = p.Dv//vec, block[1]*thread[1]
-  if (count := trip_count((rows.count*columns + (together - 1))//together, hw)) is None: return []
+  if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
   trip = UOp.range(count, axis, AxisType.LOOP)
   item = (trip*block[1] + block[0])*thread[1] + thread[0]
   there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(p.total_q - 1)
-  zero, nothing = hw.splat(0.0, vec), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
-  if o.dtype not in (given["q"].dtype, dtypes.float): zero = hw.declare(zero, o.dtype)
+  zero, nothing = ops.splat(0.0, vec), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
   stores = []
   for head in heads:
     number, begin = place_of_row(p, replace(x, q_start=0), Row(batch, head, row, there), *split)
@@ -315,26 +315,25 @@ def clear_outside(p:Problem, arch:Arch, x:Extent, given:Mapping[str, UOp], batch
     if lse is not None: stores.append(flat(lse)[number.valid(there & column.eq(0))].store(nothing))
   return [UOp.group(*stores).end(trip)]
 
-def store_row(arch:Arch, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
+def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
   a time where rows are so aligned."""
-  hw = operations(arch.family)
-  index, n, size = begin + column, hw.length(values), 4 if dtype == "float32" else 2
-  words = values if size == 4 else hw.pack(values if n > 1 else hw.build(values, values), dtype, arch.bf16_pack)   # dwords of the row
-  wide = min(16//size, n)                                                          # elements of a store
+  index, n, size = begin + column, ops.length(values), BYTES[dtype]
+  words = values if size == 4 else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
+  wide = min(UNIT_BYTES//size, n)                                                          # elements of a store
   if length % wide == 0 and wide*size >= 4:
-    kind = hw.f32 if size == 4 else hw.u32
+    kind = ops.f32 if size == 4 else ops.u32
     view, per = o.bitcast(kind(wide*size//4)), wide*size//4
-    return [view[((index + i)//wide).valid(there & (column + i < length))].store(hw.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
-  if size == 4: return [o[(index + i).valid(there & (column + i < length))].store(hw.extract(values, i)) for i in range(n)]
+    return [view[((index + i)//wide).valid(there & (column + i < length))].store(ops.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
+  if size == 4: return [o[(index + i).valid(there & (column + i < length))].store(ops.extract(values, i)) for i in range(n)]
   stores = []
   for i in range(n):
-    half = (hw.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
+    half = (ops.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
     stores.append(o[(index + i).valid(there & (column + i < length))].store(half))
   return stores
 
 def estimates(p:Problem) -> Estimates:
   """What tinygrad's DEBUG=2 line needs: floating-point operations, and bytes moved when every tensor is touched once."""
-  size, out = 2, 4 if p.out_dtype == "float32" else 2
+  size, out = p.itemsize, p.out_itemsize
   memory = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out) + p.Hkv*p.Sk*(p.D + p.Dv)*size)
   return Estimates(ops=p.flops, lds=memory, mem=memory)

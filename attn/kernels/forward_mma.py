@@ -3,19 +3,20 @@
 A block owns one head and BLOCK_M queries, a warp 16 or 32 of them, and walks over the keys in tiles of BLOCK_N: S = Q K^T, the online softmax,
 O += P V (FlashAttention-2, arXiv 2307.08691, algorithm 1). K and V tiles come by cp.async into a ring of `stages` in shared memory, so that one
 barrier a trip is enough: it says that a tile is there and that the one before it is no longer read. Operands are read by ldmatrix, V transposed on
-the way, from rows that are swizzled against bank conflicts. The softmax takes no maxima but in a rare branch: `intrinsics_cuda.settle`.
+the way, from rows that are swizzled against bank conflicts. The softmax takes no maxima but in a rare branch: see attn/ops/softmax.py.
 """
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass
 from typing import Callable
-from attn import intrinsics_cuda as hw
-from attn.arch import Arch
-from attn.fragment import Mma
+from attn.chips import Chip
+from attn.chips.matrix import Mma
+from attn.ops import common as ops, nvidia as nv
+from attn.ops.softmax import LANE, LOWEST, ONES, correct, first_bias, lane_sum
 from attn.kernels.blocks import trip_count
 from attn.kernels.forward import barrier, check_range, finish
-from attn.kernels.nvidia import LINE, Block, InOrder, total_of
-from attn.kernels.tiles import UNIT, flat, round_up
+from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.kernels.tiles import flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
@@ -81,7 +82,7 @@ class State(InOrder):
   nothing: UOp
   def do(self, statement:UOp) -> UOp: return self.nothing[0].store(statement)
 
-def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
+def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
@@ -101,9 +102,9 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     # ***** placeholders *****
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
     kinds = 1 if block.lse is None else 2                       # of row sums
-    start = State(registers(q_tiles*d_tiles, 2, hw.F4), registers(q_tiles, 3, hw.F2), registers(q_tiles, 4, hw.F2),
-                  registers(kinds*q_tiles, 5, hw.F2), registers(q_tiles*k_tiles, 6, hw.F4), registers(q_tiles*k_tiles//2, 7, hw.U4),
-                  registers(kinds*q_tiles, 8, hw.F2), UOp.placeholder((lds_bytes(p, tile)//16,), hw.U4, 0, AddrSpace.LOCAL), registers(1, 9))
+    start = State(registers(q_tiles*d_tiles, 2, nv.F4), registers(q_tiles, 3, nv.F2), registers(q_tiles, 4, nv.F2),
+                  registers(kinds*q_tiles, 5, nv.F2), registers(q_tiles*k_tiles, 6, nv.F4), registers(q_tiles*k_tiles//2, 7, nv.U4),
+                  registers(kinds*q_tiles, 8, nv.F2), UOp.placeholder((lds_bytes(p, tile)//16,), nv.U4, 0, AddrSpace.LOCAL), registers(1, 9))
     q_rows, k_size, v_size = Rows(depth), block_n*Rows(depth).stride, block_n*Rows(width).stride
     k_base, v_base = tile.block_m*q_rows.stride, tile.block_m*q_rows.stride + stages*k_size
     def k_rows(t:UOp) -> Rows: return Rows(depth, k_base + t%stages*k_size)
@@ -111,14 +112,14 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
 
     def fetch(s:State, copies:list[UOp]) -> UOp:
       s = s.after(UOp.group(*map(s.do, copies)))
-      return s.do(hw.commit(s.order))
+      return s.do(nv.commit(s.order))
     def fetch_tile(s:State, t:UOp) -> UOp:
       return fetch(s, block.copies("k", s.shared, t*block_n, block_n, k_rows(t)) + block.copies("v", s.shared, t*block_n, block_n, v_rows(t)))
 
     # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
     def read(s:State, rows:Rows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
       place, step = rows.further(row, unit, row_step, unit_step)
-      return hw.ldmatrix(s.shared[place], step, transposed)
+      return nv.ldmatrix(s.shared[place], step, transposed)
     def q_operand(s:State, qt:int, step:int) -> UOp:
       row, unit = mat.a_address(lane)
       return read(s, q_rows, in_block[0] + row, unit, qt*mat.M, 2*step)
@@ -126,17 +127,17 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     # ***** one trip *****
     def arrived(s:State, but:int) -> State:
       """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
-      return s.after(barrier(s.do(hw.wait(s.order, but))))
+      return s.after(barrier(s.do(nv.wait(s.order, but))))
 
     def score(s:State, t:UOp) -> list[list[UOp]]:
       """S of one key tile: for each query tile its C fragments."""
-      tiles, (row, unit) = [[hw.zero(s.order)]*k_tiles for _ in range(q_tiles)], mat.b_address(lane)
+      tiles, (row, unit) = [[nv.zero(s.order)]*k_tiles for _ in range(q_tiles)], mat.b_address(lane)
       for step in range(depth//mat.K):
         a = [q_operand(s, qt, step) if tile.q_in_lds else q_kept[qt][step] for qt in range(q_tiles)]
         for pair in range(k_tiles//2):
           b = read(s, k_rows(t), row, unit, pair*mat.K, 2*step)
           for qt, half in itertools.product(range(q_tiles), range(2)):
-            tiles[qt][2*pair + half] = hw.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
+            tiles[qt][2*pair + half] = nv.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
       return tiles
 
     def trip(s:State, t:UOp, masked:bool) -> UOp:
@@ -152,17 +153,17 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       """P of some of the keys, relative to a reference that it does not outgrow."""
       stores = []
       for qt in range(q_tiles):
-        total, exact = hw.zero(s.order), hw.splat(0.0, 2)
+        total, exact = nv.zero(s.order), ops.splat(0.0, 2)
         for step in steps:
-          pair = [hw.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), scores.to_log2) for i in range(2)]
-          a = hw.pack_a(pair[0], pair[1], p.dtype)
-          total, exact = hw.mma(mat, a, hw.ones(p.dtype), 0, total), functools.reduce(lambda l, y: hw.row_sum(y, l), pair, exact)
+          pair = [ops.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), scores.to_log2) for i in range(2)]
+          a = nv.pack_a(pair[0], pair[1], p.dtype)
+          total, exact = nv.times_ones(mat, a, total, p.dtype), functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
           stores.append(s.weights[qt*k_tiles//2 + step].store(a))
-        stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((hw.sums(total), exact)[:kinds])]
+        stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((nv.row_sums(total), exact)[:kinds])]
       s = s.after(UOp.group(*stores))
-      s = s.after(s.do(hw.settle(s.m, s.bias, s.l, s.part, s.acc, s.scores, s.weights, mat, p.dtype, k_tiles, 2*steps.start, 2*len(steps),
-                                 scores.to_log2, tile.rescale_above)))
-      return s.after(UOp.group(*[s.l[i].store(hw.add(s.l[i].load(), s.part[i].load())) for i in range(kinds*q_tiles)]))
+      s = s.after(s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, rows=nv.ROW_LANES, dtype=p.dtype, sums=(ONES, LANE)[:kinds],
+                               matrix=mat, scale=scores.to_log2, above=tile.rescale_above, first=2*steps.start, count=2*len(steps))))
+      return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.part[i].load())) for i in range(kinds*q_tiles)]))
 
     def product(s:State, t:UOp, steps:range) -> UOp:
       """O += P V over those keys."""
@@ -170,18 +171,18 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
       for step, d_pair in itertools.product(steps, range(d_tiles//2)):
         b = read(s, v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
         for qt, half in itertools.product(range(q_tiles), range(2)):
-          accs[qt][2*d_pair + half] = hw.mma(mat, s.weights[qt*k_tiles//2 + step].load(), b, half, accs[qt][2*d_pair + half])
+          accs[qt][2*d_pair + half] = nv.mma(mat, s.weights[qt*k_tiles//2 + step].load(), b, half, accs[qt][2*d_pair + half])
       return UOp.group(*[s.acc[qt*d_tiles + i].store(y) for qt, ys in enumerate(accs) for i, y in enumerate(ys)])
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      if (count := trip_count(last - first, hw)) is None: return s
+      if (count := trip_count(last - first)) is None: return s
       r = UOp.range(count, next(block.axes), AxisType.LOOP)
       return s.after(trip(arrived(s.after(r), stages - 2), first + r, masked).end(r))
 
     # ***** all of it *****
     nought = UOp.const(0.0, dtypes.float)
-    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(q_tiles*d_tiles)]
-    zero += [y[i].store(hw.splat(value, 2)) for y, value in ((start.m, hw.NOTHING), (start.bias, hw.first_bias(scores.to_log2)), (start.l, 0.0))
+    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(nv.zero(nought)) for i in range(q_tiles*d_tiles)]
+    zero += [y[i].store(ops.splat(value, 2)) for y, value in ((start.m, LOWEST), (start.bias, first_bias(scores.to_log2)), (start.l, 0.0))
              for i in range(y.max_numel())]
     s = start.after(UOp.group(*zero))
     s = s.after(fetch(s, block.copies("q", s.shared, block.first_row, tile.block_m, q_rows)))
@@ -197,8 +198,8 @@ def forward_mma(p:Problem, arch:Arch, tile:MmaTile) -> Callable[..., UOp]:
     for qt, rows in enumerate(queries):
       factors, log_sums = [], []
       for r, row in enumerate(rows):
-        m, sink = hw.extract(s.m[qt].load(), r), flat(block.given["sinks"])[row.head].load() if "sinks" in block.given else None
-        factors.append(finish(m, hw.extract(s.l[qt].load(), r), scores, sink)[0])
+        m, sink = ops.extract(s.m[qt].load(), r), flat(block.given["sinks"])[row.head].load() if "sinks" in block.given else None
+        factors.append(finish(m, ops.extract(s.l[qt].load(), r), scores, sink)[0])
         if kinds == 2: log_sums.append(finish(m, total_of(s.l[q_tiles + qt].load(), r), scores, sink)[1])
       outputs += block.outputs(rows, [s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)], factors, log_sums)
     return block.kernel("mma", outputs, lds_bytes(p, tile))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Callable, ClassVar
-from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
-from attn.arch import Arch
-from attn.fragment import MMA
+from attn.chips import Chip
+from attn.chips.matrix import MMA
+from attn.ops import common as ops, hopper as wgmma, nvidia as nv
+from attn.ops.softmax import LANE, LOWEST, correct, first_bias, lane_sum
 from attn.kernels.blocks import trip_count
 from attn.kernels.forward import barrier, check_range, finish
-from attn.kernels.nvidia import LINE, Block, InOrder, total_of
-from attn.kernels.tiles import UNIT, ceildiv, flat, round_up
+from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.kernels.tiles import ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
@@ -23,7 +24,7 @@ STAGES = 3      # K and V tiles in shared memory
 
 @dataclass(frozen=True)
 class Panels:
-  """A tile of rows in shared memory as wgmma reads it, from unit `base` on: see attn/intrinsics_wgmma.py."""
+  """A tile of rows in shared memory as wgmma reads it, from unit `base` on: see attn/ops/hopper.py."""
   rows: int                # a multiple of 8
   width: int               # elements of a row, a multiple of 16
   base: UOp|int = 0
@@ -68,19 +69,20 @@ def lds_bytes(p:Problem, tile:WgmmaTile) -> int:
 
 @dataclass(frozen=True)
 class State(InOrder):
-  """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*Scores.to_log2 and the row sums l. Within a trip: the
-  scores, and P as the A operand of O. Shared memory, and a dummy that statements are stored to."""
+  """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*Scores.to_log2 and the row sums l. Within a trip: its
+  part of l, the scores, and P as the A operand of O. Shared memory, and a dummy that statements are stored to."""
   acc: UOp
   m: UOp
   bias: UOp
   l: UOp
+  part: UOp
   scores: UOp
   p: UOp
   shared: UOp
   nothing: UOp
   def do(self, statement:UOp) -> State: return self.after(self.nothing[0].store(statement))
 
-def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
+def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
@@ -96,8 +98,8 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     # ***** placeholders *****
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
     units = lds_bytes(p, tile)//16
-    start = State(registers(v_tile.width//mat.N, 2, hw.F4), registers(1, 3, hw.F2), registers(1, 4, hw.F2), registers(1, 5, hw.F2),
-                  registers(block_n//mat.N, 6, hw.F4), registers(block_n//mat.K, 7, hw.U4), UOp.placeholder((units,), hw.U4, 0, AddrSpace.LOCAL),
+    start = State(registers(v_tile.width//mat.N, 2, nv.F4), registers(1, 3, nv.F2), registers(1, 4, nv.F2), registers(1, 5, nv.F2),
+                  registers(1, 9, nv.F2), registers(block_n//mat.N, 6, nv.F4), registers(block_n//mat.K, 7, nv.U4), UOp.placeholder((units,), nv.U4, 0, AddrSpace.LOCAL),
                   registers(1, 8))
     def stage(t:UOp) -> UOp: return (t - keys.begin)%STAGES
     def k_panels(t:UOp) -> Panels: return Panels(block_n, k_tile.width, q_tile.size + stage(t)*k_tile.size)
@@ -121,23 +123,26 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
         tiles = block.finished(tiles, queries, t, masked)
         s = s.after(UOp.group(*[s.scores[kt].store(y) for kt, y in enumerate(tiles)]))
       # P = exp2(S - m)
-      weights = [hw.weights(y, s.bias[0].load(), scores.to_log2) for y in tiles]
-      total = functools.reduce(lambda l, y: hw.row_sum(y, l), weights, hw.splat(0.0, 2))
-      s = s.after(UOp.group(*[s.p[i].store(hw.pack_a(weights[2*i], weights[2*i + 1], p.dtype)) for i in range(block_n//mat.K)]))
-      s = s.do(wgmma.correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, total, p.dtype, scores.to_log2, tile.rescale_above))
+      weights = [ops.weights(y, s.bias[0].load(), scores.to_log2) for y in tiles]
+      total = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), weights, ops.splat(0.0, 2))
+      s = s.after(UOp.group(*[s.p[i].store(nv.pack_a(weights[2*i], weights[2*i + 1], p.dtype)) for i in range(block_n//mat.K)]))
+      s = s.after(s.part[0].store(total))
+      s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=nv.ROW_LANES, dtype=p.dtype, sums=(LANE,), matrix=mat,
+                       scale=scores.to_log2, above=tile.rescale_above))
+      s = s.after(s.l[0].store(ops.add(s.l[0].load(), s.part[0].load())))
       # O += P V
       s = s.do(wgmma.output(s.acc, s.p, s.shared[v_panels(t).base], s.order, 16*v_tile.panel, p.dtype))
       return s.do(wgmma.wait(s.acc, s.order))
 
     def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      if (count := trip_count(last - first, hw)) is None: return s
+      if (count := trip_count(last - first)) is None: return s
       r = UOp.range(count, next(block.axes), AxisType.LOOP)
       return s.after(trip(s.after(r), first + r, masked).order.end(r))
 
     # ***** all of it *****
     nought = UOp.const(0.0, dtypes.float)
-    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(hw.zero(nought)) for i in range(start.acc.max_numel())]
-    zero += [y[0].store(hw.splat(value, 2)) for y, value in ((start.m, hw.NOTHING), (start.bias, hw.first_bias(scores.to_log2)), (start.l, 0.0))]
+    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(nv.zero(nought)) for i in range(start.acc.max_numel())]
+    zero += [y[0].store(ops.splat(value, 2)) for y, value in ((start.m, LOWEST), (start.bias, first_bias(scores.to_log2)), (start.l, 0.0))]
     s = start.after(UOp.group(*zero))
     s = s.do(wgmma.init(arrivals(s), block.at.thread.eq(0), tile.threads))
     s = s.after(barrier(s.order))
@@ -150,7 +155,7 @@ def forward_wgmma(p:Problem, arch:Arch, tile:WgmmaTile) -> Callable[..., UOp]:
     factors, log_sums = [], []
     for r, row in enumerate(queries):
       sink = flat(block.given["sinks"])[row.head].load() if "sinks" in block.given else None
-      factor, log_sum = finish(hw.extract(s.m[0].load(), r), total_of(s.l[0].load(), r), scores, sink)
+      factor, log_sum = finish(ops.extract(s.m[0].load(), r), total_of(s.l[0].load(), r), scores, sink)
       factors.append(factor)
       log_sums.append(log_sum)
     accs = [s.acc[dt].load() for dt in range(start.acc.max_numel())]

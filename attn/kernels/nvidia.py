@@ -1,23 +1,24 @@
 """What the forward kernels for NVIDIA's matrix units share: who works on what, the way of Q, K and V to shared memory, and of O back.
 
-A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/fragment.py, Mma): vectors of four numbers, two a row.
+A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
 """
 from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
-from attn import intrinsics_cuda as hw
-from attn.arch import Arch
-from attn.fragment import Mma
+from attn.chips import Chip
+from attn.chips.matrix import MMA, UNIT_BYTES, Mma
+from attn.ops import common as ops, nvidia as nv
 from attn.kernels.blocks import Extent, KeyBlocks, extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, arguments, estimates, place_of_row, store_row
 from attn.kernels.forward import clear_outside
 from attn.kernels.scores import Row, Scores
-from attn.kernels.tiles import UNIT, Carried, MmaLane, ceildiv, flat
+from attn.kernels.tiles import Carried, MmaLane, ceildiv, flat
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dtypes, dynamic_shared_name
 
+UNIT = MMA["float16"].unit   # elements of 16 bytes, the same in both input types
 LINE = 8            # units of 128 bytes: all banks
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in L2
 
@@ -48,7 +49,7 @@ class SharedRows(Protocol):
 class Block:
   """A block's part of a problem, as a thread sees it."""
   p: Problem
-  arch: Arch
+  arch: Chip
   tile: BlockTile
   given: dict[str, UOp]       # the placeholders by name
   axes: Iterator[int]         # numbers for the kernel's loops
@@ -64,14 +65,14 @@ class Block:
   keys: KeyBlocks
 
   @staticmethod
-  def of(p:Problem, arch:Arch, tile:BlockTile, mat:Mma, args:tuple[UOp, ...]) -> Block:
+  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...]) -> Block:
     """Divides the problem: heads and blocks of queries (and key ranges) over the grid, lanes and warps over a block's threads."""
     names, group = arguments(p), p.H//p.Hkv if tile.pack_gqa else 1
     if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
     given, axes, right = dict(zip(names, args)), itertools.count(5), p.window[1]
     q_blocks, heads = ceildiv(p.Sq*group, tile.block_m), p.B*p.H//group
     # under a causal mask the long blocks start first, over as many heads at a time as the cache holds
-    cached = CACHED*(p.H//p.Hkv//group)//(2*p.Sk*(p.D + p.Dv))
+    cached = CACHED*(p.H//p.Hkv//group)//(p.itemsize*p.Sk*(p.D + p.Dv))
     together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, cached if right >= 0 else 1))
 
     # ***** ranges *****
@@ -86,9 +87,9 @@ class Block:
     first_row = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
 
     # ***** the sequence, and the key tiles that the block sees *****
-    x, first_query = extent(p, batch, given, hw), first_row//group
+    x, first_query = extent(p, batch, given), first_row//group
     first = Row(batch, first_head, first_query, UOp.const(True))
-    scores = Scores(p, at, tile.block_n, arch.family, x, first, given.get("alibi_slopes"), given.get("bias"))
+    scores = Scores(p, at, tile.block_n, x, first, given.get("alibi_slopes"), given.get("bias"))
     keys = key_blocks(p, x, first_query, (first_row + tile.block_m - 1)//group, tile.block_n)
     for n in split: keys = keys.share(n, p.num_splits)
     return Block(p, arch, tile, given, axes, (head_group, q_block, head_in_group, lane, wave), split, at, batch, first_head,
@@ -100,7 +101,7 @@ class Block:
   def lse(self) -> UOp|None: return self.given.get("lse", self.given.get("lse_partial"))
   def queries(self, first:UOp) -> list[Row]:
     """A lane's rows of the 16 that begin at `first` of the block."""
-    rows = [self.first_row + first + self.at.matrix.c_row(self.at.lane, r) for r in range(hw.ROWS)]
+    rows = [self.first_row + first + self.at.matrix.c_row(self.at.lane, r) for r in range(nv.ROWS)]
     return [Row(self.batch, self.first_head + row%self.group, row//self.group, row < self.x.n_q*self.group) for row in rows]
 
   # ***** global -> shared memory *****
@@ -119,9 +120,10 @@ class Block:
       index = self.at.thread + (0 if regular else j*tile.threads)
       row, unit = index//to.across, index%to.across
       begin = base + ((first + row)//self.group*ss + (first + row)%self.group*sh if packed else first*ss + row*ss)
-      left_over = UOp.const(16) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*2).maximum(0).minimum(16)
+      left_over = UOp.const(UNIT_BYTES) if columns % (2*UNIT) == 0 else ((columns - unit*UNIT)*p.itemsize).maximum(0).minimum(UNIT_BYTES)
       nbytes = (first + row + moved < there).where(left_over, 0)
-      statements.append(hw.copy(shared[to.place(row, unit)], flat(self.given[name])[begin + unit*UNIT], (16*moved*to.pitch, 2*moved*ss), nbytes,
+      further = UNIT_BYTES*moved*to.pitch, p.itemsize*moved*ss
+      statements.append(nv.copy(shared[to.place(row, unit)], flat(self.given[name])[begin + unit*UNIT], further, nbytes,
                                 (row + moved < rows) & (unit < to.units), columns % UNIT == 0))
     return statements
 
@@ -129,10 +131,10 @@ class Block:
   def finished(self, tiles:list[UOp], queries:list[Row], t:UOp, masked:bool) -> list[UOp]:
     """What the softmax takes, of the raw scores of 16 queries: row by row."""
     if self.scores.raw and not masked: return tiles
-    rows = [[hw.slice_(y, 2*r, 2) for y in tiles] for r in range(hw.ROWS)]
+    rows = [[ops.slice_(y, 2*r, 2) for y in tiles] for r in range(nv.ROWS)]
     rows = [self.scores.modify(row, query, t) for row, query in zip(rows, queries)]
     if masked: rows = [self.scores.mask(row, query, t) for row, query in zip(rows, queries)]
-    return [hw.concat(low, high) for low, high in zip(*rows)]
+    return [ops.concat(low, high) for low, high in zip(*rows)]
 
   # ***** O and LSE *****
   def outputs(self, queries:list[Row], accs:list[UOp], factors:list[UOp], log_sums:list[UOp]) -> list[UOp]:
@@ -142,8 +144,7 @@ class Block:
       number, begin = place_of_row(p, self.x, row, *self.split)
       if self.lse is not None: stores.append(flat(self.lse)[number.valid(at.h.eq(0) & row.there)].store(log_sums[r]))
       for dt, acc in enumerate(accs):
-        values = hw.mul(hw.slice_(acc, 2*r, 2), factors[r])
-        if o.dtype not in (self.given["q"].dtype, dtypes.float): values = hw.declare(values, o.dtype)
+        values = ops.mul(ops.slice_(acc, 2*r, 2), factors[r])
         stores += store_row(self.arch, flat(o), "float32" if self.split else p.out_dtype, p.Dv, begin, dt*at.matrix.N + at.h*at.matrix.block, values,
                             row.there)
     return stores
@@ -168,6 +169,6 @@ class InOrder(Carried):
 
 def total_of(part:UOp, r:int) -> UOp:
   """The sum of row r, of the parts of it that the lanes which share it have."""
-  total = hw.extract(part, r)
-  for step in (1, 2): total = total + hw.xor_lane(total, step)
+  total = ops.extract(part, r)
+  for step in (1, 2): total = total + nv.xor_lane(total, step)
   return total

@@ -6,10 +6,11 @@ scores are mapped to base-2 logarithms here, in fp32, and the softmax works on t
 from __future__ import annotations
 import math
 from dataclasses import dataclass
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.blocks import Extent
 from attn.kernels.tiles import Lane, MmaLane, flat
-from attn.operations import Operations, operations
-from attn.problem import Problem
+from attn.ops import common as ops
+from attn.problem import BYTES, Problem
 from attn.tinygrad_compat import UOp
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
@@ -31,14 +32,11 @@ class Scores:
   p: Problem
   at: Lane|MmaLane
   block_n: int
-  family: str
   extent: Extent
   first: Row         # the workgroup's first query and head: uniform
   slopes: UOp|None
   bias: UOp|None
 
-  @property
-  def hw(self) -> Operations: return operations(self.family)
   @property
   def raw(self) -> bool: return not self.p.softcap and self.slopes is None and self.bias is None
   @property
@@ -56,38 +54,37 @@ class Scores:
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """Raw scores -> base-2 logarithms: log2(e) * (cap(softmax_scale*x) - slope*|i + offset - j| + bias), see Problem."""
-    p, hw = self.p, self.hw
+    p = self.p
     if self.raw: return x
-    if p.softcap: x = [hw.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E, series=p.softcap > SMALL_CAP) for y in x]
-    else: x = [hw.mul(y, p.softmax_scale*LOG2E) for y in x]
+    if p.softcap: x = [ops.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E, series=p.softcap > SMALL_CAP) for y in x]
+    else: x = [ops.mul(y, p.softmax_scale*LOG2E) for y in x]
     if self.slopes is not None:
-      slope = hw.mul(flat(self.slopes)[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
+      slope = ops.mul(flat(self.slopes)[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
       distance = row.query + self.extent.offset - self.begin(tile)
-      x = [hw.alibi(y, slope, distance - kt*self.at.matrix.tile_keys, self.keys[0]) for kt, y in enumerate(x)]   # the same few constants for all
-    if self.bias is not None: x = [hw.fma(b, LOG2E, y) for b, y in zip(self.load_bias(self.bias, row, tile), x)]
+      x = [ops.alibi(y, slope, distance - kt*self.at.matrix.tile_keys, self.keys[0]) for kt, y in enumerate(x)]   # the same few constants for all
+    if self.bias is not None: x = [ops.fma(b, LOG2E, y) for b, y in zip(self.load_bias(self.bias, row, tile), x)]
     return x
 
   def load_bias(self, bias:UOp, row:Row, tile:UOp) -> list[UOp]:
     """The bias of a lane's scores in fp32; zero beyond the end of the tensor, and any of its elements where a mask will take the score away."""
-    p, hw, size, mat = self.p, self.hw, 4 if self.p.bias_dtype == "float32" else 2, self.at.matrix
+    p, size, mat = self.p, BYTES[self.p.bias_dtype], self.at.matrix
     shape = p.shapes["bias"][0]
     b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # distances, 0 where the bias is broadcast
     start = self.first.batch*b + self.first.head*h + self.first.query*i + tile*(self.block_n*j)
     records = (math.prod(shape) - start).maximum(0).minimum(MAX_RECORDS//size)*size
     lane = (row.head - self.first.head)*h + (row.query - self.first.query)*i + self.at.h*(mat.block*j)
-    chunk = math.gcd(shape[3], mat.block, 16//size) if j else 1                          # neighbouring keys that one load may take
+    chunk = math.gcd(shape[3], mat.block, UNIT_BYTES//size) if j else 1                          # neighbouring keys that one load may take
     def load(key:int) -> list[UOp]:
-      words = hw.buffer_load(flat(bias)[start], records, (lane + key*j)*size, chunk*size, self.family)
-      values = hw.as_float(words) if size == 4 else hw.widen_to_float(words, chunk, p.bias_dtype)
-      return [hw.extract(values, n) for n in range(chunk)]
-    if not j: return [hw.build(*load(0)*len(self.keys[0]))]*len(self.keys)
-    return [hw.build(*[y for key in keys[::chunk] for y in load(key)]) for keys in self.keys]
+      words = ops.buffer_load(flat(bias)[start], records, (lane + key*j)*size, chunk*size)
+      values = ops.as_float(words) if size == 4 else ops.widen_to_float(words, chunk, p.bias_dtype)
+      return [ops.extract(values, n) for n in range(chunk)]
+    if not j: return [ops.build(*load(0)*len(self.keys[0]))]*len(self.keys)
+    return [ops.build(*[y for key in keys[::chunk] for y in load(key)]) for keys in self.keys]
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """-inf at the keys that there are not, or that the query does not see."""
     (left, right), offset, n_k, here = self.p.window, self.extent.offset, self.extent.n_k, self.begin(tile)
     last = n_k - 1 if isinstance(n_k, UOp) else UOp.const(n_k - 1)
     above = last - here if right < 0 else (row.query + offset + right).minimum(last) - here
-    hw = self.hw
-    x = [hw.mask_above(y, above, keys) for y, keys in zip(x, self.keys)]
-    return x if left < 0 else [hw.mask_below(y, row.query + offset - left - here, keys) for y, keys in zip(x, self.keys)]
+    x = [ops.mask_above(y, above, keys) for y, keys in zip(x, self.keys)]
+    return x if left < 0 else [ops.mask_below(y, row.query + offset - left - here, keys) for y, keys in zip(x, self.keys)]

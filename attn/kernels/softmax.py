@@ -1,71 +1,78 @@
 """The online softmax over the lanes that share a query: what the forward kernels do to scores between their two matrix products.
 
 A trip looks for no maximum. Weights P = exp2(scores - m) are taken from the reference m that there is, and their sums, which are needed anyway, tell
-whether it is still good: see `intrinsics.correct`. A row begins with the lowest m there is, from which every score overflows.
+whether it is still good: see attn/ops/softmax.py. A row begins with the lowest m there is, from which every score overflows.
 """
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
-from attn import intrinsics as hw
-from attn.fragment import Matrix
-from attn.kernels.tiles import UNIT, Carried, Lane, operands
+from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.kernels.tiles import Carried, Lane, operands
+from attn.ops import amd, common as ops
+from attn.ops.softmax import LANE, LOWEST, RowLanes, correct
 from attn.tinygrad_compat import AddrSpace, UOp
-
-LOWEST = -(2 - 2.0**-23)*2.0**127    # of fp32
 
 @dataclass(frozen=True)
 class Softmax(Carried):
   """Its state in registers: O^T accumulators; per query tile the reference m that the exponents of scores are taken from, bias = -m*to_log2 (NaN
-  where that has too large a rounding error) and the lane's part of the row sum l (two numbers to add); and the weights of a trip, packed."""
+  where that has too large a rounding error) and the lane's part of the row sum l (two numbers to add); and of a trip the weights, packed, the scores,
+  and its part of l."""
   acc: UOp
   m: UOp
   bias: UOp
   l: UOp
   p: UOp
+  scores: UOp
+  part: UOp
 
   @staticmethod
   def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, slot:int) -> Softmax:
-    """For that many tiles of queries, each with as many of O^T and of S^T; takes five slots."""
-    kinds = ((q_tiles*d_tiles, hw.f32(matrix.accumulator)), (q_tiles, hw.f32(1)), (q_tiles, hw.f32(1)), (q_tiles, hw.f32(2)),
-             (q_tiles*k_tiles, hw.u32(matrix.accumulator//2)))
+    """For that many tiles of queries, each with as many of O^T and of S^T; takes seven slots."""
+    kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(2)),
+             (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(2)))
     return Softmax(*[UOp.placeholder((n,), dtype, slot + i, AddrSpace.REG) for i, (n, dtype) in enumerate(kinds)])
 
 
   def start(self) -> UOp:
     begin = ((self.acc, 0.0), (self.m, LOWEST), (self.bias, -LOWEST), (self.l, 0.0))
-    return UOp.group(*[x[i].store(hw.splat(value, hw.length(x))) for x, value in begin for i in range(x.max_numel())])
+    return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def weights(self, scores:list[UOp], qt:int, to_log2:float) -> list[UOp]:
     """P of a query tile, from the reference that there is."""
-    return [hw.exp2(hw.exponent(x, to_log2, self.bias[qt].load())) for x in scores]
+    return [ops.weights(x, self.bias[qt].load(), to_log2) for x in scores]
 
-  def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, dtype:str, native_bf16:bool, above:float,
+  def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, dtype:str, above:float,
               do:Callable[..., UOp]) -> Softmax:
     """Takes the weights of each query tile, a column of S^T tiles, and corrects them and all the rest where scores have outgrown the reference by
     2^above. `do` executes a statement."""
-    packed = [hw.pack(x, dtype, native_bf16) for column in weights for x in column]
-    s = self.after(UOp.group(*[self.p[i].store(x) for i, x in enumerate(packed)]))
-    return s.after(do(hw.correct, s.m, s.bias, s.l, s.acc, s.p, [row_sum(column) for column in weights], scores, matrix, to_log2, above, dtype,
-                      native_bf16))
+    stores = [self.p[i].store(ops.pack(x, dtype)) for i, x in enumerate(x for column in weights for x in column)]
+    stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
+    s = self.after(UOp.group(*stores, *[self.part[qt].store(row_sum(column)) for qt, column in enumerate(weights)]))
+    rows = RowLanes(1, matrix.group_steps, matrix.exchange)
+    s = s.after(do(correct, s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=rows, dtype=dtype, sums=(LANE,), matrix=None, scale=to_log2, above=above))
+    return s.after(UOp.group(*[s.l[qt].store(ops.add(s.l[qt].load(), s.part[qt].load())) for qt in range(len(scores))]))
 
   def total(self, qt:int, matrix:Matrix) -> UOp:
     """The row sum, over the lane groups."""
     total = self.l[qt].load()
-    total = hw.add(hw.extract(total, 0), hw.extract(total, 1))
+    total = ops.add(ops.extract(total, 0), ops.extract(total, 1))
     for step in matrix.group_steps:
-      pair = hw.pair(total, step, matrix)
-      total = hw.add(hw.extract(pair, 0), hw.extract(pair, 1))
+      pair = amd.pair(total, step, matrix)
+      total = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
     return total
 
   def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
     """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
     mat, packed = at.matrix, [self.p[qt*k_tiles + kt].load() for kt in range(k_tiles)]
-    if mat.accumulator < UNIT: packed = [hw.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
-    units = [hw.slice_(y, i, UNIT//2) for y in packed for i in range(0, hw.length(y), UNIT//2)]
-    return [hw.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
+    if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
+    words = UNIT_BYTES//4
+    units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]
+    return [amd.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
 
 def row_sum(x:list[UOp]) -> UOp:
   """The sums of the even and of the odd elements: packed additions all the way."""
-  while len(x) > 1: x = [hw.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
-  while (n := hw.length(x[0])) > 2: x = [hw.add(hw.slice_(x[0], 0, n//2), hw.slice_(x[0], n//2, n//2))]
-  return x[0]
+  def halved(x:list[UOp]) -> list[UOp]: return [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
+  while len(x) > 1: x = halved(x)
+  pairs = [ops.slice_(x[0], i, 2) for i in range(0, ops.length(x[0]), 2)]
+  while len(pairs) > 1: pairs = halved(pairs)
+  return pairs[0]

@@ -2,11 +2,9 @@
 from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
-from attn import intrinsics as hw
-from attn.fragment import Matrix, Mma
+from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
+from attn.ops import amd, common as ops
 from attn.tinygrad_compat import AddrSpace, Ops, UOp
-
-UNIT = 8   # 16-bit elements of 16 bytes, the widest access of LDS and of global memory
 
 def ceildiv(a:int, b:int) -> int: return -(-a//b)
 def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
@@ -65,22 +63,23 @@ class MmaLane:
   def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
 
 # ***** matrix operands *****
-# A contraction is read in units of 8 elements. Lane group h owns every groups-th unit; where lanes are duplicated each lane reads all of them.
+# A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit; where lanes are duplicated each lane reads all of them.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
   """The units of a contraction of `length` elements that a lane reads, in the order of the matrix instructions that use them."""
-  if matrix.duplicated: return [UOp.const(u) for u in range(length//UNIT)]
-  return [u*matrix.groups + h for u in range(length//(UNIT*matrix.groups))]
+  if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
+  return [u*matrix.groups + h for u in range(length//(matrix.unit*matrix.groups))]
 
 def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   """Register images of 16-byte units -> the operands of successive matrix instructions."""
-  if matrix.operand < UNIT: return [hw.slice_(u, i, matrix.operand//2) for u in units for i in range(0, UNIT//2, matrix.operand//2)]
-  if matrix.operand == UNIT: return units
-  return [hw.concat(lo, hi) for lo, hi in zip(units[0::2], units[1::2])]
+  held, words = UNIT_BYTES//4, matrix.operand_words
+  if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
+  if words == held: return units
+  return [ops.concat(lo, hi) for lo, hi in zip(units[0::2], units[1::2])]
 
 def contraction(matrix:Matrix, length:int) -> int:
   """`length` rounded up to what whole units of every lane group cover."""
-  return round_up(length, 2*UNIT if matrix.duplicated else UNIT*matrix.groups)
+  return round_up(length, matrix.unit*(2 if matrix.duplicated else matrix.groups))
 
 # ***** LDS *****
 
@@ -97,7 +96,7 @@ class LdsTile:
   def size(rows:int, units:int, skew:int=0) -> int: return rows*(units | 1) + ceildiv(rows, 16)*skew
   @staticmethod
   def create(rows:int, units:int, slot:int, buffers:int=1, skew:int=0) -> LdsTile:
-    return LdsTile(UOp.placeholder((buffers*LdsTile.size(rows, units, skew),), hw.u32(4), slot, AddrSpace.LOCAL), rows, units, skew)
+    return LdsTile(UOp.placeholder((buffers*LdsTile.size(rows, units, skew),), ops.u32(4), slot, AddrSpace.LOCAL), rows, units, skew)
 
   def after(self, *deps:UOp) -> LdsTile: return replace(self, buffer=self.buffer.after(*deps))
   def number(self, i:UOp) -> LdsTile: return replace(self, base=i*LdsTile.size(self.rows, self.units, self.skew))
@@ -106,7 +105,7 @@ class LdsTile:
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[(self.place(row) + unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
     """Stores 8 bytes at the `half`-th half unit of a row."""
-    return self.buffer.bitcast(hw.u32(2))[(self.place(row)*2 + half).valid(gate)].store(value)
+    return self.buffer.bitcast(ops.u32(2))[(self.place(row)*2 + half).valid(gate)].store(value)
 
 # ***** global memory *****
 
@@ -124,30 +123,35 @@ class Rows:
   stride: int
   count: int|UOp     # rows there are
   width: int         # elements of a row
-  family: str
+  size: int          # bytes of an element
   pin: bool = False  # clang would compute the range in vector registers, and load in a loop over its values: take it to a scalar register
 
+  @property
+  def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
+
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Eight elements at row `first` + `row`, column 8*`unit`, of which rows beyond the last and columns beyond the width read as zero.
+    """The `unit`-th 16 bytes of row `first` + `row`, of which rows beyond the last and columns beyond the width read as zero.
 
     `first` is uniform over the workgroup, `row` < `rows` is not. A row whose units are not all 16-byte aligned is read element by element.
     """
     left = (self.count - first).maximum(0).minimum(rows)
-    records = ((left - 1)*self.stride + self.width).maximum(0)*2
-    if self.pin: records = hw.uniform(records)
+    records = ((left - 1)*self.stride + self.width).maximum(0)*self.size
+    if self.pin: records = ops.uniform(records)
     return self._load(self.buffer[(self.base + first*self.stride)], records, row*self.stride, unit, gate)
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Eight elements from `start` + 8*`unit` on, of which those that `gate` or the width excludes read as zero."""
-    offset = (start + unit*UNIT)*2
-    if self.width % UNIT == 0 and self.stride % UNIT == 0:
-      inside = unit < self.width//UNIT if gate is None else gate & (unit < self.width//UNIT)
-      return hw.buffer_load(base, records, inside.where(offset, hw.OUT_OF_RANGE), 16, self.family)
-    elements = []
-    for i in range(UNIT):
-      inside = unit*UNIT + i < self.width if gate is None else gate & (unit*UNIT + i < self.width)
-      elements.append(hw.buffer_load(base, records, inside.where(offset + 2*i, hw.OUT_OF_RANGE), 2, self.family))
-    return hw.build(*[hw.byte_perm(hi, lo, 0x05040100) for lo, hi in zip(elements[0::2], elements[1::2])])
+    """The `unit`-th 16 bytes of the row at `start`, of which elements that `gate` or the width excludes read as zero."""
+    offset = (start + unit*self.unit)*self.size
+    if self.width % self.unit == 0 and self.stride % self.unit == 0:
+      inside = unit < self.width//self.unit if gate is None else gate & (unit < self.width//self.unit)
+      return ops.buffer_load(base, records, inside.where(offset, ops.OUT_OF_RANGE), UNIT_BYTES)
+    parts = []
+    for i in range(self.unit):
+      inside = unit*self.unit + i < self.width if gate is None else gate & (unit*self.unit + i < self.width)
+      parts.append(ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), self.size))
+    for size, selector in ((1, 0x01010400), (2, 0x05040100)):   # two elements side by side, until they fill dwords
+      if size >= self.size: parts = [amd.byte_perm(hi, lo, selector) for lo, hi in zip(parts[0::2], parts[1::2])]
+    return ops.build(*parts)
 
 @dataclass(frozen=True)
 class PackedRows(Rows):

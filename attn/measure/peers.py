@@ -56,7 +56,7 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   seconds(graph.replay)
   return lambda: seconds(graph.replay)/count
 
-def compare(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
+def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
   """Times one problem; a row of the table."""
   import torch
   torch.cuda.init()

@@ -4,13 +4,13 @@ An AMD matrix instruction computes D[M][N] += A[M][K] B[K][N] over the lanes of 
 its lane group. Two facts about a layout are all that the kernels need (AMD Instinct MI300 ISA section 7.1, CDNA4 ISA section 7.1, RDNA3 ISA section
 7.9, RDNA4 ISA section 7.9; AMD Matrix Instruction Calculator):
 - C and D: element i of lane (h, n) is row `c_row(h, i)`, column n. Rows come in blocks of `block` consecutive ones, dealt to the lane groups in turn.
-- A and B: lane (h, m) holds `operand` 16-bit elements of row (column) m, and element e of lane group h of A meets element e of lane group h of B.
+- A and B: lane (h, m) holds `operand` elements of row (column) m, and element e of lane group h of A meets element e of lane group h of B.
   Which k the ISA calls that pair does not matter: a contraction may be done in any order as long as both operands agree.
 RDNA3 is the exception: a lane holds all 16 elements of a row, and lanes 16-31 must repeat lanes 0-15 (`duplicated`).
 
 With S^T = K Q^T a query is a column: it stays in one lane, and the keys of a tile are that lane's elements. `key_of` says which. The same elements
-are then, packed to 16 bit, the B operand of O^T = V^T P^T, provided that V^T is laid out in that order of keys: P never leaves its lane (on RDNA3 the
-lane groups exchange halves).
+are then, packed, the B operand of O^T = V^T P^T, provided that V^T is laid out in that order of keys: P never leaves its lane (on RDNA3 the lane
+groups exchange halves).
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -18,21 +18,28 @@ from typing import Any
 
 Int = Any   # an int, or a UOp in a kernel
 
+UNIT_BYTES = 16   # a unit: the widest access of LDS and of global memory
+
 @dataclass(frozen=True)
 class Matrix:
-  """One matrix instruction on 16-bit inputs with fp32 accumulation."""
+  """One matrix instruction with fp32 accumulation."""
   name: str          # the clang builtin after `__builtin_amdgcn_`
   M: int
   N: int
   K: int
   wave: int          # lanes
-  operand: int       # 16-bit elements of A (and of B) in a lane
+  operand: int       # elements of A (and of B) in a lane
   block: int         # consecutive rows of C in a lane
-  operand_type: str  # the element type of the builtin's A and B, as in tinygrad_compat.VECTOR_ELEMENTS
+  operand_type: str  # of the builtin's A and B: of an element, as in ops.renderers.VECTOR_ELEMENTS, or "long" for all of them
   tail: str = ""     # further arguments of the builtin
-  exchange: str = "bpermute"   # how lane groups exchange values: see intrinsics.pair
+  exchange: str = "bpermute"   # how lane groups exchange values: see ops.amd.pair
   duplicated: bool = False
+  size: int = 2      # bytes of an element of A and B
 
+  @property
+  def unit(self) -> int: return UNIT_BYTES//self.size             # elements of a unit
+  @property
+  def operand_words(self) -> int: return self.operand*self.size//4
   @property
   def groups(self) -> int: return self.wave // self.N             # lane groups
   @property
@@ -56,23 +63,13 @@ class Matrix:
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
 
-def _mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
+def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
+  """MFMA of CDNA."""
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, ", 0, 0, 0", exchange)
 
-def _wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
+def wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
+  """WMMA of RDNA."""
   return Matrix(f"wmma_f32_16x16x16_{suffix}", 16, 16, 16, 32, operand, block, operand_type, exchange="permlanex16", duplicated=operand == 16)
-
-# (family, dtype) -> instructions, the preferred one first
-MATRIX: dict[tuple[str, str], tuple[Matrix, ...]] = {
-  ("cdna3", "float16"): (_mfma(32, 8, "f16", "half"), _mfma(16, 16, "f16", "half")),
-  ("cdna3", "bfloat16"): (_mfma(32, 8, "bf16_1k", "short"), _mfma(16, 16, "bf16_1k", "short")),
-  ("cdna4", "float16"): (_mfma(32, 16, "_f16", "half", "permlane_swap"), _mfma(16, 32, "_f16", "half", "permlane_swap")),
-  ("cdna4", "bfloat16"): (_mfma(32, 16, "_bf16", "bfloat", "permlane_swap"), _mfma(16, 32, "_bf16", "bfloat", "permlane_swap")),
-  ("rdna3", "float16"): (_wmma("f16_w32", "half", 16, 1),),
-  ("rdna3", "bfloat16"): (_wmma("bf16_w32", "short", 16, 1),),
-  ("rdna4", "float16"): (_wmma("f16_w32_gfx12", "half", 8, 8),),
-  ("rdna4", "bfloat16"): (_wmma("bf16_w32_gfx12", "short", 8, 8),),
-}
 
 # ***** NVIDIA *****
 
@@ -92,6 +89,9 @@ class Mma:
   wave: int = 32
   groups: int = 4   # lanes that share a row of C
   block: int = 2    # consecutive columns of C in a lane
+  size: int = 2     # bytes of an element of A and B
+  @property
+  def unit(self) -> int: return UNIT_BYTES//self.size               # elements of a unit
   @property
   def row_part(self) -> int: return self.N//self.groups            # elements of C in a lane that belong to one query
   @property

@@ -1,0 +1,112 @@
+"""Which compiler compiles the kernels of attn: the first that can, of those that ATTN_COMPILER allows.
+
+The tiles were chosen with our own clang and checked for spills with it, so it comes first; then ROCm's comgr; then whatever clang is on PATH. That it
+can is not told from its version: it compiles `probe`, a few lines with what the kernels need of a compiler, once for each version and chip.
+"""
+from __future__ import annotations
+import functools, os, re
+from collections.abc import Callable
+from attn.chips import CHIPS
+from attn.compilers import clang, comgr
+from attn.compilers.found import OLDEST, OLDEST_FOR, ROCM, Found, NoCompiler, base_arch
+from attn.chips.matrix import Matrix
+from attn.ops.renderers import VECTOR_ELEMENTS
+from attn.tinygrad_compat import CompileError
+from attn.user_cache import kept
+
+NAMES = ("clang", "comgr")   # of ATTN_COMPILER
+
+# ***** the probe *****
+
+def _multiplies(i:int, m:Matrix) -> str:
+  """Lines that take a matrix instruction's operands from memory and put its result there."""
+  return f"""  typedef {VECTOR_ELEMENTS[m.operand_type]} operand{i} __attribute__((ext_vector_type({m.operand})));
+  typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
+  operand{i} a{i} = ((operand{i}*)q)[lane];
+  accumulator{i} c{i} = ((accumulator{i}*)o)[lane];
+  ((accumulator{i}*)o)[lane] = __builtin_amdgcn_{m.name}(a{i}, a{i}, c{i}{m.tail});
+"""
+
+def probe(arch:str) -> str:
+  """A HIP source with what kernels for `arch` need of a compiler: named vectors, buffer loads through a descriptor, the matrix instructions,
+  elementwise builtins, and the device functions that tinygrad declares."""
+  chip = CHIPS.get(arch)
+  wave = chip.wave if chip is not None else 64
+  matrices = [m for rows in chip.matrix.values() for m in rows] if chip is not None else []
+  return f"""typedef long unsigned int size_t;
+typedef unsigned uint4 __attribute__((ext_vector_type(4)));
+typedef float float4 __attribute__((ext_vector_type(4)));
+typedef _Float16 half4 __attribute__((ext_vector_type(4)));
+typedef __bf16 bfloat4 __attribute__((ext_vector_type(4)));
+extern "C" __attribute__((device, const)) size_t __ockl_get_local_id(unsigned int);
+extern "C" __attribute__((global)) void __attribute__((amdgpu_flat_work_group_size(1, {wave}))) attn_probe(float* o, void* q, int n) {{
+  int lane = __ockl_get_local_id(0);
+  uint4 words = __builtin_bit_cast(uint4, __builtin_amdgcn_raw_buffer_load_b128(__builtin_amdgcn_make_buffer_rsrc(q, 0, n, 0), lane*16, 0, 0));
+  float4 x = __builtin_elementwise_fma(__builtin_bit_cast(float4, words), (float4)(2.0f), (float4)(1.0f));
+  half4 h = __builtin_convertvector(x, half4);
+  x += __builtin_convertvector(h, float4) + __builtin_convertvector(__builtin_bit_cast(bfloat4, h), float4);
+  if (__builtin_amdgcn_ballot_w{wave}(x[0] > 0.0f)) x[1] = __builtin_amdgcn_exp2f(x[0])*__builtin_amdgcn_rcpf(x[2]);
+  ((float4*)o)[lane] = x;
+{''.join(_multiplies(i, m) for i, m in enumerate(matrices))}}}
+"""
+
+def refusal(found:Found, arch:str) -> str|None:
+  """Why this compiler can't compile the kernels for `arch`, in its own words, or None. That it can is kept in the user's cache directory."""
+  source = probe(arch)
+  def tried() -> bytes:
+    found.compile(source, arch)
+    return b"compiles"
+  try: kept("probe", (found.version, arch, source), tried)
+  except (CompileError, NoCompiler) as e:    # the latter for want of a linker
+    lines = str(e).splitlines()
+    said = next((line for line in lines if "error:" in line), lines[0] if lines else "nothing")
+    return re.sub(r"^.*?error: |^comgr cannot compile this for \w+: ", "", said).strip()
+  return None
+
+# ***** the choice *****
+
+def asked() -> str:
+  """What ATTN_COMPILER asks for, "" where it is not set. Raises ValueError for a name that is no compiler's."""
+  if (name := os.environ.get("ATTN_COMPILER", "")) and name not in NAMES:
+    raise ValueError(f"ATTN_COMPILER={name!r}: must be {' or '.join(NAMES)}, or not set")
+  return name
+
+def choose(arch:str) -> Found:
+  """The compiler of our kernels for `arch`, such as "gfx942". Raises NoCompiler where none will do, and ValueError for a wrong
+  ATTN_COMPILER or ATTN_CLANG."""
+  name = asked()
+  if name != "comgr" and (tools := clang.named()) is not None: return _named(base_arch(arch), tools)
+  return _search(base_arch(arch), name)
+
+@functools.cache
+def _named(arch:str, tools:clang.Toolchain) -> Found:
+  if (reason := refusal(found := clang.found(tools), arch)) is None: return found
+  raise ValueError(f"ATTN_CLANG={os.environ['ATTN_CLANG']!r}: {tools.version} can't compile the kernels of attn for {arch} ({reason}); "
+                   f"needed is {_oldest(arch)}")
+
+def _clang_in_package() -> Found|str: return tools if isinstance(tools := clang.packaged(), str) else clang.found(tools)
+def _clang_on_path() -> Found|str: return tools if isinstance(tools := clang.on_path(), str) else clang.found(tools)
+
+# what may be taken, by what ATTN_COMPILER says, the best first
+SEARCH: dict[str, tuple[Callable[[], Found|str], ...]] = {
+  "": (_clang_in_package, comgr.loaded, _clang_on_path), "clang": (_clang_in_package, _clang_on_path), "comgr": (comgr.loaded,)}
+
+@functools.cache
+def _search(arch:str, name:str) -> Found:
+  reasons = []
+  for find in SEARCH[name]:
+    if isinstance(found := find(), str): reasons.append(found)
+    elif (reason := refusal(found, arch)) is None: return found
+    else: reasons.append(f"{found.version} can't ({reason})")
+  forced = f"ATTN_COMPILER={name}: " if name else ""
+  rocm = f"ROCm {ROCM[OLDEST_FOR.get(arch, OLDEST)]} or later"
+  install = {"clang": "attn[isa], which brings a clang", "comgr": rocm, "": f"attn[isa], which brings a clang, or {rocm}"}[name]
+  raise NoCompiler(f"{forced}no compiler here can compile the kernels of attn for {arch}, which takes {_oldest(arch)}: {'; '.join(reasons)}; "
+                   f"install {install}")
+
+def _oldest(arch:str) -> str: return f"LLVM {OLDEST_FOR.get(arch, OLDEST)} or later"
+
+def in_use(arch:str) -> str:
+  """The version of the compiler of our kernels for `arch`, or the sentence that says why there is none."""
+  try: return choose(arch).version
+  except (NoCompiler, ValueError) as e: return str(e)

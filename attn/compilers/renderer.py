@@ -1,0 +1,83 @@
+"""The renderers of tinygrad's device AMD: what they print for a kernel of attn goes to the compiler that choice.py finds, everything else goes where
+it went before.
+
+A kernel is known as ours by the first line of its source (tinygrad_compat.MARK). A compile worker of tinygrad gets a renderer by its class, and so
+imports this module, and chooses as its parent did.
+"""
+from __future__ import annotations
+import functools
+from typing import Any
+from attn.compilers import clang
+from attn.compilers.choice import choose
+from attn.ops.renderers import OperationsHIPCCRenderer, OperationsHIPRenderer
+from attn.tinygrad_compat import (MARK, Compiled, Compiler, Device, HIPCCRenderer, HIPRenderer, Ops, Target, double_transcendentals,
+                                  opened_devices)
+
+class ClangCompiler(Compiler):
+  """tinygrad's Compiler interface over clang.py. It keeps its results itself, by the compiler's version, so it has no cache key."""
+  def __init__(self, arch:str):
+    self.arch, self.tools = arch, clang.toolchain()
+    super().__init__(None)
+  def compile(self, src:str) -> bytes: return clang.code_object(src, self.arch, tools=self.tools)
+  def disassemble(self, lib:bytes) -> None:
+    from attn.isa.disassemble import disassemble
+    print(disassemble(lib))
+
+class CompilerByMark(Compiler):
+  """Our kernels by `choose`, which keeps them by the compiler's version; others by `others`, with tinygrad's own cache."""
+  def __init__(self, arch:str, others:Compiler):
+    self.arch, self.others = arch, others
+    super().__init__(None)
+  def compile(self, src:str) -> bytes: return choose(self.arch).compile(src, self.arch) if src.startswith(MARK) else self.others.compile(src)
+  def compile_cached(self, src:str) -> bytes: return self.compile(src) if src.startswith(MARK) else self.others.compile_cached(src)
+  def disassemble(self, lib:bytes) -> None: self.others.disassemble(lib)
+
+# Their names are what DEV=AMD:HIP, DEV=AMD:CLANG and DEV=AMD:HIPCC ask for.
+class AMDHIPRenderer(OperationsHIPRenderer):
+  """tinygrad's HIPRenderer, whose compiler is comgr."""
+  def __init__(self, target:Target):
+    super().__init__(target)
+    self.compiler = CompilerByMark(target.arch, self.compiler)
+
+class AMDHIPCCRenderer(OperationsHIPCCRenderer):
+  """tinygrad's HIPCCRenderer, whose compiler is ROCm's hipcc."""
+  def __init__(self, target:Target):
+    super().__init__(target)
+    self.compiler = CompilerByMark(target.arch, self.compiler)
+
+class AMDClangRenderer(OperationsHIPRenderer):
+  """tinygrad's HIPRenderer with our clang for every kernel: what DEV=AMD has where comgr doesn't load. It prints what tinygrad's prints, but for what
+  tinygrad expands when a renderer has no code for it: the sine, and exp2 and log2 of doubles."""
+  def __init__(self, target:Target):
+    super().__init__(target, use_hipcc=True)   # HIPCC's constructor wants nothing installed
+    self.compiler = CompilerByMark(target.arch, ClangCompiler(target.arch))
+    self.code_for_op = {op: code for op, code in self.code_for_op.items() if op is not Ops.SIN}
+    self.extra_matcher = self.extra_matcher + double_transcendentals
+
+OURS: dict[Any, tuple[type, ...]] = {HIPRenderer: (AMDHIPRenderer, AMDClangRenderer), HIPCCRenderer: (AMDHIPCCRenderer,)}
+
+def _offer(device:Any) -> None:
+  if type(device).__name__ == "AMDDevice": device.renderers = [ours for r in device.renderers for ours in OURS.get(r, (r,))]
+
+@functools.cache
+def register() -> None:
+  """Puts our renderers in the place of tinygrad's in the AMD device's list, from which it takes the first that can be constructed, or one by name. It
+  looks for no compiler and opens no device."""
+  init = Compiled.__init__
+  @functools.wraps(init)
+  def with_ours(self:Compiled, *args:Any, **kwargs:Any) -> None:
+    init(self, *args, **kwargs)
+    _offer(self)
+  Compiled.__init__ = with_ours  # type: ignore[method-assign]
+  for device in opened_devices("AMD"): _offer(device)
+
+def require(devices:str|tuple[str, ...]|None) -> None:
+  """Raises where one of `devices` is an AMD GPU and nothing can compile our kernels for it: NoCompiler or ValueError as `choose` does, or
+  NotImplementedError for a renderer that doesn't print HIP (DEV=AMD:LLVM)."""
+  for name in (devices,) if isinstance(devices, str) else devices or ():
+    if name.split(":")[0] != "AMD": continue
+    renderer = Device[name].renderer
+    choose(renderer.target.arch)
+    if not isinstance(renderer, HIPRenderer):
+      raise NotImplementedError(f"device {name} has {type(renderer).__name__}, which prints no HIP: the kernels of attn need DEV=AMD, DEV=AMD:HIP "
+                                "or DEV=AMD:CLANG")

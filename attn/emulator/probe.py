@@ -1,0 +1,63 @@
+"""A look at values inside a kernel: `probe("scores", x)` is x, and on the emulator shows it.
+
+    from attn.emulator import probe, probes
+    s = probe("scores", s)              # in the kernel
+    with probes() as found: o.numpy()   # found["scores"]: one array for each time it was executed; with no `probes()` they are printed
+
+A compiler for hardware sees x itself, with a comment.
+"""
+from __future__ import annotations
+from collections.abc import Iterator
+from typing import Any
+import contextlib, re
+import numpy as np
+from numpy.typing import NDArray
+from attn.ops.language import instruction
+from attn.ops.operation import emit
+from attn.tinygrad_compat import AddrSpace, UOp, dtypes
+
+Array = NDArray[Any]
+
+def _seen(printer:Any, out:str, name:str) -> str: return f"/* probe {name} */ {{0}}"
+
+instruction("probe", lambda lanes, x, name: lanes.probe(name, x), _seen, _seen)
+
+def probe(name:str, x:UOp) -> UOp:
+  """x itself, a number or a fragment, whose values the emulator collects under `name` (letters, digits and "_ . -") or prints. The result has to be
+  used: what nothing depends on is no part of a kernel. Raises ValueError for another name, and for a buffer or an address, which is no value."""
+  if not isinstance(name, str) or not re.fullmatch(r"[\w.\-]+", name):
+    raise ValueError(f"name={name!r}: a probe is named by letters, digits, '_', '.' and '-'")
+  if x.addrspace is not None and x.addrspace is not AddrSpace.ALU: raise ValueError(f"probe {name!r} is given an address: .load() the value")
+  if x.dtype in dtypes.weaks: x = x.cast(dtypes.int if x.dtype == dtypes.weakint else dtypes.float)   # numbers of no type yet, such as indices
+  return emit("probe", x.dtype, x, name=name)
+
+_collecting: list[dict[str, list[Array]]] = []
+
+@contextlib.contextmanager
+def probes() -> Iterator[dict[str, list[Array]]]:
+  """Collects instead of printing: name -> one structured array for each time that the emulator executed the operation, with a row for each active
+  thread and the fields "workgroup" (x, y, z), "wave", "lane" and "values" (one number, or those of a fragment). A grid that is too large to be run at
+  once is run in ranges of workgroups, which execute the operation one after the other."""
+  found: dict[str, list[Array]] = {}
+  _collecting.append(found)
+  try: yield found
+  finally: _collecting.remove(found)
+
+def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) -> None:
+  """What threads hold: `workgroup` (n, 3), `wave` and `lane` (n,), `values` (n,) or (elements, n)."""
+  kind = np.dtype([("workgroup", np.int32, (3,)), ("wave", np.int32), ("lane", np.int32), ("values", values.dtype, values.shape[:-1])])
+  rows = np.empty(len(lane), kind)
+  rows["workgroup"], rows["wave"], rows["lane"], rows["values"] = workgroup, wave, lane, values.T
+  if _collecting: _collecting[-1].setdefault(name, []).append(rows)
+  else: print(text(name, rows))
+
+def text(name:str, rows:Array) -> str:
+  """What is printed where nothing collects: the values of each wave, a line for each lane."""
+  lines, before = list[str](), None
+  for row in rows:
+    if (here := (tuple(int(i) for i in row["workgroup"]), int(row["wave"]))) != before:
+      lines.append(f"{name}: workgroup {here[0]}, wave {here[1]}")
+      before = here
+    values = np.array2string(np.atleast_1d(row["values"]), precision=6, max_line_width=10**6, suppress_small=True)
+    lines.append(f"  lane {int(row['lane']):2d}: {values[1:-1]}")
+  return "\n".join(lines)

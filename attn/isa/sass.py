@@ -1,0 +1,38 @@
+"""CUDA source -> SASS, the machine code of NVIDIA's chips, by nvcc and cuobjdump or nvdisasm of a CUDA toolkit."""
+from __future__ import annotations
+import os, shutil, subprocess, tempfile
+from pathlib import Path
+from attn.tinygrad_compat import CompileError
+
+DISASSEMBLERS = {"cuobjdump": ("-sass",), "nvdisasm": ("-c",)}
+
+def _tool(*names:str) -> str|None:
+  """The first of `names` on PATH, or in the folder of a toolkit: the one that CUDA_HOME or CUDA_PATH names, nvcc's own, or the usual one."""
+  nvcc = shutil.which("nvcc")
+  homes = [Path(os.environ[x])/"bin" for x in ("CUDA_HOME", "CUDA_PATH") if x in os.environ]
+  homes += [Path(nvcc).resolve().parent] if nvcc is not None else []
+  where = os.pathsep.join([os.environ.get("PATH", ""), *map(str, homes), "/usr/local/cuda/bin"])
+  return next((found for name in names if (found := shutil.which(name, path=where)) is not None), None)
+
+def missing() -> str|None:
+  """What there is not of what SASS takes, in words; None where all is there."""
+  lacking = [words for names, words in ((("nvcc",), "nvcc"), (DISASSEMBLERS, "cuobjdump or nvdisasm")) if _tool(*names) is None]
+  return f"no {' and no '.join(lacking)} on PATH, in CUDA_HOME or in /usr/local/cuda: SASS takes a CUDA toolkit" if lacking else None
+
+def _run(*command:str) -> str:
+  done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+  if done.returncode != 0: raise CompileError(f"{Path(command[0]).name} failed:\n{done.stderr.strip() or done.stdout.strip()}")
+  return done.stdout
+
+def sass(source:str, arch:str) -> str:
+  """The SASS of a CUDA source for `arch`, such as "sm_90" (which is compiled as sm_90a: wgmma is not in sm_90). Raises RuntimeError where a tool is
+  missing, and CompileError with the compiler's words."""
+  if (words := missing()) is not None: raise RuntimeError(words)
+  nvcc, disassembler = _tool("nvcc"), _tool(*DISASSEMBLERS)
+  assert nvcc is not None and disassembler is not None
+  target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
+  with tempfile.TemporaryDirectory() as folder:
+    text, cubin = os.path.join(folder, "kernel.cu"), os.path.join(folder, "kernel.cubin")
+    Path(text).write_text(source)
+    _run(nvcc, f"-gencode=arch=compute_{target},code=sm_{target}", "-cubin", "-o", cubin, text)
+    return _run(disassembler, *DISASSEMBLERS[Path(disassembler).stem], cubin)

@@ -1,0 +1,1 @@
+"""Measurements that need a real GPU and other people's kernels."""

@@ -1,0 +1,1 @@
+"""The operations that kernels are written in, where tinygrad has no UOp for them: see operation.py."""

@@ -1,0 +1,152 @@
+"""The instructions of AMD's chips that tinygrad has no UOp for: HIP text and numpy meaning side by side. What all vendors have is in common.py."""
+from __future__ import annotations
+from typing import Any
+import numpy as np
+from attn.ops.common import descriptor, f32, length, u32
+from attn.ops.language import Array, Numbers, exchange_rows, instruction
+from attn.ops.numerics import from_xor_lane
+from attn.ops.operation import Body, emit, statement
+from attn.tinygrad_compat import UOp, dtypes
+
+def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
+  """What a statement means that has no effect on numbers."""
+  return np.zeros(lanes.active.shape, np.float32)
+
+# ***** vectors and bits *****
+
+def _byte_perm(lanes:Any, hi:Array, lo:Array, selector:int) -> Array:
+  source = np.stack([(w >> np.uint32(8*i)) & np.uint32(0xff) for w in (lo, hi) for i in range(4)])
+  words = [source[selector >> 8*i & 7] << np.uint32(8*i) for i in range(4)]
+  return np.asarray(words[0] | words[1] | words[2] | words[3], np.uint32)
+
+instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)")
+
+def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
+  """Four bytes picked from the eight of (hi, lo): byte value 0-3 of `selector` takes from lo, 4-7 from hi (v_perm_b32)."""
+  return emit("byte_perm", dtypes.uint, hi, lo, selector=selector)
+
+# ***** across lanes *****
+
+def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
+  first, second = printer.exchange(printer.named("x", "float"), step, exchange)
+  statements = "\n".join(line.strip() for line in printer.lines)
+  return Body(f"{statements}\nreturn (float2){{{first.text}, {second.text}}};", "x", name=f"pair_over_{step}")
+
+instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
+
+def pair(x:UOp, step:int, matrix:Any) -> UOp:
+  """x of this lane and of one that is `step` lanes away, in whatever order: for an operation that does not mind it, over all `matrix.group_steps`. By
+  v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32, as matrix.exchange says."""
+  return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
+
+def _share_halves(lanes:Any, x:Array, low:Array) -> Array:
+  other = from_xor_lane(x, 16, lanes.wave)
+  return np.concatenate([np.where(low, x, other), np.where(low, other, x)])
+
+def _share_halves_text(printer:Any, out:str) -> Body:
+  n = int(out.removeprefix("uint"))//2
+  others = ",\n    ".join(exchange_rows(f"x[{i}]") for i in range(n))
+  at = ", ".join(map(str, range(2*n)))
+  return Body(f"uint{n} other = {{\n    {others}}};\n"
+              f"return low ? __builtin_shufflevector(x, other, {at}) : __builtin_shufflevector(other, x, {at});", "x low")
+
+instruction("share_halves", _share_halves, _share_halves_text)
+
+def share_halves(x:UOp, low:UOp) -> UOp:
+  """Lanes l and l+16 both get lane l's vector followed by lane l+16's; `low` holds in lanes 0-15."""
+  return emit("share_halves", u32(2*length(x)), x, low)
+
+# ***** order *****
+
+FENCES = ('__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");\n', '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");\n')
+
+instruction("barrier", lambda lanes, *_: lanes.barrier(lanes.active),
+            Body(f"__builtin_amdgcn_sched_barrier(0);\n{FENCES[0]}__builtin_amdgcn_s_barrier();\n{FENCES[1]}__builtin_amdgcn_sched_barrier(0);\n"
+                 "return 0.0f;", "", name="ordered_barrier"))
+instruction("barrier_of", lambda lanes, waves, *_: lanes.barrier(lanes.active & (waves != 0)),
+            Body("if (__builtin_amdgcn_readfirstlane(waves)) __builtin_amdgcn_s_barrier();\nreturn 0.0f;", "waves"))
+instruction("wait_loads", lambda lanes, *_, n: lanes.wait_stores(n),
+            lambda printer, out, n: Body(f"__builtin_amdgcn_s_waitcnt({0x0f70 | n & 15 | n >> 4 << 14});\nreturn 0.0f;", "", name=f"wait_loads_but_{n}"))
+instruction("priority", nothing, lambda printer, out, level: Body(f"__builtin_amdgcn_s_setprio({level});\nreturn 0.0f;", "", name=f"priority_{level}"))
+instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\nreturn 0.0f;", ""))
+instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
+
+def barrier(*done:UOp) -> UOp:
+  """A workgroup barrier by hand, with nothing scheduled or moved in LDS across it, once the values `done` are there. A statement."""
+  return statement("barrier", *done)
+def barrier_of(waves:UOp, *done:UOp) -> UOp:
+  """A barrier that only the waves for which `waves` is not zero execute: from then on the others are a barrier behind. A statement."""
+  return statement("barrier_of", waves.cast(dtypes.int), *done)
+def wait_loads(n:int, *done:UOp) -> UOp:
+  """Waits until at most `n` of this wave's loads to LDS are under way (s_waitcnt vmcnt). A statement."""
+  return statement("wait_loads", *done, n=n)
+def priority(level:int, *done:UOp) -> UOp:
+  """This wave's priority among those of its SIMD from here on, 0 to 3 (s_setprio). A statement."""
+  return statement("priority", *done, level=level)
+def sched_barrier(*done:UOp) -> UOp:
+  """Nothing is scheduled across the point at which all of `done` are known: keeps loads from being started long before their use. A statement."""
+  return statement("sched_barrier", *done)
+def opaque(x:UOp, trip:UOp) -> UOp:
+  """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
+  return emit("opaque", dtypes.int, x.cast(dtypes.int), trip if trip.dtype == dtypes.float else trip.cast(dtypes.int))
+
+instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]
+                                                                        + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
+
+def made_here(*values:UOp) -> UOp:
+  """What makes the vectors `values` is done: the compiler may put work off into a later branch, beyond a barrier. A statement."""
+  return statement("made_here", *values, n=len(values))
+
+# ***** memory *****
+
+def _load_to_lds(lanes:Any, pointer:Any, records:Array, offset:Array, lds:Any, *_:Any) -> Array:
+  records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
+  lanes.check_extent(pointer, records)
+  raw = lanes.load_bytes(pointer, offset, 16, lanes.active & (offset + 16 <= records))
+  lanes.start_store(lds, np.arange(raw.shape[1]) % lanes.wave * 16, raw, lanes.active)
+  return lanes.commit_stores()    # s_waitcnt counts each load by itself
+
+def _load_to_lds_text(printer:Any, out:str) -> Body:
+  """The instruction by its LLVM name: clang 20 has no builtin for it."""
+  shared = "__attribute__((address_space(3))) void*"
+  return Body(f"__attribute__((device)) void load(__amdgpu_buffer_rsrc_t, {shared}, unsigned, int, int, int, int)\n"
+              '    __asm("llvm.amdgcn.raw.ptr.buffer.load.lds");\n'
+              f"load({descriptor(printer.arch)},\n    ({shared})lds, 16, offset, 0, 0, 0);\nreturn 0.0f;", "base records offset lds")
+
+instruction("load_to_lds", _load_to_lds, _load_to_lds_text)
+
+def _load_transposed(lanes:Any, pointer:Any) -> Array:
+  loaded = lanes.load_bytes(pointer, np.zeros(lanes.active.shape, np.int64), 8, lanes.active)
+  raw = np.ascontiguousarray(loaded.T).view(np.uint16).astype(np.uint32)   # (T, 4)
+  lane = np.arange(raw.shape[0])
+  got = [raw[lane // 16 * 16 + 4*e + lane % 16 // 4, lane % 4] for e in range(4)]
+  return np.stack([got[0] | got[1] << np.uint32(16), got[2] | got[3] << np.uint32(16)])
+
+instruction("load_transposed", _load_transposed,
+            Body("typedef short four __attribute__((vector_size(8)));\n"
+                 "return __builtin_bit_cast(uint2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((__attribute__((address_space(3))) four*)p));", "p"))
+
+def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
+  """`buffer_load` of 16 bytes straight to LDS: lane l's go to `lds` (an INDEX: wave-uniform) + 16*l. Under way until `wait_loads`. A statement."""
+  return statement("load_to_lds", base, records.cast(dtypes.int), offset.cast(dtypes.uint), lds, *done)
+def load_transposed(lds:UOp) -> UOp:
+  """ds_read_b64_tr_b16: the 16 lanes of a group each name 4 consecutive 16-bit elements, lane l those of row l//4, columns 4*(l%4) on, of a 4 x 16
+  matrix; lane l gets its column l (CDNA4 ISA section 11.4)."""
+  return emit("load_transposed", u32(2), lds)
+
+# ***** matrix unit *****
+
+def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
+  kind = matrix.operand_type if matrix.operand_type == "long" else f"{matrix.operand_type}{matrix.operand}"
+  a, b = (f"__builtin_bit_cast({kind}, {{{i}}})" for i in range(2))
+  return f"__builtin_amdgcn_{matrix.name}({a}, {b}, {{2}}{matrix.tail})"
+
+instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
+
+def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
+  """acc + A B by one matrix instruction; a and b are register images.
+
+  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's: an `Ops.WMMA` wants shaped
+  operands, which the devectorizer (do_stack_wmma) takes apart element by element, and HIPRenderer's `#define` names builtins that do not exist for
+  the 32x32 shapes."""
+  return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

@@ -1,0 +1,204 @@
+"""The operations of kernels for every vendor: a value of n numbers is one value of a vector type, for n = 1 a scalar.
+
+Where tinygrad has a UOp for an operation on such a value, it is that UOp.
+"""
+from __future__ import annotations
+import math
+from typing import Any
+import numpy as np
+from attn.chips import get_chip
+from attn.ops.language import Array, Value, compound, instruction
+from attn.ops.operation import Body, emit
+from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
+
+def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n)
+def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
+def length(x:UOp) -> int: return VECTORS[x.dtype][1] if x.dtype in VECTORS else 1
+def resized(x:UOp, n:int) -> DType:
+  """The type of n elements like those of x."""
+  return (u32 if x.dtype == dtypes.uint or VECTORS.get(x.dtype, ("",))[0] == "uint32" else f32)(n)
+
+# ***** vectors *****
+
+@compound("splat", inline=True)
+def _splat(c:Any, x:Value, *, n:int) -> Value: return c.splat(x, n)
+@compound("build", inline=True)
+def _build(c:Any, *xs:Value) -> Value: return c.vector(*xs)
+@compound("extract", inline=True)
+def _extract(c:Any, x:Value, *, i:int) -> Value: return c.element(x, i)
+@compound("slice", inline=True)
+def _slice(c:Any, x:Value, *, start:int, n:int) -> Value: return c.part(x, start, n)
+@compound("concat", inline=True)
+def _concat(c:Any, x:Value, y:Value) -> Value: return c.join(x, y)
+
+def splat(x:float|UOp, n:int) -> UOp:
+  """A vector of n times the same number."""
+  number = x if isinstance(x, UOp) else UOp.const(x, dtypes.float)
+  return number if n == 1 else emit("splat", f32(n), number, n=n)
+def build(*xs:UOp) -> UOp: return emit("build", resized(xs[0], len(xs)), *xs)
+def extract(x:UOp, i:int) -> UOp: return emit("extract", resized(x, 1), x, i=i) if length(x) > 1 else x
+def slice_(x:UOp, start:int, n:int) -> UOp:
+  """The n elements from `start` on."""
+  if n == length(x): return x
+  return extract(x, start) if n == 1 else emit("slice", resized(x, n), x, start=start, n=n)
+def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + length(y)), x, y)
+
+# ***** fp32 arithmetic, element by element *****
+
+def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
+  """The operands as vectors of the longest one's length."""
+  n = max(map(length, xs))
+  return f32(n), [x if length(x) == n else splat(x, n) for x in xs]
+
+def arithmetic(op:Ops, *xs:UOp) -> UOp:
+  """A UOp of tinygrad's. (Its own operators would look for a common type of the operands, which vector types don't have.)"""
+  dtype, operands = widest(*xs)
+  return UOp(op, dtype, tuple(operands))
+def add(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.ADD, x, y)
+def sub(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.SUB, x, y)
+def mul(x:UOp, y:UOp|float) -> UOp: return arithmetic(Ops.MUL, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float))
+
+# tinygrad has UOps for the next ones, but HIPRenderer prints exp2 and log2 as calls that mind denormals, and CStyleLanguage a maximum as compare and
+# select, which gives NaN for a NaN
+@compound("fma", inline=True)
+def _fma(c:Any, x:Value, y:Value, z:Value) -> Value: return c.fma(x, y, z)
+@compound("exp2", inline=True)
+def _exp2(c:Any, x:Value) -> Value: return c.exp2(x)
+@compound("log2", inline=True)
+def _log2(c:Any, x:Value) -> Value: return c.log2(x)
+@compound("rcp", inline=True)
+def _rcp(c:Any, x:Value) -> Value: return c.rcp(x)
+@compound("max", inline=True)
+def _max(c:Any, x:Value, y:Value) -> Value: return c.max(x, y)
+@compound("as_float", inline=True)
+def _as_float(c:Any, x:Value) -> Value: return c.as_float(x)
+
+def fma(x:UOp, y:float, z:UOp) -> UOp: return emit("fma", z.dtype, x, UOp.const(y, dtypes.float), z)
+def exp2(x:UOp) -> UOp: return emit("exp2", x.dtype, x)
+def log2(x:UOp) -> UOp: return emit("log2", x.dtype, x)
+def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)
+def max_(x:UOp, y:UOp) -> UOp: return emit("max", x.dtype, x, y)
+def as_float(x:UOp) -> UOp:
+  """Dwords as the fp32 they are."""
+  return emit("as_float", f32(length(x)), x)
+
+# ***** 16-bit floats *****
+
+@compound("pack", inline=True)
+def _pack(c:Any, x:Value, *, dtype:str) -> Value: return c.pack(x, dtype)
+
+@compound("widen")
+def _widen(c:Any, words:Value, *, n:int, dtype:str) -> Value:
+  def half(i:int) -> Value:
+    word = c.element(words, i//2)
+    return c.widen(c.high_half(word) if i % 2 else word, dtype)
+  return c.vector(*map(half, range(n)))
+
+def pack(x:UOp, dtype:str) -> UOp:
+  """n fp32 -> n/2 dwords of two numbers of `dtype`, rounded to nearest even."""
+  return emit("pack", u32(length(x)//2), x, dtype=dtype)
+def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
+  """n 16-bit floats, two a dword (a single one in the low half), as fp32."""
+  return emit("widen", f32(n), x, n=n, dtype=dtype)
+
+# ***** scores *****
+
+TANH, NEAR, TWO_LOG2E = (1.0, -1/3, 2/15, -17/315), 0.04, 2*math.log2(math.e)
+
+@compound("softcap")
+def _softcap(c:Any, x:Value, inner:Value, outer:Value, *, series:bool) -> Value:
+  """tanh(y) = 1 - 2/(1 + exp2(2*log2(e)*y)), which is 1 and -1 at the ends. Near 0 that cancels: the first terms of its series, where it matters."""
+  y = c.let("y", x*inner)
+  far = c.let("far", 1.0 - 2.0*c.rcp(c.let("above", 1.0 + c.exp2(c.let("power", y*TWO_LOG2E)))))
+  if not series: return far*outer
+  square, n = c.let("square", y*y), c.length(x)
+  series_ = c.variable("near", c.splat(c.number(TANH[-1]), n))
+  for factor in TANH[-2::-1]: c.assign(series_, c.fma(square, series_.value, c.splat(c.number(factor), n)))
+  c.assign(series_, y*series_.value)
+  def element(i:int) -> Value: return c.select(c.element(square, i) < NEAR, c.element(series_.value, i), c.element(far, i))
+  return c.vector(*map(element, range(n)))*outer
+
+@compound("alibi")
+def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ...]) -> Value:
+  away = c.let("away", c.abs(c.to_float(distance) - c.constants(offsets)))
+  return c.fma(c.splat(slope, len(offsets)), away, x)
+
+@compound("mask_above")
+def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
+  """A select and not an addition, so that a NaN score disappears too."""
+  return c.vector(*[c.select(limit < key, -c.inf, c.element(x, i)) for i, key in enumerate(offsets)])
+
+@compound("mask_below")
+def _mask_below(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
+  return c.vector(*[c.select(limit > key, -c.inf, c.element(x, i)) for i, key in enumerate(offsets)])
+
+@compound("weights")
+def _weights(c:Any, scores:Value, bias:Value, *, rows:int, scale:float) -> Value:
+  n = c.length(scores)//rows
+  return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(bias, r)))) for r in range(rows)])
+
+def softcap(x:UOp, inner:float, outer:float, series:bool) -> UOp:
+  """outer * tanh(x * inner), to 1e-7 * outer; with `series` also to a few units in the last place of the value."""
+  return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), series=series)
+def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
+  """x + slope*|distance - offset|, with an offset per element."""
+  return emit("alibi", x.dtype, x, slope, distance.cast(dtypes.int), offsets=offsets)
+def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
+  """-inf in the elements whose offset is above the limit."""
+  return emit("mask_above", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
+  """-inf in the elements whose offset is below the limit."""
+  return emit("mask_below", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
+  """The distances from the first one: the same few for all vectors, which one function then serves."""
+  return tuple(x - offsets[0] for x in offsets)
+def weights(scores:UOp, bias:UOp, scale:float) -> UOp:
+  """P = exp2(scores*scale + bias); `bias` has a number for each of the rows that the vector of scores is made of, one after another."""
+  return emit("weights", scores.dtype, scores, bias, rows=length(bias), scale=scale)
+
+# ***** memory *****
+
+OUT_OF_RANGE = 0x80000000   # an offset beyond any descriptor's range, which is at most 0x7ffffffe
+
+def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int) -> Array:
+  """Raw buffer load: `width` bytes at `pointer` + `offset`, all zero where the range check fails (offset + width > records, unsigned)."""
+  records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
+  lanes.check_extent(pointer, records)
+  raw = lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records))
+  if width < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
+  words = np.ascontiguousarray(raw.reshape(width//4, 4, -1).transpose(0, 2, 1)).view(np.uint32)[..., 0]
+  return words if width > 4 else words[0]
+
+def descriptor(arch:str) -> str:
+  """The expression for a descriptor of the `records` bytes from `base` on."""
+  return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
+
+def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:
+  load = f"auto buffer = {descriptor(printer.arch)};\nauto found = __builtin_amdgcn_raw_buffer_load_b{8*width}(buffer, offset, 0, 0);\n"
+  return Body(f"{load}return {'found' if width < 4 else f'__builtin_bit_cast({out}, found)'};", "base records offset", name=f"buffer_load_b{8*width}")
+
+def _buffer_load_cuda(printer:Any, out:str, width:int) -> Body:
+  kind = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}[width]
+  nothing = f"make_{out}({', '.join(['0u']*(width//4))})" if width > 4 else "0u"
+  return Body(f"if (offset + {width}u > (unsigned)records) return {nothing};\nreturn *(const {kind}*)((const char*)base + offset);",
+              "base records offset", name=f"buffer_load_b{8*width}")
+
+instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffer_load(lanes, pointer, records, offset, width),
+            _buffer_load_hip, _buffer_load_cuda)
+
+def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
+  """`width` (1, 2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records`: the memory
+  unit checks the range, so a masked lane costs no branch. One or two bytes come in the low end of a dword."""
+  return emit("buffer_load", u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), width=width)
+
+# ***** what the compilers know of an integer *****
+
+instruction("uniform", lambda lanes, x: x, "__builtin_amdgcn_readfirstlane({0})", "__shfl_sync(0xffffffffu, {0}, 0)")
+instruction("opaque_uniform", lambda lanes, x: x, Body('asm volatile("" : "+s"(x));\nreturn x;', "x"), Body('asm volatile("" : "+r"(x));\nreturn x;', "x"))
+
+def uniform(x:UOp) -> UOp:
+  """The integer x, which all lanes hold, told to the compiler to be uniform: on AMD (v_readfirstlane_b32) it goes to a scalar register."""
+  return emit("uniform", dtypes.int, x.cast(dtypes.int))
+def opaque_uniform(x:UOp) -> UOp:
+  """The integer x, the same in the whole workgroup, in a way that neither tinygrad nor the compiler can tell."""
+  return emit("opaque_uniform", dtypes.int, x.cast(dtypes.int))

@@ -1,0 +1,149 @@
+"""The instructions of Hopper's warpgroup kernels: CUDA text and numpy meaning side by side.
+
+Sections are those of the PTX ISA 8.7. wgmma.mma_async (9.7.15) multiplies for a warpgroup of 128 threads: 64 rows of A, from registers or shared
+memory, by up to 256 columns of B from shared memory. A thread's part of the result is that of mma.m16n8k16 for each 8 columns, warp w of the group
+having rows 16*w on; so is its part of A.
+
+Tiles in shared memory are panels of 64 columns: rows of 128 bytes whose 16-byte units are permuted by xor with the number of the row modulo 8 (the
+128-byte swizzle of 9.7.15.5.1), from an address that is a multiple of 1024 bytes.
+
+What is asynchronous the emulator takes strictly: from `scores` or `output` on until `wait` nobody may touch their accumulators, nor write what they
+read, in shared memory or in registers.
+"""
+from __future__ import annotations
+from typing import Any, Callable
+import numpy as np
+from attn.ops.language import Array, instruction, wrapped
+from attn.ops.nvidia import shared
+from attn.ops.operation import Body, Lanes, emit, statement
+from attn.tinygrad_compat import UOp, dtypes
+
+GROUP = 128                  # threads of a warpgroup
+M, K = 64, 16                # of one instruction
+PANEL, ATOM = 128, 1024      # bytes of a row of a panel, and of 8 rows: the pattern of the swizzle
+PTX = {"float16": "f16", "bfloat16": "bf16"}
+
+# ***** the meaning *****
+
+def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int) -> Array:
+  """What each warpgroup reads: `lines` times `units` neighbouring units of 16 bytes, as uint16 (groups, lines, 8*units). `line` gives the byte, from
+  the tile's begin on, where a line begins; the swizzle goes by the address."""
+  lanes.check_alignment(pointer, ATOM)
+  groups = len(lanes.active)//GROUP
+  def load(turned:int) -> list[Array]:
+    thread, read = (np.arange(len(lanes.active)) + turned) % GROUP, list[Array]()
+    for first in range(0, lines*units, GROUP):
+      i = np.minimum(first + thread, lines*units - 1)
+      at = pointer.offset + line(i//units) + i % units*16
+      read.append(lanes.load_bytes(pointer, (at ^ (at//PANEL % 8*16)) - pointer.offset, 16, lanes.active & (first + thread < lines*units)))
+    return read
+  load(lanes.wave)     # hardware does not say which wave of the group reads what: for the race check another one does, too
+  read = load(0)
+  bits = np.stack([np.ascontiguousarray(x.T).view(np.uint16).reshape(groups, GROUP, 8) for x in read], 1)
+  return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
+
+def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
+  """`rows` rows of K*steps columns, the contraction along the row: (groups, rows, K*steps)."""
+  def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
+  return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
+
+def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int) -> Array:
+  """`keys` rows of `width` columns, the contraction across the rows: (groups, width, keys)."""
+  blocks = width//8
+  def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
+  return _read(lanes, pointer, keys*blocks, line, 1).reshape(-1, keys, width).swapaxes(1, 2)
+
+def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
+  def of_q() -> Array: return _rows(lanes, q, M, steps, panels[0])
+  def of_k() -> Array: return _rows(lanes, k, 8*accs, steps, panels[1])
+  return lanes.start_product(acc, accs, of_q, of_k, dtype, False)
+
+def _output(lanes:Lanes, acc:Any, p:Any, v:Any, _:Array, accs:int, steps:int, panel:int, dtype:str) -> Array:
+  def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]))
+  def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
+  return lanes.start_product(acc, accs, fragments, of_v, dtype, True)
+
+# ***** the text *****
+
+def accumulators(n:int) -> str:
+  """The registers of n C fragments, within inline assembly."""
+  return ", ".join(f"%{i}" for i in range(4*n))
+
+def both_ways(n:int) -> str:
+  """The same as operands that are read and written."""
+  return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
+
+def _descriptor(name:str, pointer:str, apart:int=16) -> str:
+  """Matrix descriptor (9.7.15.5.1.2): address, distance of panels where B is transposed, distance of 8 rows, 128-byte swizzle."""
+  rest = apart >> 4 << 16 | ATOM >> 4 << 32 | 1 << 62
+  return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
+
+def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str) -> str:
+  """One group of instructions, with the registers and predicates that they need."""
+  body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', "wgmma.fence.sync.aligned;", *lines, "wgmma.commit_group.sync.aligned; }"]
+  quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
+  return f'asm volatile(\n    {quoted}\n    : {both_ways(accs)}\n    : {wrapped(operands, "      ")} : "memory");\nreturn 0.0f;'
+
+def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Body:
+  lines, c, ptx = [], 4*accs, PTX[dtype]
+  for step in range(steps):
+    at = [step//4*panel + step % 4*2*K for panel in panels]
+    lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {step and 2};",
+              f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, a, b, p, 1, 1, 0, 0;"]
+  statements = [_descriptor("of_q", "q"), _descriptor("of_k", "k"), _assembly(accs, ["a", "b"], lines, '"l"(of_q), "l"(of_k), "r"(0)')]
+  return Body("\n".join(statements), "acc q k", name="start_scores")
+
+def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str) -> Body:
+  lines, c, ptx = [], 4*accs, PTX[dtype]
+  for step in range(steps):
+    a = ", ".join(f"%{c + 1 + 4*step + i}" for i in range(4))
+    lines += [f"add.s64 b, %{c}, {step*2*ATOM >> 4};",
+              f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, {{{a}}}, b, 1, 1, 1, 1;"]
+  p = ", ".join(f'"r"(p[{step}].{e})' for step in range(steps) for e in "xyzw")
+  return Body("\n".join([_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}')]), "acc p v", name="start_output")
+
+def _wait_text(printer:Any, out:str, accs:int) -> Body:
+  return Body(f'asm volatile("wgmma.wait_group.sync.aligned 0;"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",
+              name=f"wait_for_{accs}")
+
+# ***** the operations *****
+
+# 9.7.13.15: one mbarrier, in whose phases all threads of a block arrive
+instruction("init_arrivals", lambda lanes, bar, gate, threads: np.zeros(len(lanes.active), np.float32),
+            cuda=lambda printer, out, threads: Body(f'if (first) asm volatile("mbarrier.init.shared.b64 [%0], {threads};" :: {shared("bar")} : "memory");\n'
+                                                    "return 0.0f;", "bar first"))
+instruction("arrive", lambda lanes, bar, _: lanes.arrive(),
+            cuda=Body(f'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
+instruction("await_arrivals", lambda lanes, bar, parity, _: lanes.await_arrivals(parity),
+            cuda=Body('unsigned at = (unsigned)__cvta_generic_to_shared(bar), there = 0u;\n'
+                      'while (!there) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"\n'
+                      '    : "=r"(there) : "r"(at), "r"(parity) : "memory");\n'
+                      'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\nreturn 0.0f;', "bar parity"))
+instruction("start_scores", _scores, cuda=_scores_text)
+instruction("start_output", _output, cuda=_output_text)
+instruction("wait_products", lambda lanes, *_, accs: lanes.wait_products(), cuda=_wait_text)
+instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
+
+def init(barrier:UOp, first:UOp, threads:int) -> UOp:
+  """Makes 8 bytes of shared memory (an INDEX) an mbarrier for so many threads; done by the thread for which `first` holds. A statement, after which a
+  block barrier must follow."""
+  return statement("init_arrivals", barrier, first, threads=threads)
+def arrive(barrier:UOp, order:UOp) -> UOp:
+  """This thread arrives at the mbarrier's next phase when the copies that it has started are there. A statement."""
+  return statement("arrive", barrier, order)
+def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
+  """Waits until all threads have arrived at phase number `phase`, so that wgmma may read what they copied. A statement."""
+  return statement("await_arrivals", barrier, (phase % 2).cast(dtypes.int), order)
+def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str) -> UOp:
+  """Starts acc = Q K^T: 64 rows of Q and 8 rows of K for each C fragment in `acc` (a placeholder), 16*steps columns of both, from INDEXes of their
+  first units; `panels` are the distances of Q's panels and of K's, in bytes. A statement."""
+  return statement("start_scores", acc[0], q, k, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
+def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str) -> UOp:
+  """Starts acc += P V: A fragments `p` (a placeholder, 16 keys each), as many rows of V. A statement."""
+  return statement("start_output", acc[0], p[0], v, order, accs=acc.max_numel(), steps=p.max_numel(), panel=panel, dtype=dtype)
+def wait(acc:UOp, order:UOp) -> UOp:
+  """All that was started is done: `acc` may be used. A statement."""
+  return statement("wait_products", acc[0], order, accs=acc.max_numel())
+def group(wave:UOp) -> UOp:
+  """The number of this thread's warpgroup, told to the compiler to be the same in the warp."""
+  return emit("warpgroup", dtypes.int, (wave//4).cast(dtypes.int))

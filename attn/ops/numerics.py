@@ -1,0 +1,53 @@
+"""What the arithmetic of the chips gives, in numpy: the roundings to 16 bits, and the instructions whose results are not those of plain fp32.
+
+A value of a kernel is an array with one column for every thread: (T,) for a scalar, (n, T) for a vector of n elements.
+"""
+from __future__ import annotations
+from typing import Any
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+def bits_as(x:Array, dtype:str) -> Array:
+  """The same bits as numbers of another type of the same size."""
+  return np.ascontiguousarray(x).view(dtype)
+
+def round_bf16(x:Array) -> Array:
+  """fp32 -> the bits (uint32, low 16) of the nearest bf16, ties to even; a NaN stays one."""
+  u = bits_as(x.astype(np.float32), "uint32").astype(np.uint64)
+  r = ((u + 0x7fff + ((u >> 16) & 1)) >> 16).astype(np.uint32) & 0xffff
+  return np.where(np.isnan(x), np.uint32(0x7fc0), r)
+
+def round_fp16(x:Array) -> Array:
+  """fp32 -> the bits (uint32, low 16) of the nearest fp16, ties to even."""
+  with np.errstate(over="ignore", invalid="ignore"): return bits_as(x.astype(np.float16), "uint16").astype(np.uint32)
+
+def widen(bits:Array, dtype:str) -> Array:
+  """The fp32 values of fp16 ("float16") or bf16 ("bfloat16") bits held in the low 16 bits of uint32."""
+  if dtype == "float16": return bits_as((bits & 0xffff).astype(np.uint16), "float16").astype(np.float32)
+  return bits_as((bits & 0xffff).astype(np.uint32) << np.uint32(16), "float32")
+
+def pack_pairs(x:Array, dtype:str) -> Array:
+  """n fp32 -> n/2 dwords of two 16-bit floats, the even one in the low half."""
+  r = round_fp16(x) if dtype == "float16" else round_bf16(x)
+  return r[0::2] | (r[1::2] << np.uint32(16))
+
+def fused_multiply_add(x:Array, y:Array, z:Array) -> Array:
+  """x*y + z with one rounding: a product of two fp32 is exact in fp64."""
+  return np.asarray(np.asarray(x).astype(np.float64)*y + z).astype(np.float32)
+
+def power_of_two(x:Array) -> Array:
+  """v_exp_f32 and ex2.approx.ftz: denormal results are zero."""
+  r = np.exp2(x.astype(np.float64)).astype(np.float32)
+  return np.where(np.abs(r) < np.finfo(np.float32).tiny, np.float32(0), r)
+
+def logarithm(x:Array) -> Array: return np.log2(x.astype(np.float64)).astype(np.float32)
+def reciprocal(x:Array) -> Array: return (1/x.astype(np.float64)).astype(np.float32)
+
+def from_lane(x:Array, source:Array, wave:int) -> Array:
+  """Each lane takes x from lane `source` (T,) of its own wave."""
+  base = np.arange(x.shape[-1])//wave*wave
+  return x[..., base + source % wave]
+
+def from_xor_lane(x:Array, mask:int, wave:int) -> Array: return from_lane(x, np.arange(x.shape[-1]) ^ mask, wave)

@@ -1,0 +1,127 @@
+"""The instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side.
+
+Sections are those of the PTX ISA 8.7. A C fragment is a float4, what belongs to the two rows of a lane a float2, an A fragment a uint4, and a uint4
+holds the B fragments of two neighbouring tiles.
+
+The emulator takes asynchronous copies strictly: from its start until the thread has waited for it nobody may touch a copy's destination.
+"""
+from __future__ import annotations
+from typing import Any
+import numpy as np
+from attn.ops.common import f32, u32
+from attn.ops.language import ONES, Array, Value, compound, declare_mma, instruction
+from attn.ops.numerics import from_xor_lane
+from attn.ops.operation import Body, emit, statement
+from attn.ops.softmax import RowLanes
+from attn.tinygrad_compat import UOp, dtypes
+
+F2, F4, U4 = f32(2), f32(4), u32(4)
+ROWS = 2                             # rows of C (and of A) that a lane has a part in: g and g + 8
+ROW_LANES = RowLanes(ROWS, (1, 2))   # four neighbouring lanes share them
+
+def shared(name:str) -> str:
+  """The address of a pointer to shared memory, as an operand of inline assembly."""
+  return f'"r"((unsigned)__cvta_generic_to_shared({name}))'
+
+# ***** asynchronous copies: 9.7.9.25.3 *****
+
+def _copy(lanes:Any, to:Any, source:Any, nbytes:Array, gate:Array, step:tuple[int, int], asynchronous:bool) -> Array:
+  data, gate = np.zeros((16, len(gate)), np.uint8), gate & lanes.active
+  here, there = (np.full(len(gate), x, np.int64) for x in step)
+  size = 16 if asynchronous else 2      # bytes of an access
+  for i in range(0, 16, size): data[i:i + size] = lanes.load_bytes(source, there + i, size, gate & (nbytes > i))
+  if asynchronous: return lanes.start_store(to, here, data, gate)
+  lanes.store_bytes(to, here, data, gate)
+  return np.zeros(len(gate), np.float32)
+
+def _copy_text(printer:Any, out:str, step:tuple[int, int], asynchronous:bool) -> Body:
+  template = (("TO", step[0]), ("FROM", step[1]))
+  if asynchronous:
+    return Body('if (gate) asm volatile("cp.async.cg.shared.global.L2::128B [%0+%3], [%1+%4], 16, %2;"\n'
+                f'    :: {shared("to")}, "l"(from), "r"(nbytes), "n"(TO), "n"(FROM));\nreturn 0.0f;', "to from nbytes gate", template, "copy_async")
+  halves = [f"({2*i} < nbytes ? (unsigned)half[{i}] : 0u)" for i in range(8)]
+  words = ",\n    ".join(f"{low} | {high} << 16" for low, high in zip(halves[0::2], halves[1::2]))
+  return Body(f"if (!gate) return 0.0f;\nconst unsigned short* half = (const unsigned short*)from + FROM/2;\n"
+              f"((uint4*)to)[TO/16] = make_uint4(\n    {words});\nreturn 0.0f;", "to from nbytes gate", template, "copy_by_halves")
+
+instruction("copy", _copy, cuda=_copy_text)
+instruction("commit", lambda lanes, _: lanes.commit_stores(), cuda=Body('asm volatile("cp.async.commit_group;" ::: "memory");\nreturn 0.0f;', ""))
+instruction("wait", lambda lanes, _, but: lanes.wait_stores(but),
+            cuda=lambda printer, out, but: Body('asm volatile("cp.async.wait_group %0;" :: "n"(BUT) : "memory");\nreturn 0.0f;', "", (("BUT", but),)))
+
+def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
+  """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are
+  INDEXes, each `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both
+  addresses are aligned to 16 and the data are there after `wait`. A statement."""
+  return statement("copy", to, source, nbytes.cast(dtypes.int), gate, step=step, asynchronous=asynchronous)
+def commit(order:UOp) -> UOp:
+  """The copies started since the last one make a group. A statement."""
+  return statement("commit", order)
+def wait(order:UOp, but:int) -> UOp:
+  """Waits for this thread's copies, the last `but` groups excepted: a barrier must follow before other threads read them. A statement."""
+  return statement("wait", order, but=but)
+
+# ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
+
+def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
+  """Lane l gives the address of row l%8 of 8x8 matrix l//8, and gets two neighbours of each matrix."""
+  raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
+  m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
+  if transposed: m = m.swapaxes(2, 3)
+  pairs = np.ascontiguousarray(m).view(np.uint32)                                         # lane l: row l//4, columns 2*(l%4) and + 1
+  return np.ascontiguousarray(pairs.transpose(1, 0, 2, 3)).reshape(4, -1)
+
+def _ldmatrix_text(printer:Any, out:str, step:int, transposed:bool) -> Body:
+  suffix, results = ".trans" if transposed else "", ", ".join(f'"=r"(x.{e})' for e in "xyzw")
+  return Body(f'uint4 x;\nasm volatile("ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{%0, %1, %2, %3}}, [%4+%5];"\n'
+              f'    : {results} : {shared("row")}, "n"(STEP));\nreturn x;', "row", (("STEP", step),), "ldmatrix" + "_transposed"*transposed)
+
+instruction("ldmatrix", _ldmatrix, cuda=_ldmatrix_text)
+
+def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
+  low, high = (("x", "y"), ("z", "w"))[half]
+  return f"{declare_mma(printer, matrix)}({{0}}, {{1}}.{low}, {{1}}.{high}, {{2}})"
+
+instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c), cuda=_mma_text)
+
+def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
+  """Four 8x8 matrices of 16-bit elements; lane l's `row` is an INDEX, `step` units before row l%8 of matrix l//8."""
+  return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
+def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
+  """c + A B by one mma.sync; `half` says which of the two B fragments in `b`."""
+  return emit("mma", F4, a, b, c, matrix=matrix, half=half)
+
+# ***** sums of rows, and the operand P *****
+
+@compound("times_ones", inline=True)
+def _times_ones(c:Any, a:Value, total:Value, *, matrix:Any, dtype:str) -> Value: return c.times_ones(matrix, a, total, dtype)
+
+@compound("row_sums", inline=True)
+def _row_sums(c:Any, x:Value) -> Value: return c.vector(c.element(x, 0), c.element(x, 2))
+
+@compound("pack_a", inline=True)
+def _pack_a(c:Any, x:Value, y:Value, *, dtype:str) -> Value: return c.join(c.pack(x, dtype), c.pack(y, dtype))
+
+@compound("zero", inline=True)
+def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
+
+def zero(order:UOp) -> UOp:
+  """A C fragment of zeros, made after `order`."""
+  return emit("zero", F4, order)
+def times_ones(matrix:Any, a:UOp, total:UOp, dtype:str) -> UOp:
+  """total + A B by one mma.sync, B being all ones: the sums of the rows of A, over all four lanes of a row."""
+  return emit("times_ones", F4, a, total, matrix=matrix, dtype=dtype)
+def row_sums(total:UOp) -> UOp:
+  """Those sums, a number a row."""
+  return emit("row_sums", F2, total)
+def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
+  """The C fragments of two neighbouring tiles -> the A fragment of 16 columns, rounded to nearest even."""
+  return emit("pack_a", U4, p, q, dtype=dtype)
+
+# ***** across lanes *****
+
+instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave), cuda=lambda printer, out, mask: f"__shfl_xor_sync(0xffffffffu, {{0}}, {mask})")
+
+def xor_lane(x:UOp, mask:int) -> UOp:
+  """x of the lane whose number differs in the bits of `mask` (shfl.sync.bfly)."""
+  return emit("xor_lane", dtypes.float, x, mask=mask)

@@ -1,0 +1,123 @@
+"""tinygrad's renderers for HIP and CUDA, with what kernels of ours need besides: the text of operations, the functions that they call, vector types.
+
+`OperationsPrinter` stands behind a renderer among the bases of a class (`class X(HIPRenderer, OperationsPrinter)`): HIPRenderer.render_kernel then hands
+its declarations on to it.
+"""
+from __future__ import annotations
+import re
+from typing import Any, ClassVar
+from attn.ops import amd as amd, common as common, hopper as hopper, nvidia as nvidia, softmax as softmax   # they fill OPERATIONS
+from attn.ops.language import LANGUAGES, text_of, wrapped
+from attn.ops.operation import Call
+from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat,
+                                  VectorDType, adapt_cuda, dtypes, lower, shared_memory_text)
+
+# CUDA declares its vectors of up to four elements, clang none. (Up to clang 20 the attribute stands in typedefs only.)
+VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
+OPERATORS = {Ops.ADD: "+", Ops.SUB: "-", Ops.MUL: "*"}
+LONGEST = 150   # a line of more is broken
+POINTERS = {AddrSpace.GLOBAL: "const void*", AddrSpace.LOCAL: "void*"}
+C_NAMES = {dtypes.uint: "unsigned", dtypes.int: "int", dtypes.float: "float", dtypes.bool: "bool"}
+
+def readable(line:str) -> str:
+  """A line that is too long in several."""
+  return wrapped(line, line[:len(line) - len(line.lstrip())] + " "*6) if len(line) > LONGEST else line
+
+def vector_types(text:str, before:list[str]) -> list[str]:
+  """Declarations of the vector types that a HIP text names and that have none before."""
+  declared = set(re.findall(r"^typedef .* (\w+) __attribute__", "\n".join(before), re.MULTILINE))
+  names = set(re.findall(rf"\b(({'|'.join(VECTOR_ELEMENTS)})(\d+))\b", text))
+  return [f"typedef {VECTOR_ELEMENTS[element]} {name} __attribute__((ext_vector_type({n})));"
+          for name, element, n in sorted(names, key=lambda x: (x[1], int(x[2]))) if name not in declared]
+
+def c_type(u:UOp) -> str:
+  """The C type of an operand; of an address in registers that of what lies there, elsewhere none in particular."""
+  name = C_NAMES.get(u.dtype, u.dtype.name)
+  return POINTERS.get(u.addrspace, f"{name}*" if u.addrspace is AddrSpace.REG and u.op is Ops.INDEX else name)
+
+class OperationsPrinter(CStyleLanguage):
+  language: ClassVar[str]
+  def learn(self) -> None:
+    """From now on the renderer knows operations: its constructor's last step."""
+    self.string_rewrite = print_calls + self.string_rewrite
+  def _render(self, uops:list[UOp]) -> Any:
+    self.functions: dict[str, str] = {}      # that the operations of this kernel call
+    name, kernel, bufs = super()._render(uops)
+    return name, ["\n".join(map(readable, lines.split("\n"))) for lines in kernel], bufs
+  def call_text(self, x:UOp) -> str:
+    types = [c_type(u) for u in x.src]
+    return text_of(x.arg, self.language, self.target.arch, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src], self.functions)
+  def need_operator(self, x:UOp) -> None:
+    """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
+    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
+  def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
+    """What the source needs that tinygrad declares only where a kernel computes with it."""
+    raise NotImplementedError
+  def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
+    """The source, which begins with a mark where it is one of ours: known by its name, or by its vector types. Another kernel's source stays as it is."""
+    if not function_name.startswith("attn_") and not any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops):
+      return super().render_kernel(function_name, kernel, bufs, uops, prefix)
+    functions = list(self.functions.values())
+    needed = self.declarations(prefix or [], bufs, "\n".join([*functions, *kernel]))
+    text = super().render_kernel(function_name, kernel, bufs, uops, [MARK, *(prefix or []), *needed, *functions])
+    return "\n".join(readable(line) if f" {function_name}(" in line else line for line in text.split("\n"))
+
+print_calls = PatternMatcher([
+  (UPat((Ops.CUSTOM, Ops.CUSTOMI), name="x"), lambda ctx, x: ctx.call_text(x) if isinstance(x.arg, Call) else None),
+  (UPat((Ops.ADD, Ops.SUB, Ops.MUL), name="x"), lambda ctx, x: ctx.need_operator(x) if x.dtype in VECTORS else None)])
+
+class HipOperations(OperationsPrinter):
+  language = "hip"
+  def need_operator(self, x:UOp) -> None:
+    """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
+    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
+  def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
+    used = {u.dtype for _, (u, _) in bufs}
+    sixteen = {dtypes.half: "#define half _Float16",
+               dtypes.bfloat16: f"typedef {'__bf16' if HIPRenderer.is_cdna4(self.target.arch) else 'unsigned short'} hip_bfloat16;"}
+    return [line for dtype, line in sixteen.items() if dtype in used and line not in prefix] + vector_types(text, prefix)
+
+class CudaOperations(OperationsPrinter):
+  """And for sm_90 the compiler's target is sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's can't be."""
+  language = "cuda"
+  def need_operator(self, x:UOp) -> None:
+    """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
+    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
+  def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
+    used = {u.dtype for _, (u, _) in bufs}
+    headers = {dtypes.half: "#include <cuda_fp16.h>", dtypes.bfloat16: "#include <cuda_bf16.h>"}
+    return [line for dtype, line in headers.items() if dtype in used and line not in prefix]
+  def render_buffer(self, x:UOp) -> str: return shared_memory_text(x, super().render_buffer(x))
+
+class OperationsHIPRenderer(HIPRenderer, HipOperations):
+  def __init__(self, target:Target, use_hipcc:bool=False):
+    super().__init__(target, use_hipcc)
+    self.learn()
+class OperationsHIPCCRenderer(HIPCCRenderer, HipOperations):
+  def __init__(self, target:Target):
+    super().__init__(target)
+    self.learn()
+
+class OperationsCUDARenderer(CUDARenderer, CudaOperations):
+  def __init__(self, target:Target):
+    super().__init__(target)
+    self.learn()
+    self.compiler = for_wgmma(self.compiler, target.arch)
+class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
+  def __init__(self, target:Target):
+    super().__init__(target)
+    self.learn()
+    self.compiler = for_wgmma(self.compiler, target.arch)
+
+def for_wgmma(compiler:Any, arch:str) -> Any: return type(compiler)("sm_90a", ptx=compiler.ptx) if arch == "sm_90" else compiler
+
+def render(sink:UOp, arch:str) -> str:
+  """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""
+  renderer: OperationsPrinter
+  if arch.startswith("sm_"): renderer = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
+  else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
+  return renderer.render(lower(sink, renderer))
+
+def adapt(devices:str|tuple[str, ...]|None) -> None:
+  """Makes those of `devices` that are CUDA print our kernels from now on."""
+  adapt_cuda(devices, {CUDARenderer: OperationsCUDARenderer, NVCCRenderer: OperationsNVCCRenderer})

@@ -1,0 +1,135 @@
+"""The online softmax's correction: the rare branch in which the references of a wave's rows are raised, written once for all matrix units.
+
+P = exp2(S*scale + bias) is taken from the reference m that a row has, bias = -m*scale. No P is negative, so sums of at most 2^above show that none
+exceeds it: then m still holds, and no maximum is looked for. Where a sum is larger, or inf or NaN, in any lane of the wave, the reference of every
+row becomes the maximum of its scores so far, what was accumulated is scaled to it, and P and its sums are taken anew.
+
+bias is NaN where it would be LARGE: its rounding would then show in one fma, so each trip comes here, where the difference of score and reference is
+taken first. The same goes for each trip in which a score is NaN or +inf: right, but slow. A row that has seen no key has the reference LOWEST, from
+which every score overflows and -inf gives 0.
+"""
+from __future__ import annotations
+import functools, operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+from attn.ops.language import Value, Variable, compound
+from attn.ops.operation import emit, statement
+from attn.tinygrad_compat import UOp
+
+LARGE = 2.0**14                             # a reference of more, in powers of two, has a rounding error that shows in exp2
+LOWEST = -float(np.finfo(np.float32).max)   # below every score, and finite
+
+@dataclass(frozen=True)
+class RowLanes:
+  """How rows lie in a vector of scores: `rows` of them one after another, each shared by lanes that meet in exchanges over `steps`."""
+  rows: int
+  steps: tuple[int, ...]
+  exchange: str = "shuffle"
+
+def first_bias(scale:float) -> float:
+  """exp2(s*scale + bias) of a row that has seen no key: inf for a score, 0 for -inf."""
+  return -LOWEST*min(scale, 1.0)
+
+def parts(c:Any, x:Value, rows:int) -> list[Value]:
+  """The elements of each row."""
+  n = c.length(x)//rows
+  return [c.part(x, r*n, n) for r in range(rows)]
+
+def highest(c:Any, start:Value, scores:list[Value]) -> Value:
+  """The maximum of a number and of all elements. (clang makes maxima of three of pairs.)"""
+  top = c.variable("top", start)
+  for x in scores:
+    for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
+  return top.value
+
+def raise_reference(c:Any, rows:RowLanes, m:Value, bias:Value, scores:list[Value], scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
+  """(m, bias, factors of what was accumulated, and how P is taken from here on) of one tile's rows, whose references become their maxima so far."""
+  split, tops, biases, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
+  for r in range(rows.rows):
+    old = c.let("old", c.element(m, r))
+    top = highest(c, old, [x[r] for x in split])
+    for step in rows.steps: top = c.let("top", c.max(*c.exchange(top, step, rows.exchange)))
+    found = c.let("found", -top*scale)
+    factors.append(c.let("factor", c.exp2(c.let("power", (old - top)*scale))))
+    far = c.let("far", ~(c.abs(found) <= LARGE))
+    shifts.append(c.let("shift", c.select(far, top, c.number(0.0))))
+    nears.append(c.let("rest", c.select(far, c.number(0.0), found)))
+    biases.append(c.let("next", c.select(top == old, c.element(bias, r), c.select(far, c.nan, found))))
+    tops.append(top)
+  def weigh(x:Value) -> Value:
+    each = [c.exp2(c.let("x", c.fma(y - shifts[r], c.number(scale), nears[r]))) for r, y in enumerate(parts(c, x, rows.rows))]
+    return c.let("weights", c.join(*each))
+  return c.vector(*tops), c.vector(*biases), factors, weigh
+
+def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
+  """Each row of x times its factor."""
+  return c.join(*[y*factor for y, factor in zip(parts(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
+
+# how the sums of P are taken: a lane's own elements in fp32, or by the matrix unit, of P as it is rounded, over all lanes that share a row
+LANE, ONES = "lane", "ones"
+
+def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
+  """Adds P to a lane's sums: those of each row; or of a single row those of the even and of the odd elements, in packed additions."""
+  if rows == 1:
+    for i in range(0, c.length(x), 2): c.assign(total, total.value + c.part(x, i, 2))
+  else:
+    each = [functools.reduce(operator.add, [c.element(y, i) for i in range(c.length(y))]) for y in parts(c, x, rows)]
+    c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
+
+@compound("correct", suffix="_{count}")
+def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...],
+             matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int, scale:float, above:float) -> Value:
+  def grown(t:int) -> Value:
+    """Whether the reference of tile t no longer holds."""
+    pair = [c.element(c.load(part, t), i) for i in range(2)]
+    total = [pair[0] + pair[1]] if rows.rows == 1 else pair
+    if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
+    old = c.let("old", c.load(reference, t))
+    return ~(total[0] < c.inf) | (highest(c, old, [c.load(scores, t*stride + i) for i in range(count)]) > old)
+  def correct_all() -> None:
+    for t in range(tiles): correct_tile(t)
+  def correct_tile(t:int) -> None:
+    m, next_bias, factors, weigh = raise_reference(c, rows, c.load(reference, t), c.load(bias, t),
+                                                   [c.load(scores, t*stride + i) for i in range(count)], scale)
+    c.store(bias, t, next_bias)
+    c.store(reference, t, m)
+    for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))
+    for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
+    total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None
+    rounded = c.variable("rounded", c.splat(c.number(0.0), 4)) if ONES in sums else None
+    for i in range(0, count, together):
+      found = [weigh(c.load(scores, t*stride + j)) for j in range(i, i + together)]
+      packed = c.let("packed", c.join(*[c.pack(x, dtype) for x in found]))
+      c.store(p, (t*stride + i)//together, packed)
+      if rounded is not None: c.assign(rounded, c.times_ones(matrix, packed, rounded.value, dtype))
+      if total is not None:
+        for x in found: lane_sums(c, total, x, rows.rows)
+    if total is not None: c.store(part, sums.index(LANE)*tiles + t, total.value)
+    if rounded is not None: c.store(part, sums.index(ONES)*tiles + t, c.vector(*[c.element(rounded.value, i) for i in (0, 2)]))
+  c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
+  return c.number(0.0)
+
+def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
+            sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
+  """The correction as one statement: tinygrad has no branch around stores to registers.
+
+  `p` holds P of a trip, packed to `dtype`, of the `scores`, and `part` its sums, as `sums` says how, kind by kind. All are placeholders of registers,
+  with as many elements for each tile of queries; of the scores, those of `count` vectors from `first` on in each tile. With above = 0 the reference
+  follows every maximum that has grown, for which scores are compared."""
+  tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
+  stride = scores.max_numel()//tiles
+  operands = [x[0] for x in (reference, bias, l, acc)] + [p[first//together], scores[first], part[0]]
+  return statement("correct", *operands, *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
+                   count=stride if count is None else count, accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
+
+@compound("lane_sum")
+def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
+  sums = c.variable("sums", total)
+  lane_sums(c, sums, x, rows)
+  return sums.value
+
+def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
+  """total + P: see `lane_sums`."""
+  return emit("lane_sum", total.dtype, total, p, rows=rows)

@@ -1,0 +1,70 @@
+"""The table of chips: that its rows agree with the emulator's, which are written independently, and that each chip's kernels hold the contract."""
+from __future__ import annotations
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+import numpy as np
+import pytest
+from attn.chips import CHIPS, MODELLED, SEARCHED, get_chip, modelled
+from attn.chips.families import FAMILIES
+from attn.emulator.plan import EMULATED
+from attn.isa.roofline import RATED
+from attn.problem import Problem
+from attn.reference import rounded
+from attn.choose.tiles_table import CANDIDATES
+from attn.tinygrad_compat import Context, Tensor, dtypes
+from cases import Inputs, check, normal, problem, run
+
+def test_the_emulator_knows_the_same_chips() -> None:
+  assert list(CHIPS) == list(EMULATED)
+  for name, chip in CHIPS.items():
+    own = EMULATED[name]
+    assert (own.family, own.wave, own.lds) == (chip.family, chip.wave, chip.lds), name
+
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_the_contract_holds(arch:str, dtype:str) -> None:
+  check(arch, H=2, Sq=100, Sk=150, D=64, causal=dtype == "bfloat16", dtype=dtype)
+
+def test_gfx90a_loses_what_is_denormal_in_fp16() -> None:
+  """Values of V below the least normal number, 2^-14, are zero there; nowhere else."""
+  def tiny(p:Problem) -> Inputs: return replace(x := normal(p), v=rounded(np.sign(x.v)*np.float32(2.0**-15), p.dtype))
+  shape = {"H": 1, "Sq": 40, "Sk": 1, "D": 32, "make": tiny}
+  p = problem(**{name: n for name, n in shape.items() if name != "make"})
+  found = {arch: run(p, tiny(p), arch)[0] for arch in ("gfx90a", "gfx942")}
+  assert (np.abs(found["gfx942"]) == 2.0**-15).all() and (found["gfx90a"] == 0).all()
+  check("gfx942", **shape)
+  with pytest.raises(AssertionError, match="o: "): check("gfx90a", **shape)
+
+def test_plain_tinygrad_runs_on_every_chip() -> None:
+  """A product of matrices of tinygrad's own: of chips that it doesn't know it must not take another's matrix instruction."""
+  x = np.random.default_rng(0).integers(-4, 5, (2, 64, 64)).astype(np.float16)
+  for arch in CHIPS:
+    with Context(DEV=f"EMU::{arch}"):
+      got = Tensor(x[0]).matmul(Tensor(x[1]), dtype=dtypes.float).numpy()
+    np.testing.assert_array_equal(got, x[0].astype(np.float32) @ x[1].astype(np.float32), err_msg=arch)
+
+def test_every_family_of_amd_has_tiles_that_were_searched_for_on_one_chip() -> None:
+  with_tiles = [name for name, family in FAMILIES.items() if family.matrix]
+  assert [CHIPS[name].family for name in SEARCHED] == with_tiles == list(CANDIDATES)
+
+def test_the_readme_names_every_chip() -> None:
+  row = next(x for x in (Path(__file__).parent.parent/"README.md").read_text().splitlines() if x.startswith("| chips |"))
+  assert [name for name in CHIPS if not re.search(rf"\b{name}\b", row)] == []
+
+def test_what_stands_for_one_chip_stands_for_no_other() -> None:
+  cards = Counter(card.name for chip in CHIPS.values() for card in chip.cards)
+  machines = Counter(chip.machine for chip in CHIPS.values() if chip.machine)
+  assert max(cards.values()) == max(machines.values()) == 1
+  assert {name for name, chip in CHIPS.items() if chip.machine} == set(MODELLED) == {chip.name for chip, _ in RATED.values()}
+
+def test_a_chip_has_the_registers_for_a_wave_and_lds_for_a_workgroup() -> None:
+  """A wave may have all of a SIMD's registers on CDNA, a quarter or less on RDNA; granules divide both."""
+  for chip in map(CHIPS.__getitem__, MODELLED):
+    assert chip.registers % chip.granule == 0 and chip.registers >= chip.vgprs and chip.lds % chip.pipes.lds_granule == 0, chip
+
+def test_a_name_may_have_features_and_must_be_known() -> None:
+  assert get_chip("gfx942:sramecc+:xnack-") is CHIPS["gfx942"]
+  with pytest.raises(ValueError, match="arch='gfx906' has no matrix unit that these kernels know; supported: gfx"): get_chip("gfx906")
+  with pytest.raises(ValueError, match="no machine model for 'sm_80': known are gfx"): modelled("sm_80")
