@@ -13,24 +13,32 @@ PLOT       with COMPARE=1, a picture of it (needs matplotlib)
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
 from __future__ import annotations
-import csv, math, os, statistics, subprocess, sys, time
+import csv, importlib, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
-from attn import tuned
-from attn.api import FLOATS, default_arch, device_arch, flash_attention_fn
+from attn.api.custom_kernel import default_arch
+from attn.api.custom_kernel import device_arch
+from attn.api.custom_kernel import flash_attention_fn
 from attn.chips import Chip
 from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
-from attn.dispatch import PROGRAMS, choose, fits, single_kernel, tile_of
+from attn.choose import tuned
+from attn.choose.candidates import Candidate
+from attn.choose.dispatch import KERNELS
+from attn.choose.dispatch import choose
+from attn.choose.dispatch import single_kernel
+from attn.choose.tiles import amd_tile
+from attn.choose.tiles import fits
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
-from attn.kernels.tiles import Candidate, Tile, contraction, round_up
+from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp, compiled, device_seconds
+from attn.values import FLOATS
 with needs("bench", "bench.py", __name__):
   from rich.console import Console
   from rich.table import Table
@@ -89,7 +97,8 @@ def settings(default:Mapping[str, Any]) -> Settings:
   if H % HKV: raise BadSetting(f"HKV={HKV}: must divide H={H}")
   q, k, v, o, lse_shape = shapes(B, H, HKV, N, SK, D, DV, layout)
   p = problem_of(o, q, k, v, dtypes=[out, *[dtype]*3, "float32"], lse=lse_shape if lse else None, causal=causal, window=window, layout=layout)
-  return Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0), number("VERIFY", 1, 0))
+  return Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0),
+                  choice("VERIFY", "1", {"0": 0, "1": 1, "2": 2}))
 
 def find_device() -> str:
   """DEV, or AMD where there is such a GPU, or the emulator."""
@@ -199,11 +208,10 @@ def report_of(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> Re
 
 def show_bounds(s:Settings) -> None:
   """What the machine code of the kernel and the chip's data sheet allow."""
-  try: from attn.isa import roofline, table
-  except ImportError as e: raise BadSetting(f"ISA=1: needs {e.name}, which the extra attn[isa] installs: pip install -e '.[isa]'") from None
+  from attn.isa import roofline, table
   p, arch = s.problem, device_arch()
   program, tile = single_kernel(p, arch)
-  if not isinstance(tile, Tile): raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {arch}")
+  assert isinstance(tile, Tile)
   found = report_of(p, arch, program, tile)
   console().print(table.brief([found]))
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
@@ -237,17 +245,19 @@ def spills(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> bool:
 
 def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
-  from attn.tune import candidates
+  from attn.choose.search import candidates
   p, arch = s.problem, replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
   if not isinstance(own.work.tile, Tile):
     raise BadSetting(f"TUNE=1: it is for the tiles of the forward kernel, and this problem gets {own.kernel}: {own.why_not('forward')}")
   todo: dict[tuple[str, Tile], Candidate|None] = {(own.kernel, own.work.tile): None}
   for c in candidates(arch, tuned.head_class(p)):
-    if fits(p, arch, tile := tile_of(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
+    if fits(p, arch, tile := amd_tile(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
   timed: list[tuple[float, str, Tile, Candidate|None]] = []
   for (kernel, tile), found in tqdm(todo.items(), unit="tile"):
-    program = PROGRAMS[kernel](p, arch, tile)
+    make = KERNELS[kernel].program
+    assert make is not None
+    program = make(p, arch, tile)
     if found is None or not spills(p, arch, program, tile): timed.append((seconds(program, tile), kernel, tile, found))
   timed.sort(key=lambda x: x[0])
   tuned.store(p, arch, timed[0][3], timed[0][0])
@@ -281,42 +291,81 @@ def show_figures() -> None:
   print(f"  lowering of the same     {row['lowering s']:.2f} s")
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
-def compare_all(sweep:bool) -> list[dict[str, Any]]:
+def compare_all(x:Task) -> list[dict[str, Any]]:
   """Rows of COMPARE=1."""
   if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
   if not torch.cuda.is_available(): raise BadSetting("COMPARE=1 needs a PyTorch with CUDA")
+  if x.plot: importable("PLOT", "matplotlib", "pip install matplotlib")
   from attn.measure import peers
-  todo = [settings({**ON_A_GPU, **x}) for x in (peers.SWEEP if sweep else [{}])]
-  rows = []
-  for s in tqdm(todo, unit="shape", disable=not sweep):
+  todo = [settings({**ON_A_GPU, **sizes}) for sizes in (peers.SWEEP if x.sweep else [{}])]
+  for s in todo:
     p = s.problem
     if p.layout != "bhsd" or p.Sq != p.Sk or p.Dv != p.D or s.window != (-1, -1) or p.return_lse or p.dtype != p.out_dtype:
       raise BadSetting(f"COMPARE=1 of {describe(s)}: the peers have layout bhsd, N = SK, D = DV and no WINDOW, LSE or OUT_DTYPE")
+  rows = []
+  for s in tqdm(todo, unit="shape", disable=not x.sweep):
+    p = s.problem
     heads = f"{p.H}/{p.Hkv}" if p.H//p.Hkv > 1 else f"{p.H}"
     rows.append(peers.compare_problem(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
-  if path := getenv("PLOT", ""): peers.plot(rows, path, f"attention forward on one {torch.cuda.get_device_name()}")
+  if x.plot: peers.plot(rows, x.plot, f"attention forward on one {torch.cuda.get_device_name()}")
   return rows
 
+# ***** what to do *****
+
+@dataclass(frozen=True)
+class Task:
+  """The settings that say what is to be done with the problems."""
+  figures: bool
+  sweep: bool
+  tune: bool
+  compare: bool
+  isa: bool
+  csv: str
+  plot: str
+
+def task() -> Task:
+  """As the environment has it. Raises BadSetting for what can't be done, before anything is."""
+  x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"))
+  chosen = [name for name in ("FIGURES", "TUNE", "COMPARE", "ISA") if getattr(x, name.lower())]
+  if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: one of them at a time")
+  if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
+  if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"): raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
+  if x.isa: importable("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")
+  return x
+
+def file_for(name:str) -> str:
+  """The path of a file that can be written, or nothing."""
+  if not (path := getenv(name, "")): return ""
+  folder = os.path.dirname(os.path.abspath(path))
+  if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+    raise BadSetting(f"{name}={path!r}: must be a file in a directory that can be written to")
+  return path
+
+def importable(name:str, module:str, cure:str) -> None:
+  try: importlib.import_module(module)
+  except ImportError as e: raise BadSetting(f"{name}: needs {e.name}; {cure}") from None
+
 def main() -> int:
-  if flag("FIGURES"):
+  todo_with = task()
+  if todo_with.figures:
     show_figures()
     return 0
-  if (path := getenv("CSV", "")) and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-    raise BadSetting(f"CSV={path!r}: must be a file in a directory that can be written to")
   with Context(DEV=(device := find_device())):
-    default, sweep = ON_THE_EMULATOR if Device.DEFAULT == "EMU" else ON_A_GPU, flag("SWEEP")
-    todo = [settings({**default, **x}) for x in (SWEEP if sweep else [{}])]
-    if flag("TUNE"):
+    default = ON_THE_EMULATOR if Device.DEFAULT == "EMU" else ON_A_GPU
+    todo = [settings({**default, **x}) for x in (SWEEP if todo_with.sweep else [{}])]
+    if todo_with.isa and device_arch().family == "nvidia":
+      raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {device_arch()}")
+    if todo_with.tune:
       tune_all(todo)
       return 0
-    rows = compare_all(sweep) if flag("COMPARE") else [bench(x) for x in tqdm(todo, unit="shape", disable=not sweep)]
+    rows = compare_all(todo_with) if todo_with.compare else [bench(x) for x in tqdm(todo, unit="shape", disable=not todo_with.sweep)]
     compiled_by = f", {in_use(default_arch())}" if Device.DEFAULT == "AMD" else ""
     show(f"flash attention forward, DEV={device}{compiled_by}", rows)
-    for s in todo if flag("ISA") and not flag("COMPARE") else []: show_bounds(s)
-  if path:
-    with open(path, "w", newline="") as f:
+    for s in todo if todo_with.isa else []: show_bounds(s)
+  if todo_with.csv:
+    with open(todo_with.csv, "w", newline="") as f:
       writer = csv.DictWriter(f, list(rows[0]))
       writer.writeheader()
       writer.writerows(rows)

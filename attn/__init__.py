@@ -1,9 +1,10 @@
 """Flash attention for tinygrad: one UOp program, specialised per matrix unit, and an emulator that runs it without a GPU."""
 from attn.version import check_version
 check_version()
-from attn.api import attention, explain, flash_attention, flash_attention_fn  # noqa: E402
-from attn.cache import append_kv, attention_with_kv_cache, empty_kv_cache  # noqa: E402
-from attn.sdpa import install, installed, scaled_dot_product_attention, uninstall  # noqa: E402
+from attn.api.attention import attention, explain  # noqa: E402
+from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache  # noqa: E402
+from attn.api.custom_kernel import flash_attention, flash_attention_fn  # noqa: E402
+from attn.api.sdpa import install, installed, scaled_dot_product_attention, uninstall  # noqa: E402
 from attn.emulator.device import register as _register_emulator  # noqa: E402
 from attn.compilers.renderer import register as _register_renderers  # noqa: E402
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Any, Sequence
+from attn import values
 
 DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
@@ -10,6 +11,36 @@ CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # of an element
 MAX_SPLITS = 256
 EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")   # optional input tensors, in the order a kernel takes them
+
+SOFTCAP_MOST = 2.0**100   # beyond it a score that is lost as a denormal of fp32 would show
+
+# ***** what the options may be *****
+
+def check_causal(name:str, x:Any) -> bool|str:
+  if isinstance(x, str): return values.word(name, x, [c for c in CAUSAL if isinstance(c, str)], f"one of {', '.join(map(repr, CAUSAL))}")
+  try: return values.truth(name, x)
+  except ValueError: raise values.wrong(name, x, f"one of {', '.join(map(repr, CAUSAL))}") from None
+
+def check_layout(name:str, x:Any) -> str: return values.word(name, x, LAYOUTS, f"one of {', '.join(f'{k!r} {v}' for k, v in LAYOUTS.items())}")
+
+def check_window(name:str, x:Any) -> tuple[int, int]:
+  supported = "(left, right), each -1 (no bound) or the number of further keys seen on that side"
+  if not isinstance(x, (tuple, list)) or len(x) != 2: raise values.wrong(name, x, supported)
+  try: left, right = (values.whole_number(name, n, -1, None, supported) for n in x)
+  except ValueError: raise values.wrong(name, x, supported) from None
+  return left, right
+
+def check_softmax_scale(name:str, x:Any) -> float:
+  return values.real_number(name, x, values.FP32_LEAST, values.FP32_MOST/math.log2(math.e), "a positive number that fp32 holds, 1.2e-38 to 2.3e+38")
+
+def check_softcap(name:str, x:Any) -> float:
+  supported = f"0 for none, or a positive number, 1.2e-38 to {SOFTCAP_MOST:.1e}"
+  value = values.real_number(name, x, 0.0, SOFTCAP_MOST, supported)
+  if 0 < value < values.FP32_LEAST: raise values.wrong(name, x, supported)
+  return value
+
+def check_splits(name:str, x:Any) -> int:
+  return values.whole_number(name, x, 0, MAX_SPLITS, f"0 (chosen by a heuristic), 1 (no split) or the number of splits, at most {MAX_SPLITS}")
 
 @dataclass(frozen=True)
 class Problem:
@@ -34,7 +65,7 @@ class Problem:
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q); tensors
                  cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1]; Sq and Sk are the lengths
                  of the longest ones
-    num_splits   key ranges that workgroups of their own take (attn/kernels/split_kv.py): 1 is no split; 0 is for `split_kv.resolve` to choose
+    num_splits   key ranges that workgroups of their own take (attn/kernels/combine.py): 1 is no split; 0 is for `splits.resolve` to choose
   Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0 where `top_left`).
   """
   B: int
@@ -65,24 +96,32 @@ class Problem:
   num_splits: int = 1
 
   def __post_init__(self) -> None:
+    def put(name:str, value:Any) -> None: object.__setattr__(self, name, value)
     for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"):
-      if (value := getattr(self, name)) < 1: raise ValueError(f"{name}={value}: every dimension must be at least 1")
+      put(name, values.whole_number(name, getattr(self, name), 1, None, "a whole number: every dimension is at least 1"))
+    for name in ("total_q", "total_k"): put(name, values.whole_number(name, getattr(self, name), 0, None, "a number of rows"))
+    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths"): put(name, values.truth(name, getattr(self, name)))
+    for name, check in (("layout", check_layout), ("window", check_window), ("softmax_scale", check_softmax_scale), ("softcap", check_softcap),
+                        ("num_splits", check_splits)):
+      put(name, check(name, getattr(self, name)))
+    if not values.is_whole(self.offset): raise values.wrong("offset", self.offset, "a whole number")
+    put("offset", int(self.offset))
     if self.H % self.Hkv: raise ValueError(f"H={self.H} query heads are not a multiple of Hkv={self.Hkv} key/value heads")
     if self.dtype not in DTYPES: raise NotImplementedError(f"dtype={self.dtype!r}: q, k and v must be one of {', '.join(DTYPES)}")
-    if self.out_dtype not in OUT_DTYPES: raise NotImplementedError(f"output dtype {self.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
-    if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
-      raise ValueError(f"softmax_scale={self.softmax_scale}: must be finite and positive")
-    if not (math.isfinite(self.softcap) and self.softcap >= 0):
-      raise ValueError(f"softcap={self.softcap}: must be finite and positive, or 0 for none")
+    if self.out_dtype not in OUT_DTYPES: raise NotImplementedError(f"out_dtype={self.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
+    if self.softcap and not values.FP32_LEAST <= self.softmax_scale/self.softcap <= values.FP32_MOST:
+      raise ValueError(f"softmax_scale={self.softmax_scale} with softcap={self.softcap}: their quotient must be a number that fp32 holds, "
+                       "1.2e-38 to 3.4e+38")
+    # bounds beyond the first and the last key are none: a kernel never sees them
+    left, right = self.window
+    put("window", (left if left < self.Sq - 1 + self.offset else -1, right if right < self.Sk - 1 - self.offset else -1))
     if self.alibi_batched and not self.alibi: raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
     if self.bias is not None and self.bias_dtype not in OUT_DTYPES:
       raise NotImplementedError(f"bias_dtype={self.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
-    if self.num_splits < 0: raise ValueError(f"num_splits={self.num_splits}: must be 0 (chosen by a heuristic), 1 (no split) or the number of splits")
-    if self.num_splits > MAX_SPLITS: raise ValueError(f"num_splits={self.num_splits}: at most {MAX_SPLITS}")
     if self.varlen:
-      for name, option in (("bias", self.bias), ("kv_lengths", self.kv_lengths), ("sk_variable", self.sk_variable)):
-        if option:
-          raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens and have no (B, H, Sq, Sk) bias")
+      if self.bias is not None: raise NotImplementedError("bias with layout='thd': packed sequences have no (B, H, Sq, Sk) to add it to")
+      for name in ("kv_lengths", "sk_variable"):
+        if getattr(self, name): raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens_k")
       for name in ("total_q", "total_k"):
         if (value := getattr(self, name)) < 1: raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
     elif self.total_q or self.total_k:
@@ -157,10 +196,7 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
 
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported.
   """
-  if layout not in LAYOUTS: raise ValueError(f"layout={layout!r}: must be one of {', '.join(f'{k!r} {v}' for k, v in LAYOUTS.items())}")
-  if causal not in CAUSAL: raise ValueError(f"causal={causal!r}: must be one of {', '.join(repr(c) for c in CAUSAL)}")
-  if len(window) != 2 or any(not isinstance(w, int) or w < -1 for w in window):
-    raise ValueError(f"window={window!r}: must be (left, right), each -1 (no bound) or the number of further keys seen on that side")
+  layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
   varlen, extras = layout == "thd", extras or {}
   B, H, Sq, D = _dims("q", q, layout)
   Bk, Hkv, Sk, Dk = _dims("k", k, layout)
@@ -176,7 +212,7 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   if lse is not None and dtypes[4] != "float32": raise ValueError(f"lse has dtype {dtypes[4]}: must be float32")
   if len(set(dtypes[1:4])) != 1: raise ValueError(f"q, k and v have dtypes {', '.join(dtypes[1:4])}: all three must be the same")
   if causal and (window[1] > 0): raise ValueError(f"causal={causal!r} with window={window!r}: causal allows no key on the right")
-  scale = softmax_scale if softmax_scale is not None else 1/math.sqrt(D)
+  scale = softmax_scale if softmax_scale is not None else 1/math.sqrt(max(D, 1))
   options: dict[str, Any] = {"softcap": softcap, "sk_variable": sk_variable, "num_splits": num_splits, "top_left": causal == "top-left"}
   if varlen:
     options |= {"total_q": Sq, "total_k": Sk}
@@ -199,8 +235,7 @@ def _sequences(extras:dict[str, tuple[Sequence[int], str]]) -> int:
   return extras["cu_seqlens_q"][0][0] - 1
 
 def _longest(name:str, value:int|None, total:int) -> int:
-  if value is not None and not 1 <= value <= total: raise ValueError(f"{name}={value}: must lie between 1 and the {total} rows of all sequences")
-  return total if value is None else value
+  return total if value is None else values.whole_number(name, value, 1, total, f"between 1 and the {total} rows of all sequences")
 
 def _extras(extras:dict[str, tuple[Sequence[int], str]], B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   """The fields of Problem that say which optional tensors there are."""

@@ -12,18 +12,20 @@ from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.engine.realize import capturing
 from tinygrad.engine.realize import compile_linear, get_runtime, run_linear
 from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
+from tinygrad.uop.spec import glbls as spec_names
 from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CStyleLanguage", "CUDARenderer", "CompileError",
            "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer",
            "KernelInfo", "MARK", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
            "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "comgr_compiler", "comgr_version",
-           "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
+           "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
            "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places", "opened_devices",
            "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs"]
 
@@ -43,6 +45,9 @@ def vector_dtype(element:str, n:int) -> DType:
   dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
   return dtype
+
+# With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what `VectorDType.__repr__` names.
+spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtype.name == name)
 
 MARK = "// a kernel of attn"   # the first line of a source that is ours: attn/compilers/renderer.py goes by it
 

@@ -1,251 +1,39 @@
-"""The search that makes attn/tiles_table.py: over bounds from machine code, not over measurements.
+"""`python -m attn.tune`: the search that makes attn/choose/tiles_table.py, as a command.
 
     python -m attn.tune                        prints what it would choose, and what the table has not
     python -m attn.tune --check                the same, and fails where the table has something else
     python -m attn.tune --write                rewrites the table
     python -m attn.tune --arch gfx942 --d 128  one class only; with --all also every tile that compiles, best first
-
-A row is for one family of matrix units and for head dimensions up to one of CLASSES. Its tiles are those of `candidates` that do not spill; the best
-has the greatest `Bound`, its figures being the worst over fp16 and bf16, full and causal. Where that one takes more than SMALL queries, the best of
-those that don't follows it, for grids too small to fill a chip. On a GPU, TUNE=1 of bench.py goes by time instead.
 """
 from __future__ import annotations
-import functools, itertools, multiprocessing, os, re
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, NamedTuple
-import numpy as np
-from attn.chips import SEARCHED, Chip, get_chip
-from attn.compilers.clang import assembly
-from attn.dispatch import fits, tile_of
-from attn.emulator.banks import phases
+import os
+from collections.abc import Iterable
 from attn.extras import needs
-from attn.chips.matrix import Matrix
-from attn.isa.report import Report, analyse
-from attn.isa.source import DTYPES, MASKS, Spec, kernel_source, problem_of
-from attn.kernels.tiles import Candidate, Tile, contraction, round_up
-from attn.tinygrad_compat import CompileError
-from attn.tuned import CLASSES
 with needs("isa", "python -m attn.tune", __name__):
   import click
   from rich.console import Console
   from rich.table import Table
-  from tqdm import tqdm
+  from attn.choose.search import TABLE_FILE
+  from attn.choose.search import Class
+  from attn.choose.search import differences
+  from attn.choose.search import search
+  from attn.choose.search import table_rows
+  from attn.choose.search import table_rows_in
+  from attn.choose.search import table_text
+from attn.chips import SEARCHED
+from attn.chips import get_chip
+from attn.choose.tiles import amd_tile
+from attn.choose.tuned import CLASSES
+from attn.isa.source import Spec
+from attn.isa.source import problem_of_spec
 
-VARIANTS = [(dtype, mask) for dtype in reversed(DTYPES) for mask in reversed(MASKS)]   # the costly ones first
-SPACE: dict[str, tuple[int, ...]] = {
-  "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
-  "prefetch": (1, 2, 0), "matrix": (0, 1)}
-LARGE = 256     # queries of a tile, at most: a causal block computes on average half as many keys in vain
-SMALL = 128     # queries of a tile that every grid may have
-FILLS = 256     # workgroups that a tile of more queries has to make, about one for each compute unit of the largest chips
-ENOUGH = 2      # waves per SIMD: one computes while the other waits
-ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # of instruction.KINDS
-LEADING = 3     # tiles with the greatest bounds that are tried with two buffers in LDS as well
-RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel gets by with fewer
-TABLE = Path(__file__).parent/"tiles_table.py"
-Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
-
-class Bound(NamedTuple):
-  """What tiles are ranked by, the greatest first. Bounds on the use of the matrix unit are in half percents: less is the compiler's luck."""
-  enough: int     # waves per SIMD, but no more than ENOUGH
-  ahead: int      # 1 if a tile is on its way while there is other work, else 0: no figure here knows what waiting for memory takes
-  issued: int     # where nothing overlaps: the serial bound, in which each access to LDS and memory and each barrier takes an issue slot too
-  serial: int     # the serial bound itself
-  waves: int      # per SIMD, of the workgroups for which registers and LDS have room
-  overlap: int    # where everything overlaps
-  small: int      # minus the queries of a workgroup
-  short: int      # minus the keys of a trip
-
-@dataclass(frozen=True)
-class Found:
-  candidate: Candidate
-  bound: Bound
-
-# ***** the space *****
-
-def held(c:Candidate, arch:Chip, d:int) -> int:
-  """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
-  mat = arch.matrix[DTYPES[0]][c.matrix]
-  of_q = 0 if c.q_in_lds else contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
-  on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
-  return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
-
-def conflict(family:str, mat:Matrix, stride:int) -> bool:
-  """Whether lanes that read their units of matrix operands, lane group h at unit h of row n, meet in a bank of LDS. Those of CDNA's 16x16
-  instructions do: a phase of its reads takes rows of one lane group with the neighbouring rows of another."""
-  banks, groups = phases(family, mat.wave, True, 16)
-  unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
-  return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
-
-def candidates(arch:Chip, d:int) -> list[Candidate]:
-  """The tiles of SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank conflicts. Q lies
-  in LDS, where every trip has to read it again, only if with it a wave would fill half of its registers."""
-  found, matrices = [], arch.matrix[DTYPES[0]]
-  for values in itertools.product(*SPACE.values()):
-    c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of(Spec(arch.name, d))   # type: ignore[arg-type]
-    if c.matrix >= len(matrices): continue
-    tile = tile_of(p, arch, c)
-    divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, 1) == 0
-    crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
-    smooth = not any(conflict(arch.family, tile.matrix, n//tile.matrix.unit | 1) for n in (contraction(tile.matrix, d), c.block_n))
-    room = fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs
-    if divides and crowded and smooth and tile.block_m <= LARGE and room: found.append(c)
-  return found
-
-# ***** the bound of one tile *****
-
-def report_of(spec:Spec, tile:Tile) -> Report|None:
-  """The machine code of the forward kernel with this tile, None where it doesn't compile."""
-  kernel = kernel_source(spec, tile)
-  try: return analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
-  except CompileError: return None
-
-def waves_of(report:Report, tile:Tile, chip:Chip) -> int:
-  """Waves per SIMD, as many as whole workgroups make."""
-  r = report.resources
-  assert r.waves_by_registers is not None and r.waves_by_lds is not None
-  simds = chip.pipes.simds
-  return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
-
-def bound_of(report:Report|None, tile:Tile) -> Bound|None:
-  """None where the kernel doesn't compile, or spills."""
-  if report is None or (loop := report.loop) is None: return None
-  r, chip = report.resources, get_chip(report.arch)
-  if r.vgpr_spills or r.sgpr_spills or r.scratch: return None
-  matrix, waves = loop.cycles["matrix"], waves_of(report, tile, chip)
-  others = chip.pipes.valu*sum(loop.kinds[kind] for kind in ISSUED)
-  def halves(x:float) -> int: return round(200*x)
-  return Bound(min(waves, ENOUGH), min(tile.prefetch, 1), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
-               halves(loop.overlap), -tile.block_m, -tile.block_n)
-
-def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """The bound of one tile for one variant of the kernel."""
-  spec = Spec(arch, c.up_to, dtype, mask)
-  tile = tile_of(problem_of(spec), get_chip(arch), c)
-  return bound_of(report_of(spec, tile), tile)
-
-def worst_bound(arch:str, c:Candidate, each:Each=map) -> Bound|None:
-  """Figure by figure the worst over the variants."""
-  found = [x for x in each(first_bound, *zip(*[(arch, c, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
-  return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
-
-# ***** the best of a class *****
-
-def best(ranked:Iterable[Found], worst:Callable[[Candidate], Bound|None]) -> Found|None:
-  """The best by its worst variant. `ranked` is by the bound of one variant, the greatest first; no worst one is greater, so few are looked at."""
-  found: Found|None = None
-  for x in ranked:
-    if found is not None and x.bound <= found.bound: break
-    if (bound := worst(x.candidate)) is not None and (found is None or bound > found.bound): found = Found(x.candidate, bound)
-  return found
-
-def queries(x:Found) -> int: return -x.bound.small
-
-def choose(arch:str, ranked:list[Found], each:Each=map) -> list[Found]:
-  """The rows of a class: the best tile, and the best of SMALL queries at most where that is another."""
-  worst = functools.cache(lambda c: worst_bound(arch, c, each))
-  first = best(ranked, worst)
-  if first is None or queries(first) <= SMALL: return [first] if first is not None else []
-  second = best([x for x in ranked if queries(x) <= SMALL], worst)
-  return [replace(first, candidate=replace(first.candidate, fills=FILLS)), *([second] if second is not None else [])]
-
-@dataclass(frozen=True)
-class Class:
-  arch: str
-  d: int
-  ranked: tuple[Found, ...]    # the tiles that were looked at and don't spill, by the bound of their first variant
-  rows: tuple[Found, ...]
-
-def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """One class. What is looked at only where nothing before will do: first tiles without prefetch, then those of which ENOUGH waves can't have the
-  registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL queries."""
-  chip, ranked, rows = get_chip(arch), list[Found](), list[Found]()
-  space = candidates(chip, d)
-  def look(tiles:list[Candidate]) -> list[Found]:
-    ranked.extend(Found(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None)
-    ranked.sort(key=lambda x: x.bound, reverse=True)
-    return choose(arch, ranked, each)
-  heavy = {c: ENOUGH*held(c, chip, d) > chip.registers for c in space}
-  for prefetch, weight in ((1, False), (0, False), (1, True)):
-    rows = look([c for c in space if c.prefetch == prefetch and heavy[c] == weight])
-    if rows and queries(rows[-1]) <= SMALL and all(x.bound.enough == ENOUGH for x in rows): break
-  leading = {x.candidate for some in (ranked, [x for x in ranked if queries(x) <= SMALL]) for x in some[:LEADING]}
-  return Class(arch, d, tuple(ranked), tuple(look([c for c in space if c.prefetch == 2 and replace(c, prefetch=1) in leading])))
-
-def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
-  """Every class of every chip, in `jobs` processes, with a line of progress."""
-  kinds = list(itertools.product(archs, classes))
-  with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-    for arch, d in (bar := tqdm(kinds, unit="class")):
-      def each(f:Callable[..., Bound|None], *args:Iterable[Any]) -> Iterator[Bound|None]:
-        for x in pool.map(f, *args):
-          bar.set_postfix_str(f"{arch} up to {d}: {next(count)} kernels compiled")
-          yield x
-      count = itertools.count(1)
-      yield search_class(arch, d, each)
-
-# ***** the table *****
-
-HEADER = '''"""The tiles that the forward kernel may have on each family of matrix units, best first: the first one that fits is taken.
-
-Made by a search over bounds from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
-Beside each row the worst over fp16 and bf16, full and causal: bounds on the use of the matrix unit, and waves per SIMD.
-"""
-from attn.kernels.tiles import Candidate
-
-CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-'''
-
-def row_of(x:Found) -> str:
-  """A line of the table."""
-  c = x.candidate
-  options = [f"{f.name}={getattr(c, f.name)}" for f in fields(c)[4:] if getattr(c, f.name) != f.default]
-  text = f"    Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
-  return f"{text:<72}# serial {x.bound.serial/2}%, issued {x.bound.issued/2}%, overlap {x.bound.overlap/2}%, waves {x.bound.waves}"
-
-Rows = dict[str, dict[int, list[str]]]   # family -> class -> lines
-
-def rows_in(text:str) -> Rows:
-  """The lines of a table's text."""
-  found: Rows = {}
-  for line in text.splitlines():
-    if (family := re.match(r'  "(\w+)": \(', line)) is not None: rows = found.setdefault(family[1], {})
-    elif (row := re.match(r"    Candidate\((\d+),", line)) is not None: rows.setdefault(int(row[1]), []).append(line)
-  return found
-
-def rows_of(found:Iterable[Class]) -> Rows:
-  rows: Rows = {}
-  for x in found: rows.setdefault(get_chip(x.arch).family, {})[x.d] = [row_of(y) for y in x.rows]
-  return rows
-
-def file_text(rows:Rows) -> str:
-  """The table's text."""
-  lines = []
-  for family in (get_chip(a).family for a in SEARCHED):
-    if family in rows: lines += [f'  "{family}": (', *(line for d in CLASSES for line in rows[family].get(d, [])), "  ),"]
-  return HEADER + "\n".join([*lines, "}"]) + "\n"
-
-def differences(old:Rows, new:Rows) -> list[str]:
-  """What `new` would change in `old`, of the classes that it has: other tiles, not figures."""
-  def tiles(rows:Rows, family:str, d:int) -> list[str]: return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(d, [])]
-  lines = []
-  for family, d in ((f, d) for f in new for d in new[f]):
-    before, after = tiles(old, family, d), tiles(new, family, d)
-    if before != after: lines += [f"{family}: - {x}" for x in before if x not in after] + [f"{family}: + {x}" for x in after]
-  return lines
-
-# ***** the command *****
-
-def show(found:Iterable[Class], everything:bool) -> Table:
+def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "serial", "issued", "overlap", "waves/SIMD",
                 title="bounds, not measured")
   for x in found:
     for y in x.ranked if everything else x.rows:
       c, b = y.candidate, y.bound
-      tile = tile_of(problem_of(Spec(x.arch, x.d)), get_chip(x.arch), c)
+      tile = amd_tile(problem_of_spec(Spec(x.arch, x.d)), get_chip(x.arch), c)
       table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={c.fills}"*(c.fills > 0),
                     *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
   return table
@@ -261,14 +49,14 @@ def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bo
   """Choose the tiles of the forward kernel by a search over bounds from machine code. Nothing is measured, and no GPU is needed."""
   if write and check: raise click.UsageError("--write or --check: one of them")
   found = list(search(archs or SEARCHED, [int(d) for d in classes] or CLASSES, jobs))
-  Console(width=None if Console().is_terminal else 160).print(show(found, everything))
+  Console(width=None if Console().is_terminal else 160).print(bounds_table(found, everything))
   if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:
     raise click.ClickException(f"no tile compiles without spills: {', '.join(empty)}")
-  old, new = rows_in(TABLE.read_text()), rows_of(found)
+  old, new = table_rows_in(TABLE_FILE.read_text()), table_rows(found)
   changes = differences(old, new)
-  click.echo("\n".join(changes) if changes else f"{TABLE.name} has these tiles")
-  if write: TABLE.write_text(file_text({f: {**old.get(f, {}), **new.get(f, {})} for f in {**old, **new}}))
-  elif check and changes: raise click.ClickException(f"{TABLE.name} has other tiles: python -m attn.tune --write")
+  click.echo("\n".join(changes) if changes else f"{TABLE_FILE.name} has these tiles")
+  if write: TABLE_FILE.write_text(table_text({f: {**old.get(f, {}), **new.get(f, {})} for f in {**old, **new}}))
+  elif check and changes: raise click.ClickException(f"{TABLE_FILE.name} has other tiles: python -m attn.tune --write")
 
 if __name__ == "__main__":
   try: main(prog_name="python -m attn.tune")

@@ -7,7 +7,7 @@ import numpy as np
 from tinygrad import Context, Tensor, dtypes
 from attn import flash_attention_fn
 from attn.chips import get_chip
-from attn.dispatch import choose_tile
+from attn.choose.dispatch import choose_tile
 from attn.extras import needs
 from attn.problem import problem_of
 from attn.reference import exact, judge, same

@@ -5,16 +5,18 @@ from typing import Any, Callable, Iterable, Sequence
 import numpy as np
 import pytest
 from attn import flash_attention_fn
-from attn.api import FLOATS as DTYPES, device_arch, kernels
+from attn.api.attention import kernels
+from attn.api.custom_kernel import device_arch
 from attn.chips import Chip, get_chip
-from attn.dispatch import Choice, Work, choose_tile
+from attn.choose.dispatch import Choice, Work, choose_tile
 from attn.kernels.forward import arguments
-from attn.kernels.split_kv import combine_arguments
+from attn.kernels.combine import combine_arguments
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.tiles import Tile
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Options, arrange, exact, judge, restore, rounded, same
 from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.values import FLOATS as DTYPES
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's matrix units
 EVERY_ARCH = (*ARCHS, "sm_80")                           # and NVIDIA's mma.sync

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tinygrad import TinyJit, Variable
 import attn
-from attn import dispatch, flash_attn
-from attn.kernels import forward_wgmma
+from attn import flash_attn
+from attn.api.attention import choice_of
 from attn.problem import Problem
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
@@ -20,13 +20,6 @@ DEVICES = ("EMU:0", "EMU:1")
 
 def arch_of(kernel): return {"forward_mma": "sm_80", "forward_wgmma": "sm_90"}.get(kernel, "gfx942")
 def on_kernel(kernel, arch="", **parameters): return check_attention(arch or arch_of(kernel), kernel, **SPLITS.get(kernel, {}), **parameters)
-
-@pytest.fixture(autouse=True)
-def few_queries(request, monkeypatch):
-  """forward_wgmma, where a test forces it, leaves no small problem to another kernel."""
-  if "forward_wgmma" not in request.node.name: return
-  monkeypatch.setattr(forward_wgmma, "too_short", lambda p: None)
-  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
 
 # ***** options *****
 
@@ -269,6 +262,32 @@ def test_forced(monkeypatch):
     half = draw(1, 1, 4, 64)
     assert attn.explain(half, half, half).why_not("forward") == "ATTN_KERNEL=three_pass forces another"
 
+FORCED = [("gfx950", "dual_wave", {"D": 128}, "blocks of 256 queries leave compute units idle"),
+          ("gfx942", "split_kv", {}, "no split is the fastest"), ("sm_90", "forward_wgmma", {}, "a warpgroup has 64 queries"),
+          ("sm_90", "forward_mma", {"Sq": 70}, None), ("gfx950", "forward", {"D": 128}, None)]
+
+@pytest.mark.parametrize("arch, kernel, sizes, slower", FORCED)
+def test_a_kernel_that_would_be_slower_can_be_forced(arch, kernel, sizes, slower):
+  """Dispatch says of itself that another is faster, and why; named, the kernel computes the problem."""
+  problem = {"H": 2, "Sq": 20, "Sk": 150, "D": 64, "causal": True} | sizes
+  with emulated(arch):
+    q, k = draw(1, 2, problem["Sq"], problem["D"]), draw(1, 2, 150, problem["D"])
+    choice = choice_of(q, k, k, causal=True)
+    assert choice.kernel != kernel or slower is None
+    if slower is not None: assert slower in choice.why_not(kernel)
+  with emulated(arch, kernel):
+    work = choice_of(q, k, k, causal=True)
+    assert work.kernel == kernel and (work.work.splits == 2) == (kernel == "split_kv")
+  check_attention(arch, kernel, **problem)
+
+def test_a_kernel_that_cannot_is_not_forced():
+  for arch, kernel, sizes, text in (("gfx942", "dual_wave", {"D": 128}, "gfx942 has no direct loads"), ("gfx950", "dual_wave", {}, "D=64, Dv=64"),
+                                    ("gfx942", "split_kv", {"Sk": 9}, "no split is possible: .* 1 key tiles"),
+                                    ("gfx942", "split_kv", {"num_splits": 1}, "num_splits=1 asks for no split"),
+                                    ("sm_80", "forward_wgmma", {}, "sm_80 has no wgmma"), ("sm_90", "forward_wgmma", {"D": 20}, "D=20: rows are")):
+    with pytest.raises(NotImplementedError, match=f"ATTN_KERNEL={kernel}: {text}"):
+      check_attention(arch, kernel, **{"H": 2, "Sq": 20, "Sk": 150, "D": 64} | sizes)
+
 def test_splits_are_held_to_the_key_tiles():
   with emulated("gfx942"):
     q, k = draw(1, 1, 4, 64), draw(1, 1, 130, 64)
@@ -292,8 +311,8 @@ REFUSED = [
   ({"q": T(2, 4, 64)}, r"q has shape \(2, 4, 64\); layout='bhsd' needs"),
   ({"v": T(1, 2, 9, 64)}, r"v has shape \(1, 2, 9, 64\): its sequence length"),
   ({"q": T(1, 3, 4, 64)}, "H=3 query heads are not a multiple of Hkv=2"),
-  ({"q": T(1, 2, 4, 64, dtype=dtypes.int)}, r"q has dtype dtypes.int: supported are float16, bfloat16, float32"),
-  ({"q": T(1, 2, 4, 64, dtype=dtypes.double)}, r"q has dtype dtypes.double: supported are float16, bfloat16, float32"),
+  ({"q": T(1, 2, 4, 64, dtype=dtypes.int)}, r"q has dtype int32: must be one of float16, bfloat16, float32"),
+  ({"q": T(1, 2, 4, 64, dtype=dtypes.double)}, r"q has dtype double: must be one of float16, bfloat16, float32"),
   ({"q": T(1, 2, 4, 64, dtype=dtypes.float)}, r"q, k and v have dtypes float32, float16, float16: all three must be the same"),
   ({"causal": 2}, r"causal=2: must be one of"),
   ({"window": (1,)}, r"window=\(1,\): must be \(left, right\)"),
@@ -301,25 +320,25 @@ REFUSED = [
   ({"causal": True, "window": (1, 1)}, r"causal=True with window=\(1, 1\)"),
   ({"softcap": -1.0}, "softcap=-1.0"),
   ({"softmax_scale": 0.0}, "softmax_scale=0.0"),
-  ({"num_splits": -1}, r"num_splits=-1: must be 0 \(chosen by a heuristic\), 1 \(no split\) or the number of splits"),
-  ({"num_splits": 1000}, "num_splits=1000: at most"),
+  ({"num_splits": -1}, r"num_splits=-1: must be 0 \(chosen by a heuristic\), 1 \(no split\) or the number of splits, at most 256"),
+  ({"num_splits": 1000}, "num_splits=1000: must be 0 .* at most 256"),
   ({"alibi_slopes": T(3, dtype=dtypes.float)}, r"alibi_slopes has shape \(3,\)"),
   ({"sinks": T(3, dtype=dtypes.float)}, r"sinks has shape \(3,\)"),
   ({"bias": T(3, 8, dtype=dtypes.float)}, r"bias has shape \(1, 1, 3, 8\): must be four dimensions that broadcast to \(B, H, Sq, Sk\)"),
-  ({"bias": T(4, 8, dtype=dtypes.bool)}, r"bias has dtype dtypes.bool: must be one of float16"),
+  ({"bias": T(4, 8, dtype=dtypes.bool)}, r"bias has dtype bool: must be added to scores; scaled_dot_product_attention takes"),
   ({"bias": T(1, 1, 1, 4, 8)}, r"bias has shape \(1, 1, 1, 4, 8\)"),
   ({"kv_lengths": 9}, r"kv_lengths=9: must lie in 0..8"),
   ({"kv_lengths": -1}, "kv_lengths=-1"),
   ({"kv_lengths": 1.5}, "kv_lengths=1.5: must be an int"),
   ({"kv_lengths": Tensor([3, 4], dtype=dtypes.int, device="EMU")}, r"kv_lengths has shape \(2,\)"),
-  ({"kv_lengths": Tensor([3], dtype=dtypes.long, device="EMU")}, r"kv_lengths has dtype dtypes.long: must be int32"),
+  ({"kv_lengths": Tensor([3], dtype=dtypes.long, device="EMU")}, r"kv_lengths has dtype long: must be int32"),
   ({"cu_seqlens_q": Tensor([0, 4], dtype=dtypes.int, device="EMU")}, r"cu_seqlens_q with layout='bhsd'"),
   ({"max_seqlen_q": 4}, "max_seqlen_q=4"),
   ({"layout": "thd", "q": T(4, 2, 64), "k": T(8, 2, 64), "v": T(8, 2, 64)}, "layout='thd' needs cu_seqlens_q"),
   ({"out": T(1, 2, 5, 64)}, r"out has shape \(1, 2, 5, 64\): must be \(1, 2, 4, 64\)"),
   ({"out": T(2, 2, 4, 64)[1:]}, "out is a view"),
-  ({"out": T(1, 2, 4, 64), "out_dtype": dtypes.float}, "out_dtype=dtypes.float but out has dtype dtypes.half"),
-  ({"out_dtype": dtypes.int}, "out_dtype=dtypes.int"),
+  ({"out": T(1, 2, 4, 64), "out_dtype": dtypes.float}, "out_dtype=float32 but out has dtype float16"),
+  ({"out_dtype": dtypes.int}, "out_dtype=int32: must be one of float16, bfloat16, float32"),
   ({"arch": "gfx803"}, r"arch='gfx803'"),
   ({"k": Tensor.empty(1, 2, 8, 64, dtype=dtypes.half, device="EMU:1")}, "k is on EMU:1 but q on EMU"),
   ({"sinks": Tensor.empty(2, dtype=dtypes.float, device="EMU:1")}, "sinks is on EMU:1 but q on EMU"),

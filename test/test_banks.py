@@ -3,9 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 import pytest
 from attn.chips import get_chip
-from attn.dispatch import CANDIDATES, tile_of
+from attn.choose.candidates import Candidate
+from attn.choose.tiles import CANDIDATES, amd_tile
 from attn.emulator import last_run
-from attn.kernels.tiles import Candidate
 from cases import ARCHS, check_kernels, normal, problem, run
 from test_dual_wave import run as run_dual_wave
 
@@ -42,5 +42,5 @@ def test_dual_wave(monkeypatch) -> None:
 def test_table(monkeypatch, arch:str, c:Candidate) -> None:
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
   p = problem(H=1, Sq=256, Sk=128, D=c.up_to)
-  check_kernels(arch, tile=lambda _: tile_of(p, get_chip(arch), c), H=1, Sq=256, Sk=128, D=c.up_to)
+  check_kernels(arch, tile=lambda _: amd_tile(p, get_chip(arch), c), H=1, Sq=256, Sk=128, D=c.up_to)
   assert all(factor == 1 for factor in conflicts().values()), conflicts()

@@ -62,7 +62,7 @@ def test_bounds() -> None:
   ({"CAUSAL": "maybe"}, "CAUSAL='maybe': must be one of 0, 1, bottom-right, top-left"),
   ({"LAYOUT": "dhsb"}, "LAYOUT='dhsb': must be one of bhsd, bshd, nsd"),
   ({"WINDOW": "3"}, "WINDOW='3': must be left,right"),
-  ({"VERIFY": "yes"}, "VERIFY='yes': must be a whole number"),
+  ({"VERIFY": "yes"}, "VERIFY='yes': must be one of 0, 1, 2"),
   ({"CNT": "0"}, "CNT=0: must be at least 1"),
   ({"SEED": "-1"}, "SEED=-1: must be at least 0"),
   ({"LSE": "2"}, "LSE='2': must be one of 0, 1"),

@@ -5,7 +5,7 @@ import pytest
 from tinygrad import TinyJit, Variable
 import attn
 from attn import flash_attn
-from attn.cache import append_kv, attention_with_kv_cache, empty_kv_cache
+from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
@@ -135,18 +135,18 @@ def test_refused():
     for call, text in (
       (lambda: append_kv(draw(B, HKV, 1, 16), new, k_cache, v_cache, 0),
        r"k_new has shape \(2, 2, 1, 16\): must be that of k_cache, \(2, 2, 8, 32\)"),
-      (lambda: append_kv(new.float(), new, k_cache, v_cache, 0), "k_new has dtype dtypes.float: must be that of k_cache, dtypes.half"),
+      (lambda: append_kv(new.float(), new, k_cache, v_cache, 0), "k_new has dtype float32: must be that of k_cache, float16"),
       (lambda: append_kv(new, draw(B, HKV, 2, D), k_cache, v_cache, 0), "v_new and v_cache have 2 and 8 rows"),
       (lambda: append_kv(new, new, k_cache[:, :, :4], v_cache[:, :, :4], 0), "k_cache is a view"),
       (lambda: append_kv(new, new, k_cache, v_cache, 0.5), "cache_seqlens=0.5: must be an int, a Variable or an int32 Tensor"),
-      (lambda: append_kv(new, new, k_cache, v_cache, Tensor([1., 2.], device="EMU")), "cache_seqlens has dtype dtypes.float: must be int32"),
+      (lambda: append_kv(new, new, k_cache, v_cache, Tensor([1., 2.], device="EMU")), "cache_seqlens has dtype float32: must be int32"),
       (lambda: append_kv(new, new, k_cache, v_cache, lengths(1, 2, 3)), r"cache_seqlens has shape \(3,\): must be \(2,\)"),
       (lambda: append_kv(new, new, k_cache, v_cache, 0, layout="thd"), "layout='thd': must be one of 'bhsd', 'bshd', 'nsd'"),
       (lambda: empty_kv_cache(B, HKV, 8, D, layout="nsd"), "layout='nsd': must be 'bhsd' or 'bshd'"),
       (lambda: attention_with_kv_cache(draw(B, H, 1, D), new, new, k_cache, v_cache, 0, kv_lengths=3), "kv_lengths with a cache"),
       (lambda: flash_attn.flash_attn_with_kvcache(draw(B, 1, H, D), k_cache, v_cache, k=new), "k and v: one is given without the other"),
     ):
-      with pytest.raises(ValueError, match=text): call()
+      with pytest.raises((ValueError, NotImplementedError), match=text): call()
 
 # ***** several devices, and FlashAttention's name *****
 

@@ -12,7 +12,7 @@ from attn.emulator.plan import EMULATED
 from attn.isa.roofline import RATED
 from attn.problem import Problem
 from attn.reference import rounded
-from attn.tiles_table import CANDIDATES
+from attn.choose.tiles_table import CANDIDATES
 from attn.tinygrad_compat import Context, Tensor, dtypes
 from cases import Inputs, check, normal, problem, run
 

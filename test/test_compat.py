@@ -64,10 +64,11 @@ SIGNATURES = {
   "tinygrad.uop.ops:RewriteContext.walk_rewrite": "self root",
   "tinygrad.renderer.cstyle:CStyleLanguage._render": "self uops",
   "tinygrad.uop.ops:UOp.mselect": "self arg", "tinygrad.uop.ops:UOp.mstack": "self *srcs", "tinygrad.uop.ops:UOp.unbind": "self",
-  "tinygrad.uop.ops:UOp.unshard": "self axis device_range=",
+  "tinygrad.uop.ops:UOp.unshard": "self axis device_range=", "tinygrad.uop.ops:UOp.contiguous_view": "self",
 }
 # names that are no functions
-VALUES = ("tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
+VALUES = ("tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing",
+          "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
           "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING",
           "tinygrad.renderer.cstyle:CStyleLanguage", "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda",
           "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF", "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType",

@@ -3,13 +3,14 @@ from __future__ import annotations
 import pytest
 import attn.intrinsics as hw
 from attn.chips import get_chip
-from attn.dispatch import choose
+from attn.choose.dispatch import choose
+from attn.choose.tiles import dual_wave_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels import dual_wave
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, exact, judge, same
 from attn.tinygrad_compat import Context, Tensor, dtypes
-from attn.api import CheckedKernel
+from attn.api.custom_kernel import CheckedKernel
 from cases import DTYPES, Inputs, array, arrange, normal, problem, restore, tensor
 import numpy as np
 from test_forward import ADVERSARIAL, huge_key
@@ -17,7 +18,7 @@ from test_forward import ADVERSARIAL, huge_key
 GFX950 = get_chip("gfx950")
 
 def run(p:Problem, x:Inputs) -> tuple[np.ndarray, np.ndarray]:
-  kernel = dual_wave.dual_wave(p, GFX950, dual_wave.tile_of(p, GFX950))
+  kernel = dual_wave.dual_wave(p, GFX950, dual_wave_tile(p, GFX950))
   with Context(DEV="EMU::gfx950"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
     o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")

@@ -287,8 +287,9 @@ def test_launch_limit():
 def test_errors_are_one_family():
   assert all(issubclass(e, checks.EmulatorError) for e in vars(checks).values() if isinstance(e, type) and issubclass(e, RuntimeError))
 
-def test_checks_can_be_turned_off(monkeypatch):
-  monkeypatch.setenv("ATTN_EMU_CHECKS", "0")
+@pytest.mark.parametrize("word", ("0", "false", "off", "No"))
+def test_checks_can_be_turned_off(monkeypatch, word):
+  monkeypatch.setenv("ATTN_EMU_CHECKS", word)
   no_barriers(lambda: run(tile_over_tile(False), (128,), X[:128], X[128:]))
 
 # ***** bank conflicts *****

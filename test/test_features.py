@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from attn.chips import get_chip
-from attn.dispatch import choose_tile, forward_of
+from attn.choose.dispatch import choose_tile, forward_of
 from attn.emulator.device import EmulatedCUDARenderer, EmulatedHIPRenderer
 from attn.emulator.machine import Frame
 from attn.emulator.memory import Allocation, View

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 import pytest
 from attn.chips import SEARCHED, get_chip
-from attn.dispatch import choose_tile, tile_of
+from attn.choose.candidates import Candidate
+from attn.choose.dispatch import choose_tile
+from attn.choose.tiles import amd_tile
 from attn.isa import costs
 from attn.compilers.clang import assembly
 from attn.isa.instruction import VECTOR, Instruction
 from attn.isa.parse import parse
 from attn.isa.report import analyse, hot_loop
-from attn.isa.source import Spec, kernel_source, problem_of
-from attn.kernels.tiles import Candidate
+from attn.isa.source import Spec, kernel_source, problem_of_spec
 from cases import ARCHS
 
 FILE = Path(__file__).parent.parent/"docs"/"costs.txt"
@@ -29,7 +30,7 @@ def test_kernel(spec:Spec) -> None:
   arch, kernel = get_chip(spec.arch), kernel_source(spec)
   text = assembly(kernel.text, spec.arch)
   report = analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
-  r, matrix = report.resources, choose_tile(problem_of(spec), arch).matrix
+  r, matrix = report.resources, choose_tile(problem_of_spec(spec), arch).matrix
   assert (r.vgpr_spills, r.sgpr_spills, r.scratch) == (0, 0, 0)
   assert r.lds is not None and r.lds <= arch.lds
   assert report.loop is not None and f"_{matrix.M}x{matrix.N}x{matrix.K}_" in " ".join(f"_{name}" for name in report.loop.matrix)
@@ -44,13 +45,13 @@ EXCHANGES = {("gfx942", 0): {"ds_bpermute_b32"}, ("gfx942", 1): {"ds_bpermute_b3
 @pytest.mark.parametrize(("arch", "matrix"), EXCHANGES, ids=str)
 def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> None:
   spec, chip = Spec(arch, 64), get_chip(arch)
-  tile = tile_of(problem_of(spec), chip, Candidate(64, 4, 1, 64, fenced=True, matrix=matrix))
+  tile = amd_tile(problem_of_spec(spec), chip, Candidate(64, 4, 1, 64, fenced=True, matrix=matrix))
   found = re.findall(r"\b(v_permlane\w+?|ds_bpermute_b32)(?:_e\d\d)?\b", assembly(kernel_source(spec, tile).text, arch))
   assert set(found) == EXCHANGES[arch, matrix]
 
 def trip(spec:Spec, **tile:Any) -> list[Instruction]:
   """The hot loop of the forward kernel with the tile that dispatch chooses, or changed."""
-  p, arch = problem_of(spec), get_chip(spec.arch)
+  p, arch = problem_of_spec(spec), get_chip(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
   found = hot_loop(parse(assembly(kernel.text, spec.arch))[0], get_chip(spec.arch), kernel.d, kernel.dv)
   assert found is not None
@@ -74,6 +75,6 @@ def test_lazy_and_eager(arch:str) -> None:
   """What it takes to look for maxima in every trip: half an instruction per score."""
   def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
   spec = Spec(arch, 128)
-  tile = choose_tile(problem_of(spec), get_chip(arch))
+  tile = choose_tile(problem_of_spec(spec), get_chip(arch))
   share = tile.q_tiles*tile.matrix.N*tile.block_n/tile.matrix.wave
   assert 0.3*share < valu(0.0) - valu(8.0) < 0.7*share

@@ -6,14 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 from tinygrad import TinyJit, Variable
-from attn import dispatch, intrinsics_cuda as hw
+from attn import intrinsics_cuda as hw
 from attn.chips import get_chip
-from attn.dispatch import choose
+from attn.choose import dispatch
+from attn.choose.dispatch import choose
+from attn.choose.tiles import mma_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.chips.matrix import MMA
-from attn.kernels import forward_mma, forward_wgmma
+from attn.kernels import forward_mma
 from attn.kernels.forward import arguments
-from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes, tile_of
+from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes
 from attn.problem import Problem
 from attn.ops.renderers import render
 from attn.tinygrad_compat import Context, Tensor, UOp
@@ -26,7 +28,7 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 @pytest.fixture(autouse=True)
 def without_wgmma(monkeypatch) -> None:
   """sm_90 has a kernel of its own: test_wgmma.py. Dispatch forgets what it has chosen, now and when the test is over."""
-  monkeypatch.setattr(forward_wgmma, "refuses", lambda p, arch: "this tests mma.sync")
+  monkeypatch.setattr(dispatch, "wgmma_refuses", lambda p, arch: "this tests mma.sync")
   monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
 
 @either
@@ -102,7 +104,7 @@ TILES += [replace(TILES[0], parts=4), replace(TILES[1], parts=1), replace(TILES[
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_kind_of_tile(tile:MmaTile, monkeypatch) -> None:
   """Warps, query tiles, keys and their parts, stages and where Q is kept may be chosen freely."""
-  monkeypatch.setattr(forward_mma, "tile_of", lambda p, arch: tile)
+  monkeypatch.setattr(dispatch, "mma_tile", lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
   check("sm_90", Sq=150, Sk=133, D=64, causal=True)
   check("sm_90", Sq=40, Sk=203, D=96, window=(70, -1))
@@ -114,7 +116,7 @@ def test_tiles_fit(arch:str) -> None:
     p = problem(H=heads, Sq=1024, D=D)
     choice = choose(p, a := get_chip(arch))
     assert choice.kernel == "forward_mma"
-    assert lds_bytes(p, tile_of(p, a)) <= a.lds
+    assert lds_bytes(p, mma_tile(p, a)) <= a.lds
 
 def test_banks() -> None:
   """The eight rows of a matrix that ldmatrix reads, and the eight units of a line that cp.async writes, lie in all the banks."""
@@ -136,7 +138,7 @@ def test_no_local_memory(D:int, option:str, tmp_path) -> None:
   """What the tiles of large grids, and of decoding, compile to: no spills and no stack."""
   a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  (source := tmp_path/"kernel.cu").write_text(render(forward_mma.forward_mma(p, a, tile_of(p, a))(*tensors), "sm_90"))
+  (source := tmp_path/"kernel.cu").write_text(render(forward_mma.forward_mma(p, a, mma_tile(p, a))(*tensors), "sm_90"))
   command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
   assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text), text

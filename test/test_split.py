@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tinygrad import TinyJit
-from attn.api import kernels
+from attn.api.attention import kernels
 from attn.chips import get_chip
-from attn.dispatch import Choice, Work, choose_tile
+from attn.choose.dispatch import Choice, Work, choose_tile
+from attn.choose.splits import key_tiles, resolve, split_heuristic
 from attn.compilers import clang
 from attn.kernels.forward import arguments, forward
-from attn.kernels.split_kv import combine, combine_arguments, key_tiles, resolve, split_heuristic
+from attn.kernels.combine import combine, combine_arguments
 from attn.problem import Problem
 from attn.ops.renderers import render
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes

@@ -10,22 +10,29 @@ import pytest
 from click.testing import CliRunner
 from tinygrad import Context
 import bench
-from attn import tune, tuned
+from attn import tune
 from attn.chips import get_chip
-from attn.dispatch import CANDIDATES, choose, choose_tile, tile_of
+from attn.choose import search, tuned
+from attn.choose.candidates import Candidate
+from attn.choose.dispatch import choose, choose_tile
+from attn.choose.search import Bound, Found, best
+from attn.choose.tiles import CANDIDATES, amd_tile
 from attn.chips.families import FAMILIES
-from attn.isa.source import Spec, problem_of
-from attn.kernels.tiles import Candidate, Tile
+from attn.isa.source import Spec, problem_of_spec
+from attn.kernels.tiles import Tile
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
-from attn.tune import Bound, Found, best
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL = replace(get_chip("gfx942"), tuned=True)
 
+STAMP = {"attn": "0.1.0", "tinygrad": "0.14.0", "compiler": "clang version 22"}
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> Path:
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"attn"/"tune.json")
+  monkeypatch.setattr(tuned, "stamp", lambda: STAMP)
+  tuned.warn.cache_clear()
   return tmp_path/"attn"/"tune.json"
 
 def problem(**sizes:Any) -> Problem:
@@ -60,28 +67,28 @@ def test_the_best_is_the_best_of_the_worst() -> None:
   ("gfx1100", 4, 5, 16.0, 4)])
 def test_waves_come_in_workgroups(arch:str, waves:int, registers:int, lds:float, fit:int) -> None:
   report: Any = SimpleNamespace(resources=SimpleNamespace(waves_by_registers=registers, waves_by_lds=lds))
-  tile = replace(tile_of(problem_of(Spec(arch, 64)), get_chip(arch), Candidate(64, 4, 1, 32)), waves=waves)
-  assert tune.waves_of(report, tile, get_chip(arch)) == fit
+  tile = replace(amd_tile(problem_of_spec(Spec(arch, 64)), get_chip(arch), Candidate(64, 4, 1, 32)), waves=waves)
+  assert search.waves_of(report, tile, get_chip(arch)) == fit
 
 def test_the_space_is_what_fits() -> None:
-  wide, narrow = (tune.candidates(get_chip(a), 128) for a in ("gfx950", "gfx942"))
+  wide, narrow = (search.candidates(get_chip(a), 128) for a in ("gfx950", "gfx942"))
   assert set(narrow) < set(wide)                                                           # more LDS
-  assert {c.block_n for c in wide} == {32, 64, 128} and {c.block_n for c in tune.candidates(get_chip("gfx1201"), 64)} == {16, 32, 64, 128}
-  assert all(c.q_in_lds for c in tune.candidates(get_chip("gfx1100"), 256))               # registers
+  assert {c.block_n for c in wide} == {32, 64, 128} and {c.block_n for c in search.candidates(get_chip("gfx1201"), 64)} == {16, 32, 64, 128}
+  assert all(c.q_in_lds for c in search.candidates(get_chip("gfx1100"), 256))               # registers
 
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
   """As the emulator counts them in test_banks.py: two cycles for a read of the 16x16 instructions of CDNA."""
-  assert all(tune.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
+  assert all(search.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
-def test_an_even_stride_conflicts() -> None: assert tune.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
+def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
 
 class Bounds:
   """In place of the compiler: the bound of a tile by `rule`; remembers what was asked."""
   def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[Candidate], dict[str, int]|None]):
     self.seen, self.rule = list[Candidate](), rule
-    monkeypatch.setattr(tune, "first_bound", self)
+    monkeypatch.setattr(search, "first_bound", self)
   def __call__(self, arch:str, c:Candidate, dtype:str="", mask:str="") -> Bound|None:
     if c not in self.seen: self.seen.append(c)
     figures = {"enough": 2, "ahead": min(c.prefetch, 1), "small": -c.waves*c.q_tiles*32, "short": -c.block_n}
@@ -89,26 +96,26 @@ class Bounds:
 
 def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
   asked = Bounds(monkeypatch, lambda c: {"issued": 120 + (c.prefetch == 2) - c.block_n//64})
-  found = tune.search_class("gfx950", 128)
+  found = search.search_class("gfx950", 128)
   doubled = [c for c in asked.seen if c.prefetch == 2]
-  assert 1 <= len(doubled) <= 2*tune.LEADING and not any(c.prefetch == 0 for c in asked.seen)
-  assert all(x.candidate.prefetch == 2 and x.candidate.block_n == 32 for x in found.rows) and [tune.queries(x) for x in found.rows] == [128]
+  assert 1 <= len(doubled) <= 2*search.LEADING and not any(c.prefetch == 0 for c in asked.seen)
+  assert all(x.candidate.prefetch == 2 and x.candidate.block_n == 32 for x in found.rows) and [search.queries(x) for x in found.rows] == [128]
 
 @pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
 def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
   """Tiles of two waves with prefetch, then without, then those of one."""
   def rule(c:Candidate) -> dict[str, int]|None:
     if c.prefetch == 2: return None
-    if 2*tune.held(c, get_chip("gfx942"), 128) > 512: return {"enough": 1}
+    if 2*search.held(c, get_chip("gfx942"), 128) > 512: return {"enough": 1}
     return {} if (ahead if c.prefetch else behind) else None
   asked = Bounds(monkeypatch, rule)
-  found = tune.search_class("gfx942", 128)
+  found = search.search_class("gfx942", 128)
   assert {x.candidate.prefetch for x in found.rows} == {chosen} and any(c.prefetch == 0 for c in asked.seen) == (not ahead)
 
 def test_a_tile_that_spills_has_no_bound() -> None:
   pytest.importorskip("ziglang")
-  assert tune.first_bound("gfx1100", Candidate(128, 4, 2, 32)) is None
-  assert (found := tune.first_bound("gfx1100", Candidate(128, 8, 1, 32, fenced=True))) is not None
+  assert search.first_bound("gfx1100", Candidate(128, 4, 2, 32)) is None
+  assert (found := search.first_bound("gfx1100", Candidate(128, 8, 1, 32, fenced=True))) is not None
   assert found.enough == 2 and found.issued < found.serial <= found.overlap and (found.small, found.short) == (-128, -32)
 
 def test_the_table_is_what_the_search_finds() -> None:
@@ -120,25 +127,25 @@ def test_the_table_is_what_the_search_finds() -> None:
 # ***** the table *****
 
 def test_the_table_is_whole() -> None:
-  rows = tune.rows_in(tune.TABLE.read_text())
-  assert tune.file_text(rows) == tune.TABLE.read_text()
-  assert list(rows) == list(CANDIDATES) == [get_chip(a).family for a in tune.SEARCHED]
-  for arch in map(get_chip, tune.SEARCHED):
+  rows = search.table_rows_in(search.TABLE_FILE.read_text())
+  assert search.table_text(rows) == search.TABLE_FILE.read_text()
+  assert list(rows) == list(CANDIDATES) == [get_chip(a).family for a in search.SEARCHED]
+  for arch in map(get_chip, search.SEARCHED):
     found = CANDIDATES[arch.family]
-    assert [c.up_to for c in found] == sorted(c.up_to for c in found) and set(rows[arch.family]) == set(tune.CLASSES)
-    for d in tune.CLASSES:
+    assert [c.up_to for c in found] == sorted(c.up_to for c in found) and set(rows[arch.family]) == set(search.CLASSES)
+    for d in search.CLASSES:
       *large, last = [c for c in found if c.up_to == d]
-      assert last.fills == 0 and tile_of(problem(D=d, Dv=d), arch, last).block_m <= tune.SMALL     # every grid has a tile
-      assert all(c.fills == tune.FILLS and tile_of(problem(D=d, Dv=d), arch, c).block_m > tune.SMALL for c in large)
+      assert last.fills == 0 and amd_tile(problem(D=d, Dv=d), arch, last).block_m <= search.SMALL_TILE     # every grid has a tile
+      assert all(c.fills == search.FILLS and amd_tile(problem(D=d, Dv=d), arch, c).block_m > search.SMALL_TILE for c in large)
 
 def test_rows_are_merged_by_class() -> None:
-  found = tune.Class("gfx942", 64, (), (Found(Candidate(64, 8, 2, 32, fenced=True, fills=256), bound()), Found(Candidate(64, 4, 1, 32), bound())))
-  new = tune.rows_of([found])
+  found = search.Class("gfx942", 64, (), (Found(Candidate(64, 8, 2, 32, fenced=True, fills=256), bound()), Found(Candidate(64, 4, 1, 32), bound())))
+  new = search.table_rows([found])
   assert new["cdna3"][64][0].startswith("    Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and new["cdna3"][64][1].endswith("waves 2")
-  old = tune.rows_in(tune.TABLE.read_text())
-  assert tune.differences(old, old) == [] and f"cdna3: + {new['cdna3'][64][0].partition('#')[0].strip()}" in tune.differences(old, new)
-  text = tune.file_text({**old, "cdna3": {**old["cdna3"], **new["cdna3"]}})
-  assert tune.rows_in(text)["cdna3"] == {**old["cdna3"], **new["cdna3"]} and tune.rows_in(text)["rdna4"] == old["rdna4"]
+  old = search.table_rows_in(search.TABLE_FILE.read_text())
+  assert search.differences(old, old) == [] and f"cdna3: + {new['cdna3'][64][0].partition('#')[0].strip()}" in search.differences(old, new)
+  text = search.table_text({**old, "cdna3": {**old["cdna3"], **new["cdna3"]}})
+  assert search.table_rows_in(text)["cdna3"] == {**old["cdna3"], **new["cdna3"]} and search.table_rows_in(text)["rdna4"] == old["rdna4"]
 
 @pytest.mark.parametrize(("words", "line"), [(["--write", "--check"], "--write or --check"), (["--arch", "gfx906"], "'gfx906' is not one of"),
                                              (["--d", "96"], "'96' is not one of"), (["--jobs", "0"], "0 is not in the range")])
@@ -155,7 +162,7 @@ def test_a_winner_is_for_its_class_and_a_real_device(cache:Path) -> None:
   before = choose_tile(p, REAL)
   assert tuned.winner(p, REAL) is None and tuned.store(p, REAL, FAST, 1e-3) == cache
   assert tuned.winner(p, REAL) == tuned.winner(problem(Sq=3000, D=96), REAL) == FAST
-  assert choose_tile(p, REAL) == tile_of(p, REAL, FAST) != before
+  assert choose_tile(p, REAL) == amd_tile(p, REAL, FAST) != before
   assert choose_tile(p, get_chip("gfx942")) == before                                     # the emulator, attn.isa
   for other in (problem(Sq=9000), problem(D=64, Dv=64), problem(window=(-1, 0)), problem(dtype="bfloat16"), problem(softcap=20.0), problem(Hkv=4)):
     assert tuned.winner(other, REAL) is None
@@ -171,12 +178,34 @@ def test_a_winner_comes_before_the_dual_wave_kernel() -> None:
   tuned.store(p, arch, FAST, 1e-3)
   assert choose(p, arch).kernel == "forward" and "TUNE=1" in str(choose(p, arch).why_not("dual_wave"))
 
-@pytest.mark.parametrize("text", [
-  "", "{", "[]", '{"gfx942": 3}', '{"gfx942": {"KIND": {"tile": {"wheels": 3}}}}', '{"gfx942": {"KIND": {"tile": null}}}'])
-def test_a_damaged_cache_is_an_empty_one(text:str, cache:Path) -> None:
+GOOD = {"up_to": 128, "waves": 4, "q_tiles": 1, "block_n": 64}
+def entry(**fields:Any) -> dict[str, Any]: return {"tile": GOOD | fields, "seconds": 1e-3, "stamp": STAMP}
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"gfx942": 3}', '{"gfx942": null}', "[" * 100_000, "\0\0", '{"gfx942": {"KIND": 1}}'])
+def test_a_damaged_cache_is_an_empty_one_with_one_warning(text:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
   cache.parent.mkdir()
   cache.write_text(text.replace("KIND", str(tuned.problem_class(problem()))))
-  assert tuned.winner(problem(), REAL) is None
+  assert tuned.winner(problem(), REAL) is None and tuned.winner(problem(), REAL) is None
+  warning, = recwarn.list
+  assert str(cache) in str(warning.message)
+
+@pytest.mark.parametrize(("found", "word"), [
+  (entry(waves="4"), "waves='4'"), (entry(waves=0), "waves=0"), (entry(waves=1000), "waves=1000"), (entry(waves=True), "waves=True"),
+  (entry(q_tiles=None), "q_tiles=None"), (entry(matrix=99), "matrix=99"), (entry(up_to=None), "up_to=None"), (entry(wheels=3), "wheels"),
+  (entry(block_n=16), "block_n=16"), (entry(fenced=1), "fenced=1"), (entry(fills=-1), "fills=-1"), ({"tile": {"waves": 4}, "stamp": STAMP}, "up_to"),
+  ({"tile": [1]}, "tile=[1]"), ({}, "without a tile"), ({**entry(), "stamp": {**STAMP, "compiler": "clang version 19"}}, "clang version 19"),
+  ({k: v for k, v in entry().items() if k != "stamp"}, "was made with attn None")])
+def test_an_entry_that_is_no_tile_is_ignored(found:dict[str, Any], word:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
+  cache.parent.mkdir()
+  cache.write_text(json.dumps({"gfx942": {tuned.problem_class(problem()): found}}))
+  assert tuned.winner(problem(), REAL) is None and choose_tile(problem(), REAL) == choose_tile(problem(), get_chip("gfx942"))
+  warning, = recwarn.list
+  assert str(cache) in str(warning.message) and word in str(warning.message)
+
+def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> None:
+  cache.parent.mkdir()
+  cache.write_text(json.dumps({"gfx942": {tuned.problem_class(problem()): entry()}}))
+  assert tuned.winner(problem(), REAL) == Candidate(128, 4, 1, 64) and not recwarn.list
 
 def test_what_cannot_be_kept() -> None:
   with pytest.raises(ValueError, match="softcap belongs to no class"): tuned.store(problem(softcap=20.0), REAL, FAST, 1e-3)
@@ -184,7 +213,7 @@ def test_what_cannot_be_kept() -> None:
 # ***** TUNE=1 *****
 
 def small_space(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(tune, "SPACE", {"waves": (4,), "q_tiles": (1,), "block_n": (64, 32), "q_in_lds": (False,), "fenced": (False, True)})
+  monkeypatch.setattr(search, "SPACE", {"waves": (4,), "q_tiles": (1,), "block_n": (64, 32), "q_in_lds": (False,), "fenced": (False, True)})
 
 def settings(monkeypatch:pytest.MonkeyPatch, **values:str) -> bench.Settings:
   for name, value in values.items(): monkeypatch.setenv(name, value)
@@ -214,10 +243,10 @@ def test_tuning_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
 
 def test_tuning_leaves_out_what_spills(monkeypatch:pytest.MonkeyPatch) -> None:
   pytest.importorskip("ziglang")
-  monkeypatch.setattr(tune, "SPACE", {"waves": (4,), "q_tiles": (2, 1), "block_n": (16,), "q_in_lds": (False,), "fenced": (False,)})
+  monkeypatch.setattr(search, "SPACE", {"waves": (4,), "q_tiles": (2, 1), "block_n": (16,), "q_in_lds": (False,), "fenced": (False,)})
   s, arch, seen = settings(monkeypatch, H="2", N="512", D="128"), replace(get_chip("gfx1201"), tuned=True), list[Tile]()
   bench.tune(s, arch, lambda program, tile: float(len(seen.append(tile) or seen)))    # type: ignore[func-returns-value]
-  assert [c.q_tiles for c in tune.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
+  assert [c.q_tiles for c in search.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
 
 def test_the_emulator_is_not_timed() -> None:
   env = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LANG", "VIRTUAL_ENV", "XDG_CACHE_HOME")} | {"DEV": "EMU::gfx942"}

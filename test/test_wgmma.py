@@ -3,8 +3,12 @@ from __future__ import annotations
 import functools, itertools, re, shutil, subprocess
 import pytest
 import cases, test_features as features
-from attn import dispatch, intrinsics_cuda as hw, intrinsics_wgmma as wgmma
+from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.chips import get_chip
+from attn.choose import dispatch
+from attn.choose.candidates import WgmmaCandidate
+from attn.choose.nvidia_table import WGMMA_CANDIDATES
+from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.kernels import forward_wgmma
 from attn.ops.renderers import render
@@ -17,9 +21,8 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
   """The kernel takes few queries too, and the problems of test_features."""
-  monkeypatch.setattr(forward_wgmma, "too_short", lambda p: None)
-  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
-  monkeypatch.setattr(cases, "choose_tile", forward_wgmma.tile_of)
+  monkeypatch.setenv("ATTN_KERNEL", "forward_wgmma")
+  monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
 @either
 @pytest.mark.parametrize("case", SHAPES)
@@ -48,11 +51,12 @@ def test_large_grids(D:int) -> None:
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 
-@pytest.mark.parametrize("c", forward_wgmma.CANDIDATES, ids=str)
-def test_every_tile(c:forward_wgmma.Candidate, monkeypatch) -> None:
-  monkeypatch.setattr(forward_wgmma, "tile_of", lambda p, arch: forward_wgmma.WgmmaTile(c.groups, c.block_n))
-  p = problem(D=c.up_to)
-  assert forward_wgmma.lds_bytes(p, forward_wgmma.tile_of(p, None)) <= get_chip("sm_90").lds
+@pytest.mark.parametrize("c", WGMMA_CANDIDATES, ids=str)
+def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
+  tile = forward_wgmma.WgmmaTile(c.groups, c.block_n)
+  monkeypatch.setattr(dispatch, "wgmma_tile", lambda p, arch: tile)
+  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
+  assert forward_wgmma.lds_bytes(problem(D=c.up_to), tile) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=500, D=c.up_to, causal=True)
 
 @either
@@ -108,7 +112,7 @@ def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
   """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
   p = problem(H=256, Sq=1024, D=D, **{"lse": False, **options})
   tensors = [UOp.placeholder(shape, DTYPES[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
-  kernel = forward_wgmma.forward_wgmma(p, arch := get_chip("sm_90"), forward_wgmma.tile_of(p, arch))
+  kernel = forward_wgmma.forward_wgmma(p, arch := get_chip("sm_90"), wgmma_tile(p, arch))
   (source := tmp_path/"kernel.cu").write_text(render(kernel(*tensors), "sm_90"))
   command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr

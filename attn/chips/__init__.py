@@ -34,8 +34,8 @@ class Chip:
   granule: int = 8        # in which waves get them
   machine: int = 0        # in the e_flags of a code object (EF_AMDGPU_MACH); 0: not AMD's
   wgmma: bool = False     # multiplies for warpgroups, from shared memory
-  searched: bool = False  # the search for tiles compiles for this chip of the family (attn/tune.py)
-  tuned: bool = False     # a real device, whose tiles may come from its own TUNE=1 (attn/tuned.py)
+  searched: bool = False  # the search for tiles compiles for this chip of the family (attn/choose/search.py)
+  tuned: bool = False     # a real device, whose tiles may come from its own TUNE=1 (attn/choose/tuned.py)
 
   @property
   def family(self) -> str: return self.unit.name

@@ -2,7 +2,8 @@
 
 device.py is tinygrad's side, plan.py and machine.py the interpreter, memory.py and alu.py what it works with, under_way.py what has been started and
 not waited for, matrix.py the matrix instructions, checks.py the sanitiser, listing.py where an operation stands in Python and in C, probe.py a look
-at values inside a kernel, banks.py the count of LDS bank conflicts. ATTN_EMU_CHECKS=0 turns the sanitiser off, ATTN_EMU_BANKS=1 the count on.
+at values inside a kernel, banks.py the count of LDS bank conflicts. ATTN_EMU_CHECKS=0 turns the sanitiser off, ATTN_EMU_BANKS=1 the count on,
+which it then prints for each kernel.
 """
 from attn.emulator.checks import (AccessError, BadOperand, Divergence, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsLimit,
                                   LdsRace, LimitExceeded, Misaligned, NeverWritten, NotWaitedFor, OutOfBounds, OutOfScope, Race, UninitialisedRead,

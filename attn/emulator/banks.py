@@ -9,7 +9,7 @@ for CDNA4. The phases of RDNA and NVIDIA are assumed to be consecutive.
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
-import functools
+import functools, sys
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +25,8 @@ class BankUse:
   cycles: int = 0
   @property
   def conflicts(self) -> int: return self.cycles - self.phases
+  def __str__(self) -> str:
+    return f"{self.buffer}: {self.verb}s of {self.nbytes} bytes take {self.cycles} cycles, {self.conflicts} of them for bank conflicts"
 
 def _runs(*starts:int) -> list[int]: return [s + i for s in starts for i in range(4)]
 
@@ -45,6 +47,9 @@ def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
 class BankCounter:
   def __init__(self, family:str, wave:int):
     self.family, self.wave, self.uses = family, wave, dict[tuple[str, str, int], BankUse]()
+  def show(self, kernel:str, arch:str) -> None:
+    """Prints what a kernel's accesses took."""
+    for use in self.uses.values(): print(f"{kernel} on {arch}: {use}", file=sys.stderr)
   def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
     """Counts one access: the byte `address` (T,) of each thread."""
     verb = "read" if read else "write"

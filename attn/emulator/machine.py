@@ -7,7 +7,7 @@ longest of them.
 from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Callable
 from dataclasses import dataclass, field
-import os, time
+import time
 import numpy as np
 from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
@@ -17,6 +17,7 @@ from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorErro
 from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, widen
 from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
 from attn.emulator.probe import note_probe
+from attn.emulator.switches import switch
 from attn.emulator.under_way import Operands, UnderWay
 if TYPE_CHECKING: from attn.emulator.plan import Address, Plan
 
@@ -301,8 +302,8 @@ def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, 
   if (threads := int(np.prod(local))) > WORKGROUP_LIMIT:
     raise LaunchLimit(f"{plan.name}: a workgroup of {local} threads is beyond the limit of {WORKGROUP_LIMIT}")
   params, count = dict(zip(plan.params, views)), int(np.prod(grid, dtype=np.int64))
-  checks = os.environ.get("ATTN_EMU_CHECKS", "1") != "0"
-  banks = BankCounter(plan.chip.family, plan.chip.wave) if os.environ.get("ATTN_EMU_BANKS", "0") != "0" else None
+  checks = switch("ATTN_EMU_CHECKS", True)
+  banks = BankCounter(plan.chip.family, plan.chip.wave) if switch("ATTN_EMU_BANKS", False) else None
   waves = -(-threads//plan.chip.wave)
   at_once = max(1, WORKING_SET//(threads*(plan.live_bytes + OVERHEAD) + plan.lds*(waves + 2)))
   with np.errstate(all="ignore"):
@@ -312,5 +313,6 @@ def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, 
     if (itemsize := plan.stored.get(u, u.dtype.itemsize if u in plan.outputs else None)) is not None:
       params[u].stored_by(plan.name, plan.names[u], itemsize, u in plan.stored)
   seconds = time.perf_counter() - start
+  if banks is not None: banks.show(plan.name, plan.arch)
   _last[:] = [Launch(plan.name, plan.arch, count, threads, plan.lds, seconds, list(banks.uses.values()) if banks is not None else [])]
   return seconds

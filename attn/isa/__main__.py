@@ -50,7 +50,7 @@ def _specs(arch:str|None, d:int|None, dtype:str, causal:bool) -> list[str]:
 KERNEL_OPTIONS = [
   click.option("--arch", type=click.Choice(source.KNOWN), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
   click.option("--d", type=int, help="Head dimension."),
-  click.option("--dtype", type=click.Choice(source.DTYPES), default="float16", show_default=True),
+  click.option("--dtype", type=click.Choice(source.MATRIX_DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
 ]
 def kernel_options(command:Any) -> Any:

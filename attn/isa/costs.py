@@ -13,11 +13,12 @@ from attn.isa import source
 from attn.isa.instruction import Instruction
 from attn.isa.parse import Kernel
 from attn.isa.report import Report, analyse
-from attn.isa.source import DTYPES, MASKS, Spec
+from attn.choose.dispatch import MATRIX_DTYPES
+from attn.isa.source import MASKS, Spec
 from attn.isa.table import BRIEF, brief_cells
 
 HEAD_DIMENSIONS = (64, 128, 256)
-SPECS = [Spec(arch, d, dtype, mask) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in DTYPES for mask in MASKS]
+SPECS = [Spec(arch, d, dtype, mask) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS]
 COLUMNS = ("kernel", *BRIEF)
 HEADER = "# The costs of our kernels: bounds from their machine code, not measurements. Rewritten by: python -m attn.isa costs --write docs/costs.txt"
 

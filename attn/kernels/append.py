@@ -18,13 +18,14 @@ class Append:
   capacity: int
   width: int
   layout: str
+  threads: bool = True   # False on a device without: one loop over everything
 
 @functools.cache
 def append(a:Append) -> Callable[..., UOp]:
   """The kernel (cache, rows, lengths): cache (B, H, capacity, width) and rows (B, H, new, width) in `a.layout`, of one dtype, lengths int32 (B)."""
   def kernel(cache:UOp, rows:UOp, lengths:UOp) -> UOp:
-    row = UOp.range(a.B*a.H*a.new, 0, AxisType.GLOBAL)
-    thread = UOp.range(THREADS, 1, AxisType.LOCAL)
+    row = UOp.range(a.B*a.H*a.new, 0, AxisType.GLOBAL if a.threads else AxisType.LOOP)
+    thread = UOp.range(THREADS, 1, AxisType.LOCAL if a.threads else AxisType.LOOP)
     part = UOp.range(-(-a.width//THREADS), 2, AxisType.LOOP)
     batch, head, i, column = row//(a.H*a.new), row//a.new%a.H, row%a.new, part*THREADS + thread
     def index(length:int, at:UOp) -> UOp:

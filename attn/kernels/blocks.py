@@ -44,6 +44,23 @@ def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
   return Extent(p.Sq, keys, 0, 0, p.offset if p.top_left or isinstance(keys, int) else keys + (p.offset - p.Sk))
 
 @dataclass(frozen=True)
+class Outside:
+  """The rows of q, among packed sequences, that the workgroups of one of these write though they are of none: those from its last query to the next
+  sequence, or the end, and for the first sequence those before it. Where cu_seqlens say what they should, every row is either a query or here."""
+  count: UOp
+  before: UOp
+  after: UOp
+  def row(self, i:UOp) -> UOp:
+    """The i-th of them."""
+    return (i < self.before).where(i, self.after + i - self.before)
+
+def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp]) -> Outside:
+  after, end = x.q_start + x.n_q, run_time(flat(given["cu_seqlens_q"])[batch + 1].load(), 0, p.total_q)
+  end = batch.eq(p.B - 1).where(UOp.const(p.total_q), end)
+  before = batch.eq(0).where(x.q_start, UOp.const(0))
+  return Outside(before + (end - after).maximum(0), before, UOp.const(0) + after)
+
+@dataclass(frozen=True)
 class KeyBlocks:
   """Key tiles `begin`..`end`, of which no mask touches `full_begin`..`full_end`."""
   begin: UOp

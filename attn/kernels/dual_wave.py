@@ -32,18 +32,6 @@ ROW = HEAD//UNIT                                 # units of a row of K or V
 LOADS = BLOCK_N*ROW//(WAVES*64)                  # direct loads of a wave per tile
 UNDER_WAY = 2*LOADS                              # loads issued after the one that is waited for
 
-def tile_of(p:Problem, arch:Chip) -> Tile: return Tile(arch.matrix[p.dtype][0], WAVES, 1, BLOCK_N)
-
-def refuses(p:Problem, arch:Chip) -> str|None:
-  """Why this kernel does not take a problem, None if it does."""
-  if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
-  if (p.D, p.Dv) != (HEAD, HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {HEAD}"
-  if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
-  if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
-  if (blocks := p.B*p.H*ceildiv(p.Sq, rows := tile_of(p, arch).block_m)) < arch.cus:
-    return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
-  return None
-
 # ***** where a tile lies in LDS *****
 # One direct load of a wave fills 64 units without a gap: a chunk of 4 rows. Chunks are padded apart, and units within them exchanged, so that eight
 # lanes of 16 bytes, or sixteen of 8, never meet in a bank. Few exchanges keep the addresses few: the rest is in the instructions' offsets.
@@ -95,8 +83,8 @@ class Order:
     return end
 
 def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse. `refuses(p, arch)` must be
-  None."""
+  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse, of the problems that
+  `dispatch.dual_wave_refuses` has nothing against."""
   mat = tile.matrix
   k_tiles, d_tiles, q_blocks, right = BLOCK_N//mat.M, HEAD//mat.M, ceildiv(p.Sq, tile.block_m), p.window[1]
 

@@ -8,10 +8,13 @@ K and V tiles come through registers to LDS, V transposed on the way; by default
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Callable
+from typing import Mapping
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
+from attn.kernels.blocks import outside
 from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
 from attn.kernels.softmax import Softmax
 from attn.kernels.tiles import (Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
@@ -22,6 +25,7 @@ from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, Ops
 
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
 MAX_D = 256      # the longest row of O that registers hold
+OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # as the lse of a row among packed sequences: beside it everything vanishes
 FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
@@ -91,11 +95,11 @@ def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, which are those of `arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v)
   when p.return_lse, (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors there are, in the order of `problem.EXTRAS`.
 
-  With p.num_splits = G > 1 each workgroup takes one of G key ranges and writes the O and LSE of those keys alone, which `split_kv.combine` merges.
+  With p.num_splits = G > 1 each workgroup takes one of G key ranges and writes the O and LSE of those keys alone, which `combine.combine` merges.
   With p.sk_variable the kernel has that Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`.
   Raises ValueError where p.num_splits is still 0, and NotImplementedError for tensors beyond what a buffer descriptor addresses.
   """
-  if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
+  if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
   mat, waves, q_tiles, block_n, splits = tile.matrix, tile.waves, tile.q_tiles, tile.block_n, p.num_splits
   depth, width = contraction(mat, p.D), round_up(p.Dv, mat.M)
   k_tiles, d_tiles, columns = block_n//mat.M, width//mat.M, v_columns(block_n)
@@ -246,6 +250,8 @@ def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
       for dt in range(d_tiles):
         values = ops.mul(done.softmax.acc[qt*d_tiles + dt].load(), factor)
         outputs += store_row(arch, flat(o), o_dtype, p.Dv, begin, dt*mat.M + at.h*mat.accumulator, values, row.there)
+    outputs += clear_outside(p, arch, sequence, given, batch, [first_head + i for i in range(group)], (q_block, q_blocks),
+                             (at.thread, tile.threads), next(axes), *split)
     name = f"attn_forward_{arch.name}_{p.dtype}_{tile.block_m}x{block_n}_{p.D}" + f"_split{splits}"*(splits > 1)
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
@@ -287,6 +293,27 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
   return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
+
+def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
+                  axis:int, *split:UOp) -> list[UOp]:
+  """Of packed sequences: the stores, in a loop numbered `axis`, of o = 0 and lse = -inf to the rows that are of none (`blocks.outside`), for some
+  heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key range their lse is
+  OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
+  if not p.varlen: return []
+  rows, vec = outside(p, x, batch, given), math.gcd(p.Dv, 4)
+  o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
+  columns, together = p.Dv//vec, block[1]*thread[1]
+  if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
+  trip = UOp.range(count, axis, AxisType.LOOP)
+  item = (trip*block[1] + block[0])*thread[1] + thread[0]
+  there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(p.total_q - 1)
+  zero, nothing = ops.splat(0.0, vec), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
+  stores = []
+  for head in heads:
+    number, begin = place_of_row(p, replace(x, q_start=0), Row(batch, head, row, there), *split)
+    stores += store_row(arch, flat(o), dtype, p.Dv, begin, column, zero, there)
+    if lse is not None: stores.append(flat(lse)[number.valid(there & column.eq(0))].store(nothing))
+  return [UOp.group(*stores).end(trip)]
 
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at

@@ -7,16 +7,16 @@ the way, from rows that are swizzled against bank conflicts. The softmax takes n
 """
 from __future__ import annotations
 import functools, itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.chips.matrix import MMA, Mma
+from attn.chips.matrix import Mma
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LANE, LOWEST, ONES, correct, first_bias, lane_sum
 from attn.kernels.blocks import trip_count
-from attn.kernels.forward import barrier, check_range, finish, too_wide
+from attn.kernels.forward import barrier, check_range, finish
 from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
-from attn.kernels.tiles import ceildiv, flat, round_up
+from attn.kernels.tiles import flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
@@ -66,54 +66,6 @@ def lds_bytes(p:Problem, tile:MmaTile) -> int:
   k_rows, v_rows = (Rows(round_up(d, tile.matrix.K)) for d in (p.D, p.Dv))
   return 16*(tile.block_m*k_rows.stride + tile.stages*tile.block_n*(k_rows.stride + v_rows.stride))
 
-# what the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next
-PLAIN, MASK, EXTRAS, ALIBI, BIAS = range(5)
-
-def burden(p:Problem) -> int:
-  if p.bias is not None: return BIAS
-  if p.alibi: return ALIBI
-  if p.options or p.return_lse or p.num_splits > 1: return EXTRAS
-  return PLAIN if p.window == (-1, -1) else MASK
-
-@dataclass(frozen=True)
-class Candidate:
-  """A tile for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers, and, where it is `large`, grids of
-  at least one block per multiprocessor. Measured on an H200: docs/nvidia.md."""
-  up_to: int
-  q_tiles: int
-  block_n: int
-  q_in_lds: bool
-  burden: int = BIAS
-  large: bool = False
-  parts: int = 2
-
-WAVES = 4     # of a block: two or three blocks share a multiprocessor, and one computes while another waits
-CANDIDATES = (    # the first that fits is taken
-  Candidate(64, 2, 64, False, ALIBI, large=True), Candidate(64, 2, 32, False, large=True), Candidate(96, 2, 64, True, EXTRAS, large=True),
-  Candidate(128, 2, 64, True, PLAIN, large=True, parts=4), Candidate(128, 2, 48, True, MASK, large=True, parts=3),
-  Candidate(128, 2, 48, True, EXTRAS, large=True), Candidate(128, 2, 32, True, ALIBI, large=True),
-  Candidate(64, 1, 64, False), Candidate(128, 1, 32, False), Candidate(256, 1, 32, True, ALIBI), Candidate(256, 1, 16, True, parts=1))
-
-def refuses(p:Problem, arch:Chip) -> str|None:
-  """Why the kernel is not for `p` on `arch`, or None."""
-  if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
-  if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
-  return too_wide(p)
-
-def tile_of(p:Problem, arch:Chip) -> MmaTile:
-  """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
-  mat = MMA[p.dtype]
-  group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
-  rows = p.Sq*group
-  for c in CANDIDATES:
-    q_tiles = c.q_tiles if rows > mat.M else 1
-    tile = MmaTile(mat, WAVES, q_tiles, c.block_n, q_in_lds=c.q_in_lds, parts=c.parts, pack_gqa=group > 1)
-    blocks = p.B*p.H//group*ceildiv(rows, tile.block_m)
-    tile = replace(tile, waves=min(WAVES, ceildiv(rows, q_tiles*mat.M)))
-    if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden or (c.large and blocks < arch.cus): continue
-    if lds_bytes(p, tile) <= arch.lds: return tile
-  raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
-
 @dataclass(frozen=True)
 class State(InOrder):
   """What crosses trips: the accumulators of O and, per query tile, the reference m of its rows, bias = -m*Scores.to_log2 and the row sums l, of P as
@@ -133,7 +85,7 @@ class State(InOrder):
 def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
-  if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
+  if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
   mat, q_tiles, block_n, stages, (left, _) = tile.matrix, tile.q_tiles, tile.block_n, tile.stages, p.window
   depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)

@@ -6,15 +6,15 @@ the others are in their softmax. Nothing holds the groups together but the tiles
 arrive at an mbarrier when their part of a tile is there, one trip ahead, and who waits for it knows that every group has left the trip before.
 """
 from __future__ import annotations
-import functools, itertools, math
+import functools
 from dataclasses import dataclass
-from typing import Callable, ClassVar, NamedTuple
+from typing import Callable, ClassVar
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.softmax import LANE, LOWEST, correct, first_bias, lane_sum
 from attn.kernels.blocks import trip_count
-from attn.kernels.forward import barrier, check_range, finish, too_wide
+from attn.kernels.forward import barrier, check_range, finish
 from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
 from attn.kernels.tiles import ceildiv, flat, round_up
 from attn.problem import Problem
@@ -58,23 +58,6 @@ class WgmmaTile:
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {STAGES} stages"
 
-class Candidate(NamedTuple):
-  """A tile for head dimensions up to `up_to`: warpgroups and keys, of how many blocks a multiprocessor has room for the registers and shared memory,
-  and TFLOP/s on an H200 with a large grid, without and with a causal mask (B = 4, H = 16, S = 8192, fp16: docs/nvidia.md)."""
-  up_to: int
-  groups: int
-  block_n: int
-  resident: int
-  full: int
-  causal: int
-
-CANDIDATES = tuple(itertools.starmap(Candidate, (
-  (64, 1, 64, 3, 439, 424), (64, 1, 128, 2, 438, 415), (64, 2, 64, 2, 494, 474), (64, 3, 128, 1, 532, 483), (64, 4, 64, 1, 508, 475),
-  (96, 1, 64, 2, 421, 403), (96, 2, 128, 1, 495, 483), (96, 3, 80, 1, 560, 509), (96, 3, 96, 1, 547, 531),
-  (128, 1, 64, 2, 508, 490), (128, 1, 128, 1, 441, 403), (128, 2, 128, 1, 560, 542), (128, 3, 64, 1, 593, 577), (128, 3, 80, 1, 645, 583),
-  (192, 1, 64, 1, 386, 348), (192, 2, 64, 1, 584, 555), (256, 1, 48, 1, 405, 391), (256, 2, 48, 1, 613, 592))))
-BIAS_KEYS = 64    # a bias takes as many registers as the scores
-
 def panels_of(p:Problem, tile:WgmmaTile) -> tuple[Panels, Panels, Panels]:
   """The tiles of Q, K and V."""
   depth, width = round_up(p.D, wgmma.K), round_up(p.Dv, wgmma.K)
@@ -83,31 +66,6 @@ def panels_of(p:Problem, tile:WgmmaTile) -> tuple[Panels, Panels, Panels]:
 def lds_bytes(p:Problem, tile:WgmmaTile) -> int:
   q, k, v = panels_of(p, tile)
   return 16*(q.size + STAGES*(k.size + v.size) + 1)
-
-def tile_of(p:Problem, arch:Chip) -> WgmmaTile:
-  """The tile that should be fastest: its rate, times the part of its blocks' rows that are queries, times the part of the multiprocessors' turns that
-  the blocks fill. Under a causal mask the longest block takes two turns of an average one, and the short ones fill in. `refuses(p, arch)` must be
-  None."""
-  up_to = min(c.up_to for c in CANDIDATES if max(p.D, p.Dv) <= c.up_to)
-  causal = p.window[1] >= 0 and p.window[0] < 0
-  def rate(c:Candidate) -> float:
-    blocks = ceildiv(p.Sq, c.groups*wgmma.M)
-    used, turns = p.Sq/(blocks*c.groups*wgmma.M), max(1, p.num_splits)*p.B*p.H*blocks/(arch.cus*c.resident)
-    return used*(c.causal*turns/max(turns, 2) if causal else c.full*turns/math.ceil(turns))
-  best = max((c for c in CANDIDATES if c.up_to == up_to and (p.bias is None or c.block_n <= BIAS_KEYS)), key=rate)
-  return WgmmaTile(best.groups, best.block_n)
-
-def refuses(p:Problem, arch:Chip) -> str|None:
-  """Why the kernel is not for `p` on `arch`, or None."""
-  if not arch.wgmma: return f"{arch.name} has no wgmma"
-  if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
-  if (reason := too_wide(p)) is not None: return reason
-  for name, width in (("D", p.D), ("Dv", p.Dv)):
-    if width % UNIT: return f"{name}={width}: rows are copied by {UNIT} elements"
-  return too_short(p)
-
-def too_short(p:Problem) -> str|None:
-  return f"Sq={p.Sq}: a warpgroup has {wgmma.M} queries, forward_mma has smaller tiles" if p.Sq < wgmma.M else None
 
 @dataclass(frozen=True)
 class State(InOrder):
@@ -127,7 +85,7 @@ class State(InOrder):
 def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
-  if p.num_splits == 0: raise ValueError("num_splits=0: split_kv.resolve chooses the number of splits before there can be a kernel")
+  if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
   mat, block_n, (left, _) = MMA[p.dtype], tile.block_n, p.window
   q_tile, k_tile, v_tile = panels_of(p, tile)

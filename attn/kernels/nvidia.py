@@ -12,6 +12,7 @@ from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.ops import common as ops, nvidia as nv
 from attn.kernels.blocks import Extent, KeyBlocks, extent, key_blocks, strides
 from attn.kernels.forward import OPTIMISED, arguments, estimates, place_of_row, store_row
+from attn.kernels.forward import clear_outside
 from attn.kernels.scores import Row, Scores
 from attn.kernels.tiles import Carried, MmaLane, ceildiv, flat
 from attn.problem import Problem
@@ -150,7 +151,10 @@ class Block:
 
   def kernel(self, kind:str, outputs:list[UOp], shared_bytes:int) -> UOp:
     """The kernel that ends in these stores."""
-    tile, p = self.tile, self.p
+    tile, p, group = self.tile, self.p, self.group
+    blocks, threads = (self.ranges[1], ceildiv(p.Sq*group, tile.block_m)), (self.at.thread, tile.threads)
+    heads = [self.first_head + i for i in range(group)]
+    outputs = outputs + clear_outside(p, self.arch, self.x, self.given, self.batch, heads, blocks, threads, next(self.axes), *self.split)
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
     info = KernelInfo(dynamic_shared_name(name, shared_bytes), opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(*self.ranges, *self.split).sink(arg=info, tag=OPTIMISED)

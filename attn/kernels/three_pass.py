@@ -26,27 +26,36 @@ def _lengths(Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None) 
   n = kv_lengths.reshape(-1, 1, 1, 1, 1).maximum(0).minimum(Sk)
   return Extent(j < n, i if top_left else i + n - Sq, j)
 
-def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor) -> Extent:
-  """Sequences one after another in a single batch: a query sees keys of its own. Tokens beyond the last sequence belong to none."""
-  def inside(cu:Tensor, n:int) -> Tensor:
+def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Extent:
+  """Sequences one after another in a single batch: a query sees keys of its own. Tokens outside of the sequences belong to none, and those of one
+  beyond the `longest` number of queries and of keys."""
+  def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
+  rows_q, rows_k = rows_of_each(cu_q, longest[0]), rows_of_each(cu_k, longest[1])
+  def inside(cu:Tensor, rows:Tensor, n:int) -> Tensor:
     t = Tensor.arange(n).reshape(1, n)
-    return (t >= cu[:-1].reshape(-1, 1)) & (t < cu[1:].reshape(-1, 1))     # (sequences, tokens)
+    return (t >= cu[:-1].reshape(-1, 1)) & (t < (cu[:-1] + rows).reshape(-1, 1))     # (sequences, tokens)
   def each(of:Tensor, values:Tensor) -> Tensor: return of.where(values.reshape(-1, 1), 0).sum(0)
-  in_q, in_k = inside(cu_q, Sq), inside(cu_k, Sk)
+  in_q, in_k = inside(cu_q, rows_q, Sq), inside(cu_k, rows_k, Sk)
   number_q, number_k = (each(of, Tensor.arange(1, of.shape[0] + 1)) for of in (in_q, in_k))
-  shift = each(in_q, (cu_k[1:] - cu_k[:-1]) - (cu_q[1:] - cu_q[:-1])) if not top_left else 0
+  shift = each(in_q, rows_k - rows_q) if not top_left else 0
   i = Tensor.arange(Sq) - each(in_q, cu_q[:-1]) + shift
   j = Tensor.arange(Sk) - each(in_k, cu_k[:-1])
   return Extent((number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0), i.reshape(Sq, 1), j.reshape(1, Sk), in_q)
 
+def tanh(x:Tensor) -> Tensor:
+  """tinygrad's has an error of an ulp of 1, which a large softcap would multiply: near 0 by the first terms of its series."""
+  y = x*x
+  return (x.abs() < 0.25).where(x*(1 + y*(-1/3 + y*(2/15 - y*(17/315)))), x.tanh())
+
 def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
                softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
-               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None) -> tuple[Tensor, Tensor]:
+               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None) -> tuple[Tensor, Tensor]:
   """(o, lse), both float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and -inf.
 
   q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that
   decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, softcap*tanh(score/softcap), minus
-  slope*distance, plus bias, then masked. `sinks` (H) are scores of one more key that has no value; lse counts it.
+  slope*distance, plus bias, then masked. `sinks` (H) are scores of one more key that has no value; lse counts it. A packed sequence has
+  the `longest` number of queries and keys at most.
   """
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
@@ -55,11 +64,11 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
     """(H) or (B, H) -> broadcastable to the scores."""
     return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
   if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(Sq, Sk, top_left, offset, kv_lengths)
-  else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k)
+  else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
 
   # ***** S *****
   s = (q.float().reshape(*grouped, Sq, -1) @ k.float().unsqueeze(2).transpose(-1, -2))*softmax_scale
-  if softcap: s = (s/softcap).tanh()*softcap
+  if softcap: s = tanh(s/softcap)*softcap
   if alibi_slopes is not None:
     slopes = per_head(alibi_slopes)
     if at.member is not None: slopes = at.member.reshape(-1, 1, 1, Sq, 1).where(slopes, 0.0).sum(0, keepdim=True)   # each query that of its sequence
@@ -76,10 +85,11 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   # ***** P *****
   m = s.max(-1, keepdim=True)
   if sinks is not None: m = m.maximum(per_head(sinks))
-  m = (m == NEG_INF).where(0.0, m)
+  m = (m == NEG_INF).where(0.0, m).detach()     # any number would do: no gradient goes through it
   p = (s - m).exp()
   total = p.sum(-1, keepdim=True)
   if sinks is not None: total = total + (per_head(sinks) - m).exp()
+  if at.member is not None: total = at.member.any(0).reshape(Sq, 1).where(total, 0.0)     # a row of no sequence has no sink
 
   # ***** O *****
   values = v.float().unsqueeze(2)
@@ -87,6 +97,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   elif cu_seqlens_q is None: o = p @ at.belongs.reshape(-1, 1, 1, Sk, 1).where(values, 0.0)
   else:   # what another sequence holds, NaN included, must not come in through a P of 0
     o = at.belongs.unsqueeze(-1).where(p.unsqueeze(-1)*values.unsqueeze(-3), 0.0).sum(-2)
-  o = (total == 0).where(0.0, o/total)
-  lse = (total == 0).where(NEG_INF, m + total.log())
+  empty, some = total == 0, (total == 0).where(1.0, total)     # a quotient by 0 would be NaN in the gradient, whatever is selected after it
+  o = empty.where(0.0, o/some)
+  lse = empty.where(NEG_INF, m + some.log())
   return o.reshape(B, H, Sq, Dv), lse.reshape(B, H, Sq)

@@ -32,19 +32,6 @@ class Tile:
     return " ".join([name for name in ("q_in_lds", "fenced") if getattr(self, name)] + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
-@dataclass(frozen=True)
-class Candidate:
-  """A tile shape worth trying for head dimensions up to `up_to`: a row of attn/tiles_table.py."""
-  up_to: int
-  waves: int
-  q_tiles: int
-  block_n: int
-  q_in_lds: bool = False
-  fenced: bool = False
-  prefetch: int = 1
-  matrix: int = 0        # index into Chip.matrix of the dtype
-  fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
-
 class Carried:
   """A dataclass of what a kernel carries from one step to the next: values that have `after`."""
   def after(self, *deps:UOp) -> Self:

@@ -8,10 +8,12 @@ import itertools, statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 import numpy as np
-from attn.api import FLOATS, device_arch, flash_attention_fn
-from attn.dispatch import single_kernel
+from attn.api.custom_kernel import device_arch
+from attn.api.custom_kernel import flash_attention_fn
+from attn.choose.dispatch import single_kernel
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_seconds, device_seconds, foreign_cuda_context
+from attn.values import FLOATS
 
 SHAPES: list[dict[str, Any]] = [
   {"B": 1, "H": 64, "N": 8192, "D": 128}, {"B": 4, "H": 16, "N": 4096, "D": 128}, {"B": 4, "H": 32, "N": 4096, "D": 64},

@@ -4,17 +4,30 @@ import contextlib, math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Iterator
-from attn.api import attention, choice_of
+from attn import values
+from attn.api.attention import attention
+from attn.api.attention import choice_of
+from attn.api.custom_kernel import static_shape
+from attn.problem import check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, dtypes
 
 def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
                scale:float|None) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
   """(q, k, v) as four dimensions, the options of `attention`, and the shape of the output."""
+  dropout_p = values.real_number("dropout_p", dropout_p, 0.0, 1.0, "a number between 0 and 1")
   if dropout_p: raise NotImplementedError(f"dropout_p={dropout_p}: the kernels have no dropout; only 0.0 is supported")
+  is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
   if is_causal and mask is not None: raise RuntimeError("attn_mask with is_causal=True: cannot set attn_mask when is_causal=True")
+  types = []
   for name, t in (("query", q), ("key", k), ("value", v)):
-    if t.ndim < 2: raise ValueError(f"{name} has shape {t.shape}: must be (..., S, D)")
-    if not all(isinstance(s, int) for s in t.shape): raise NotImplementedError(f"{name} has the symbolic shape {t.shape}: shapes must be integers")
+    types.append(values.dtype_name(name, values.tensor(name, t).dtype, values.FLOATS))
+    if t.ndim < 2: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be (..., S, D)")
+    if 0 in static_shape(name, t.shape): raise ValueError(f"{name} has shape {t.shape}: every dimension must be at least 1")
+    if t.device != q.device: raise ValueError(f"{name} is on {t.device} but query on {q.device}: all must be on the same device, or the same devices")
+  if len(set(types)) > 1: raise ValueError(f"query, key and value have dtypes {', '.join(types)}: all three must be the same")
+  if k.shape[-1] != q.shape[-1]: raise ValueError(f"key has shape {k.shape}: its head dimension is {k.shape[-1]} but that of query is {q.shape[-1]}")
+  if v.shape[-2] != k.shape[-2]: raise ValueError(f"value has shape {v.shape}: its length is {v.shape[-2]} but that of key is {k.shape[-2]}")
+  if scale is not None: scale = check_softmax_scale("scale", scale)
   rank = max(q.ndim, k.ndim, v.ndim, 4)
   q, k, v = (t.reshape(*[1]*(rank - t.ndim), *t.shape) for t in (q, k, v))
   batch = tuple(int(max(sizes)) for sizes in zip(*(t.shape[:-3] for t in (q, k, v))))
@@ -29,9 +42,14 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
                        + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head")) from e
   options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale}
   if mask is not None:
-    if mask.dtype == dtypes.bool: mask = mask.where(0.0, -math.inf).cast(dtypes.float)
-    mask = mask.reshape(*[1]*(rank - mask.ndim), *mask.shape)
-    if any(n > 1 for n in mask.shape[:-3]): mask = mask.expand(*batch, *mask.shape[-3:])
+    seen = values.tensor("attn_mask", mask).dtype == dtypes.bool
+    if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)
+    shape, whole = static_shape("attn_mask", mask.shape), (*batch, heads, int(q.shape[-2]), int(k.shape[-2]))
+    if len(shape) > len(whole) or any(n not in (1, full) for n, full in zip(shape[::-1], whole[::-1])):
+      raise ValueError(f"attn_mask has shape {values.shown_shape(shape)}: must broadcast to {whole}")
+    if seen: mask = mask.where(0.0, -math.inf).cast(dtypes.float)
+    mask = mask.reshape(*[1]*(rank - mask.ndim), *shape)
+    if any(n > 1 for n in shape[:-3]): mask = mask.expand(*batch, *mask.shape[-3:])
     options["bias"] = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
   return (four(q, heads, "query"), four(k, kv_heads, "key"), four(v, kv_heads, "value")), options, (*batch, heads, int(q.shape[-2]), int(v.shape[-1]))
 
@@ -47,8 +65,8 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
   A row that sees no key gives 0, where tinygrad's own gives NaN.
   Raises NotImplementedError for dropout_p other than 0, RuntimeError for attn_mask with is_causal, ValueError for shapes that don't fit.
   """
-  rank = max(query.ndim, key.ndim, value.ndim)
   tensors, options, shape = _arguments(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
+  rank = max(query.ndim, key.ndim, value.ndim)
   return attention(*tensors, **options).reshape(shape[-rank:] if rank < 4 else shape)
 
 # ***** in place of tinygrad's own *****
@@ -59,8 +77,16 @@ class Decision:
   kernel: str|None
   reason: str
 
+NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # of the latest calls while installed
-_own: list[Any] = []                               # tinygrad's method, while another stands in its place
+@dataclass
+class Installed:
+  """What stood in the place of `Tensor.scaled_dot_product_attention` before: `inherited`, tinygrad's own, or another library's."""
+  active: bool = False
+  before: Any = None
+  inherited: bool = True
+
+installation = Installed()
 
 def _decide(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Decision:
   if TRAINING: return Decision(None, "TRAINING is set: the kernels have no dropout, and no gradient that this method could give")
@@ -71,32 +97,38 @@ def _decide(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Decision:
 
 def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None, dropout_p:float=0.0, is_causal:bool=False,
                enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
-  dropped = dropout_p if TRAINING else 0.0   # tinygrad drops out in training only
-  try: decision = _decide(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale)
-  except (ValueError, NotImplementedError) as e: decision = Decision(None, str(e))
-  decisions.append(decision)
-  if decision.kernel is not None: return scaled_dot_product_attention(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale=scale)
+  decision = Decision(None, "not installed any more: another library calls what it found in its place")
+  if installation.active:
+    dropped = dropout_p if TRAINING else 0.0   # tinygrad drops out in training only
+    try: decision = _decide(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale)
+    except (ValueError, NotImplementedError) as e: decision = Decision(None, str(e))
+    decisions.append(decision)
+    if decision.kernel is not None: return scaled_dot_product_attention(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale=scale)
   if scale is not None: self = self*(scale*math.sqrt(self.shape[-1]))      # tinygrad's own has no such argument
-  return _own[0](self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
+  return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 
 def install() -> deque[Decision]:
-  """Makes `Tensor.scaled_dot_product_attention` use these kernels wherever dispatch says yes, and tinygrad's own otherwise. Returns the list of
-  decisions, which grows with every call (under TinyJit: with every capture) up to the latest 1024. Installing twice is the same as once."""
-  if not _own:
-    _own.append(Tensor.scaled_dot_product_attention)
-    setattr(Tensor, "scaled_dot_product_attention", _installed)   # noqa: B010
+  """Makes `Tensor.scaled_dot_product_attention` use these kernels wherever dispatch says yes, and what stood there before otherwise: tinygrad's own,
+  or another library's. Returns the list of decisions, which grows with every call (under TinyJit: with every capture) up to the latest 1024.
+  Installing twice is the same as once."""
+  if not installation.active and Tensor.scaled_dot_product_attention is not _installed:
+    installation.before, installation.inherited = Tensor.scaled_dot_product_attention, NAME not in vars(Tensor)
+    setattr(Tensor, NAME, _installed)
+  installation.active = True
   return decisions
 
 def uninstall() -> None:
-  """Puts tinygrad's own method back; nothing if it is there."""
-  if not _own: return
-  _own.clear()
-  del Tensor.scaled_dot_product_attention   # Tensor inherits tinygrad's
+  """Puts back what stood there before; nothing if it is there. What another library has put over these kernels in the meantime stays: it then calls
+  what was there before."""
+  installation.active = False
+  if Tensor.scaled_dot_product_attention is not _installed: return
+  if installation.inherited: delattr(Tensor, NAME)   # Tensor inherits tinygrad's
+  else: setattr(Tensor, NAME, installation.before)
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:
   """`install` for the length of a with statement: `with attn.installed() as decisions: ...`. Within one another, the outermost ends it."""
-  outermost = not _own
+  outermost = not installation.active
   try: yield install()
   finally:
     if outermost: uninstall()

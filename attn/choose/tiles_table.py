@@ -3,7 +3,7 @@
 Made by a search over bounds from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
 Beside each row the worst over fp16 and bf16, full and causal: bounds on the use of the matrix unit, and waves per SIMD.
 """
-from attn.kernels.tiles import Candidate
+from attn.choose.candidates import Candidate
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
   "cdna2": (

@@ -1,0 +1,274 @@
+"""`attention` takes Tensors and finds the kernel; `explain` says which, and why not the others."""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+from typing import Iterable
+from attn import values
+from attn.api.custom_kernel import CheckedKernel
+from attn.api.custom_kernel import KernelFunction
+from attn.api.custom_kernel import arch_of
+from attn.api.custom_kernel import check_device
+from attn.api.custom_kernel import check_means
+from attn.api.custom_kernel import dtype_of
+from attn.api.custom_kernel import static_shape
+from attn.api.custom_kernel import whole_buffer
+from attn.api.options import AttentionOptions
+from attn.api.options import options_of
+from attn.api.placement import AXES
+from attn.api.placement import Placement
+from attn.api.placement import empty
+from attn.api.placement import local_shape
+from attn.api.placement import merge_devices
+from attn.api.placement import on_device
+from attn.api.placement import place
+from attn.api.placement import placement_of
+from attn.chips import Chip
+from attn.chips import get_chip
+from attn.choose.dispatch import Choice
+from attn.choose.dispatch import choose
+from attn.choose.dispatch import program_of
+from attn.compilers.choice import in_use
+from attn.kernels.combine import combine
+from attn.kernels.combine import combine_arguments
+from attn.kernels.forward import arguments
+from attn.kernels.three_pass import three_pass
+from attn.problem import EXTRAS
+from attn.problem import LAYOUTS
+from attn.problem import Problem
+from attn.problem import problem_of
+from attn.tinygrad_compat import DType, Tensor, UOp, capturing, dtypes
+from attn.values import FLOATS
+
+WRITTEN = ("o", "lse", "o_partial", "lse_partial")
+BATCHED = ("bhsd", "bshd")               # layouts whose lse is (B, H, S)
+
+@dataclass(frozen=True)
+class Call:
+  """A problem with its tensors: q, k, v and the extras, by name. `problem` is what one device has to do, or all of them where `at` shares out the
+  keys."""
+  problem: Problem
+  tensors: dict[str, Tensor]
+  arch: Chip|None
+  at: Placement
+  out: Tensor|None
+  def choice(self) -> Choice: return choose(self.problem if self.at.shared != "keys" else self.on(0).problem, self.arch)
+  def on(self, i:int) -> Call:
+    """The part of the i-th device, over its shard of the keys."""
+    p, rows = self.problem, self.problem.Sk//self.at.count
+    t = {name: on_device(x, i) for name, x in self.tensors.items() if name != "sinks" or i == 0}   # a sink counts once
+    if p.bias is not None and p.bias[3]: t["bias"] = t["bias"][..., i*rows:(i + 1)*rows]
+    part = replace(p, Sk=rows, offset=p.offset - i*rows, sinks="sinks" in t, out_dtype="float32", return_lse=True)
+    return Call(part, t, self.arch, Placement(self.at.device[i]), None)
+
+def bhsd(x:Tensor, layout:str) -> Tensor:
+  """A tensor in `layout` as (B, H, S, D)."""
+  if layout == "thd": return x.transpose(0, 1).unsqueeze(0)
+  return x.transpose(1, 2) if layout == "bshd" else x.unsqueeze(0) if layout == "nsd" else x
+
+def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.unsqueeze(0)
+
+def from_bhsd(x:Tensor, layout:str) -> Tensor:
+  if layout == "thd": return x.squeeze(0).transpose(0, 1)
+  return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0) if layout == "nsd" else x
+
+def known(n:int|UOp|Tensor) -> int|None:
+  """The number of rows where the host knows it: an int, or the value that a Variable is bound to."""
+  return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
+
+def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
+  """A number of rows as an int32 tensor (batch): given so, or the same for all as an int or a tinygrad Variable. Raises ValueError beyond
+  0..capacity."""
+  if isinstance(n, Tensor):
+    values.dtype_name(name, n.dtype, ("int32",))
+    placed = place(name, n, at)
+    if local_shape(placed) != (batch,):
+      raise ValueError(f"{name} has shape {values.shown_shape(n.shape)}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
+    return placed
+  if (value := known(n)) is not None and not 0 <= value <= capacity:
+    raise ValueError(f"{name}={value}: must lie in 0..{capacity}, the rows there are")
+  return Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous()
+
+def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
+  """Raises ValueError for sequences that don't lie in order within `rows` rows, or are longer than `longest`: where the host can read the numbers at
+  no cost, on the emulator. Elsewhere rows beyond are 0."""
+  if not isinstance(cu.device, str) or cu.device.split(":")[0] != "EMU" or not cu.uop.is_realized or capturing: return
+  ends = cu.numpy()
+  found = int((ends[1:] - ends[:-1]).max())
+  if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
+    raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
+  if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows")
+
+def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str="kv_lengths") -> Call:
+  """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths."""
+  layout, bias, out = options.layout, options.bias, options.out
+  inputs = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v))}
+  types = [dtype_of(name, t) for name, t in inputs.items()]
+  shape = {name: static_shape(name, t.shape) for name, t in inputs.items()}
+  rank = len(AXES[layout])
+  for name, s in shape.items():
+    if len(s) != rank: raise ValueError(f"{name} has shape {s}; layout={layout!r} needs {LAYOUTS[layout]}")
+  at = placement_of(q, k, v, layout)
+  if at.shared != "keys": shape = {name: local_shape(t) for name, t in inputs.items()}
+  batch, capacity = (shape["k"][AXES[layout].index(axis)] if axis in AXES[layout] else 1 for axis in ("batch", "rows"))
+
+  # ***** optional tensors *****
+  extras: dict[str, Tensor] = {}
+  for name in ("alibi_slopes", "sinks"):
+    if (given := getattr(options, name)) is not None:
+      values.dtype_name(name, given.dtype, FLOATS)
+      extras[name] = place(name, given.cast(dtypes.float), at)
+  if bias is not None:
+    if bias.dtype == dtypes.bool: raise ValueError("bias has dtype bool: must be added to scores; scaled_dot_product_attention takes a mask of bools")
+    values.dtype_name("bias", bias.dtype, FLOATS)
+    if bias.ndim > 4: raise ValueError(f"bias has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
+    extras["bias"] = place("bias", bias.reshape(*[1]*(4 - bias.ndim), *static_shape("bias", bias.shape)), at)
+  if options.kv_lengths is not None:
+    if layout == "thd": raise NotImplementedError(f"{lengths_name} with layout='thd': packed sequences take their lengths from cu_seqlens_k")
+    extras["kv_lengths"] = lengths(options.kv_lengths, batch, capacity, at, lengths_name)
+  for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    if (given := getattr(options, name)) is not None:
+      dtype_of(name, given)
+      extras[name] = place(name, given, at)
+  extras = {name: extras[name] for name in EXTRAS if name in extras}
+  if at.shared == "keys":
+    for name in ("kv_lengths", "cu_seqlens_k"):
+      if name in extras: raise NotImplementedError(f"{name} with k and v sharded along their rows: shard along batch or heads instead")
+
+  # ***** the output *****
+  o_shape = (*shape["q"][:-1], shape["v"][-1])
+  if out is not None:
+    whole_buffer("out", out.uop)
+    want = (*q.shape[:-1], v.shape[-1])
+    if out.shape != want: raise ValueError(f"out has shape {out.shape}: must be {want}")
+    if options.out_dtype not in (None, out.dtype):
+      raise ValueError(f"out_dtype={values.dtype_text(options.out_dtype)} but out has dtype {values.dtype_text(out.dtype)}")
+    if (out.device, out.uop.axis) != (q.device, q.uop.axis):
+      raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
+  out_dtype = values.dtype_text(options.out_dtype) if options.out_dtype is not None else dtype_of("out", out) if out is not None else types[0]
+  p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=[out_dtype, *types], causal=options.causal, window=options.window,
+                 softmax_scale=options.softmax_scale, layout=layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,
+                 max_seqlen_k=options.max_seqlen_k, num_splits=options.num_splits,
+                 extras={name: (local_shape(t), dtype_of(name, t)) for name, t in extras.items()})
+  if p.varlen:
+    check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
+    check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
+  found = get_chip(options.arch) if options.arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])
+  return Call(replace(p, return_lse=options.return_lse), {**inputs, **extras}, found, at, out)
+
+@functools.cache
+def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
+  """What `choice` launches, in order: as single objects, for tinygrad's schedule cache goes by identity."""
+  assert choice.arch is not None and choice.work.tile is not None
+  p, arch = replace(p, num_splits=choice.work.splits), choice.arch
+  def checked(program:Any, names:Iterable[str]) -> KernelFunction:
+    written = tuple(name for name in names if name in WRITTEN)
+    def kernel(*placeholders:UOp) -> CheckedKernel:
+      check_means(sink := program(*placeholders), arch)
+      return CheckedKernel(sink, written)
+    return kernel
+  found = [checked(program_of(choice, p), arguments(p))]
+  return found + ([checked(combine(p, arch, p.num_splits), combine_arguments(p))] if p.num_splits > 1 else [])
+
+def deliver(c:Call, o:Tensor, lse:Tensor) -> list[Tensor]:
+  """o and, where wanted, lse as the call wants them, from o (B, H, S, D) and lse (B, H, S)."""
+  o = from_bhsd(o, c.problem.layout).cast(FLOATS[c.problem.out_dtype])
+  return [o if c.out is None else c.out.assign(o), lse if c.problem.layout in BATCHED else lse.squeeze(0)][:2 if c.problem.return_lse else 1]
+
+def output_buffer(c:Call, name:str, p:Problem) -> Tensor:
+  """A buffer for what a kernel of `p` writes."""
+  if name == "o":
+    if c.out is not None: return c.out
+    axes: tuple[str|None, ...] = AXES[p.layout]
+  else: axes = ((None,) if name.endswith("partial") else ()) + (("heads", "rows") if p.layout in ("nsd", "thd") else ("batch", "heads", "rows"))
+  shape, dtype = (arguments(p) | combine_arguments(p))[name]
+  return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
+
+def no_gradient(*args:UOp, **kwargs:Any) -> Any:
+  raise NotImplementedError("the matrix kernels of attention have no gradient; with ATTN_KERNEL=three_pass there is one")
+
+def run_matrix(c:Call, choice:Choice) -> list[Tensor]:
+  """forward, or for split_kv the same into partial results and then combine."""
+  p, t = replace(c.problem, num_splits=choice.work.splits), {name: x.contiguous() for name, x in c.tensors.items()}
+  launches = [arguments(p), combine_arguments(p)][:1 if p.num_splits == 1 else 2]
+  for names, fxn in zip(launches, kernels(c.problem, choice)):
+    given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
+    t |= zip(names, Tensor.custom_kernel(*given, fxn=fxn, grad_fxn=no_gradient))
+  return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if p.return_lse else [])]
+
+def run_three_pass(c:Call, _:Choice) -> list[Tensor]:
+  p, t = c.problem, c.tensors
+  o, lse = three_pass(*(bhsd(t[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window, top_left=p.top_left,
+                      offset=p.offset, softcap=p.softcap, longest=(p.Sq, p.Sk) if p.varlen else None,
+                      **{name: t[name] for name in EXTRAS if name in t})
+  return deliver(c, o, lse)
+
+def check_devices(c:Call) -> None:
+  """Raises ValueError where the call is for another chip than one of its devices is."""
+  for device in (c.at.device,) if isinstance(c.at.device, str) else c.at.device:
+    if c.arch is not None: check_device(c.arch.name, device)
+
+def run(c:Call) -> list[Tensor]:
+  """o and, where wanted, lse."""
+  if c.at.shared == "keys":
+    parts = [run(c.on(i)) for i in range(c.at.count)]
+    return deliver(c, *merge_devices([(bhsd(o, c.problem.layout), bhs(lse, c.problem.layout)) for o, lse in parts]))
+  choice = c.choice()
+  return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)
+
+def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd",
+              window:tuple[int, int]=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None,
+              kv_lengths:int|UOp|Tensor|None=None, cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None,
+              max_seqlen_k:int|None=None, num_splits:int=0, return_lse:bool=False, out:Tensor|None=None, out_dtype:DType|str|None=None,
+              arch:str|None=None) -> Any:
+  """softmax(score) V of Tensors, by the kernel that `explain` tells: o in the layout of q, or (o, lse) with `return_lse`. Nothing runs until it is
+  realized.
+
+  q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv): float16, bfloat16 or float32, views of tensors included (they are copied). H is a multiple
+  of Hkv: query head h reads key/value head h // (H // Hkv). Score: softmax_scale * Q K^T, then softcap, ALiBi, bias and the masks, in this order.
+
+  causal:        False; True or "bottom-right" (query i sees keys j <= i + Sk - Sq); "top-left" (query i sees keys j <= i, as PyTorch has it)
+  softmax_scale: 1/sqrt(D) by default
+  layout:        "bhsd"; "bshd" (B, S, H, D); "nsd" (B*H, S, D); "thd" (total, H, D), sequences one after another, with cu_seqlens_q and cu_seqlens_k,
+                 int32 (sequences + 1), the row each begins at, and perhaps max_seqlen_q and max_seqlen_k, the longest
+  window:        (left, right) keys seen on each side of the diagonal, itself included; -1 for no bound
+  softcap:       scores become softcap*tanh(score/softcap); 0 for none
+  alibi_slopes:  (H) or (B, H): slope*|i + Sk - Sq - j| is subtracted
+  bias:          added, broadcastable to (B, H, Sq, Sk); -inf masks
+  sinks:         (H): scores of one more key per head, which has no value; lse counts it
+  kv_lengths:    keys there are, the alignment of `causal` being to them: int32 Tensor (B), or an int or a Variable for all; what lies beyond, NaN
+                 included, has no effect
+  num_splits:    key ranges computed apart: 0 as a heuristic finds, 1 never, more: so many
+  return_lse:    also the natural-log sum of exponentials, float32 (B, H, Sq); (B*H, Sq) in layout "nsd", (H, total) in "thd"
+  out:           where to put o, a whole buffer; it is also what is returned
+  out_dtype:     that of out or of q by default
+  arch:          such as "gfx942"; by default that of q's device
+
+  A row that sees no key gives 0, and -inf in lse. Tensors sharded over devices: along batch or heads nothing is communicated; k and v along their
+  rows, with q on every device, are merged over the devices by their LSE.
+  Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
+  """
+  options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, max_seqlen_q=max_seqlen_q,
+                             max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
+                             kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, num_splits=num_splits, out=out,
+                             out_dtype=out_dtype)
+  return attend(prepare(q, k, v, options))
+
+def attend(c:Call) -> Any:
+  """o, or (o, lse)."""
+  check_devices(c)
+  o, *lse = run(c)
+  return (o, *lse) if lse else o
+
+def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
+  """The kernel, tile and split that `attention` takes with these arguments, and why not the others; `arch` may be any chip."""
+  return prepare(q, k, v, options_of("attention", options)).choice()
+
+def explain(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
+  """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md)."""
+  choice = choice_of(q, k, v, **options)
+  print(choice)
+  device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
+  if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
+  return choice

@@ -1,0 +1,161 @@
+"""The key/value cache of decoding: buffers of a fixed capacity, of which each batch has filled some rows. New rows are appended in place and
+attended to in the same call; what lies in the cache beyond a length has no effect, NaN included."""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass
+from typing import Any
+from attn import values
+from attn.api.attention import attend
+from attn.api.attention import check_devices
+from attn.api.attention import known
+from attn.api.attention import lengths
+from attn.api.attention import prepare
+from attn.api.custom_kernel import CheckedKernel
+from attn.api.custom_kernel import KernelFunction
+from attn.api.custom_kernel import region
+from attn.api.custom_kernel import static_shape
+from attn.api.custom_kernel import whole_buffer
+from attn.api.options import check_lengths
+from attn.api.options import check_out_dtype
+from attn.api.options import options_of
+from attn.api.placement import AXES
+from attn.api.placement import local_shape
+from attn.api.placement import placement_of
+from attn.kernels.append import Append
+from attn.kernels.append import append
+from attn.problem import LAYOUTS
+from attn.tinygrad_compat import DType, Device, Tensor, UOp, dtypes
+
+CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")
+
+def check_cache_layout(name:str, x:Any) -> str: return values.word(name, x, CACHE_LAYOUTS)
+
+Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Variable, or int32 (B)
+
+def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, layout:str="bhsd",
+                   device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
+  """A cache for `capacity` rows of `width` elements for each batch and key/value head: (k_cache, v_cache) of zeros, in `layout` "bhsd" or "bshd"."""
+  layout = values.word("layout", layout, ("bhsd", "bshd"))
+  batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
+                                   for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
+  dtype = check_out_dtype("dtype", dtype)
+  if device is not None: device = check_device_name("device", device)
+  shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
+  k, v = (Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize() for _ in range(2))
+  return k, v
+
+def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
+  """(rows, capacity). Raises ValueError where `new` doesn't fit into `cache`."""
+  rows = AXES[layout].index("rows")
+  got, want = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
+  if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
+  if len(got) != len(want) or got[:rows] + got[rows+1:] != want[:rows] + want[rows+1:]:
+    raise ValueError(f"{name}_new has shape {got}: must be that of {name}_cache, {want}, but for the number of rows, axis {rows}")
+  dtype = values.dtype_name(f"{name}_cache", cache.dtype, values.FLOATS)
+  if new.dtype != cache.dtype: raise ValueError(f"{name}_new has dtype {values.dtype_text(new.dtype)}: must be that of {name}_cache, {dtype}")
+  if new.device != cache.device or new.uop.axis != cache.uop.axis:
+    raise ValueError(f"{name}_new is on {new.device}, sharded along axis {new.uop.axis}: must be as {name}_cache, on {cache.device}, along axis "
+                     f"{cache.uop.axis}")
+  if got[rows] > want[rows]: raise ValueError(f"{name}_new has {got[rows]} rows: {name}_cache holds {want[rows]}")
+  return got[rows], want[rows]
+
+def check_device_name(name:str, x:Any) -> str|tuple[str, ...]:
+  """The name of a device that opens, or several."""
+  if isinstance(x, (tuple, list)) and x: return tuple(str(check_device_name(name, part)) for part in x)
+  if not isinstance(x, str) or not x: raise values.wrong(name, x, "the name of a device, or several in a tuple")
+  try: Device[x]
+  except Exception as e: raise ValueError(f"{name}={x!r}: it does not open: {e}") from None   # whatever its absence looks like
+  return x
+
+def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
+  """Raises ValueError for caches that don't go with each other or with q."""
+  shapes = []
+  for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+    values.dtype_name(name, values.tensor(name, t).dtype, values.FLOATS)
+    if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
+      raise ValueError(f"{name} has shape {shape}; layout={layout!r} needs {LAYOUTS[layout]}")
+    if 0 in shape: raise ValueError(f"{name} has shape {shape}: every dimension must be at least 1")
+    if t.device != q.device:
+      raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
+    if t.dtype != q.dtype: raise ValueError(f"{name} has dtype {values.dtype_text(t.dtype)}: must be that of q, {values.dtype_text(q.dtype)}")
+    shapes.append(dict(zip(AXES[layout], shape)))
+  of_q, of_k, of_v = shapes
+  for name, axis, got, want, of in (("k_cache", "batch", of_k, of_q, "q"), ("k_cache", "width", of_k, of_q, "q"),
+                                    *[("v_cache", axis, of_v, of_k, "k_cache") for axis in ("batch", "heads", "rows")]):
+    if got.get(axis) != want.get(axis): raise ValueError(f"{name} has {axis} {got[axis]}: must be that of {of}, {want[axis]}")
+
+def has_threads(device:str|tuple[str, ...]|None) -> bool:
+  """Whether a workgroup of the device has threads; one core of a CPU has not."""
+  return device is None or Device[device if isinstance(device, str) else device[0]].renderer.has_local
+
+def overlap(x:UOp, y:UOp) -> bool:
+  """Whether two caches share memory."""
+  a, b = region(x), region(y)
+  return a is not None and b is not None and a[0] is b[0] and max(a[1], b[1]) < min(a[1] + a[2], b[1] + b[2])
+
+@functools.cache
+def _kernel(name:str, a:Append) -> KernelFunction:
+  program = append(a)
+  return lambda *placeholders: CheckedKernel(program(*placeholders), (name,))
+
+@dataclass(frozen=True)
+class NewRows:
+  """New rows of a cache, checked: `launches` has, for each of the two caches, the cache, its rows and the kernel that writes them."""
+  launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
+  start: Tensor      # int32 (batch): the rows filled before
+  filled: Tensor     # and after
+  def append(self) -> None:
+    for cache, rows, fxn in self.launches: cache.replace(Tensor.custom_kernel(cache, rows.contiguous(), self.start, fxn=fxn)[0])
+
+def _rows(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, layout:str) -> NewRows:
+  """The arguments of `append_kv`, checked."""
+  layout = check_cache_layout("layout", layout)
+  for name, t in (("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)): values.tensor(name, t)
+  cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
+  (new, capacity), (new_v, capacity_v) = _check("k", k_new, k_cache, layout), _check("v", v_new, v_cache, layout)
+  if (new, capacity) != (new_v, capacity_v):
+    raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
+  if (n := known(cache_seqlens)) is not None and n + new > capacity:
+    raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
+  for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)): whole_buffer(name, cache.uop)
+  if overlap(k_cache.uop, v_cache.uop): raise ValueError("k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one")
+  sizes = [dict(zip(AXES[layout], local_shape(cache))) for cache in (k_cache, v_cache)]
+  at = placement_of(k_cache, k_cache, v_cache, layout)
+  start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, at, "cache_seqlens")
+  def kernel(name:str, batch:int=1, *, heads:int, width:int, rows:int) -> KernelFunction:
+    return _kernel(name, Append(batch, heads, new, rows, width, layout, has_threads(k_cache.device)))
+  launches = [(cache, rows, kernel(name, **size))
+              for name, rows, cache, size in (("k_cache", k_new, k_cache, sizes[0]), ("v_cache", v_new, v_cache, sizes[1]))]
+  return NewRows(tuple(launches), start, (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous())
+
+def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, layout:str="bhsd") -> Tensor:
+  """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
+
+  k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must be whole buffers
+  that share no memory, or parts of one buffer, as `.contiguous()` makes them of slices without gaps.
+  An overflow that the host knows of raises ValueError: cache_seqlens + new > capacity for an int, or for the value that a Variable is bound to.
+  One that only the device knows, in a Tensor, writes nothing beyond the cache: the rows that don't fit are dropped, and the length returned is the
+  capacity.
+  """
+  rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout)
+  rows.append()
+  return rows.filled
+
+def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, causal:bool|str=True,
+                            layout:str="bhsd", **options:Any) -> Any:
+  """Appends k_new and v_new to the caches, in place, as `append_kv` does, and attends over the cache_seqlens + new rows that each batch has then.
+
+  q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those
+  of `attention`, but for those that say where rows lie; so is what is returned. What is wrong with any argument is said before a row is appended.
+  Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
+  """
+  for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
+    if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")
+  rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout)
+  checked = options_of("attention_with_kv_cache", {**options, "causal": causal, "layout": layout, "kv_lengths": rows.filled})
+  check_caches(q, k_cache, v_cache, checked.layout)
+  call = prepare(q, k_cache, v_cache, checked, "cache_seqlens")
+  call.choice()
+  check_devices(call)
+  rows.append()
+  return attend(call)

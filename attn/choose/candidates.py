@@ -1,0 +1,48 @@
+"""Rows of the tables of tiles: shapes worth trying, and what they are for."""
+from __future__ import annotations
+from dataclasses import dataclass
+from enum import IntEnum
+
+@dataclass(frozen=True)
+class Candidate:
+  """A tile of the AMD kernel for head dimensions up to `up_to`: a row of attn/choose/tiles_table.py."""
+  up_to: int
+  waves: int
+  q_tiles: int
+  block_n: int
+  q_in_lds: bool = False
+  fenced: bool = False
+  prefetch: int = 1
+  matrix: int = 0        # index into Chip.matrix of the dtype
+  fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
+
+class Burden(IntEnum):
+  """What the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next."""
+  PLAIN = 0
+  MASK = 1
+  OPTIONS = 2
+  ALIBI = 3
+  BIAS = 4
+
+@dataclass(frozen=True)
+class MmaCandidate:
+  """A tile of forward_mma for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers, and, where it is
+  `large`, grids of at least one block per multiprocessor."""
+  up_to: int
+  q_tiles: int
+  block_n: int
+  q_in_lds: bool
+  burden: Burden = Burden.BIAS
+  large: bool = False
+  parts: int = 2
+
+@dataclass(frozen=True)
+class WgmmaCandidate:
+  """A tile of forward_wgmma for head dimensions up to `up_to`: warpgroups and keys, of how many blocks a multiprocessor has room for the
+  registers and shared memory, and TFLOP/s with a large grid, without and with a causal mask."""
+  up_to: int
+  groups: int
+  block_n: int
+  resident: int
+  full: int
+  causal: int

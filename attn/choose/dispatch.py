@@ -1,0 +1,209 @@
+"""Which kernel a problem gets on a chip. Two questions are asked of each: can it compute the problem, and is no other faster? Every no carries its
+reason."""
+from __future__ import annotations
+import functools, os
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+from typing import Callable
+from attn.chips import CHIPS
+from attn.chips import Chip
+from attn.choose import splits
+from attn.choose import tuned
+from attn.choose.splits import AnyTile
+from attn.choose.tiles import choose_amd_tile
+from attn.choose.tiles import dual_wave_tile
+from attn.choose.tiles import mma_tile
+from attn.choose.tiles import wgmma_tile
+from attn.choose.tiles_table import CANDIDATES
+from attn.chips.matrix import MMA
+from attn.kernels import dual_wave
+from attn.kernels import forward
+from attn.kernels import forward_mma
+from attn.kernels import forward_wgmma
+from attn.kernels.forward_mma import MmaTile
+from attn.kernels.forward_wgmma import WgmmaTile
+from attn.kernels.nvidia import UNIT
+from attn.kernels.tiles import ceildiv
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+
+MATRIX_DTYPES = ("float16", "bfloat16")
+
+@dataclass(frozen=True)
+class Work:
+  """How a kernel divides a problem: its tile (None: tinygrad's own schedule) and into how many key ranges."""
+  tile: AnyTile|None
+  splits: int = 1
+
+@dataclass(frozen=True)
+class Choice:
+  """The kernel that computes a problem, and why those before it in KERNELS don't."""
+  kernel: str
+  work: Work
+  arch: Chip|None
+  refused: tuple[tuple[str, str], ...]    # (kernel, reason)
+  def why_not(self, kernel:str) -> str|None:
+    """The reason for which `kernel` was not chosen, None if it was."""
+    return dict(self.refused).get(kernel)
+  def __str__(self) -> str:
+    packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""
+    split = packed + (f", {self.work.splits} splits" if self.work.splits > 1 else ", no split")
+    where = "any device" if self.arch is None else str(self.arch)
+    lines = [f"{self.kernel} on {where}: " + ("scheduled by tinygrad" if self.work.tile is None else f"tile {self.work.tile}{split}")]
+    return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
+
+# ***** what a kernel cannot compute *****
+
+def amd_refuses(p:Problem, arch:Chip) -> str|None:
+  """Why no kernel made of AMD's matrix instructions takes `p` on `arch`, or None."""
+  if arch.family not in CANDIDATES: return f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(CANDIDATES)}"
+  if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
+  return forward.too_wide(p)
+
+def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
+  if (reason := amd_refuses(p, arch)) is not None: return reason
+  if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
+  if (p.D, p.Dv) != (dual_wave.HEAD, dual_wave.HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {dual_wave.HEAD}"
+  if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
+  if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
+  return None
+
+def mma_refuses(p:Problem, arch:Chip) -> str|None:
+  if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
+  if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
+  return forward.too_wide(p)
+
+def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
+  if not arch.wgmma: return f"{arch.name} has no wgmma"
+  if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
+  if (reason := forward.too_wide(p)) is not None: return reason
+  for name, width in (("D", p.D), ("Dv", p.Dv)):
+    if width % UNIT: return f"{name}={width}: rows are copied by {UNIT} elements"
+  return None
+
+# ***** how a kernel would divide a problem, or why it cannot compute it *****
+
+def whole(p:Problem, tile:Callable[[], AnyTile]) -> Work|str:
+  """A forward kernel with the tile that is chosen, without splits."""
+  try:
+    chosen = tile()
+    forward.check_range(p, chosen)
+  except NotImplementedError as e: return str(e)
+  if (asked := min(p.num_splits, splits.key_tiles(p, chosen))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
+  return Work(chosen)
+
+def can_forward(p:Problem, arch:Chip) -> Work|str: return amd_refuses(p, arch) or whole(p, lambda: choose_amd_tile(p, arch))
+
+def can_dual_wave(p:Problem, arch:Chip) -> Work|str: return dual_wave_refuses(p, arch) or Work(dual_wave_tile(p, arch))
+
+def can_forward_mma(p:Problem, arch:Chip) -> Work|str: return mma_refuses(p, arch) or whole(p, lambda: mma_tile(p, arch))
+
+def can_forward_wgmma(p:Problem, arch:Chip) -> Work|str: return wgmma_refuses(p, arch) or whole(p, lambda: wgmma_tile(p, arch))
+
+def choose_tile(p:Problem, arch:Chip) -> AnyTile:
+  """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""
+  if arch.family != "nvidia":
+    if (reason := amd_refuses(p, arch)) is not None: raise NotImplementedError(reason)
+    return choose_amd_tile(p, arch)
+  if wgmma_refuses(p, arch) is None and too_short(p) is None: return wgmma_tile(p, arch)
+  if (reason := mma_refuses(p, arch)) is not None: raise NotImplementedError(reason)
+  return mma_tile(p, arch)
+
+def can_split_kv(p:Problem, arch:Chip) -> Work|str:
+  """With as many key ranges as are asked for, or as the heuristic finds, and two at least."""
+  if p.num_splits == 1: return "num_splits=1 asks for no split"
+  unsplit = replace(p, num_splits=1)
+  work = whole(unsplit, lambda: choose_tile(unsplit, arch))
+  if isinstance(work, str): return work
+  assert work.tile is not None
+  if (tiles := splits.key_tiles(p, work.tile)) < 2: return f"no split is possible: {of_grid(p, arch, work.tile)}"
+  number = max(2, splits.resolve(p, arch, work.tile).num_splits)
+  return Work(choose_tile(replace(p, num_splits=min(number, tiles)), arch), min(number, tiles))
+
+def can_three_pass(p:Problem, arch:Chip|None) -> Work|str:
+  if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
+  return Work(None)
+
+# ***** why another kernel is faster than one that can *****
+
+def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
+  return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
+
+def split_slower(p:Problem, arch:Chip) -> str|None:
+  if p.num_splits: return None
+  tile = choose_tile(replace(p, num_splits=1), arch)
+  return f"no split is the fastest: {of_grid(p, arch, tile)}" if splits.split_heuristic(p, arch, tile) == 1 else None
+
+def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
+  rows = dual_wave_tile(p, arch).block_m
+  if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
+    return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
+  return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) is not None else None
+
+def too_short(p:Problem) -> str|None:
+  rows = WgmmaTile(1, UNIT).block_m
+  return f"Sq={p.Sq}: a warpgroup has {rows} queries, forward_mma has smaller tiles" if p.Sq < rows else None
+
+def never(p:Problem, arch:Chip) -> None: return None
+
+# ***** the kernels *****
+
+def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
+  """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
+  if isinstance(tile, WgmmaTile): return forward_wgmma.forward_wgmma(p, arch, tile)
+  return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
+
+@dataclass(frozen=True)
+class Implementation:
+  """A kernel as dispatch knows it."""
+  can: Callable[[Problem, Any], Work|str]                              # how it divides a problem on a chip, or why it cannot compute it
+  slower: Callable[[Problem, Chip], str|None] = never                  # why another is faster where it can, or None
+  program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None = None   # of a tile; None: tensor operations
+
+# best first: the first that can compute a problem, and would not be slower than another, gets it
+KERNELS: dict[str, Implementation] = {
+  "split_kv": Implementation(can_split_kv, split_slower, forward_of),
+  "dual_wave": Implementation(can_dual_wave, dual_wave_slower, dual_wave.dual_wave),
+  "forward": Implementation(can_forward, program=forward.forward),
+  "forward_wgmma": Implementation(can_forward_wgmma, lambda p, arch: too_short(p), forward_wgmma.forward_wgmma),
+  "forward_mma": Implementation(can_forward_mma, program=forward_mma.forward_mma),
+  "three_pass": Implementation(can_three_pass)}
+
+NO_UNIT = f"the device has no matrix unit that the kernels know; they know {', '.join(CHIPS)}"
+
+def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
+  """How the kernel `name` divides `p` on `arch`, or why it cannot compute it there."""
+  return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
+
+def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
+  """The kernel that was chosen for `p`, a function of the placeholders that `forward.arguments(p)` names."""
+  program = KERNELS[choice.kernel].program
+  if program is None or choice.arch is None: raise NotImplementedError(f"{choice.kernel} is no single kernel")
+  return program(p, choice.arch, choice.work.tile)
+
+def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
+  """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. NotImplementedError where it takes more than one."""
+  choice = choose(p := replace(p, num_splits=1), arch)
+  if choice.work.tile is None:
+    raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
+  return program_of(choice, p), choice.work.tile
+
+def choose(p:Problem, arch:Chip|None) -> Choice:
+  """The first kernel that takes `p` on `arch` (None: a chip without a matrix unit), or the one that ATTN_KERNEL names, even where another is faster.
+
+  Raises NotImplementedError, with every reason, when none can or that one can't, and ValueError for an ATTN_KERNEL that does not exist."""
+  return _choose(p, arch, os.environ.get("ATTN_KERNEL", ""))
+
+@functools.cache
+def _choose(p:Problem, arch:Chip|None, forced:str) -> Choice:
+  if forced and forced not in KERNELS: raise ValueError(f"ATTN_KERNEL={forced!r}: must be one of {', '.join(KERNELS)}")
+  refused = []
+  for name, kernel in KERNELS.items():
+    work, slower = can(name, p, arch), None
+    if isinstance(work, str): refused.append((name, work))
+    elif forced and name != forced: refused.append((name, f"ATTN_KERNEL={forced} forces another"))
+    elif not forced and arch is not None and (slower := kernel.slower(p, arch)) is not None: refused.append((name, slower))
+    else: return Choice(name, work, arch, tuple(refused))
+  if forced: raise NotImplementedError(f"ATTN_KERNEL={forced}: {dict(refused)[forced]}")
+  raise NotImplementedError(f"no kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in refused)}")

@@ -1,0 +1,55 @@
+"""Into how many key ranges a problem is divided: the occupancy model behind num_splits=0.
+
+Where B*H heads of Sq queries make fewer workgroups than the chip has compute units, as in decoding, dividing the keys fills it (Flash-Decoding,
+pytorch.org/blog/flash-decoding). The ranges' results are merged by attn/kernels/combine.py.
+"""
+from __future__ import annotations
+from dataclasses import replace
+from typing import Callable
+from attn.chips import Chip
+from attn.kernels import forward
+from attn.kernels import forward_mma
+from attn.kernels import forward_wgmma
+from attn.kernels.forward_mma import MmaTile
+from attn.kernels.forward_wgmma import WgmmaTile
+from attn.kernels.tiles import Tile
+from attn.kernels.tiles import ceildiv
+from attn.problem import MAX_SPLITS
+from attn.problem import Problem
+
+PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys
+COMBINE = 320       # launching `combine`, likewise
+COMBINE_BYTES = 2**14   # scratch that the whole chip writes and reads again while a workgroup gets over one key
+
+AnyTile = Tile|MmaTile|WgmmaTile
+LDS_BYTES: dict[type, Callable[..., int]] = {Tile: forward.lds_bytes, MmaTile: forward_mma.lds_bytes, WgmmaTile: forward_wgmma.lds_bytes}
+
+def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
+
+def workgroups(p:Problem, tile:AnyTile) -> int:
+  """Workgroups of the forward kernel without splits."""
+  heads = p.H//p.Hkv if tile.pack_gqa else 1
+  return p.B*p.H//heads*ceildiv(p.Sq*heads, tile.block_m)
+
+def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
+  """The number of splits, a power of two, by an occupancy model.
+
+  A chip of `arch.cus` compute units works on that many workgroups at a time, more only where a workgroup has fewer waves than keep a compute unit
+  busy and its LDS has the room: the workgroups of a full unit share its matrix unit and memory bandwidth. G splits make G times the workgroups, each
+  of 1/G of the trips, so in units of a key
+
+    time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
+
+  and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
+  """
+  places = arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//LDS_BYTES[type(tile)](p, tile)))
+  trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
+  def time(splits:int) -> float:
+    merge = COMBINE + 4*splits*p.rows*(p.Dv + 1)/COMBINE_BYTES if splits > 1 else 0
+    return ceildiv(workgroups(p, tile)*splits, places)*(ceildiv(trips, splits)*tile.block_n + PROLOGUE) + merge
+  choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
+  return min(choices or [1], key=lambda splits: (time(splits), splits))
+
+def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
+  """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one held to the number of key tiles."""
+  return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

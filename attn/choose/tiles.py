@@ -1,0 +1,104 @@
+"""Which tile a kernel gets for a problem on a chip."""
+from __future__ import annotations
+import math
+from dataclasses import replace
+from attn.chips import Chip
+from attn.choose import tuned
+from attn.choose.candidates import Burden
+from attn.choose.candidates import Candidate
+from attn.choose.candidates import WgmmaCandidate
+from attn.choose.nvidia_table import MMA_CANDIDATES
+from attn.choose.nvidia_table import WGMMA_CANDIDATES
+from attn.choose.splits import workgroups
+from attn.choose.tiles_table import CANDIDATES
+from attn.chips.matrix import MMA
+from attn.kernels import dual_wave
+from attn.kernels import forward
+from attn.kernels import forward_mma
+from attn.kernels.forward_mma import MmaTile
+from attn.kernels.forward_wgmma import WgmmaTile
+from attn.kernels.tiles import Tile
+from attn.kernels.tiles import ceildiv
+from attn.kernels.tiles import contraction
+from attn.kernels.tiles import round_up
+from attn.problem import Problem
+
+# ***** AMD *****
+
+WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
+
+def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
+  """None if `tile` is for this problem on `arch`, else why not."""
+  if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
+  if (blocks := workgroups(p, tile)) < c.fills: return f"tile {tile} makes {blocks} workgroups, {c.fills} are wanted to fill the chip"
+  if (need := forward.lds_bytes(p, tile)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
+  return None
+
+def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
+  """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its bias."""
+  mat = arch.matrix[p.dtype][c.matrix]
+  pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
+  rows = p.Sq*(p.H//p.Hkv if pack else 1)
+  q_tiles = c.q_tiles if rows > mat.N and p.bias is None else 1        # a bias takes as many registers as the scores
+  needed = waves = ceildiv(rows, mat.N*q_tiles)
+  block_n = min(c.block_n, 32) if p.bias is not None else c.block_n
+  if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
+  staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane that would carry K and V on its own
+  of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
+  waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
+  few, crowded = needed < c.waves, p.window[0] >= 0 and max(p.D, p.Dv) > WIDE          # a loop with both masks has no registers to spare
+  if crowded: waves = min(waves, 4)
+  # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded else c.prefetch, pack, 0.0 if few else 8.0)
+
+def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
+  """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
+  reasons = []
+  found = tuned.winner(p, arch)
+  for c in (*([found] if found is not None else []), *CANDIDATES[arch.family]):
+    tile = amd_tile(p, arch, c)
+    if (reason := fits(p, arch, tile, c)) is None: return tile
+    reasons.append(reason)
+  raise NotImplementedError(f"no tile of the forward kernel fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
+
+def dual_wave_tile(p:Problem, arch:Chip) -> Tile: return Tile(arch.matrix[p.dtype][0], dual_wave.WAVES, 1, dual_wave.BLOCK_N)
+
+# ***** NVIDIA *****
+
+WARPS = 4     # of a block of forward_mma: two or three blocks share a multiprocessor, and one computes while another waits
+
+def burden(p:Problem) -> Burden:
+  if p.bias is not None: return Burden.BIAS
+  if p.alibi: return Burden.ALIBI
+  if p.options or p.return_lse or p.num_splits > 1: return Burden.OPTIONS
+  return Burden.PLAIN if p.window == (-1, -1) else Burden.MASK
+
+def mma_tile(p:Problem, arch:Chip) -> MmaTile:
+  """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
+  mat = MMA[p.dtype]
+  group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
+  rows = p.Sq*group
+  for c in MMA_CANDIDATES:
+    q_tiles = c.q_tiles if rows > mat.M else 1
+    tile = MmaTile(mat, WARPS, q_tiles, c.block_n, q_in_lds=c.q_in_lds, parts=c.parts, pack_gqa=group > 1)
+    blocks = p.B*p.H//group*ceildiv(rows, tile.block_m)
+    tile = replace(tile, waves=min(WARPS, ceildiv(rows, q_tiles*mat.M)))
+    if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden or (c.large and blocks < arch.cus): continue
+    if forward_mma.lds_bytes(p, tile) <= arch.lds: return tile
+  raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
+
+BIAS_KEYS = 64    # a bias takes as many registers as the scores
+
+def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
+  """The tile that should be fastest: its rate, times the part of its blocks' rows that are queries, times the part of the multiprocessors' turns that
+  the blocks fill. Under a causal mask the longest block takes two turns of an average one, and the short ones fill in."""
+  up_to = min(c.up_to for c in WGMMA_CANDIDATES if max(p.D, p.Dv) <= c.up_to)
+  causal = p.window[1] >= 0 and p.window[0] < 0
+  def rate(c:WgmmaCandidate) -> float:
+    block_m = WgmmaTile(c.groups, c.block_n).block_m
+    blocks = ceildiv(p.Sq, block_m)
+    used, turns = p.Sq/(blocks*block_m), max(1, p.num_splits)*p.B*p.H*blocks/(arch.cus*c.resident)
+    return used*(c.causal*turns/max(turns, 2) if causal else c.full*turns/math.ceil(turns))
+  best = max((c for c in WGMMA_CANDIDATES if c.up_to == up_to and (p.bias is None or c.block_n <= BIAS_KEYS)), key=rate)
+  return WgmmaTile(best.groups, best.block_n)

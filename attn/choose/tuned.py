@@ -1,0 +1,119 @@
+"""The tiles that TUNE=1 of bench.py found fastest by time, kept in the user's cache directory. Dispatch asks here on real devices only.
+
+The file is {chip: {problem class: {"tile": fields of a Candidate, or null where no tile beat what dispatch does without, "seconds": its time,
+"stamp": the versions it was found with}}}. It is input: what is not valid, or of other versions, is ignored with one warning that names the file.
+"""
+from __future__ import annotations
+import functools, importlib.metadata, json, warnings
+from dataclasses import MISSING
+from dataclasses import asdict
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from attn import user_cache
+from attn import values
+from attn.chips import Chip
+from attn.choose.candidates import Candidate
+from attn.kernels.tiles import contraction
+from attn.problem import Problem
+from attn.tinygrad_compat import Device
+from attn.version import TINYGRAD_VERSION
+
+CLASSES = (64, 128, 192, 256)   # head dimensions: a class goes up to its number
+
+def head_class(p:Problem) -> int:
+  """The class of a problem's head dimensions, the larger one where they differ."""
+  return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
+
+def problem_class(p:Problem) -> str|None:
+  """Problems of one class share a tile: the same but for lengths and heads, and those up to the next power of two. None for problems with an option
+  that takes registers of its own: they are not timed."""
+  if p.options: return None
+  mask = "window" if p.window[0] >= 0 else "causal" if p.window[1] >= 0 else "full"
+  heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.B*p.H, p.Sq, p.Sk))
+  return f"{p.dtype} D{head_class(p)} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
+
+def path() -> Path:
+  """Where the winners are kept."""
+  return user_cache.directory()/"tune.json"
+
+# ***** what the file may say *****
+
+@functools.cache
+def stamp() -> dict[str, str]:
+  """What a time depends on, besides the chip and the problem: this package, tinygrad, and the compiler that tinygrad takes on its default device."""
+  try: own = importlib.metadata.version("attn")
+  except importlib.metadata.PackageNotFoundError: own = "not installed"
+  compiler = Device[Device.DEFAULT].renderer.compiler
+  return {"attn": own, "tinygrad": TINYGRAD_VERSION, "compiler": str(getattr(compiler, "version", type(compiler).__name__))}
+
+LIMITS = {"up_to": CLASSES, "waves": (1, 2, 4, 8), "q_tiles": (1, 2), "block_n": (16, 32, 64, 128), "q_in_lds": (False, True),
+          "fenced": (False, True), "prefetch": (0, 1, 2), "matrix": (0, 1), "fills": range(1 << 16)}
+
+def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
+  """The tile that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this chip."""
+  if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile")
+  if (tile := found["tile"]) is None: return None
+  if not isinstance(tile, dict): raise ValueError(f"tile={values.shown(tile)}: must be null, or the fields of a tile")
+  if unknown := tile.keys() - LIMITS.keys(): raise ValueError(f"{min(unknown)}: a tile has no such field")
+  for f in fields(Candidate):
+    if f.name not in tile:
+      if f.default is MISSING: raise ValueError(f"a tile without {f.name}")
+    elif type(value := tile[f.name]) is not type(LIMITS[f.name][0]) or value not in LIMITS[f.name]:
+      raise ValueError(f"{f.name}={values.shown(value)}: must be one of {', '.join(map(str, LIMITS[f.name][:9]))}")
+  c = Candidate(**tile)
+  matrices = arch.matrix.get(p.dtype, ())
+  if c.matrix >= len(matrices): raise ValueError(f"matrix={c.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
+  mat = matrices[c.matrix]
+  if c.block_n % mat.M or c.block_n % contraction(mat, 1): raise ValueError(f"block_n={c.block_n}: no tiles of {mat.M} keys")
+  return c
+
+def check_stamp(found:Any) -> None:
+  """Raises ValueError unless an entry was made with the versions that there are now."""
+  for name, now in stamp().items():
+    then = found.get(name) if isinstance(found, dict) else None
+    if then != now: raise ValueError(f"was made with {name} {values.shown(then)}, this is {now!r}")
+
+@functools.cache
+def warn(file:str, reason:str) -> None:
+  """Once."""
+  warnings.warn(f"{file}: {reason}. It is ignored; TUNE=1 of bench.py writes it anew", stacklevel=2)
+
+def load() -> dict[str, Any]:
+  """The whole file; a cache that is missing is an empty one, and so is one that is damaged or made by other versions, after a warning."""
+  file = path()
+  try: text = file.read_text()
+  except FileNotFoundError: return {}
+  except (OSError, ValueError) as e:
+    warn(str(file), f"cannot be read: {e}")
+    return {}
+  try: found = json.loads(text)
+  except (ValueError, RecursionError) as e:
+    warn(str(file), f"is no JSON: {e}")
+    return {}
+  if not isinstance(found, dict) or not all(isinstance(x, dict) for x in found.values()):
+    warn(str(file), "is not what TUNE=1 writes")
+    return {}
+  return found
+
+def winner(p:Problem, arch:Chip) -> Candidate|None:
+  """The tile that was fastest for the class of `p` on this chip, if it is known and `arch` is a real device's."""
+  if not arch.tuned or (kind := problem_class(p)) is None: return None
+  if (entry := load().get(arch.name, {}).get(kind)) is None: return None
+  try:
+    found = candidate_of(entry, arch, p)
+    check_stamp(entry.get("stamp"))
+  except ValueError as e:
+    warn(str(path()), f"{arch.name}, {kind}: {e}")
+    return None
+  return found
+
+def store(p:Problem, arch:Chip, tile:Candidate|None, seconds:float) -> Path:
+  """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no class for it, OSError where the
+  file can't be written."""
+  file, kind = path(), problem_class(p)
+  if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class of which a winner is kept")
+  found = load()
+  found[arch.name] = {**found.get(arch.name, {}), kind: {"tile": asdict(tile) if tile is not None else None, "seconds": seconds, "stamp": stamp()}}
+  user_cache.write(file, (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
+  return file

@@ -1,0 +1,86 @@
+"""What values an argument may have. A check takes an argument's name and value, and returns the value as plain Python has it (numpy's integers as
+ints), or raises ValueError that says name, value and what is supported."""
+from __future__ import annotations
+import math, numbers
+from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import field
+from typing import Any
+import numpy as np
+from attn.tinygrad_compat import DType
+from attn.tinygrad_compat import Tensor
+from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import dtypes
+
+FLOATS = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
+DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "int32"}
+SHOWN_MOST = 60                                              # characters of a value that an error shows
+FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the normal numbers of fp32
+
+Check = Callable[[str, Any], Any]
+
+def option(default:Any, check:Check, meaning:str) -> Any:
+  """A field of a record of options: what there is to say of an option stands in one place."""
+  return field(default=default, metadata={"check": check, "meaning": meaning})
+
+def shown(x:Any) -> str:
+  """A value as an error shows it: whatever holds many numbers, or a graph, by its type, shape and dtype."""
+  if isinstance(x, (Tensor, np.ndarray)): return f"{type(x).__name__} of shape {shown_shape(x.shape)} and dtype {x.dtype}"
+  if isinstance(x, UOp): return f"UOp {x.render()[:SHOWN_MOST]}"
+  text = repr(x)
+  return text if len(text) <= SHOWN_MOST else f"{text[:SHOWN_MOST]}... ({type(x).__name__})"
+
+def shown_shape(shape:Iterable[Any]) -> str:
+  """A shape, in which a symbolic size stands by its name."""
+  sizes = [s.render() if isinstance(s, UOp) else str(s) for s in shape]
+  return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+def wrong(name:str, x:Any, supported:str) -> ValueError: return ValueError(f"{name}={shown(x)}: must be {supported}")
+
+def is_whole(x:Any) -> bool: return isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_))
+
+def whole_number(name:str, x:Any, least:int, most:int|None, supported:str) -> int:
+  """An integer of Python or numpy, between `least` and `most`."""
+  if not is_whole(x) or x < least or (most is not None and x > most): raise wrong(name, x, supported)
+  return int(x)
+
+def real_number(name:str, x:Any, least:float, most:float, supported:str) -> float:
+  """A number of Python or numpy, between `least` and `most`."""
+  if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real): raise wrong(name, x, supported)
+  try: value = float(x)
+  except OverflowError: value = math.inf
+  if not least <= value <= most: raise wrong(name, x, supported)
+  return value
+
+def truth(name:str, x:Any) -> bool:
+  """A bool of Python or numpy, or 0 or 1."""
+  if isinstance(x, (bool, np.bool_)) or (is_whole(x) and x in (0, 1)): return bool(x)
+  raise wrong(name, x, "True or False")
+
+def word(name:str, x:Any, known:Iterable[str], supported:str="") -> str:
+  """One of some strings."""
+  known = tuple(known)
+  if isinstance(x, str) and x in known: return str(x)
+  raise wrong(name, x, supported or f"one of {', '.join(map(repr, known))}")
+
+def is_nothing(x:Any) -> bool:
+  """Whether an argument is 0, False or empty."""
+  return isinstance(x, (bool, int, float, str, tuple, list)) and not x
+
+def tensor(name:str, x:Any) -> Tensor:
+  if isinstance(x, Tensor): return x
+  raise ValueError(f"{name} is a {type(x).__name__}: must be a Tensor" if not isinstance(x, np.ndarray) else
+                   f"{name} is a numpy array of shape {x.shape}: must be a Tensor, such as Tensor({name})")
+
+def tensor_or_none(name:str, x:Any) -> Tensor|None:
+  if x is None or isinstance(x, Tensor): return x
+  raise wrong(name, x, "a Tensor or None")
+
+def dtype_text(dtype:Any) -> str:
+  """The name of a dtype: numpy's where it has one for it."""
+  return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("dtypes."))
+
+def dtype_name(name:str, dtype:DType, supported:Iterable[str]) -> str:
+  """The name of a tensor's dtype, one of `supported`. Raises NotImplementedError for another."""
+  if (found := dtype_text(dtype)) in (supported := tuple(supported)): return found
+  raise NotImplementedError(f"{name} has dtype {found}: must be {'one of ' if len(supported) > 1 else ''}{', '.join(supported)}")
