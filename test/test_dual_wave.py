@@ -1,12 +1,12 @@
 """The dual-wave kernel of CDNA4: the contract, and that the emulator sees what goes wrong when a wait or a barrier is missing."""
 from __future__ import annotations
 import pytest
-import attn.intrinsics as hw
 from attn.chips import get_chip
 from attn.choose.dispatch import choose
 from attn.choose.tiles import dual_wave_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels import dual_wave
+from attn.ops import amd
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, exact, judge, same
 from attn.tinygrad_compat import Context, Tensor, dtypes
@@ -61,8 +61,8 @@ def test_loads_waited_for_too_little(monkeypatch) -> None:
 @pytest.mark.parametrize("left_out", (3, 4, 5, 6))
 def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:
   """Any one barrier of a tile: two before the loop, then four per tile."""
-  count, barrier = iter(range(10**6)), hw.barrier
-  monkeypatch.setattr(hw, "barrier", lambda *done: hw.sched_barrier(*done) if next(count) == left_out else barrier(*done))
+  count, barrier = iter(range(10**6)), amd.barrier
+  monkeypatch.setattr(amd, "barrier", lambda *done: amd.sched_barrier(*done) if next(count) == left_out else barrier(*done))
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=768)
 
 def test_dispatch() -> None:

@@ -3,13 +3,14 @@ what one would be made of, on an instruction of gfx942 that no kernel has."""
 from __future__ import annotations
 import numpy as np
 import pytest
-from attn import intrinsics as hw
 from attn.chips.families import CDNA3, CDNA4, RDNA3
 from attn.chips.matrix import Matrix
 from attn.emulator.matrix import MatrixUnit, widen
 from attn.compilers.clang import assembly
 from attn.kernels.forward import OPTIMISED, Staging
 from attn.kernels.tiles import Lane, LdsTile, Rows, contraction, flat, operands, units_of
+from attn.ops.amd import shaped_wmma
+from attn.ops.common import extract, splat
 from attn.ops.renderers import render
 from attn.tinygrad_compat import AxisType, Context, KernelInfo, Tensor, UOp, dtypes
 
@@ -53,10 +54,10 @@ def scores(width:int):
     parts = [stage.item(j) for j in range(stage.items)]
     k_lds = k_lds.after(UOp.group(*[k_lds.store(row, unit, k_rows.load_units(first, 32, row, unit, gate), gate) for row, unit, gate in parts]))
     units = units_of(FP8, depth, at.h)
-    acc = hw.splat(0.0, FP8.accumulator)
+    acc = splat(0.0, FP8.accumulator)
     for a, b in zip(operands(FP8, [k_lds.load(at.n, u) for u in units]), operands(FP8, [q_rows.load_units(first, 32, at.n, u) for u in units]),
-                    strict=True): acc = hw.shaped_wmma(FP8, a, b, acc)
-    stores = [flat(s)[FP8.c_row(at.h, i)*32 + at.n].store(hw.extract(acc, i)) for i in range(FP8.accumulator)]
+                    strict=True): acc = shaped_wmma(FP8, a, b, acc)
+    stores = [flat(s)[FP8.c_row(at.h, i)*32 + at.n].store(extract(acc, i)) for i in range(FP8.accumulator)]
     return UOp.group(*stores).end(lane, wave).sink(arg=KernelInfo(f"fp8_scores_{width}", opts_to_apply=()), tag=OPTIMISED)
   return kernel
 

@@ -6,10 +6,10 @@ from tinygrad import Context, Tensor, TinyJit, Variable, dtypes
 from tinygrad.device import Device
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp
-from attn import intrinsics
 from attn.emulator.alu import bf16_to_float, float_to_bf16
 from attn.emulator.device import register
 from attn.emulator.plan import EMULATED
+from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.tinygrad_compat import vector_dtype
 
 register()
@@ -279,14 +279,18 @@ def test_vector_types_in_memory(emu):
   np.testing.assert_array_equal(got, x.reshape(128, 8)[::-1].ravel())
 
 def test_custom_text(emu, monkeypatch):
-  def kernel(o, x):
-    t = UOp.range(64, 0, AxisType.WARP)
-    return sink("custom", o[t].store(UOp(Ops.CUSTOM, dtypes.float, (x[t].load(),), arg="my_builtin({0})")), ranges=(t,))
+  """Text alone says nothing of what it means; an operation that is defined does."""
+  def kernel(value):
+    def kernel(o, x):
+      t = UOp.range(64, 0, AxisType.WARP)
+      return sink("custom", o[t].store(value(x[t].load())), ranges=(t,))
+    return kernel
   x = np.arange(64, dtype=np.float32)
-  def go(): return Tensor.empty(64).custom_kernel(Tensor(x).realize(), fxn=kernel)[0].numpy()
-  with pytest.raises(NotImplementedError, match=r"my_builtin\(\{0\}\).*MEANING"): go()
-  monkeypatch.setitem(intrinsics.MEANING, "my_builtin({0})", lambda lanes, x: x + lanes.wave)
-  np.testing.assert_array_equal(go(), x + 64)
+  def go(value): return Tensor.empty(64).custom_kernel(Tensor(x).realize(), fxn=kernel(value))[0].numpy()
+  with pytest.raises(NotImplementedError, match=r"my_builtin\(\{0\}\).*attn.ops.operation.emit"):
+    go(lambda x: UOp(Ops.CUSTOM, dtypes.float, (x,), arg="my_builtin({0})"))
+  monkeypatch.setitem(OPERATIONS, "my_builtin", Operation(lambda lanes, x: x + lanes.wave, "my_builtin({0})", "my_builtin({0})"))
+  np.testing.assert_array_equal(go(lambda x: emit("my_builtin", dtypes.float, x)), x + 64)
 
 def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
   from attn.emulator import machine

@@ -5,9 +5,10 @@ import pytest
 from tinygrad import Context, Tensor, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp
-from attn import intrinsics
 from attn.emulator import checks, last_run
 from attn.emulator.device import register
+from attn.ops.common import exp2, opaque_uniform, splat
+from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.tinygrad_compat import Estimates, vector_dtype
 
 register()
@@ -15,6 +16,18 @@ register()
 @pytest.fixture(autouse=True)
 def _device():
   with Context(DEV="EMU::gfx942"): yield
+
+@pytest.fixture(autouse=True)
+def _operations():
+  """What a test defines is gone after it."""
+  before = dict(OPERATIONS)
+  yield
+  OPERATIONS.clear()
+  OPERATIONS.update(before)
+
+def defined(name, meaning):
+  """Makes `name` an operation with this meaning, for `emit`."""
+  OPERATIONS[name] = Operation(meaning, f"{name}()", f"{name}()")
 
 def sink(name, *stores, ranges=()):
   return UOp.group(*stores).end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
@@ -225,11 +238,11 @@ def matrix_in_loop(uniform):
     g, t = threads(64)
     r = UOp.range(2 if uniform else t % 2 + 1, 2, AxisType.LOOP)
     acc = UOp.placeholder((1,), vector_dtype("float32", 4), 1, AddrSpace.REG)
-    acc = acc.after(acc[0].store(intrinsics.splat(0.0, 4)))
+    acc = acc.after(acc[0].store(splat(0.0, 4)))
     ab = x.bitcast(vector_dtype("uint32", 2))[t].load()
     name = "mfma_f32_16x16x16f16"
-    intrinsics.MEANING[f"test_{name}({{0}}, {{1}})"] = lambda lanes, ab, c: lanes.matrix(name, ab, ab, c)
-    d = UOp(Ops.CUSTOM, acc.dtype, (ab, acc.after(r)[0].load()), arg=f"test_{name}({{0}}, {{1}})")
+    defined(f"test_{name}", lambda lanes, ab, c: lanes.matrix(name, ab, ab, c))
+    d = emit(f"test_{name}", acc.dtype, ab, acc.after(r)[0].load())
     done = acc.after(acc.after(r)[0].store(d).end(r))
     return sink("matrix_in_loop", o.bitcast(acc.dtype)[t].store(done[0].load()), ranges=(g, t))
   return kernel
@@ -241,27 +254,27 @@ def test_divergent_matrix_instruction():
   np.testing.assert_array_equal(got.transpose(0, 2, 1).reshape(16, 16), 2*(a @ a.T))
   with says(checks.DivergentMatrix, "matrix_in_loop", "wave 0, lane 0"): run(matrix_in_loop(False), (256,), lanes)
 
-# ***** pointers that intrinsics take *****
+# ***** pointers that operations take *****
 
-def through_pointer(text, meaning):
-  intrinsics.MEANING[text] = meaning
+def through_pointer(name, meaning):
+  defined(name, meaning)
   def kernel(o, x):
     g, t = threads(64)
-    return sink("pointer", o[t].store(UOp(Ops.CUSTOM, dtypes.uint, (x[t],), arg=text).bitcast(dtypes.float)), ranges=(g, t))
+    return sink("pointer", o[t].store(emit(name, dtypes.uint, x[t]).bitcast(dtypes.float)), ranges=(g, t))
   return run(kernel, (64,), X[:64])
 
 def dword(lanes, pointer, offset):
   return np.ascontiguousarray(lanes.load_bytes(pointer, np.full(64, offset), 4, lanes.active).T).view(np.uint32)[:, 0]
 
 def test_pointers():
-  np.testing.assert_array_equal(through_pointer("dword({0})", lambda lanes, p: dword(lanes, p, 0)), X[:64])
-  with says(checks.OutOfBounds, "pointer", r"data1\[64\]", "lane 63"): through_pointer("dword_after({0})", lambda lanes, p: dword(lanes, p, 4))
+  np.testing.assert_array_equal(through_pointer("dword", lambda lanes, p: dword(lanes, p, 0)), X[:64])
+  with says(checks.OutOfBounds, "pointer", r"data1\[64\]", "lane 63"): through_pointer("dword_after", lambda lanes, p: dword(lanes, p, 4))
   with says(checks.Misaligned, "pointer", "at byte 2 of data1 is not aligned to 4", "lane 0"):
-    through_pointer("dword_between({0})", lambda lanes, p: dword(lanes, p, 2))
+    through_pointer("dword_between", lambda lanes, p: dword(lanes, p, 2))
   def descriptor(lanes, p):
     lanes.check_extent(p, np.full(64, 256))
     return dword(lanes, p, 0)
-  with says(checks.OutOfBounds, "descriptor of 256 bytes from byte 4", "lane 1"): through_pointer("descriptor({0})", descriptor)
+  with says(checks.OutOfBounds, "descriptor of 256 bytes from byte 4", "lane 1"): through_pointer("descriptor", descriptor)
 
 # ***** limits *****
 
@@ -319,7 +332,7 @@ def at_most_once(bound):
   def kernel(o, x):
     g, t = threads(64, 2)
     total, r = reg(1), UOp.range(bound(g), 2, AxisType.LOOP)
-    value = intrinsics.exp2(x[t].load())
+    value = exp2(x[t].load())
     zero = total[0].store(UOp.const(0.0, dtypes.float))
     inside = total.after(zero, r)
     done = total.after(inside[0].store(inside[0].load() + value).end(r))
@@ -330,5 +343,5 @@ def at_most_once(bound):
 def test_value_used_after_its_loop():
   want = np.exp2(np.arange(64, dtype=np.float32)/16)
   x = np.log2(want)
-  np.testing.assert_allclose(run(at_most_once(lambda g: intrinsics.opaque_uniform(1 - g)), (128,), x), np.concatenate([2*want, want]), rtol=1e-6)
+  np.testing.assert_allclose(run(at_most_once(lambda g: opaque_uniform(1 - g)), (128,), x), np.concatenate([2*want, want]), rtol=1e-6)
   with says(checks.OutOfScope, "at_most_once", "CUSTOM computed inside a loop"): run(at_most_once(lambda g: 1 - g), (128,), x)

@@ -12,7 +12,7 @@ from attn.emulator.device import EmulatedCUDARenderer, EmulatedHIPRenderer
 from attn.emulator.machine import Frame
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan
-from attn.intrinsics import widen
+from attn.ops.numerics import widen
 from attn.compilers import clang
 from attn.kernels.forward import arguments, forward
 from attn.kernels.forward_mma import MmaTile

@@ -3,12 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 import numpy as np
 import pytest
-from attn import intrinsics as hw
 from attn.chips import get_chip
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.plan import Plan
 from attn.kernels.tiles import LdsTile
+from attn.ops.language import Numbers
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import Ops
@@ -178,11 +178,11 @@ TRIPS = {   # which of 8 trips move the reference
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
   """The inputs above do take both branches of the correction, and it is as rare as can be."""
-  seen, any_lane = [], hw._any_lane
-  def note(lanes, x, wave):
-    seen.append(int((found := any_lane(lanes, x, wave)).any()))
+  seen, any_lane = [], Numbers.any_lane
+  def note(self, condition):
+    seen.append(int((found := any_lane(self, condition)).any()))
     return found
-  monkeypatch.setattr(hw, "_any_lane", note)
+  monkeypatch.setattr(Numbers, "any_lane", note)
   check_kernels("gfx1201", make, tile=lambda t: replace(t, block_n=32, rescale_above=8.0), H=1, Sq=16, Sk=256, D=64)
   assert tuple(seen) == TRIPS[make]
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tinygrad import TinyJit, Variable
-from attn import intrinsics_cuda as hw
 from attn.chips import get_chip
 from attn.choose import dispatch
 from attn.choose.dispatch import choose
@@ -16,6 +15,7 @@ from attn.chips.matrix import MMA
 from attn.kernels import forward_mma
 from attn.kernels.forward import arguments
 from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes
+from attn.ops import nvidia
 from attn.problem import Problem
 from attn.ops.renderers import render
 from attn.tinygrad_compat import Context, Tensor, UOp
@@ -146,7 +146,7 @@ def test_no_local_memory(D:int, option:str, tmp_path) -> None:
 # ***** what the emulator must see *****
 
 def test_copies_have_to_be_waited_for(monkeypatch) -> None:
-  monkeypatch.setattr(hw, "wait", lambda order, but: hw.commit(order))
+  monkeypatch.setattr(nvidia, "wait", lambda order, but: nvidia.commit(order))
   with pytest.raises(NotWaitedFor, match=r"reads lds.*still writes"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
 
 def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
@@ -161,7 +161,7 @@ def test_ldmatrix(transposed:bool) -> None:
     active, wave = np.ones(32, bool), 32
     def load_bytes(self, pointer, offset, nbytes, gate): return np.ascontiguousarray(memory.reshape(32, 8)).view(np.uint8).T
   memory = np.arange(4*8*8, dtype=np.uint16).reshape(4, 8, 8)
-  got = hw._ldmatrix(Lanes(), None, 0, transposed)
+  got = nvidia._ldmatrix(Lanes(), None, 0, transposed)
   for matrix, lane in itertools.product(range(4), range(32)):
     m = memory[matrix].T if transposed else memory[matrix]
     assert got[matrix, lane] == int(m[lane//4, lane%4*2]) | int(m[lane//4, lane%4*2 + 1]) << 16

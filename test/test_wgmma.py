@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools, itertools, re, shutil, subprocess
 import pytest
 import cases, test_features as features
-from attn import intrinsics_cuda as hw, intrinsics_wgmma as wgmma
 from attn.chips import get_chip
 from attn.choose import dispatch
 from attn.choose.candidates import WgmmaCandidate
@@ -11,6 +10,7 @@ from attn.choose.nvidia_table import WGMMA_CANDIDATES
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.kernels import forward_wgmma
+from attn.ops import hopper, nvidia
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
 from cases import DTYPES, GPU, check, problem
@@ -86,14 +86,14 @@ def test_feature(chip:str, feature:str) -> None: FEATURES[feature](chip)
 
 # ***** what the emulator must see *****
 
-def nothing(order:UOp) -> UOp: return hw.commit(order)
+def nothing(order:UOp) -> UOp: return nvidia.commit(order)
 
 PLANTED = {
-  "a tile is not waited for": (lambda m: m.setattr(wgmma, "arrived", lambda barrier, phase, order: nothing(order)), LdsRace, "reads lds"),
-  "nobody arrives": (lambda m: m.setattr(wgmma, "arrive", lambda barrier, order: nothing(order)), DivergentBarrier, "nobody has arrived"),
+  "a tile is not waited for": (lambda m: m.setattr(hopper, "arrived", lambda barrier, phase, order: nothing(order)), LdsRace, "reads lds"),
+  "nobody arrives": (lambda m: m.setattr(hopper, "arrive", lambda barrier, order: nothing(order)), DivergentBarrier, "nobody has arrived"),
   "a ring of two": (lambda m: m.setattr(forward_wgmma, "STAGES", 2), LdsRace, "writes lds"),
   "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma, "STAGES", 1), LdsRace, "lds"),
-  "products are not waited for": (lambda m: m.setattr(wgmma, "wait", lambda acc, order: nothing(order)), NotWaitedFor,
+  "products are not waited for": (lambda m: m.setattr(hopper, "wait", lambda acc, order: nothing(order)), NotWaitedFor,
                                   r"the accumulator reg\d+\[0\], which the operation started at attn/kernels/forward_wgmma.py:\d+ still writes"),
   "panels not aligned": (lambda m: m.setattr(forward_wgmma, "lds_bytes", lambda p, tile: 16*9217) or m.setattr(
     forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), Misaligned, "a multiple of 1024"),

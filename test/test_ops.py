@@ -1,0 +1,411 @@
+"""An operation's texts and its meaning agree: what is printed of it for HIP and for CUDA, compiled for this machine with stand-ins for the GPU's
+builtins and instructions, and what the emulator computes in numpy. So the interpreters of compound operations are tested, too.
+
+The lanes of a wave run one after another, and again until what each of them takes from the others is right: `in_lockstep` below. Each lane has
+operands of its own, so an exchange that is left out, or that takes the wrong lane, shows.
+"""
+from __future__ import annotations
+import ctypes, functools, re, subprocess, sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+import numpy as np
+import pytest
+from attn.chips import get_chip
+from attn.chips.matrix import MMA
+from attn.emulator.matrix import MatrixUnit
+from attn.emulator.plan import EMULATED
+from attn.ops import amd, common as ops, nvidia as nv
+from attn.ops.operation import Call
+from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
+from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum
+from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
+
+WAVES, EXCHANGES = 8, 40     # of a test; in one operation, at most
+
+STAND_INS = r"""
+typedef unsigned u32;
+typedef unsigned long long u64;
+extern "C" { float exp2f(float); float log2f(float); void* memcpy(void*, const void*, unsigned long); }
+static float ex2(float x) { float y = exp2f(x); return y < 1.17549435e-38f ? 0.0f : y; }
+
+// what the lanes of a wave have given in each exchange: in the run before, and in this one
+const int WORDS = 10;
+static u32 known[EXCHANGES + 1][64][WORDS], fresh[EXCHANGES + 1][64][WORDS];
+static int this_lane, wave, exchanges, most;
+
+template<class T> static const u32 (*offer(T x))[WORDS] {
+  int k = exchanges < EXCHANGES ? exchanges++ : EXCHANGES;
+  static_assert(sizeof(x) <= sizeof(fresh[0][0]), "");
+  memcpy(fresh[k][this_lane], &x, sizeof(x));
+  return known[k];
+}
+static u32 from(u32 x, int other) { return offer(x)[other][0]; }
+static u64 vote(bool x) {
+  const u32 (*all)[WORDS] = offer((u32)x);
+  u64 bits = 0;
+  for (int i = 0; i < wave; i++) bits |= (u64)all[i][0] << i;
+  return bits;
+}
+// An exchange gets what it should once those before it have: after as many runs as there are exchanges, and one.
+template<class F> static void in_lockstep(F run) {
+  for (int again = 0; again <= EXCHANGES; again++) {
+    for (this_lane = 0; this_lane < wave; this_lane++) {
+      exchanges = 0;
+      run(this_lane, again == EXCHANGES);
+      if (exchanges > most) most = exchanges;
+    }
+    memcpy(known, fresh, sizeof(known));
+  }
+}
+"""
+HIP = r"""
+extern "C" __bf16 __truncsfbf2(float x) {
+  u32 u = __builtin_bit_cast(u32, x);
+  return __builtin_bit_cast(__bf16, (unsigned short)(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16));
+}
+#define __builtin_amdgcn_exp2f ex2
+#define __builtin_amdgcn_logf log2f
+#define __builtin_amdgcn_rcpf(x) (1.0f/(x))
+#define __builtin_amdgcn_ballot_w64(x) vote(x)
+#define __builtin_amdgcn_ballot_w32(x) (u32)vote(x)
+#define __builtin_amdgcn_readfirstlane(x) (x)
+#define __builtin_amdgcn_mbcnt_lo(a, b) 0u
+#define __builtin_amdgcn_mbcnt_hi(a, b) (u32)this_lane
+#define __builtin_amdgcn_ds_bpermute(byte, x) (int)from((u32)(x), (byte) >> 2)
+// odd rows of `step` lanes of x change places with the even ones of y, before them
+static uint2 swap(u32 x, u32 y, int step) {
+  u32 of_x = from(x, this_lane ^ step), of_y = from(y, this_lane ^ step);
+  return this_lane/step % 2 ? (uint2){of_y, y} : (uint2){x, of_x};
+}
+#define __builtin_amdgcn_permlane32_swap(x, y, a, b) swap(x, y, 32)
+#define __builtin_amdgcn_permlane16_swap(x, y, a, b) swap(x, y, 16)
+// four bits for each lane of 16 say which one of the other 16 lanes it takes from
+static u32 __builtin_amdgcn_permlanex16(u32 old, u32 x, u32 low, u32 high, bool a, bool b) {
+  u64 selector = (u64)high << 32 | low;
+  return from(x, (this_lane & ~15 ^ 16) | (int)(selector >> 4*(this_lane & 15) & 15));
+}
+static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
+  u64 both = ((u64)hi << 32) | lo; u32 r = 0;
+  for (int i = 0; i < 4; i++) r |= (u32)((both >> (8*((selector >> 8*i) & 7))) & 255) << 8*i;
+  return r;
+}
+"""
+CUDA = r"""
+#define __device__
+#define __forceinline__
+#define INFINITY __builtin_inff()
+#define fmaxf __builtin_fmaxf
+#define fabsf __builtin_fabsf
+#define fmaf __builtin_fmaf
+static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
+static float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+#define __shfl_sync(mask, x, source) (x)
+static float __shfl_xor_sync(u32 mask, float x, int step) { return __uint_as_float(from(__builtin_bit_cast(u32, x), this_lane ^ step)); }
+#define __any_sync(mask, x) (vote(x) != 0)
+static float of_f16(u32 h) { return (float)__builtin_bit_cast(_Float16, (unsigned short)h); }
+static float of_bf16(u32 h) { return __uint_as_float(h << 16); }
+static u32 pack_f16(float h, float l) {
+  return __builtin_bit_cast(unsigned short, (_Float16)l) | (u32)__builtin_bit_cast(unsigned short, (_Float16)h) << 16; }
+static u32 round_bf16(float x) { u32 u = __builtin_bit_cast(u32, x); return x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16; }
+static u32 pack_bf16(float h, float l) { return round_bf16(l) | round_bf16(h) << 16; }
+struct uint2 { u32 x, y; }; struct alignas(16) uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; }; struct alignas(16) float4 { float x, y, z, w; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+// mma.m16n8k16 (PTX ISA 9.7.14.5.8): lane l has columns 2*(l%4), +1, +8 and +9 of the rows l/4 and l/4 + 8 of A, and so of the columns of B
+struct Operands { u32 a[4], b[2]; };
+template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, float4 c) {
+  const u32 (*all)[WORDS] = offer(Operands{{a.x, a.y, a.z, a.w}, {b0, b1}});
+  double sums[2][2] = {};
+  for (int row = 0; row < 2; row++)
+    for (int column = 0; column < 2; column++)
+      for (int k = 0; k < 16; k++) {
+        const u32 *of_a = all[this_lane/4*4 + k % 8/2], *of_b = all[(this_lane % 4*2 + column)*4 + k % 8/2];
+        sums[row][column] += (double)widen(of_a[row + k/8*2] >> k % 2*16 & 0xffff)*widen(of_b[4 + k/8] >> k % 2*16 & 0xffff);
+      }
+  return {(float)(c.x + sums[0][0]), (float)(c.y + sums[0][1]), (float)(c.z + sums[1][0]), (float)(c.w + sums[1][1])};
+}
+#define product_f16 product<of_f16>
+#define product_bf16 product<of_bf16>
+"""
+# inline assembly -> the stand-ins
+ASSEMBLY = (
+  (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
+  (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),
+  (r'asm\("cvt\.f32\.f16 %0, %1;" : "=f"\((\w+)\) : "h"\(([^;]*)\)\)', r"\1 = of_f16(\2)"),
+  (r'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(\w+)\.\1\.f32 "\s*"\{%0, %1, %2, %3\}, \{%4, %5, %6, %7\}, \{%8, %9\}, \{%0, %1, %2, %3\};"'
+   r'\s*: "\+f"\(c\.x\), "\+f"\(c\.y\), "\+f"\(c\.z\), "\+f"\(c\.w\)'
+   r'\s*: "r"\(a\.x\), "r"\(a\.y\), "r"\(a\.z\), "r"\(a\.w\), "r"\(b0\), "r"\(b1\)\);', r"c = product_\1(a, b0, b1, c);"),
+)
+NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32, dtypes.bool: np.bool_}
+
+# ***** the cases *****
+
+def value(dtype, slot:int) -> UOp:
+  """An operand: an element of a register array, loaded."""
+  return UOp.placeholder((1,), dtype, slot, AddrSpace.REG)[0].load()
+
+def f(n:int=1, slot:int=0) -> UOp: return value(ops.f32(n), slot)
+def u(n:int=1, slot:int=0) -> UOp: return value(ops.u32(n), slot)
+def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
+
+AMD, RDNA, NATIVE, NVIDIA = "gfx942", "gfx1201", "gfx950", "sm_80"     # NATIVE has an instruction that rounds to bf16
+HIPS, ALL = (AMD, RDNA), (AMD, RDNA, NVIDIA)
+OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
+
+def common(n:int) -> dict[str, Callable[[], UOp]]:
+  """What is there for every vendor, on vectors of n elements."""
+  offsets = OFFSETS[:n]
+  return {
+    "splat": lambda: ops.splat(1.5, n), "splat of a value": lambda: ops.splat(f(), n), "build": lambda: ops.build(f(1, 0), f(1, 1)),
+    "build of dwords": lambda: ops.build(u(1, 0), u(1, 1)), "extract": lambda: ops.extract(f(n), n//2 + 1),
+    "slice": lambda: ops.slice_(f(n), n//2, n//2), "concat": lambda: ops.concat(f(n//2, 0), f(n//2, 1)),
+    "concat of dwords": lambda: ops.concat(u(n//2, 0), u(n//2, 1)),
+    "add": lambda: ops.add(f(n, 0), f(n, 1)), "sub": lambda: ops.sub(f(n, 0), f(n, 1)), "sub of scalars": lambda: ops.sub(f(1, 0), f(1, 1)),
+    "sub by a scalar": lambda: ops.sub(f(n, 0), f(1, 1)), "sub from a scalar": lambda: ops.sub(f(1, 0), f(n, 1)),
+    "mul": lambda: ops.mul(f(n), 0.37), "mul by a scalar": lambda: ops.mul(f(n, 0), f(1, 1)), "mul of vectors": lambda: ops.mul(f(n, 0), f(n, 1)),
+    "exp2": lambda: ops.exp2(f(n)), "exp2 of a scalar": lambda: ops.exp2(f()), "log2": lambda: ops.log2(f()), "rcp": lambda: ops.rcp(f()),
+    "rcp of a vector": lambda: ops.rcp(f(n)), "max": lambda: ops.max_(f(1, 0), f(1, 1)), "max of vectors": lambda: ops.max_(f(n, 0), f(n, 1)),
+    "fma": lambda: ops.fma(f(n, 0), 0.3, f(n, 1)), "as_float": lambda: ops.as_float(u(n)), "as_float of one": lambda: ops.as_float(u()),
+    "pack to fp16": lambda: ops.pack(f(n), "float16"), "pack to bf16": lambda: ops.pack(f(n), "bfloat16"),
+    "pack a pair to fp16": lambda: ops.pack(f(2), "float16"), "pack a pair to bf16": lambda: ops.pack(f(2), "bfloat16"),
+    **{f"widen {m} {dtype}": lambda m=m, dtype=dtype: ops.widen_to_float(u(max(m//2, 1)), m, dtype)
+       for m in (1, 2, 4) for dtype in ("float16", "bfloat16")},
+    "softcap": lambda: ops.softcap(f(n), 0.05, 30.0, False), "softcap that hardly bends": lambda: ops.softcap(f(n), 0.0005, 3000.0, True),
+    "alibi": lambda: ops.alibi(f(n, 0), f(1, 1), i(2), offsets), "alibi further on": lambda: ops.alibi(f(2, 0), f(1, 1), i(2), (8, 9)),
+    "mask_above": lambda: ops.mask_above(f(n, 0), i(1), offsets), "mask_below": lambda: ops.mask_below(f(n, 0), i(1), offsets),
+    "mask_above further on": lambda: ops.mask_above(f(2, 0), i(1), (4, 5)), "mask_below further on": lambda: ops.mask_below(f(2, 0), i(1), (4, 5)),
+    "weights": lambda: ops.weights(f(n, 0), f(1, 1), 0.18), "weights of two rows": lambda: ops.weights(f(4, 0), f(2, 1), 0.18),
+    "lane_sum": lambda: lane_sum(f(2, 0), f(n, 1), 1), "lane_sum of two rows": lambda: lane_sum(f(2, 0), f(4, 1), 2),
+    "uniform": lambda: ops.uniform(i()),
+  }
+
+def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
+  """The correction of `tiles` tiles; `shapes` says how many vectors of how many elements a tile has of each operand."""
+  def place(slot:int, name:str) -> UOp:
+    count, n = shapes[name]
+    return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
+  return correct(*[place(slot, name) for slot, name in enumerate(shapes)], rows=rows, matrix=matrix, **options)
+
+def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18) -> UOp:
+  """As AMD's kernels have it: a lane has elements of one row."""
+  matrix = get_chip(arch).matrix[dtype][0]
+  n = matrix.accumulator
+  shapes = dict(reference=(1, 1), bias=(1, 1), l=(1, 2), acc=(2, n), p=(2, n//2), scores=(2, n), part=(1, 2))
+  return corrected(RowLanes(1, matrix.group_steps, matrix.exchange), tiles, shapes, dtype=dtype, sums=(LANE,), scale=scale, above=above)
+
+def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
+  """As NVIDIA's kernels have it: a lane has elements of two rows, and two tiles of scores make one of P."""
+  kinds = len(sums)
+  shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
+  return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
+
+MIDDLE = dict(first=2, count=2)
+CASES:dict[tuple[str, str], Callable[[], UOp]] = {
+  **{(arch, name): make for arch in HIPS for name, make in common(8).items()},
+  **{(NVIDIA, name): make for name, make in common(4).items()},
+  **{(NATIVE, name): common(8)[name] for name in ("pack to bf16", "pack a pair to bf16", "pack to fp16")},
+  **{(arch, "byte_perm"): lambda: amd.byte_perm(u(1, 0), u(1, 1), 0x07060302) for arch in HIPS},
+  **{(arch, "byte_perm of low halves"): lambda: amd.byte_perm(u(1, 0), u(1, 1), 0x05040100) for arch in HIPS},
+  **{(arch, "concat of halves of 16"): lambda: ops.concat(ops.slice_(f(16), 8, 8), ops.slice_(f(16), 0, 8)) for arch in HIPS},
+  ("gfx1100", "share_halves"): lambda: amd.share_halves(u(4, 0), value(dtypes.bool, 1)),
+  **{(arch, f"pair by {matrix.exchange} over {step} lanes"): lambda matrix=matrix, step=step: amd.pair(f(), step, matrix)
+     for arch in (AMD, NATIVE, "gfx1100", RDNA) for row in get_chip(arch).matrix.values() for matrix in row for step in matrix.group_steps},
+  **{(arch, f"correct, {tiles} tiles, above {above:g}, {dtype}"): functools.partial(by_columns, arch, tiles, above, dtype)
+     for arch in (AMD, NATIVE, RDNA) for tiles in (1, 2) for above in (0.0, 2.0) for dtype in ("float16", "bfloat16")},
+  (AMD, "correct, huge scores"): functools.partial(by_columns, AMD, 1, 2.0, "float16", 4e4),
+  (NVIDIA, "correct, exact sums"): functools.partial(by_rows, (ONES, LANE), scale=1.5),
+  (NVIDIA, "correct, exact sums, in the middle"): functools.partial(by_rows, (ONES, LANE), **MIDDLE),
+  (NVIDIA, "correct, sums of ones, in the middle"): functools.partial(by_rows, (ONES,), **MIDDLE),
+  (NVIDIA, "correct, sums of ones, bf16"): functools.partial(by_rows, (ONES,), "bfloat16", tiles=1),
+  (NVIDIA, "correct, sums of ones, huge scores"): functools.partial(by_rows, (ONES,), scale=4e4),
+  (NVIDIA, "correct, a lane's sums"): functools.partial(by_rows, (LANE,), tiles=1),
+  (NVIDIA, "correct, a lane's sums, bf16, huge scores"): functools.partial(by_rows, (LANE,), "bfloat16", 4e4, tiles=1),
+  **{(NVIDIA, f"times_ones, {dtype}"): lambda dtype=dtype: nv.times_ones(MMA[dtype], u(4, 0), f(4, 1), dtype) for dtype in MMA},
+  **{(NVIDIA, f"mma, {dtype}, half {half}"): lambda dtype=dtype, half=half: nv.mma(MMA[dtype], u(4, 0), u(4, 1), half, f(4, 2))
+     for dtype in MMA for half in range(2)},
+  **{(NVIDIA, f"pack_a, {dtype}"): lambda dtype=dtype: nv.pack_a(f(4, 0), f(4, 1), dtype) for dtype in MMA},
+  (NVIDIA, "row_sums"): lambda: nv.row_sums(f(4)), (NVIDIA, "zero"): lambda: nv.zero(f()),
+  **{(NVIDIA, f"xor_lane {mask}"): lambda mask=mask: nv.xor_lane(f(), mask) for mask in (1, 2, 16)},
+  (NVIDIA, "opaque_uniform"): lambda: ops.opaque_uniform(i()),
+}
+
+# ***** operands *****
+
+def parts(x:UOp) -> bool:
+  """Whether this is an operation that is under test, and not a value that is given to one."""
+  return isinstance(x.arg, Call) or (x.op in (Ops.ADD, Ops.SUB, Ops.MUL) and x.dtype not in (dtypes.int, dtypes.weakint))
+
+def operands(x:UOp) -> Iterator[UOp]:
+  """What an expression takes, in order."""
+  seen = dict[UOp, None]()
+  def visit(y:UOp) -> None:
+    if not parts(y): seen[y] = None
+    else:
+      for s in y.src: visit(s)
+  visit(x)
+  return iter(seen)
+
+def constant(x:UOp) -> float|None:
+  """The number that an operand is, if it is one."""
+  while x.op is Ops.CAST: x = x.src[0]
+  return x.arg if x.op is Ops.CONST else None
+
+@dataclass(frozen=True)
+class Registers:
+  """An array of registers as the emulator's meanings take it, from its element `first` on."""
+  elements: list[np.ndarray]
+  first: int
+
+class Wave:
+  """`Lanes` for the meanings, as far as the operations here ask."""
+  def __init__(self, arch:str):
+    self.wave, self.unit = EMULATED[arch].wave, MatrixUnit(EMULATED[arch].family, arch)
+    self.active = np.ones(WAVES*self.wave, np.bool_)
+  def load_register(self, pointer:Registers, i:int) -> np.ndarray: return pointer.elements[pointer.first + i]
+  def store_register(self, pointer:Registers, i:int, value:np.ndarray, gate:np.ndarray) -> None:
+    pointer.elements[pointer.first + i] = np.where(gate, value, pointer.elements[pointer.first + i])
+  def matrix(self, name:str, a:np.ndarray, b:np.ndarray, c:np.ndarray) -> np.ndarray: return self.unit.instruction(name, a, b, c)
+
+def size(dtype) -> int: return VECTORS[dtype][1] if dtype in VECTORS else 1
+def numpy_type(dtype) -> np.dtype: return np.dtype(VECTORS[dtype][0] if dtype in VECTORS else NUMPY[dtype])
+
+def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
+  """(threads, elements): each wave of another magnitude, the later ones with the values in it that a softmax meets."""
+  n, threads = size(dtype), WAVES*wave
+  if dtype is dtypes.bool: return rng.integers(0, 2, (threads, 1)).astype(np.bool_)
+  if dtype is dtypes.int: return rng.integers(-4, 14, (threads, 1), dtype=np.int32)
+  if numpy_type(dtype) == np.uint32: return rng.standard_normal((threads, 2*n)).astype(np.float16).view(np.uint32)   # pairs of 16-bit floats
+  x = (rng.standard_normal((threads, n))*np.repeat([0.01, 0.1, 1, 40, 1, 1, 1, 40], wave)[:, None]).astype(np.float32)
+  later = x[4*wave:]
+  for special in (-np.inf, 0, 65504, 1 + 2.0**-8, 1 + 3*2.0**-8, LOWEST):     # 1 + 2^-8 is a tie between two bf16
+    later[rng.integers(len(later), size=2), rng.integers(n, size=2)] = special
+  x[6*wave + 3, 0] = x[7*wave + 5, -1] = np.nan
+  return x
+
+def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
+  """An operand of each thread: (threads, elements), of a register array (threads, count, elements)."""
+  wave = EMULATED[arch].wave
+  if (number := constant(x)) is not None: return np.full((WAVES*wave, 1), number, numpy_type(x.dtype))
+  if x.op is not Ops.INDEX: return draw(x.dtype, wave, rng)
+  drawn = np.stack([draw(x.dtype, wave, rng) for _ in range(x.src[0].max_numel())], 1)
+  if place == 0: drawn[:wave] = 50     # a wave in which no score exceeds the reference
+  return np.ascontiguousarray(drawn)
+
+def columns(x:np.ndarray) -> np.ndarray:
+  """(threads, elements) -> as meanings have it."""
+  return x.T.copy() if x.shape[1] > 1 else x[:, 0].copy()
+
+def rows(x:np.ndarray, n:int, threads:int) -> np.ndarray: return np.broadcast_to(x, (n, threads)).T if n > 1 else np.broadcast_to(x, threads)[:, None]
+
+def meaning(x:UOp, lanes:Wave, values:dict[UOp, Any]) -> Any:
+  if x in values: return values[x]
+  sources = [meaning(s, lanes, values) for s in x.src]
+  if isinstance(x.arg, Call): return x.arg.meaning(lanes, *sources)
+  with np.errstate(all="ignore"): return {Ops.ADD: np.add, Ops.SUB: np.subtract, Ops.MUL: np.multiply}[x.op](*sources)
+
+# ***** the libraries *****
+
+def language(arch:str) -> str: return "cuda" if arch.startswith("sm_") else "hip"
+
+def ctype(dtype) -> str: return C_NAMES.get(dtype, dtype.name)
+
+def function(number:int, arch:str, x:UOp) -> str:
+  """C++ that runs an expression in every thread, with what its text calls in a namespace of its own."""
+  if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
+  else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
+  renderer.functions, renderer.r = {}, {}
+  copies, back, parameters = [], [], []
+  for j, s in enumerate(operands(x)):
+    name, kind = f"a{j}", c_type(s).rstrip("*")
+    parameters.append(f"{kind}* {name}")
+    if s.op is not Ops.INDEX: renderer.r[s] = f"{name}[at]"
+    else:
+      count = s.src[0].max_numel()
+      renderer.r[s] = f"(r{j}+{constant(s.src[1])})"
+      copies.append(f"{kind} r{j}[{count}]; memcpy(r{j}, {name} + at*{count}, sizeof(r{j}));")
+      back.append(f"memcpy({name} + at*{count}, r{j}, sizeof(r{j}));")
+  def text(y:UOp) -> str:
+    if y not in renderer.r:
+      for s in y.src: text(s)
+      renderer.r[y] = renderer.string_rewrite.rewrite(y, ctx=renderer)
+    return renderer.r[y]
+  code, out = text(x), ctype(x.dtype)
+  functions = "\n".join(renderer.functions.values())
+  for assembly, stand_in in ASSEMBLY: functions = re.sub(assembly, stand_in, functions)
+  return f"""namespace n{number} {{
+{functions}
+extern "C" int f{number}({", ".join([*parameters, f"{out}* out"])}) {{
+  most = 0; wave = {EMULATED[arch].wave};
+  for (int first = 0; first < {WAVES}*wave; first += wave) in_lockstep([&](int i, bool last) {{
+    int at = first + i;
+    {" ".join(copies)}
+    {out} result = {code};
+    if (last) {{ out[at] = result; {" ".join(back)} }}
+  }});
+  return most;
+}}
+}}"""
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, str], UOp]]:
+  """The functions f0, f1 ... of the cases, in a library for each language: their vector types have the same names."""
+  pytest.importorskip("ziglang")
+  made = {case: make() for case, make in CASES.items()}
+  texts:dict[str, list[str]] = {"hip": [], "cuda": []}
+  for number, ((arch, _), x) in enumerate(made.items()): texts[language(arch)].append(function(number, arch, x))
+  begin = f"const int EXCHANGES = {EXCHANGES};\n{STAND_INS}"
+  texts["hip"] = [begin, *vector_types(HIP + "\n".join(texts["hip"]), []), HIP, *texts["hip"]]
+  texts["cuda"] = [begin, CUDA, *texts["cuda"]]
+  folder:Path = tmp_path_factory.mktemp("operations")
+  libraries = {}
+  for kind, text in texts.items():
+    (folder/f"{kind}.cpp").write_text("\n".join(text))
+    command = [sys.executable, "-m", "ziglang", "cc", "-x", "c++", "-std=c++17", "-nostdlib++", "-O1", "-shared", "-fPIC", "-fno-sanitize=all",
+               "-ffp-contract=off", "-Wno-everything", str(folder/f"{kind}.cpp"), "-o", str(folder/f"{kind}.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    libraries[kind] = ctypes.CDLL(str(folder/f"{kind}.so"))
+  return libraries, made
+
+# ***** the tests *****
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
+  libraries, made = library
+  (arch, name), x, number = case, made[case], list(CASES).index(case)
+  rng, lanes = np.random.default_rng(number), Wave(arch)
+  memory, values = [], dict[UOp, Any]()
+  for place, s in enumerate(operands(x)):
+    drawn = given(s, place, arch, rng)
+    memory.append(aligned(drawn))
+    is_array = s.op is Ops.INDEX
+    values[s] = Registers([columns(drawn[:, k]) for k in range(drawn.shape[1])], constant(s.src[1])) if is_array else columns(drawn)
+  n, threads = size(x.dtype), len(lanes.active)
+  out = aligned(np.zeros((threads, n), numpy_type(x.dtype)))
+  exchanges = getattr(libraries[language(arch)], f"f{number}")(*[ctypes.c_void_p(a.ctypes.data) for a in (*memory, out)])
+  assert exchanges < EXCHANGES
+  close(out, rows(meaning(x, lanes, values), n, threads), ABSOLUTE.get(name.split(",")[0], 2e-38))
+  for s, a in zip(operands(x), memory, strict=True):
+    if s.op is Ops.INDEX:      # what was stored through the pointer
+      for k, y in enumerate(values[s].elements): close(a[:, k], rows(y, size(s.dtype), threads))
+
+# softcap promises a share of the cap, not of the value; a product's 16 terms, of up to about 10, are added in another order
+ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "times_ones": 16*10*2.0**-24}
+
+def aligned(x:np.ndarray) -> np.ndarray:
+  """A copy that starts where the widest vector may."""
+  room = np.zeros(x.nbytes + 64, np.uint8)
+  start = -room.ctypes.data % 64
+  copy = room[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
+  copy[...] = x
+  return copy
+
+def close(a:np.ndarray, b:np.ndarray, absolute:float=2e-38) -> None:
+  """Equal, NaN for NaN; fp32 to two units in the last place, for libm's exp2 and log2."""
+  if a.dtype == np.float32: np.testing.assert_allclose(a, b, rtol=3e-7, atol=absolute)
+  else: np.testing.assert_array_equal(a, b)
