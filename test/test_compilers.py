@@ -4,7 +4,7 @@ import ctypes.util, json, os, pickle, re, stat, subprocess, sys
 from pathlib import Path
 import pytest
 from attn import user_cache
-from attn.api import flash_attention_fn
+from attn.api.custom_kernel import flash_attention_fn
 from attn.arch import ARCHS
 from attn.compilers import clang, renderer
 from attn.compilers.choice import probe, refusal
@@ -182,7 +182,7 @@ def test_clang_and_comgr_do_not_share_what_is_kept(machine, tmp_path):
 WORKERS = """
 import json, os
 import attn
-from attn.api import flash_attention_fn
+from attn.api.custom_kernel import flash_attention_fn
 from attn.compilers.renderer import AMDHIPRenderer
 from attn.tinygrad_compat import AxisType, KernelInfo, Ops, Target, UOp, dtypes
 from tinygrad.engine.realize import _compile_kernel
