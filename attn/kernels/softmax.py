@@ -47,7 +47,7 @@ class Softmax(Carried):
     2^above. `do` executes a statement."""
     stores = [self.p[i].store(ops.pack(x, dtype)) for i, x in enumerate(x for column in weights for x in column)]
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
-    s = self.after(UOp.group(*stores, *[self.part[qt].store(row_sum(column)) for qt, column in enumerate(weights)]))
+    s = self.after(UOp.group(*stores, *[self.part[qt].store(row_sum(column, matrix.wave == 64)) for qt, column in enumerate(weights)]))
     rows = RowLanes(1, matrix.group_steps, matrix.exchange)
     s = s.after(do(correct, s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=rows, dtype=dtype, sums=(LANE,), matrix=None, scale=to_log2, above=above))
     return s.after(UOp.group(*[s.l[qt].store(ops.add(s.l[qt].load(), s.part[qt].load())) for qt in range(len(scores))]))
@@ -69,10 +69,11 @@ class Softmax(Carried):
     units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]
     return [amd.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
 
-def row_sum(x:list[UOp]) -> UOp:
-  """The sums of the even and of the odd elements: packed additions all the way."""
+def row_sum(x:list[UOp], pairs:bool) -> UOp:
+  """The sums of the even and of the odd elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""
   def halved(x:list[UOp]) -> list[UOp]: return [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
   while len(x) > 1: x = halved(x)
-  pairs = [ops.slice_(x[0], i, 2) for i in range(0, ops.length(x[0]), 2)]
-  while len(pairs) > 1: pairs = halved(pairs)
-  return pairs[0]
+  while (n := ops.length(x[0])) > 2 or len(x) > 1:
+    if len(x) > 1: x = halved(x)
+    else: x = [ops.slice_(x[0], i, 2) for i in range(0, n, 2)] if pairs else [ops.slice_(x[0], i, n//2) for i in (0, n//2)]
+  return x[0]
