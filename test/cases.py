@@ -34,10 +34,13 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
     found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
   return pytest.mark.parametrize(names, found)
 
-NVIDIA = (pytest.param("sm_80"), GPU)
-# each case on a matrix unit with waves of 64 lanes and on one of 32; and on NVIDIA's
+def drawn(test:Any) -> Any:
+  """A test of `draws` problems: a few in each run, and many among the thorough ones."""
+  return pytest.mark.parametrize("draws", (12, pytest.param(100, marks=pytest.mark.thorough)))(test)
+
+# each case on a matrix unit with waves of 64 lanes and on one of 32, and every other one by mma.sync
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
-def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS, NVIDIA)
+def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU])
 
 TYPES = {**DTYPES, "int32": dtypes.int}
 
@@ -66,10 +69,11 @@ def array(t:Tensor) -> np.ndarray:
   if t.dtype != dtypes.bfloat16: return t.numpy().astype(np.float32)
   return (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
 
-def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=64, Dv:int|None=None, dtype:str="float16",
+def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=32, Dv:int|None=None, dtype:str="float16",
             out_dtype:str|None=None, layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
             **options:Any) -> Problem:
-  """`extras` has the optional tensors of Problem by name; of layout "thd", Sq and Sk are the rows of all sequences."""
+  """`extras` has the optional tensors of Problem by name; of layout "thd", Sq and Sk are the rows of all sequences. D is 32 where the head dimension
+  is not the point: lowering takes as long as there are operations."""
   Hkv, Sk, Dv = Hkv or H, Sk or Sq, Dv or D
   shape = lambda h, s, d: {"nsd": (B*h, s, d), "bshd": (B, s, h, d), "thd": (s, h, d)}.get(layout, (B, h, s, d))
   return problem_of(shape(H, Sq, Dv), shape(H, Sq, D), shape(Hkv, Sk, D), shape(Hkv, Sk, Dv),
