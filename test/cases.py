@@ -23,13 +23,13 @@ GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
 on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
-def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=()) -> Any:
-  """Parameters (case, what it runs on): each case on every other one of `on`, the next case on those between, so that half of all combinations run.
-  The others have the mark `thorough`. On what is in `always` each case runs."""
+def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0) -> Any:
+  """Parameters (case, what it runs on): each case on every other one of `on`, the next case on those between, so that half of all combinations run;
+  with `turn` 1 the other half. Those that don't run have the mark `thorough`. On what is in `always` each case runs."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
-    marked = [(x, () if (i + k) % 2 == 0 else pytest.mark.thorough) for k, x in enumerate(on)]
+    marked = [(x, () if (i + k) % 2 == turn else pytest.mark.thorough) for k, x in enumerate(on)]
     marked += [(x.values[0], x.marks) for x in always]
     found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
   return pytest.mark.parametrize(names, found)

@@ -20,8 +20,8 @@ from attn.kernels.tiles import Tile
 from attn.problem import Problem
 from attn.ops.renderers import render
 from attn.tinygrad_compat import Ops, Target, UOp, lower
-from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, drawn, every_amd, every_arch, expected, floats, ints, judge,
-                   normal, on_the_emulator, problem, run_kernels)
+from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, drawn, every_amd, every_arch, expected, floats, in_turn, ints,
+                   judge, normal, on_the_emulator, problem, run_kernels)
 
 def slopes(*shape:int) -> np.ndarray: return np.abs(floats(*shape))/4
 def packed(tile:Tile|MmaTile) -> Tile|MmaTile: return replace(tile, pack_gqa=True)
@@ -276,8 +276,7 @@ COMPILED: dict[str, dict[str, Any]] = {   # heads enough for the largest tile
 }
 
 @every_amd
-@pytest.mark.parametrize("option", COMPILED)
-@pytest.mark.parametrize("D", (64, 128))
+@in_turn("option, D", COMPILED, (64, 128))
 def test_no_spills(arch:str, option:str, D:int) -> None:
   p = problem(H=512, Sq=512, D=D, **COMPILED[option])
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
