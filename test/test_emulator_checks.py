@@ -8,7 +8,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp
 from attn.emulator import checks, last_run
 from attn.emulator.device import register
 from attn.ops import hopper, nvidia
-from attn.ops.common import exp2, opaque_uniform, splat
+from attn.ops.common import build, exp2, opaque_uniform, splat
 from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.tinygrad_compat import Estimates, vector_dtype
 
@@ -348,6 +348,10 @@ def test_value_used_after_its_loop():
 
 # ***** what is under way *****
 
+def ones():
+  """Eight fp16 of 1."""
+  return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
+
 def multiplied(*steps):
   """One warpgroup of sm_90, all of whose operands are ones: acc = Q K^T over 16 columns, acc += P V over 16 keys, then `steps`, then acc is stored.
 
@@ -355,8 +359,8 @@ def multiplied(*steps):
   def kernel(o, x):
     g, t = threads(128)
     tile, acc, p, order = lds(512, nvidia.U4), reg(1, nvidia.F4, 1), reg(1, nvidia.U4, 2), reg(1, slot=3)
-    full = tile.after(UOp.group(*[tile[128*i + t].store(nvidia.ones("float16")) for i in range(4)]))
-    p = p.after(p[0].store(nvidia.ones("float16")))
+    full = tile.after(UOp.group(*[tile[128*i + t].store(ones()) for i in range(4)]))
+    p = p.after(p[0].store(ones()))
     at = hopper.scores(acc, full[0], full[0], UOp.const(0.0, dtypes.float), 1, (8192, 8192), "float16")
     at = hopper.output(acc, p, full[0], at, 8192, "float16")
     for step in steps: at = step(acc=acc, p=p, tile=full, thread=t, order=at)
@@ -370,9 +374,9 @@ def ordered(slot, order, store):
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))
-def overwrite_fragment(p, order, **_): return ordered(4, order, lambda then: then(p)[0].store(nvidia.ones("float16")))
+def overwrite_fragment(p, order, **_): return ordered(4, order, lambda then: then(p)[0].store(ones()))
 def overwrite_tile(tile, thread, order, **_):
-  return ordered(4, order, lambda then: tile.after(barrier(then(tile))).after(then(tile))[thread].store(nvidia.ones("float16")))
+  return ordered(4, order, lambda then: tile.after(barrier(then(tile))).after(then(tile))[thread].store(ones()))
 
 def test_products_that_follow_each_other_and_are_waited_for():
   np.testing.assert_array_equal(multiplied(wait), 32)    # no wait between the two: they are done in their order
@@ -394,7 +398,7 @@ def copied(n, but):
   def kernel(o, x):
     g, t = threads(n)
     tile, order = lds(n, nvidia.U4), reg(1)
-    full = tile.after(barrier(tile[t].store(nvidia.ones("float16"))))
+    full = tile.after(barrier(tile[t].store(ones())))
     at = nvidia.copy(full[t], x[4*t], (0, 0), UOp.const(16, dtypes.int), t < n, True)
     at = nvidia.commit(at)
     if but is not None: at = nvidia.wait(at, but)
@@ -413,7 +417,7 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
   def kernel(o, x):
     g, t = threads(64)
     tile, before, after = lds(64, nvidia.U4), reg(1, slot=1), reg(1, slot=2)
-    full = tile.after(barrier(tile[t].store(nvidia.ones("float16"))))
+    full = tile.after(barrier(tile[t].store(ones())))
     at = nvidia.commit(nvidia.copy(full[t], x[4*t], (0, 0), UOp.const(16, dtypes.int), t < 64, True))
     met = before.after(barrier(before[0].store(at)))[0].load()
     there = full.after(after[0].store(nvidia.wait(met, 0)))
