@@ -25,21 +25,24 @@ GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
 on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
-def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=()) -> Any:
-  """Parameters (case, what it runs on): each case on every other one of `on`, the next case on those between, so that half of all combinations run.
-  The others have the mark `thorough`. On what is in `always` each case runs."""
+def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0) -> Any:
+  """Parameters (case, what it runs on): each case on every other one of `on`, the next case on those between, so that half of all combinations run;
+  with `turn` 1 the other half. Those that don't run have the mark `thorough`. On what is in `always` each case runs."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
-    marked = [(x, () if (i + k) % 2 == 0 else pytest.mark.thorough) for k, x in enumerate(on)]
+    marked = [(x, () if (i + k) % 2 == turn else pytest.mark.thorough) for k, x in enumerate(on)]
     marked += [(x.values[0], x.marks) for x in always]
     found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
   return pytest.mark.parametrize(names, found)
 
-NVIDIA = (pytest.param("sm_80"), GPU)
-# each case on a matrix unit with waves of 64 lanes and on one of 32; and on NVIDIA's
+def drawn(test:Any) -> Any:
+  """A test of `draws` problems: a few in each run, and many among the thorough ones."""
+  return pytest.mark.parametrize("draws", (12, pytest.param(100, marks=pytest.mark.thorough)))(test)
+
+# each case on a matrix unit with waves of 64 lanes and on one of 32, and every other one by mma.sync
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
-def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS, NVIDIA)
+def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU])
 
 TYPES = {**DTYPES, "int32": dtypes.int}
 
@@ -68,10 +71,11 @@ def array(t:Tensor) -> np.ndarray:
   if t.dtype != dtypes.bfloat16: return t.numpy().astype(np.float32)
   return (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
 
-def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=64, Dv:int|None=None, dtype:str="float16",
+def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=32, Dv:int|None=None, dtype:str="float16",
             out_dtype:str|None=None, layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
             **options:Any) -> Problem:
-  """`extras` has the optional tensors of Problem by name; of layout "thd", Sq and Sk are the rows of all sequences."""
+  """`extras` has the optional tensors of Problem by name; of layout "thd", Sq and Sk are the rows of all sequences. D is 32 where the head dimension
+  is not the point: lowering takes as long as there are operations."""
   Hkv, Sk, Dv = Hkv or H, Sk or Sq, Dv or D
   shape = lambda h, s, d: {"nsd": (B*h, s, d), "bshd": (B, s, h, d), "thd": (s, h, d)}.get(layout, (B, h, s, d))
   return problem_of(shape(H, Sq, Dv), shape(H, Sq, D), shape(Hkv, Sk, D), shape(Hkv, Sk, Dv),

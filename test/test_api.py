@@ -12,7 +12,7 @@ from attn.reference import exact, judge, same
 from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32
-from cases import ARCHS, EVERY_ARCH, Inputs, array, in_turn, normal
+from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, in_turn, normal
 
 KERNELS = ("forward", "forward_mma", "forward_wgmma", "split_kv", "three_pass")
 SPLITS = {"split_kv": {"num_splits": 2}}
@@ -138,9 +138,12 @@ def problems(d):
           "softcap": d(st.sampled_from((0.0, 1.5))),
           "layout": d(st.sampled_from(("bhsd", "bshd"))), "num_splits": d(st.sampled_from((0, 1, 2, 5)))}
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(problems(), st.sampled_from(EVERY_ARCH))
-def test_any_problem(parameters, arch): check_attention(arch, **parameters)
+@drawn
+def test_any_problem(draws):
+  @settings(max_examples=draws, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+  @given(problems(), st.sampled_from(EVERY_ARCH))
+  def each(parameters, arch): check_attention(arch, **parameters)
+  each()
 
 # ***** tensors *****
 

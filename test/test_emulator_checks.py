@@ -7,7 +7,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp
 from attn.emulator import checks, last_run
 from attn.emulator.device import register
-from attn.ops.common import exp2, opaque_uniform, splat
+from attn.ops import hopper, nvidia
+from attn.ops.common import build, exp2, opaque_uniform, splat
 from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.tinygrad_compat import Estimates, vector_dtype
 
@@ -345,3 +346,82 @@ def test_value_used_after_its_loop():
   x = np.log2(want)
   np.testing.assert_allclose(run(at_most_once(lambda g: opaque_uniform(1 - g)), (128,), x), np.concatenate([2*want, want]), rtol=1e-6)
   with says(checks.OutOfScope, "at_most_once", "CUSTOM computed inside a loop"): run(at_most_once(lambda g: 1 - g), (128,), x)
+
+# ***** what is under way *****
+
+def ones():
+  """Eight fp16 of 1."""
+  return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
+
+def multiplied(*steps):
+  """One warpgroup of sm_90, all of whose operands are ones: acc = Q K^T over 16 columns, acc += P V over 16 keys, then `steps`, then acc is stored.
+
+  A step is a function of what there is by name (acc, p, tile, thread and order, after which it comes), whose value is the order of the next."""
+  def kernel(o, x):
+    g, t = threads(128)
+    tile, acc, p, order = lds(512, nvidia.U4), reg(1, nvidia.F4, 1), reg(1, nvidia.U4, 2), reg(1, slot=3)
+    full = tile.after(UOp.group(*[tile[128*i + t].store(ones()) for i in range(4)]))
+    p = p.after(p[0].store(ones()))
+    at = hopper.scores(acc, full[0], full[0], UOp.const(0.0, dtypes.float), 1, (8192, 8192), "float16")
+    at = hopper.output(acc, p, full[0], at, 8192, "float16")
+    for step in steps: at = step(acc=acc, p=p, tile=full, thread=t, order=at)
+    done = acc.after(order[0].store(at))
+    return sink("multiplied", o.bitcast(acc.dtype)[t].store(done[0].load()), ranges=(g, t))
+  with Context(DEV="EMU::sm_90"): return run(kernel, (512,), X[:128])
+
+def wait(acc, order, **_): return hopper.wait(acc, order)
+def ordered(slot, order, store):
+  """A store that comes after `order`, as a step."""
+  before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
+  return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
+def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))
+def overwrite_fragment(p, order, **_): return ordered(4, order, lambda then: then(p)[0].store(ones()))
+def overwrite_tile(tile, thread, order, **_):
+  return ordered(4, order, lambda then: tile.after(barrier(then(tile))).after(then(tile))[thread].store(ones()))
+
+def test_products_that_follow_each_other_and_are_waited_for():
+  np.testing.assert_array_equal(multiplied(wait), 32)    # no wait between the two: they are done in their order
+
+@pytest.mark.parametrize("steps, text", [
+  ((), r"reads the accumulator reg1\[0\], which the operation started at test/test_emulator_checks.py:\d+ still writes"),
+  ((overwrite_accumulator, wait), r"stores to the accumulator reg1\[0\], which the operation started at .* still writes"),
+  ((overwrite_fragment, wait), r"stores to reg2\[0\], which the operation started at .* still reads"),
+  ((overwrite_tile, wait), r"writes lds0 at byte 0 .*, which the operation started at .* still reads")],
+  ids=("read", "accumulator", "fragment", "tile"))
+def test_products_under_way(steps, text):
+  with says(checks.NotWaitedFor, "multiplied", text): multiplied(*steps)
+
+@pytest.mark.parametrize("step", (overwrite_accumulator, overwrite_fragment, overwrite_tile))
+def test_what_a_product_had_may_be_changed_after_the_wait(step): multiplied(wait, step)
+
+def copied(n, but):
+  """n threads copy 16 bytes each over a tile that is all written, wait for all but the last so many groups (None: for none), and read across."""
+  def kernel(o, x):
+    g, t = threads(n)
+    tile, order = lds(n, nvidia.U4), reg(1)
+    full = tile.after(barrier(tile[t].store(ones())))
+    at = nvidia.copy(full[t], x[4*t], (0, 0), UOp.const(16, dtypes.int), t < n, True)
+    at = nvidia.commit(at)
+    if but is not None: at = nvidia.wait(at, but)
+    there = full.after(barrier(order[0].store(at)))
+    return sink("copied", o.bitcast(nvidia.U4)[t].store(there[n - 1 - t].load()), ranges=(g, t))
+  with Context(DEV="EMU::sm_80"): return run(kernel, (4*n,), np.arange(4*n, dtype=np.float32))
+
+@pytest.mark.parametrize("n", (32, 64))    # in a workgroup of one wave, too, and a barrier does not help
+def test_a_copy_is_under_way_until_its_own_thread_has_waited(n):
+  np.testing.assert_array_equal(copied(n, 0), np.arange(4*n).reshape(n, 4)[::-1].ravel())
+  for but in (None, 1):
+    with says(checks.NotWaitedFor, "copied", "reads lds0 at byte", r"started at test/test_emulator_checks.py:\d+ still writes"): copied(n, but)
+
+def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
+  """Other waves see it after a barrier that comes after the wait, and not after one that came before."""
+  def kernel(o, x):
+    g, t = threads(64)
+    tile, before, after = lds(64, nvidia.U4), reg(1, slot=1), reg(1, slot=2)
+    full = tile.after(barrier(tile[t].store(ones())))
+    at = nvidia.commit(nvidia.copy(full[t], x[4*t], (0, 0), UOp.const(16, dtypes.int), t < 64, True))
+    met = before.after(barrier(before[0].store(at)))[0].load()
+    there = full.after(after[0].store(nvidia.wait(met, 0)))
+    return sink("no_barrier", o.bitcast(nvidia.U4)[t].store(there[63 - t].load()), ranges=(g, t))
+  with Context(DEV="EMU::sm_80"), says(checks.LdsRace, "no_barrier", "reads lds0", "wave 1 has written with no barrier"):
+    run(kernel, (256,), X)

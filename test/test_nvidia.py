@@ -19,7 +19,7 @@ from attn.ops import nvidia
 from attn.problem import Problem
 from attn.ops.renderers import render
 from attn.tinygrad_compat import Context, Tensor, UOp
-from cases import GPU, TYPES, Inputs, check, normal, problem
+from cases import GPU, TYPES, Inputs, check, in_turn, normal, problem
 from test_features import COMPILED as OPTIONS_COMPILED
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
@@ -31,8 +31,7 @@ def without_wgmma(monkeypatch) -> None:
   monkeypatch.setattr(dispatch, "wgmma_refuses", lambda p, arch: "this tests mma.sync")
   monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
 
-@either
-@pytest.mark.parametrize("case", SHAPES)
+@in_turn("case, chip", SHAPES, ["sm_90"], [GPU])
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
 @either

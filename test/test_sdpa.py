@@ -9,7 +9,7 @@ from attn.reference import judge, rounded
 from attn.tinygrad_compat import Context, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
-from cases import EVERY_ARCH, array, in_turn, tensor
+from cases import EVERY_ARCH, array, tensor
 
 def textbook(q, k, v, mask=None, is_causal=False, scale=None, dtype=None):
   """PyTorch's definition; in float64, or with fp32 scores and P and O rounded to `dtype`. A row that sees no key gives 0."""
@@ -96,7 +96,8 @@ def network(x, **how):
 
 HOW = {"causal": {"is_causal": True}, "mask": {"attn_mask": np.random.default_rng(1).random((2, 1, 24, 24)) > .2}, "plain": {}}
 
-@in_turn("name, arch", HOW, EVERY_ARCH)
+@pytest.mark.parametrize(("name", "arch"), [pytest.param(name, arch, marks=() if i == k % 3 else pytest.mark.thorough)
+                                            for i, name in enumerate(HOW) for k, arch in enumerate(EVERY_ARCH)])
 def test_a_transformer_both_ways(name, arch):
   """The same layers in half precision, with tinygrad's attention and with ours, are equally far from themselves in fp32."""
   with emulated(arch):

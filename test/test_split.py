@@ -15,8 +15,8 @@ from attn.kernels.combine import combine, combine_arguments
 from attn.problem import Problem
 from attn.ops.renderers import render
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
-from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_amd, every_arch, expected, floats, ints, judge,
-                   normal, on_the_emulator, problem, run_kernels, tensor)
+from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_amd, every_arch, expected, floats, in_turn, ints,
+                   judge, normal, on_the_emulator, problem, run_kernels, tensor)
 
 
 # ***** partial results and their merge *****
@@ -162,8 +162,7 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
 # ***** machine code *****
 
 @every_amd
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize("D", (64, 128, 256))
+@in_turn("D, dtype", (64, 128, 256), ("float16", "bfloat16"))
 def test_no_spills(arch:str, dtype:str, D:int) -> None:
   """Of the split kernel for decoding, and of the merge."""
   p = problem(B=2, H=16, Hkv=2, Sq=1, Sk=4096, D=D, dtype=dtype, causal=True, num_splits=16, extras=dict(kv_lengths=ints(1, 1)))

@@ -13,7 +13,7 @@ from attn.kernels import forward_wgmma
 from attn.ops import hopper, nvidia
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
-from cases import DTYPES, GPU, check, problem
+from cases import DTYPES, GPU, check, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
@@ -24,8 +24,7 @@ def always(monkeypatch) -> None:
   monkeypatch.setenv("ATTN_KERNEL", "forward_wgmma")
   monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
-@either
-@pytest.mark.parametrize("case", SHAPES)
+@in_turn("case, chip", SHAPES, ["sm_90"], [GPU], turn=1)    # test_nvidia.py has the others
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
 @either
@@ -59,8 +58,7 @@ def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
   assert forward_wgmma.lds_bytes(problem(D=c.up_to), tile) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=500, D=c.up_to, causal=True)
 
-@either
-@pytest.mark.parametrize("option", features.OPTIONS)
+@in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1)    # test_features.py has the others, by mma.sync
 def test_option(chip:str, option:str) -> None: features.test_option(chip, option)
 
 @either

@@ -1,5 +1,5 @@
 """What a run has started and not waited for: copies to LDS, and products of a warpgroup. Their state is the emulator's alone; an operation's meaning
-starts, commits and waits through `ops.Lanes`.
+starts, commits and waits through `Lanes`.
 
 Both are taken as strictly as the documents allow: from the start until its own thread has waited for it, what an operation writes may not be touched
 and what it reads may not be written. The shadow of LDS and the register arrays know the operation by its number, and the error says which it was.
