@@ -243,7 +243,8 @@ def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
   for u, text in printed:
     if at == len(kernel): break
     statement = " ".join(kernel[at].split())     # long lines may have been broken since
-    if statement == (own := " ".join(text.split())) or statement.removesuffix(";").endswith(f" = {own}"):
+    own = " ".join(text.split())
+    if statement == own or re.fullmatch(rf"[\w ]+ \w+ = {re.escape(own)};?", statement):     # the UOp itself, or a declaration of its value
       lines[u] = line
       line, at = line + kernel[at].count("\n") + 1, at + 1
   stated = set(lines)

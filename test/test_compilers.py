@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from attn import user_cache
 from attn.api.custom_kernel import flash_attention_fn
-from attn.chips import CHIPS as EVERY_CHIP
+from attn.chips import MODELLED
 from attn.compilers import clang, renderer
 from attn.compilers.choice import probe, refusal
 from attn.compilers.clang import assembly
@@ -17,7 +17,7 @@ import comgr_stand_in as comgr
 from isa_sample import sample
 
 ROOT = Path(__file__).resolve().parent.parent
-CHIPS = [name for name in EVERY_CHIP if name.startswith("gfx")]
+CHIPS = list(MODELLED)
 EXTRAS = "ziglang,click,rich,tqdm,platformdirs"   # all packages that an extra of attn installs
 
 # ***** processes in which something else is installed *****

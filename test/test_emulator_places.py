@@ -111,7 +111,7 @@ def test_statements() -> None:
   source, lines = statements(renderer, uops)
   assert source == renderer.render(uops)
   text = source.splitlines()
-  kinds = {Ops.STORE: r" = .*;$", Ops.RANGE: r"^\s*for \(", Ops.END: r"^\s*}$", Ops.CUSTOM: r"\w+ = |;$", Ops.BUFFER: r"\[\d+\];"}
+  kinds = {Ops.STORE: r" = .*(;|\(\{)$", Ops.RANGE: r"^\s*for \(", Ops.END: r"^\s*}$", Ops.CUSTOM: r"\w+ = |;$", Ops.BUFFER: r"\[\d+\];"}
   for op, pattern in kinds.items():
     of_kind = [u for u in uops if u.op is op]
     assert of_kind and all(re.search(pattern, text[lines[u]]) for u in of_kind), op

@@ -223,8 +223,8 @@ class Plan:
 
   def custom(self, u:UOp) -> None:
     if not isinstance(u.arg, Call):
-      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op.name} means: {u.arg!r}. Build it with attn.ops.operation.emit, "
-                                "of an operation that attn.ops.language.instruction or compound has defined")
+      raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op.name} means: {u.arg!r}. Build it with "
+                                "attn.ops.operation.emit, of an operation that attn.ops.language.instruction or compound has defined")
     meaning = u.arg.meaning
     args: list[Address|int] = [self.addresses[s] if s in self.addresses else self.slot[s] for s in u.src]
     for a in args:

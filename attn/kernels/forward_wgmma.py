@@ -99,7 +99,8 @@ def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
     def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
     units = lds_bytes(p, tile)//16
     start = State(registers(v_tile.width//mat.N, 2, nv.F4), registers(1, 3, nv.F2), registers(1, 4, nv.F2), registers(1, 5, nv.F2),
-                  registers(1, 9, nv.F2), registers(block_n//mat.N, 6, nv.F4), registers(block_n//mat.K, 7, nv.U4), UOp.placeholder((units,), nv.U4, 0, AddrSpace.LOCAL),
+                  registers(1, 9, nv.F2), registers(block_n//mat.N, 6, nv.F4), registers(block_n//mat.K, 7, nv.U4),
+                   UOp.placeholder((units,), nv.U4, 0, AddrSpace.LOCAL),
                   registers(1, 8))
     def stage(t:UOp) -> UOp: return (t - keys.begin)%STAGES
     def k_panels(t:UOp) -> Panels: return Panels(block_n, k_tile.width, q_tile.size + stage(t)*k_tile.size)

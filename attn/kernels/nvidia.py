@@ -16,7 +16,7 @@ from attn.kernels.forward import clear_outside
 from attn.kernels.scores import Row, Scores
 from attn.kernels.tiles import Carried, MmaLane, ceildiv, flat
 from attn.problem import Problem
-from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dtypes, dynamic_shared_name
+from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dynamic_shared_name
 
 UNIT = MMA["float16"].unit   # elements of 16 bytes, the same in both input types
 LINE = 8            # units of 128 bytes: all banks

@@ -49,7 +49,8 @@ class Softmax(Carried):
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
     s = self.after(UOp.group(*stores, *[self.part[qt].store(row_sum(column, matrix.wave == 64)) for qt, column in enumerate(weights)]))
     rows = RowLanes(1, matrix.group_steps, matrix.exchange)
-    s = s.after(do(correct, s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=rows, dtype=dtype, sums=(LANE,), matrix=None, scale=to_log2, above=above))
+    s = s.after(do(correct, s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part,
+                   rows=rows, dtype=dtype, sums=(LANE,), matrix=None, scale=to_log2, above=above))
     return s.after(UOp.group(*[s.l[qt].store(ops.add(s.l[qt].load(), s.part[qt].load())) for qt in range(len(scores))]))
 
   def total(self, qt:int, matrix:Matrix) -> UOp:

@@ -66,8 +66,10 @@ instruction("barrier", lambda lanes, *_: lanes.barrier(lanes.active),
 instruction("barrier_of", lambda lanes, waves, *_: lanes.barrier(lanes.active & (waves != 0)),
             Body("if (__builtin_amdgcn_readfirstlane(waves)) __builtin_amdgcn_s_barrier();\nreturn 0.0f;", "waves"))
 instruction("wait_loads", lambda lanes, *_, n: lanes.wait_stores(n),
-            lambda printer, out, n: Body(f"__builtin_amdgcn_s_waitcnt({0x0f70 | n & 15 | n >> 4 << 14});\nreturn 0.0f;", "", name=f"wait_loads_but_{n}"))
-instruction("priority", nothing, lambda printer, out, level: Body(f"__builtin_amdgcn_s_setprio({level});\nreturn 0.0f;", "", name=f"priority_{level}"))
+            lambda printer, out, n: Body(f"__builtin_amdgcn_s_waitcnt({0x0f70 | n & 15 | n >> 4 << 14});\nreturn 0.0f;", "",
+                                         name=f"wait_loads_but_{n}"))
+instruction("priority", nothing,
+            lambda printer, out, level: Body(f"__builtin_amdgcn_s_setprio({level});\nreturn 0.0f;", "", name=f"priority_{level}"))
 instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\nreturn 0.0f;", ""))
 instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
 
@@ -137,8 +139,9 @@ def load_transposed(lds:UOp) -> UOp:
 # ***** matrix unit *****
 
 def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
-  kind = matrix.operand_type if matrix.operand_type == "long" else f"{matrix.operand_type}{matrix.operand}"
-  a, b = (f"__builtin_bit_cast({kind}, {{{i}}})" for i in range(2))
+  """A cast between vectors of the same size keeps the bits; from a vector to a number it takes the builtin."""
+  if matrix.operand_type == "long": a, b = (f"__builtin_bit_cast(long, {{{i}}})" for i in range(2))
+  else: a, b = (f"({matrix.operand_type}{matrix.operand}){{{i}}}" for i in range(2))
   return f"__builtin_amdgcn_{matrix.name}({a}, {b}, {{2}}{matrix.tail})"
 
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)

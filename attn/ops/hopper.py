@@ -110,8 +110,9 @@ def _wait_text(printer:Any, out:str, accs:int) -> Body:
 
 # 9.7.13.15: one mbarrier, in whose phases all threads of a block arrive
 instruction("init_arrivals", lambda lanes, bar, gate, threads: np.zeros(len(lanes.active), np.float32),
-            cuda=lambda printer, out, threads: Body(f'if (first) asm volatile("mbarrier.init.shared.b64 [%0], {threads};" :: {shared("bar")} : "memory");\n'
-                                                    "return 0.0f;", "bar first"))
+            cuda=lambda printer, out, threads: Body(
+              f'if (first) asm volatile("mbarrier.init.shared.b64 [%0], {threads};" :: {shared("bar")} : "memory");\n'
+              "return 0.0f;", "bar first"))
 instruction("arrive", lambda lanes, bar, _: lanes.arrive(),
             cuda=Body(f'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
 instruction("await_arrivals", lambda lanes, bar, parity, _: lanes.await_arrivals(parity),

@@ -1,8 +1,9 @@
 """The primitives that compound operations are written in, and their three interpretations: HIP text, CUDA text, and numbers in numpy.
 
-A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, the operands are its values. Values have Python's operators (+ - * < <= ==
-and & | ~ of bools), and `c` has the rest: `c.fma(x, y, z)`, `c.select(condition, x, y)`, `c.let("m", x)` to give a value a name in the text, registers,
-branches, exchanges between lanes. A vector of n numbers is one value; an operation of a vector and a scalar takes the scalar for every element.
+A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, the operands are its values. Values have Python's operators: + - * for
+numbers, < > <= == between them, & | ~ for conditions. `c` has the rest: `c.fma(x, y, z)`, `c.select(condition, x, y)`, registers, branches, exchanges
+between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n numbers is one value; an operation of a vector and a scalar
+takes the scalar for every element.
 
 `Printer` builds C++; what HIP and CUDA spell differently are the methods of `Hip` and `Cuda`. `Numbers` computes, on arrays with a column a thread.
 """
@@ -189,7 +190,8 @@ class Printer:
     values = [scalar.format(*[self.at(p, t.type, i) for p, t in zip("xyz", terms)]) for i in range(n)]
     parameters = ", ".join(f"{t.type} {p}" for p, t in zip("xyz", terms))
     out = vector_of("float", n)
-    self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{returned(self.vector_text(out, values))}\n}}")
+    result = returned(self.vector_text(out, values))
+    self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
     return self.call(name, out, *terms)
   def declare(self, key:str, text:str) -> None:
     """Adds a function, after those it calls. Two different ones of the same name and types are a mistake in an operation's text."""
@@ -314,7 +316,8 @@ class Hip(Printer):
     x = self.term(x)
     bits = f"__builtin_bit_cast(unsigned, {x.text})"
     if how == "permlane_swap":
-      swapped = self.let("pair", Term(self, f"__builtin_bit_cast(float2, __builtin_amdgcn_permlane{step}_swap({bits}, {bits}, false, false))", "float2"))
+      both = f"__builtin_amdgcn_permlane{step}_swap({bits}, {bits}, false, false)"
+      swapped = self.let("pair", Term(self, f"__builtin_bit_cast(float2, {both})", "float2"))
       return self.element(swapped, 0), self.element(swapped, 1)
     if how == "permlanex16": other = exchange_rows(bits)
     else:
@@ -491,6 +494,7 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
   return define
 
 def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None) -> None:
-  """An operation without parts: what it means in numpy, (lanes, *sources, **static), and its text for the languages that have it, or a function of the
-  printer, the C type of the result and the static parameters that gives it: an expression with {0} and {1} for the sources, or a Body."""
+  """An operation without parts. `meaning` (lanes, *sources, **static) is what it computes, in numpy. `hip` and `cuda` are its text for the languages
+  that have it, or a function (printer, C type of the result, **static) that gives the text. A text is an expression with {0} and {1} for the sources,
+  or a Body."""
   OPERATIONS[name] = Operation(meaning, hip, cuda)

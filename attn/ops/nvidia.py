@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 import numpy as np
 from attn.ops.common import f32, u32
-from attn.ops.language import ONES, Array, Value, compound, declare_mma, instruction
+from attn.ops.language import Array, Value, compound, declare_mma, instruction
 from attn.ops.numerics import from_xor_lane
 from attn.ops.operation import Body, emit, statement
 from attn.ops.softmax import RowLanes
@@ -120,7 +120,8 @@ def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
 
 # ***** across lanes *****
 
-instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave), cuda=lambda printer, out, mask: f"__shfl_xor_sync(0xffffffffu, {{0}}, {mask})")
+instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave),
+            cuda=lambda printer, out, mask: f"__shfl_xor_sync(0xffffffffu, {{0}}, {mask})")
 
 def xor_lane(x:UOp, mask:int) -> UOp:
   """x of the lane whose number differs in the bits of `mask` (shfl.sync.bfly)."""

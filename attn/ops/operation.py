@@ -86,7 +86,8 @@ class Call:
     """The value, (T,) or (n, T), on these sources."""
     with np.errstate(all="ignore"): return self.operation.meaning(lanes, *sources, **self.parameters)
   def format(self, *sources:str) -> str:
-    raise NotImplementedError(f"a renderer that does not know attn's operations was asked to print {self.name}: import attn before the device is opened")
+    raise NotImplementedError(f"a renderer that does not know attn's operations was asked to print {self.name}: "
+                              "import attn before the device is opened")
 
 @dataclass(frozen=True)
 class Operation:

@@ -1,7 +1,7 @@
-"""tinygrad's renderers for HIP and CUDA, with what kernels of ours need besides: the text of operations, the functions that they call, vector types.
+"""tinygrad's renderers for HIP and CUDA, with what our kernels need besides: the text of operations, the functions that they call, vector types.
 
-`OperationsPrinter` stands behind a renderer among the bases of a class (`class X(HIPRenderer, OperationsPrinter)`): HIPRenderer.render_kernel then hands
-its declarations on to it.
+`OperationsPrinter` is the last base of each class here, as in `class X(HIPRenderer, OperationsPrinter)`. tinygrad's class then prints the kernel and
+hands what it has printed on to ours.
 """
 from __future__ import annotations
 import re
@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from attn.ops import amd as amd, common as common, hopper as hopper, nvidia as nvidia, softmax as softmax   # they fill OPERATIONS
 from attn.ops.language import LANGUAGES, text_of, wrapped
 from attn.ops.operation import Call
-from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat,
-                                  VectorDType, adapt_cuda, dtypes, lower, shared_memory_text)
+from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer, Ops,
+                                  PatternMatcher, Target, UOp, UPat, VectorDType, adapt_cuda, dtypes, lower, shared_memory_text)
 
 # CUDA declares its vectors of up to four elements, clang none. (Up to clang 20 the attribute stands in typedefs only.)
 VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
@@ -54,7 +54,7 @@ class OperationsPrinter(CStyleLanguage):
     """What the source needs that tinygrad declares only where a kernel computes with it."""
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    """The source, which begins with a mark where it is one of ours: known by its name, or by its vector types. Another kernel's source stays as it is."""
+    """The source. That of a kernel of ours, which its name or its vector types tell, begins with a mark; another kernel's stays as it is."""
     if not function_name.startswith("attn_") and not any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.functions.values())
@@ -68,9 +68,6 @@ print_calls = PatternMatcher([
 
 class HipOperations(OperationsPrinter):
   language = "hip"
-  def need_operator(self, x:UOp) -> None:
-    """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
-    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     used = {u.dtype for _, (u, _) in bufs}
     sixteen = {dtypes.half: "#define half _Float16",
@@ -80,9 +77,6 @@ class HipOperations(OperationsPrinter):
 class CudaOperations(OperationsPrinter):
   """And for sm_90 the compiler's target is sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's can't be."""
   language = "cuda"
-  def need_operator(self, x:UOp) -> None:
-    """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
-    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     used = {u.dtype for _, (u, _) in bufs}
     headers = {dtypes.half: "#include <cuda_fp16.h>", dtypes.bfloat16: "#include <cuda_bf16.h>"}

@@ -44,7 +44,8 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
     for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
   return top.value
 
-def raise_reference(c:Any, rows:RowLanes, m:Value, bias:Value, scores:list[Value], scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
+def raise_reference(c:Any, rows:RowLanes, m:Value, bias:Value, scores:list[Value],
+                    scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
   """(m, bias, factors of what was accumulated, and how P is taken from here on) of one tile's rows, whose references become their maxima so far."""
   split, tops, biases, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
@@ -79,8 +80,9 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 @compound("correct", suffix="_{count}")
-def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...],
-             matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int, scale:float, above:float) -> Value:
+def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *,
+             rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
+             scale:float, above:float) -> Value:
   def grown(t:int) -> Value:
     """Whether the reference of tile t no longer holds."""
     pair = [c.element(c.load(part, t), i) for i in range(2)]

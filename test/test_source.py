@@ -1,0 +1,35 @@
+"""The source that is printed of our kernels can be read: its lines are short, and so is all of it."""
+from __future__ import annotations
+from typing import Any
+import pytest
+from attn.chips import SEARCHED
+from attn.dispatch import single_kernel
+from attn.chips import get_chip
+from attn.isa.source import MASKS, Spec, text_of
+from attn.kernels.forward import arguments
+from attn.ops.renderers import render
+from attn.tinygrad_compat import UOp
+from cases import TYPES, problem
+
+LONGEST = 200                                      # characters of a line
+SHORT = {"gfx942": 35000, "sm_80": 110000}         # characters of the kernel for D = 128, fp16, all keys
+CHIPS = (*SEARCHED, "sm_80", "sm_90")              # one of each family
+OPTIONS:dict[str, dict[str, Any]] = {"softcap and slopes": dict(softcap=30.0, alibi=True), "a window": dict(window=(100, 20))}
+
+def longest(text:str) -> int: return max(map(len, text.splitlines()))
+
+@pytest.mark.parametrize("D", (64, 128, 256))
+@pytest.mark.parametrize("chip", CHIPS)
+def test_lines(chip:str, D:int) -> None:
+  for mask in MASKS: assert longest(text_of(Spec(chip, D, "bfloat16", mask))) <= LONGEST
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_lines_with_options(chip:str, option:str) -> None:
+  p = problem(H=32, Sq=1024, D=128, **OPTIONS[option])
+  kernel, _ = single_kernel(p, get_chip(chip))
+  tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
+  assert longest(render(kernel(*tensors), chip)) <= LONGEST
+
+@pytest.mark.parametrize("chip", SHORT)
+def test_size(chip:str) -> None: assert len(text_of(Spec(chip, 128))) <= SHORT[chip]
