@@ -17,7 +17,7 @@ from attn.choose.candidates import EVERY
 from attn.choose.candidates import Candidate
 from attn.choose.dispatch import choose, choose_tile
 from attn.choose.search import Bound, Found, best
-from attn.choose.tiles import CANDIDATES, amd_tile
+from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
 from attn.chips.families import FAMILIES
 from attn.isa.source import Spec, problem_of_spec
 from attn.kernels.tiles import Tile
