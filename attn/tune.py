@@ -16,20 +16,21 @@ with needs("isa", "python -m attn.tune", __name__):
   from attn.choose.search import TABLE_FILE
   from attn.choose.search import Class
   from attn.choose.search import differences
+  from attn.choose.search import merged_rows
   from attn.choose.search import search
-  from attn.choose.search import table_rows
   from attn.choose.search import table_rows_in
   from attn.choose.search import table_text
 from attn.chips import SEARCHED
 from attn.chips import get_chip
 from attn.choose.tiles import amd_tile
 from attn.choose.tuned import CLASSES
+from attn.compilers.clang import toolchain
 from attn.isa.source import Spec
 from attn.isa.source import problem_of_spec
 
 def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "serial", "issued", "overlap", "waves/SIMD",
-                title="bounds, not measured")
+                title=f"bounds, not measured; {toolchain().version}")
   for x in found:
     for y in x.ranked if everything else x.rows:
       c, b = y.candidate, y.bound
@@ -52,10 +53,10 @@ def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bo
   Console(width=None if Console().is_terminal else 160).print(bounds_table(found, everything))
   if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:
     raise click.ClickException(f"no tile compiles without spills: {', '.join(empty)}")
-  old, new = table_rows_in(TABLE_FILE.read_text()), table_rows(found)
-  changes = differences(old, new)
+  old = table_rows_in(TABLE_FILE.read_text())
+  changes = differences(old, new := merged_rows(old, found, toolchain().llvm))
   click.echo("\n".join(changes) if changes else f"{TABLE_FILE.name} has these tiles")
-  if write: TABLE_FILE.write_text(table_text({f: {**old.get(f, {}), **new.get(f, {})} for f in {**old, **new}}))
+  if write: TABLE_FILE.write_text(table_text(new))
   elif check and changes: raise click.ClickException(f"{TABLE_FILE.name} has other tiles: python -m attn.tune --write")
 
 if __name__ == "__main__":

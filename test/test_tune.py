@@ -13,10 +13,11 @@ import bench
 from attn import tune
 from attn.chips import get_chip
 from attn.choose import search, tuned
+from attn.choose.candidates import EVERY
 from attn.choose.candidates import Candidate
 from attn.choose.dispatch import choose, choose_tile
 from attn.choose.search import Bound, Found, best
-from attn.choose.tiles import CANDIDATES, amd_tile
+from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
 from attn.chips.families import FAMILIES
 from attn.isa.source import Spec, problem_of_spec
 from attn.kernels.tiles import Tile
@@ -132,20 +133,53 @@ def test_the_table_is_whole() -> None:
   assert list(rows) == list(CANDIDATES) == [get_chip(a).family for a in search.SEARCHED]
   for arch in map(get_chip, search.SEARCHED):
     found = CANDIDATES[arch.family]
-    assert [c.up_to for c in found] == sorted(c.up_to for c in found) and set(rows[arch.family]) == set(search.CLASSES)
-    for d in search.CLASSES:
-      *large, last = [c for c in found if c.up_to == d]
+    assert [(c.up_to, -c.llvm) for c in found] == sorted((c.up_to, -c.llvm) for c in found)
+    assert {(d, -EVERY) for d in search.CLASSES} <= set(rows[arch.family])
+    for d, up_to in rows[arch.family]:
+      *large, last = [c for c in found if (c.up_to, -c.llvm) == (d, up_to)]
       assert last.fills == 0 and amd_tile(problem(D=d, Dv=d), arch, last).block_m <= search.SMALL_TILE     # every grid has a tile
       assert all(c.fills == search.FILLS and amd_tile(problem(D=d, Dv=d), arch, c).block_m > search.SMALL_TILE for c in large)
 
+def searched(*tiles:Candidate) -> search.Class: return search.Class("gfx942", 64, (), tuple(Found(c, bound()) for c in tiles))
+
 def test_rows_are_merged_by_class() -> None:
-  found = search.Class("gfx942", 64, (), (Found(Candidate(64, 8, 2, 32, fenced=True, fills=256), bound()), Found(Candidate(64, 4, 1, 32), bound())))
-  new = search.table_rows([found])
-  assert new["cdna3"][64][0].startswith("    Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and new["cdna3"][64][1].endswith("waves 2")
+  found = searched(Candidate(64, 8, 2, 32, fenced=True, fills=256), Candidate(64, 4, 1, 32))
   old = search.table_rows_in(search.TABLE_FILE.read_text())
-  assert search.differences(old, old) == [] and f"cdna3: + {new['cdna3'][64][0].partition('#')[0].strip()}" in search.differences(old, new)
-  text = search.table_text({**old, "cdna3": {**old["cdna3"], **new["cdna3"]}})
-  assert search.table_rows_in(text)["cdna3"] == {**old["cdna3"], **new["cdna3"]} and search.table_rows_in(text)["rdna4"] == old["rdna4"]
+  new = search.merged_rows(old, [found], 22)
+  large, small = new["cdna3"][64, -EVERY]
+  assert large.startswith("    Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and small.endswith("waves 2")
+  assert search.differences(old, old) == [] and f"cdna3: + {large.partition('#')[0].strip()}" in search.differences(old, new)
+  assert search.table_rows_in(search.table_text(new)) == new
+  assert {f: {k: v for k, v in rows.items() if (f, k) != ("cdna3", (64, -EVERY))} for f, rows in new.items()} == \
+         {f: {k: v for k, v in rows.items() if (f, k) != ("cdna3", (64, -EVERY))} for f, rows in old.items()}
+
+def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
+  same, other = Candidate(64, 4, 1, 64), Candidate(64, 8, 1, 64, fills=256)
+  old = search.merged_rows({}, [searched(same)], 23)
+  assert list(old["cdna3"]) == [(64, -EVERY)] and search.merged_rows(old, [searched(same)], 21) == old
+  new = search.merged_rows(old, [searched(other, same)], 21)
+  assert [line.partition("#")[0].strip() for line in new["cdna3"][64, -21]] == [
+    "Candidate(64, 8, 1, 64, fills=256, llvm=21),", "Candidate(64, 4, 1, 64, llvm=21),"] and new["cdna3"][64, -EVERY] == old["cdna3"][64, -EVERY]
+  assert search.table_rows_in(search.table_text(new)) == new and len(search.differences(old, new)) == 2
+  assert search.merged_rows(new, [searched(other, same)], 20) == new                     # what 21 has
+  assert search.merged_rows(new, [searched(same)], 21) == old                            # no longer another
+  assert list(search.merged_rows(new, [searched(same)], 20)["cdna3"]) == [(64, -EVERY), (64, -21), (64, -20)]
+
+@pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
+def test_rows_for_a_compiler(monkeypatch:pytest.MonkeyPatch, llvm:int, tiles:tuple[int, ...]) -> None:
+  """Of each class those for the oldest release that is no older; a class without such rows has those for every release."""
+  table = (Candidate(64, 4, 1, 32), Candidate(64, 4, 1, 32, llvm=21), Candidate(64, 4, 1, 32, llvm=20), Candidate(128, 4, 1, 16))
+  monkeypatch.setitem(CANDIDATES, "of this test", table)
+  assert [c.llvm if c.up_to == 64 else c.block_n for c in rows_for("of this test", llvm)] == list(tiles)
+  rows_for.cache_clear()
+
+def test_dispatch_takes_the_tiles_of_the_compiler() -> None:
+  p, arch = problem(D=64, Dv=64), get_chip("gfx942")
+  assert arch.llvm == 22 and choose_tile(p, arch) != choose_tile(p, replace(arch, llvm=21)) == choose_tile(p, replace(arch, llvm=19))
+  wide = problem(B=4)
+  assert choose(wide, get_chip("gfx950")).kernel == "dual_wave"
+  older = choose(wide, replace(get_chip("gfx950"), llvm=21))
+  assert older.kernel == "forward" and "clang 20 and 21 spill its registers" in str(older)
 
 @pytest.mark.parametrize(("words", "line"), [(["--write", "--check"], "--write or --check"), (["--arch", "gfx906"], "'gfx906' is not one of"),
                                              (["--d", "96"], "'96' is not one of"), (["--jobs", "0"], "0 is not in the range")])

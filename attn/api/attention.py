@@ -29,6 +29,7 @@ from attn.chips import get_chip
 from attn.choose.dispatch import Choice
 from attn.choose.dispatch import choose
 from attn.choose.dispatch import program_of
+from attn.compilers.choice import compiled_on
 from attn.compilers.choice import in_use
 from attn.kernels.combine import combine
 from attn.kernels.combine import combine_arguments
@@ -154,7 +155,8 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   if p.varlen:
     check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
     check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
-  found = get_chip(options.arch) if options.arch is not None else arch_of(at.device if isinstance(at.device, str) else at.device[0])
+  device = at.device if isinstance(at.device, str) else at.device[0]
+  found = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
   return Call(replace(p, return_lse=options.return_lse), {**inputs, **extras}, found, at, out)
 
 @functools.cache

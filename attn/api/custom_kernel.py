@@ -10,6 +10,7 @@ from attn.api.options import KernelOptions
 from attn.chips import Chip
 from attn.chips import get_chip
 from attn.choose.dispatch import single_kernel
+from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
 from attn.ops.renderers import adapt
 from attn.problem import EXTRAS
@@ -80,7 +81,7 @@ def default_arch() -> str:
 
 def chip_of(name:str, device:str) -> Chip:
   """The table row of the chip `name` that `device` is. A real one may have tiles that TUNE=1 found."""
-  return replace(get_chip(name), tuned=device.split(":")[0] != "EMU")
+  return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def device_arch() -> Chip:
   """The table row of tinygrad's default device."""
@@ -141,7 +142,7 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
     if len(placeholders) != len(names): raise ValueError(f"{len(placeholders)} tensors given: this kernel takes ({', '.join(names)})")
     t = dict(zip(names, placeholders))
     shapes = {name: static_shape(name, u.shape) for name, u in t.items()}
-    found = get_chip(options.arch) if options.arch is not None else device_arch()
+    found = compiled_on(get_chip(options.arch), Device.DEFAULT) if options.arch is not None else device_arch()
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_of(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
                    lse=shapes["lse"] if options.return_lse else None, causal=options.causal, window=options.window,
                    softmax_scale=options.softmax_scale, layout=options.layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from attn.chips.families import CDNA2, CDNA3, CDNA4, NVIDIA, RDNA3, RDNA4, Family, Pipes
 from attn.chips.matrix import Matrix
 
+LLVM = 22    # the release of the compiler with which tiles are chosen where none is named: on the emulator there is none
+
 @dataclass(frozen=True)
 class Card:
   """A product that has a chip."""
@@ -36,6 +38,7 @@ class Chip:
   wgmma: bool = False     # multiplies for warpgroups, from shared memory
   searched: bool = False  # the search for tiles compiles for this chip of the family (attn/choose/search.py)
   tuned: bool = False     # a real device, whose tiles may come from its own TUNE=1 (attn/choose/tuned.py)
+  llvm: int = LLVM        # the release of LLVM in the compiler that compiles for it
 
   @property
   def family(self) -> str: return self.unit.name

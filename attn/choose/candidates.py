@@ -3,6 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+EVERY = 1000    # a release of LLVM that is newer than all: what is for it and older ones is for every release
+
 @dataclass(frozen=True)
 class Candidate:
   """A tile of the AMD kernel for head dimensions up to `up_to`: a row of attn/choose/tiles_table.py."""
@@ -15,6 +17,7 @@ class Candidate:
   prefetch: int = 1
   matrix: int = 0        # index into Chip.matrix of the dtype
   fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
+  llvm: int = EVERY      # the newest release of LLVM that it is for: of a class those rows count that have the least such number for the compiler
 
 class Burden(IntEnum):
   """What the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next."""

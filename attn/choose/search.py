@@ -2,7 +2,10 @@
 
 A row is for one family of matrix units and for head dimensions up to one of CLASSES. Its tiles are those of `candidates` that do not spill; the best
 has the greatest `Bound`, its figures being the worst over fp16 and bf16, full and causal. Where that one takes more than SMALL_TILE queries, the best
-of those that don't follows it, for grids too small to fill a chip. On a GPU, TUNE=1 of bench.py goes by time instead.
+of those that don't follows it, for grids too small to fill a chip.
+
+Rows belong to the release of LLVM that was searched with: that of attn[isa], or another that ATTN_CLANG names. The rows of an older release are for
+it and those before, and stand in the table only where their tiles are others. On a GPU, TUNE=1 of bench.py goes by time instead.
 """
 from __future__ import annotations
 import functools, itertools, multiprocessing, re
@@ -12,8 +15,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
-from attn.chips import SEARCHED, Chip, get_chip
+from attn.chips import LLVM, SEARCHED, Chip, get_chip
 from attn.compilers.clang import assembly
+from attn.choose.candidates import EVERY
 from attn.choose.candidates import Candidate
 from attn.choose.dispatch import MATRIX_DTYPES
 from attn.choose.tiles import amd_tile
@@ -187,46 +191,63 @@ TABLE_HEADER = '''"""The tiles that the forward kernel may have on each family o
 
 Made by a search over bounds from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
 Beside each row the worst over fp16 and bf16, full and causal: bounds on the use of the matrix unit, and waves per SIMD.
+Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
 """
 from attn.choose.candidates import Candidate
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 '''
 
-def row_of(x:Found) -> str:
-  """A line of the table."""
-  c = x.candidate
+def row_of(x:Found, llvm:int=EVERY) -> str:
+  """A line of the table, for releases of LLVM up to this one."""
+  c = replace(x.candidate, llvm=llvm)
   options = [f"{f.name}={getattr(c, f.name)}" for f in fields(c)[4:] if getattr(c, f.name) != f.default]
   text = f"    Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
   return f"{text:<72}# serial {x.bound.serial/2}%, issued {x.bound.issued/2}%, overlap {x.bound.overlap/2}%, waves {x.bound.waves}"
 
-TableRows = dict[str, dict[int, list[str]]]   # family -> class -> lines
+RowsKey = tuple[int, int]   # class, and minus the newest release of LLVM that its rows are for: in the order of the table
+TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines
 
 def table_rows_in(text:str) -> TableRows:
   """The lines of a table's text."""
   found: TableRows = {}
   for line in text.splitlines():
     if (family := re.match(r'  "(\w+)": \(', line)) is not None: rows = found.setdefault(family[1], {})
-    elif (row := re.match(r"    Candidate\((\d+),", line)) is not None: rows.setdefault(int(row[1]), []).append(line)
+    elif (row := re.match(r"    Candidate\((\d+),(?:.* llvm=(\d+))?", line)) is not None:
+      rows.setdefault((int(row[1]), -int(row[2] or EVERY)), []).append(line)
   return found
 
-def table_rows(found:Iterable[Class]) -> TableRows:
-  rows: TableRows = {}
-  for x in found: rows.setdefault(get_chip(x.arch).family, {})[x.d] = [row_of(y) for y in x.rows]
+def tiles_in(lines:Iterable[str]) -> list[str]:
+  """The tiles of some lines, without figures and releases."""
+  return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
+
+def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
+  """The table's lines with those of what was searched with this release of LLVM. Those of an older one than the table's own stand there only where
+  their tiles differ from what the next newer one has."""
+  rows = {family: dict(lines) for family, lines in old.items()}
+  up_to = llvm if llvm < LLVM else EVERY
+  for x in found:
+    own, key = rows.setdefault(get_chip(x.arch).family, {}), (x.d, -up_to)
+    lines = [row_of(y, up_to) for y in x.rows]
+    newer = [k for k in own if k[0] == x.d and k < key]
+    if newer and tiles_in(own[max(newer)]) == tiles_in(lines): own.pop(key, None)
+    else: own[key] = lines
   return rows
 
 def table_text(rows:TableRows) -> str:
   """The table's text."""
   lines = []
   for family in (get_chip(a).family for a in SEARCHED):
-    if family in rows: lines += [f'  "{family}": (', *(line for d in CLASSES for line in rows[family].get(d, [])), "  ),"]
+    if family in rows: lines += [f'  "{family}": (', *(line for key in sorted(rows[family]) for line in rows[family][key]), "  ),"]
   return TABLE_HEADER + "\n".join([*lines, "}"]) + "\n"
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """What `new` would change in `old`, of the classes that it has: other tiles, not figures."""
-  def tiles(rows:TableRows, family:str, d:int) -> list[str]: return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(d, [])]
+  """What `new` has other than `old`: other tiles, not figures."""
+  def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
+    return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]
   lines = []
-  for family, d in ((f, d) for f in new for d in new[f]):
-    before, after = tiles(old, family, d), tiles(new, family, d)
-    if before != after: lines += [f"{family}: - {x}" for x in before if x not in after] + [f"{family}: + {x}" for x in after]
+  for family in new:
+    for key in sorted({*old.get(family, {}), *new[family]}):
+      before, after = tiles(old, family, key), tiles(new, family, key)
+      if before != after: lines += [f"{family}: - {x}" for x in before if x not in after] + [f"{family}: + {x}" for x in after]
   return lines

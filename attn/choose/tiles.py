@@ -1,6 +1,6 @@
 """Which tile a kernel gets for a problem on a chip."""
 from __future__ import annotations
-import math
+import functools, math
 from dataclasses import replace
 from attn.chips import Chip
 from attn.choose import tuned
@@ -34,6 +34,12 @@ def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
   if (need := forward.lds_bytes(p, tile)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
+@functools.cache
+def rows_for(family:str, llvm:int) -> tuple[Candidate, ...]:
+  """The rows of the table that count for a release of LLVM: of each class those for the oldest release that is no older."""
+  rows = [c for c in CANDIDATES[family] if c.llvm >= llvm]
+  return tuple(c for c in rows if c.llvm == min(x.llvm for x in rows if x.up_to == c.up_to))
+
 def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its bias."""
   mat = arch.matrix[p.dtype][c.matrix]
@@ -56,7 +62,7 @@ def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
   reasons = []
   found = tuned.winner(p, arch)
-  for c in (*([found] if found is not None else []), *CANDIDATES[arch.family]):
+  for c in (*([found] if found is not None else []), *rows_for(arch.family, arch.llvm)):
     tile = amd_tile(p, arch, c)
     if (reason := fits(p, arch, tile, c)) is None: return tile
     reasons.append(reason)

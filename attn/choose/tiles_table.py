@@ -2,6 +2,7 @@
 
 Made by a search over bounds from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
 Beside each row the worst over fp16 and bf16, full and causal: bounds on the use of the matrix unit, and waves per SIMD.
+Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
 """
 from attn.choose.candidates import Candidate
 
@@ -9,24 +10,36 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
   "cdna2": (
     Candidate(64, 4, 2, 32, fills=256),                                 # serial 67.5%, issued 66.5%, overlap 100.0%, waves 2
     Candidate(64, 4, 1, 64),                                            # serial 68.0%, issued 65.5%, overlap 100.0%, waves 2
+    Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 68.0%, issued 66.0%, overlap 100.0%, waves 2
+    Candidate(64, 4, 1, 64, llvm=21),                                   # serial 65.0%, issued 63.0%, overlap 100.0%, waves 2
     Candidate(128, 8, 1, 64, fills=256),                                # serial 81.0%, issued 78.5%, overlap 100.0%, waves 2
     Candidate(128, 4, 1, 32),                                           # serial 81.0%, issued 77.5%, overlap 100.0%, waves 2
+    Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 81.0%, issued 78.5%, overlap 100.0%, waves 2
+    Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 71.5%, issued 69.0%, overlap 100.0%, waves 2
     Candidate(192, 4, 1, 32),                                           # serial 86.5%, issued 83.0%, overlap 100.0%, waves 2
     Candidate(256, 4, 1, 32),                                           # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
   ),
   "cdna3": (
     Candidate(64, 4, 2, 32, fills=256),                                 # serial 51.0%, issued 49.5%, overlap 93.0%, waves 2
     Candidate(64, 4, 1, 64),                                            # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
+    Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
+    Candidate(64, 4, 1, 64, llvm=21),                                   # serial 48.0%, issued 46.0%, overlap 83.0%, waves 2
     Candidate(128, 8, 1, 64, fills=256),                                # serial 67.5%, issued 64.0%, overlap 100.0%, waves 2
     Candidate(128, 4, 1, 32),                                           # serial 67.5%, issued 63.5%, overlap 100.0%, waves 2
+    Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 68.0%, issued 64.5%, overlap 100.0%, waves 2
+    Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 55.5%, issued 53.0%, overlap 100.0%, waves 2
     Candidate(192, 4, 1, 32, fenced=True),                              # serial 76.0%, issued 71.0%, overlap 100.0%, waves 2
     Candidate(256, 4, 1, 32),                                           # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
   ),
   "cdna4": (
     Candidate(64, 4, 2, 32, fills=256),                                 # serial 52.0%, issued 49.0%, overlap 95.5%, waves 2
     Candidate(64, 4, 1, 64),                                            # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2
+    Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2
+    Candidate(64, 4, 1, 64, llvm=21),                                   # serial 46.5%, issued 42.5%, overlap 78.0%, waves 2
     Candidate(128, 8, 1, 64, fills=256),                                # serial 68.5%, issued 61.5%, overlap 100.0%, waves 2
     Candidate(128, 4, 1, 32),                                           # serial 69.0%, issued 60.5%, overlap 100.0%, waves 2
+    Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 69.0%, issued 62.0%, overlap 100.0%, waves 2
+    Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 47.5%, issued 44.0%, overlap 81.0%, waves 2
     Candidate(192, 8, 1, 32, fills=256),                                # serial 77.0%, issued 68.0%, overlap 100.0%, waves 2
     Candidate(192, 4, 1, 32),                                           # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
     Candidate(256, 8, 1, 32, fenced=True, prefetch=0, fills=256),       # serial 81.5%, issued 72.5%, overlap 100.0%, waves 2

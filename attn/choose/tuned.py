@@ -13,6 +13,7 @@ from typing import Any
 from attn import user_cache
 from attn import values
 from attn.chips import Chip
+from attn.choose.candidates import EVERY
 from attn.choose.candidates import Candidate
 from attn.kernels.tiles import contraction
 from attn.problem import Problem
@@ -48,7 +49,7 @@ def stamp() -> dict[str, str]:
   return {"attn": own, "tinygrad": TINYGRAD_VERSION, "compiler": str(getattr(compiler, "version", type(compiler).__name__))}
 
 LIMITS = {"up_to": CLASSES, "waves": (1, 2, 4, 8), "q_tiles": (1, 2), "block_n": (16, 32, 64, 128), "q_in_lds": (False, True),
-          "fenced": (False, True), "prefetch": (0, 1, 2), "matrix": (0, 1), "fills": range(1 << 16)}
+          "fenced": (False, True), "prefetch": (0, 1, 2), "matrix": (0, 1), "fills": range(1 << 16), "llvm": (EVERY,)}
 
 def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
   """The tile that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this chip."""

@@ -6,7 +6,8 @@ can is not told from its version: it compiles `probe`, a few lines with what the
 from __future__ import annotations
 import functools, os, re
 from collections.abc import Callable
-from attn.chips import CHIPS
+from dataclasses import replace
+from attn.chips import CHIPS, Chip
 from attn.compilers import clang, comgr
 from attn.compilers.found import OLDEST, OLDEST_FOR, ROCM, Found, NoCompiler, base_arch
 from attn.chips.matrix import Matrix
@@ -110,3 +111,10 @@ def in_use(arch:str) -> str:
   """The version of the compiler of our kernels for `arch`, or the sentence that says why there is none."""
   try: return choose(arch).version
   except (NoCompiler, ValueError) as e: return str(e)
+
+def compiled_on(chip:Chip, device:str) -> Chip:
+  """`chip` with the release of LLVM that compiles for it on `device`: on an AMD GPU that of `choose`, if it says one. Where there is no compiler the
+  chip is left as it is, and `renderer.require` says so before anything runs."""
+  if device.split(":")[0] != "AMD": return chip
+  try: return replace(chip, llvm=choose(chip.name).llvm or chip.llvm)
+  except (NoCompiler, ValueError): return chip

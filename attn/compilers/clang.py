@@ -43,6 +43,12 @@ class Toolchain:
   clang: tuple[str, ...]
   lld: tuple[str, ...]|None
   version: str
+  @property
+  def llvm(self) -> int:
+    """The release of LLVM, such as 22."""
+    release = llvm_release(self.version)
+    assert release is not None, self.version      # `inspected` has seen to it
+    return release
 
 def _run(command:tuple[str, ...], text:str|None=None) -> subprocess.CompletedProcess[str]:
   return subprocess.run(command, input=text, capture_output=True, text=True, errors="replace", check=False)
@@ -59,7 +65,7 @@ def _linker(clang:tuple[str, ...]) -> tuple[str, ...]|None:
   if (path:=shutil.which(own) or shutil.which("ld.lld")) is not None: return (path,)
   return (zig, "ld.lld") if (zig:=_zig()) is not None else None
 
-def _inspect(command:tuple[str, ...], where:str) -> Toolchain|str:
+def inspected(command:tuple[str, ...], where:str) -> Toolchain|str:
   """The compiler that `command` runs, or what is wrong with it."""
   path = shutil.which(command[0]) or command[0]
   if os.path.isdir(path): return "a directory"
@@ -78,7 +84,7 @@ def _inspect(command:tuple[str, ...], where:str) -> Toolchain|str:
 
 @functools.cache
 def _named(name:str) -> Toolchain:
-  found = _inspect((name,), f"ATTN_CLANG={name}")
+  found = inspected((name,), f"ATTN_CLANG={name}")
   if isinstance(found, str): raise ValueError(f"ATTN_CLANG={name!r}: it is {found}; {NEEDED}")
   return found
 
@@ -91,7 +97,7 @@ def packaged() -> Toolchain|str:
   """The clang of the extra attn[isa], or why there is none."""
   if (zig := _zig()) is None: return "attn[isa] is not installed"
   where = f"ziglang {importlib.metadata.version('ziglang')}"
-  found = _inspect((zig, "clang"), where)
+  found = inspected((zig, "clang"), where)
   return found if isinstance(found, Toolchain) else f"{where} is {found}"
 
 @functools.cache
@@ -99,7 +105,7 @@ def on_path() -> Toolchain|str:
   """Another clang or hipcc that knows AMD's chips: on PATH, or ROCm's own. Or why there is none."""
   rocm, reasons = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "llvm", "bin", "clang"), []
   for path in dict.fromkeys(path for name in ("clang", rocm, "hipcc") if (path := shutil.which(name)) is not None):
-    if isinstance(found := _inspect((path,), path), Toolchain): return found
+    if isinstance(found := inspected((path,), path), Toolchain): return found
     reasons.append(f"{path} is {found}")
   return "; ".join(reasons) or "there is no clang or hipcc on PATH"
 

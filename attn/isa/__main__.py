@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from attn.compilers import clang
 from attn.compilers.choice import in_use
+from attn.compilers.releases import OLDER, toolchain_of
 from attn.extras import needs
 from attn.isa import sass, source
 from attn.chips import MODELLED
@@ -116,18 +117,20 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, source
   else: click.echo(sass.sass(text, spec.arch))
 
 @main.command("costs")
+@click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")
 @click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite this file; with --arch its lines of those chips.")
 @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fails where a line differs.")
 @click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
-def costs_command(write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
+def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
   """One line of costs for each of our kernels on each chip."""
-  lines = costs.lines_of([s for s in costs.SPECS if not arch or s.arch in arch])
+  file = costs.costs_under([toolchain_of(llvm) for llvm in OLDER]) if compilers else costs.costs()
+  lines = file.lines_of([s for s in costs.SPECS if not arch or s.arch in arch])
   if write is not None:
     others = costs.lines_of_others(write.read_text(), arch) if arch and write.exists() else []
-    write.write_text(costs.file_text([*lines, *others]))
+    write.write_text(file.text([*lines, *others]))
   elif check is not None:
-    if changes:=costs.compare(check.read_text(), lines): raise click.ClickException("costs changed:\n" + "\n".join(changes))
-  else: click.echo(costs.file_text(lines), nl=False)
+    if changes:=file.compare(check.read_text(), lines): raise click.ClickException("costs changed:\n" + "\n".join(changes))
+  else: click.echo(file.text(lines), nl=False)
 
 @main.command()
 @click.option("--arch", type=click.Choice(list(MODELLED)), default="gfx942", show_default=True, help="The chip that DEV=AMD is.")

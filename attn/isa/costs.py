@@ -1,64 +1,116 @@
 """The cost of every kernel of ours on every chip, one line each, and what no kernel's machine code may hold.
 
-    python -m attn.isa costs --write docs/costs.txt    rewrites the file that is checked in
-    compare(text_of_the_file, lines_of(SPECS))         the lines that changed, as a test shows them
+    python -m attn.isa costs --write docs/costs.txt                           rewrites the file that is checked in
+    python -m attn.isa costs --compilers --write docs/costs_compilers.txt     the same for users' compilers, which are not ours
+    file.compare(text_of_the_file, file.lines_of(SPECS))                      the lines that changed, as a test shows them
 """
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from attn.chips import MODELLED
-from attn.compilers.clang import assembly
+from attn.compilers.clang import Toolchain, assembly, toolchain
+from attn.compilers.found import OLDEST, OLDEST_FOR
 from attn.isa import source
 from attn.isa.instruction import Instruction
 from attn.isa.parse import Kernel
 from attn.isa.report import Report, analyse
 from attn.choose.dispatch import MATRIX_DTYPES
-from attn.isa.source import MASKS, Spec
+from attn.isa.source import MASKS, Source, Spec, chosen
 from attn.isa.table import BRIEF, brief_cells
 
 HEAD_DIMENSIONS = (64, 128, 256)
 SPECS = [Spec(arch, d, dtype, mask) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS]
-COLUMNS = ("kernel", *BRIEF)
-HEADER = "# The costs of our kernels: bounds from their machine code, not measurements. Rewritten by: python -m attn.isa costs --write docs/costs.txt"
 
-def report_of(spec:Spec) -> Report:
-  """The report on a kernel of ours."""
-  kernel = source.kernel_source(spec)
-  return analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
+def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report:
+  return analyse(assembly(kernel.text, spec.arch, tools=tools), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
 
-def reports_of(specs:Sequence[Spec]) -> list[Report]:
+def report_of(spec:Spec, tools:Toolchain|None=None) -> Report:
+  """The report on a kernel of ours, with the tile that it has under this compiler."""
+  tools = tools or toolchain()
+  return _report(spec, source.kernel_source(spec, llvm=tools.llvm), tools)
+
+def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   """Renders here, one after the other (tinygrad's lowering is Python), while clang compiles on every core."""
-  kernels = [(spec, source.kernel_source(spec)) for spec in specs]
-  with ThreadPoolExecutor(os.cpu_count()) as pool: list(pool.map(lambda x: assembly(x[1].text, x[0].arch), kernels))
-  return [analyse(assembly(k.text, spec.arch), spec.arch, k.d, k.dv, queries=k.queries, title=str(spec)) for spec, k in kernels]
+  tools = tools or toolchain()
+  with ThreadPoolExecutor(os.cpu_count()) as pool:
+    jobs = [pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools) for spec in specs]
+    return [job.result() for job in jobs]
 
-def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(report)])
+# ***** files *****
 
-def lines_of(specs:Sequence[Spec]) -> list[str]: return [line_of(r) for r in reports_of(specs)]
+COMMAND = "python -m attn.isa costs"
 
-def file_text(lines:Sequence[str]) -> str:
-  """The file: a header and aligned columns, the kernels in the order of SPECS."""
-  place = {str(spec): i for i, spec in enumerate(SPECS)}
-  rows = [list(COLUMNS), *sorted((line.split(" | ") for line in lines), key=lambda row: place.get(row[0], len(place)))]
-  widths = [max(len(r[i]) for r in rows) for i in range(len(COLUMNS))]
-  return "\n".join([HEADER, *(" | ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows)]) + "\n"
+@dataclass(frozen=True)
+class Costs:
+  """A file of costs: what stands above its lines, and the cells of a line, of which the first is the kernel."""
+  header: str
+  columns: tuple[str, ...]
+  lines_of: Callable[[Sequence[Spec]], list[str]]
+
+  def text(self, lines:Sequence[str]) -> str:
+    """The file: a header and aligned columns, the kernels in the order of SPECS."""
+    place = {str(spec): i for i, spec in enumerate(SPECS)}
+    rows = [list(self.columns), *sorted((line.split(" | ") for line in lines), key=lambda row: place.get(row[0], len(place)))]
+    widths = [max(len(r[i]) for r in rows) for i in range(len(self.columns))]
+    return "\n".join([self.header, *(" | ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows)]) + "\n"
+
+  def compare(self, text:str, lines:Sequence[str]) -> list[str]:
+    """What differs between a file's text and current lines, of the kernels that `lines` has."""
+    if (found := text.partition("\n")[0]) != self.header: return [f"the file begins {found!r}, now it would {self.header!r}"]
+    old, changes = _parse(text.splitlines()), []
+    for name, cells in _parse(lines).items():
+      if name not in old: changes.append(f"{name}: not in the file")
+      else: changes += [f"{name}: {column} was {a}, is {b}" for column, a, b in zip(self.columns[1:], old[name], cells, strict=True) if a != b]
+    return changes
 
 def _parse(lines:Sequence[str]) -> dict[str, list[str]]:
   rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.strip() and not line.startswith("#")]
-  return {r[0]: r[1:] for r in rows if r[0] != COLUMNS[0]}
+  return {r[0]: r[1:] for r in rows if r[0] != "kernel"}
 
 def lines_of_others(text:str, archs:Sequence[str]) -> list[str]:
   """The lines of a file's text that are not of `archs`."""
   return [" | ".join([name, *cells]) for name, cells in _parse(text.splitlines()).items() if name.split("/")[0] not in archs]
 
-def compare(text:str, lines:Sequence[str]) -> list[str]:
-  """What differs between a file of costs and current lines, of the kernels that `lines` has."""
-  old, changes = _parse(text.splitlines()), []
-  for name, cells in _parse(lines).items():
-    if name not in old: changes.append(f"{name}: not in the file")
-    else: changes += [f"{name}: {column} was {a}, is {b}" for column, a, b in zip(COLUMNS[1:], old[name], cells, strict=True) if a != b]
-  return changes
+def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(report)])
+
+def _short(tools:Toolchain) -> str:
+  """clang 22.1.8 of its version."""
+  return "clang " + tools.version.split("clang version ")[1].split()[0]
+
+def costs() -> Costs:
+  """docs/costs.txt: every figure, under the compiler in use."""
+  header = (f"# The costs of our kernels under {_short(toolchain())}: bounds from their machine code, not measurements. "
+            f"Rewritten by: {COMMAND} --write docs/costs.txt")
+  return Costs(header, ("kernel", *BRIEF), lambda specs: [line_of(r) for r in reports_of(specs)])
+
+# ***** the same under other compilers *****
+
+CELLS = ("tile", "regs", "spill", "waves")
+
+def knows(tools:Toolchain, arch:str) -> bool:
+  """Whether this release has a chip's instructions."""
+  return tools.llvm >= OLDEST_FOR.get(arch, OLDEST)
+
+def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
+  """CELLS of the kernels that a compiler knows: the tile as queries x keys, and waves per SIMD for which there are registers."""
+  found = [spec for spec in specs if knows(tools, spec.arch)]
+  cells = {}
+  for spec, report in zip(found, reports_of(found, tools), strict=True):
+    _, tile = chosen(spec, tools.llvm)
+    shown = dict(zip(BRIEF, brief_cells(report), strict=True))
+    cells[spec] = [f"{tile.block_m}x{tile.block_n}", *(shown[name] for name in CELLS[1:])]
+  return cells
+
+def costs_under(compilers:Sequence[Toolchain]) -> Costs:
+  """docs/costs_compilers.txt: what each of several compilers makes of its default tiles."""
+  header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(_short, compilers))}: of machine code, not measured. "
+            f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
+  def lines_of(specs:Sequence[Spec]) -> list[str]:
+    columns = [_cells_under(specs, tools) for tools in compilers]
+    return [" | ".join([str(spec), *(cell for cells in columns for cell in cells.get(spec, ["-"]*len(CELLS)))]) for spec in specs]
+  return Costs(header, ("kernel", *(f"{name} {tools.llvm}" for tools in compilers for name in CELLS)), lines_of)
 
 # ***** what no kernel should hold *****
 

@@ -1,10 +1,14 @@
 """Our kernels by name: which source a word such as gfx942/128/float16/causal stands for. The one place where attn.isa meets the kernels."""
 from __future__ import annotations
-from dataclasses import dataclass
-from attn.chips import CHIPS, MODELLED, get_chip
+import functools
+from dataclasses import dataclass, replace
+from attn.chips import CHIPS, MODELLED, Chip, get_chip
 from attn.choose.dispatch import MATRIX_DTYPES
-from attn.choose.dispatch import single_kernel
-from attn.kernels.forward import forward
+from attn.choose.dispatch import KERNELS
+from attn.choose.dispatch import choose
+from attn.choose.splits import AnyTile
+from attn.compilers.clang import toolchain
+from attn.compilers.found import NoCompiler
 from attn.kernels.tiles import Tile, contraction, round_up
 from attn.problem import Problem
 from attn.ops.renderers import render
@@ -52,15 +56,32 @@ def problem_of_spec(spec:Spec) -> Problem:
 
 def _tensors(p:Problem) -> list[UOp]: return [UOp.placeholder((p.B, p.H, p.Sq, p.D), FLOATS[p.dtype], slot) for slot in range(4)]
 
+def _chip(spec:Spec, llvm:int|None=None) -> Chip:
+  """The chip of a kernel, compiled by this release of LLVM or by that of the clang for reports. Where there is none its source can be printed all the
+  same."""
+  if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
+  try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
+  except NoCompiler: return get_chip(spec.arch)
+
+@functools.cache
+def _text(spec:Spec, kernel:str, tile:AnyTile) -> str:
+  p = problem_of_spec(spec)
+  program = KERNELS[kernel].program
+  assert program is not None
+  return render(program(p, get_chip(spec.arch), tile)(*_tensors(p)), spec.arch)
+
+def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile]:
+  """The kernel and tile that dispatch chooses for the clang of reports, or for this release of LLVM."""
+  choice = choose(replace(problem_of_spec(spec), num_splits=1), _chip(spec, llvm))
+  assert choice.work.tile is not None
+  return choice.kernel, choice.work.tile
+
 def text_of(spec:Spec) -> str:
   """The HIP or CUDA that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
-  kernel, _ = single_kernel(p := problem_of_spec(spec), get_chip(spec.arch))
-  return render(kernel(*_tensors(p)), spec.arch)
+  return _text(spec, *chosen(spec))
 
-def kernel_source(spec:Spec, tile:Tile|None=None) -> Source:
+def kernel_source(spec:Spec, tile:Tile|None=None, llvm:int|None=None) -> Source:
   """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for the forward kernel with `tile`."""
-  p, arch = problem_of_spec(spec), get_chip(spec.arch)
-  kernel, used = single_kernel(p, arch) if tile is None else (forward(p, arch, tile), tile)
+  name, used = ("forward", tile) if tile is not None else chosen(spec, llvm)
   assert isinstance(used, Tile)
-  return Source(render(kernel(*_tensors(p)), spec.arch), contraction(used.matrix, p.D), round_up(p.Dv, used.matrix.M),
-                used.q_tiles*used.matrix.N, used.block_m)
+  return Source(_text(spec, name, used), contraction(used.matrix, spec.d), round_up(spec.d, used.matrix.M), used.q_tiles*used.matrix.N, used.block_m)

@@ -1,0 +1,144 @@
+"""Every kernel under the clangs of LLVM 19 to 22, and what those make of the default tiles: python -m pytest -m compilers.
+
+pip gets the compilers once (attn/compilers/releases.py); where it can't, these tests are skipped and say why."""
+from __future__ import annotations
+import functools, os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+import numpy as np
+import pytest
+from attn.chips import MODELLED, SEARCHED, get_chip
+from attn.compilers.clang import Toolchain, assembly
+from attn.compilers.found import NoCompiler
+from attn.compilers.releases import OLDER, ZIGLANG, toolchain_of
+from attn.choose.dispatch import KERNELS, choose, choose_tile
+from attn.choose.search import ENOUGH, waves_of
+from attn.choose.splits import AnyTile
+from attn.isa import costs
+from attn.isa.report import Report, analyse
+from attn.isa.source import Source, Spec, chosen, kernel_source, problem_of_spec
+from attn.kernels.append import Append, append
+from attn.kernels.forward import arguments
+from attn.kernels.combine import combine, combine_arguments
+from attn.kernels.tiles import Tile
+from attn.ops.renderers import render
+from attn.tinygrad_compat import UOp
+from cases import TYPES, floats, ints, problem
+
+pytestmark = pytest.mark.compilers
+FILE = Path(__file__).parent.parent/"docs"/"costs_compilers.txt"
+WITHOUT_SPILLS = (20, 21, 22)
+OTHERS = [arch for arch in MODELLED if arch not in SEARCHED]     # whose source is that of their family but for names: one kernel of each
+PLAIN = {arch: [spec for spec in costs.SPECS if spec.arch == arch] for arch in SEARCHED}
+PLAIN["the others"] = [Spec(arch, 128, "bfloat16", "causal") for arch in OTHERS]
+
+@pytest.fixture(scope="module")
+def compilers() -> dict[int, Toolchain]:
+  try: return {llvm: toolchain_of(llvm) for llvm in ZIGLANG}
+  except NoCompiler as e: pytest.skip(str(e))
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+  """Kernels are lowered in the thread of the test, one after the other, while clang compiles on every core."""
+  with ThreadPoolExecutor(os.cpu_count()) as threads: yield threads
+
+# ***** every kernel compiles *****
+
+def text_of(program:Callable[..., UOp], tensors:dict[str, tuple[tuple[int, ...], str]], arch:str) -> str:
+  return render(program(*[UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(tensors.values())]), arch)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+  "D 16": dict(D=16, Sq=70), "odd D": dict(D=37, Dv=21, dtype="bfloat16", Sq=70, causal=True),
+  "one query, GQA packed": dict(H=8, Hkv=2, Sq=1, Sk=999, num_splits=1),
+  "few queries, window": dict(Sq=20, Sk=300, D=128, window=(50, 3), dtype="bfloat16", layout="bshd"),
+  "every option": dict(H=64, Sq=512, D=128, causal=True, softcap=3.0, bias_dtype="bfloat16",
+                       extras=dict(alibi_slopes=floats(64), bias=np.zeros((1, 64, 512, 512), np.float32), sinks=floats(64), kv_lengths=ints(500))),
+  "packed sequences": dict(H=64, Sq=512, D=256, dtype="bfloat16", layout="thd", causal=True,
+                           extras=dict(cu_seqlens_q=ints(0, 100, 512), cu_seqlens_k=ints(0, 90, 512))),
+  "split": dict(H=8, Hkv=2, Sq=1, Sk=4096, D=128, num_splits=4, extras=dict(sinks=floats(8)))}
+APPENDED = Append(2, 4, 3, 100, 72, "bhsd")
+
+@functools.cache
+def forward_text(name:str, arch:str, kernel:str, tile:AnyTile) -> str:
+  p = problem(**OPTIONS[name])
+  program = KERNELS[kernel].program
+  assert program is not None
+  return text_of(program(p, get_chip(arch), tile), arguments(p), arch)
+
+@functools.cache
+def other_text(name:str, arch:str) -> str:
+  if name == "combine": return text_of(combine(p := problem(**OPTIONS["split"]), get_chip(arch), p.num_splits), combine_arguments(p), arch)
+  shapes = {"cache": (2, 4, 100, 72), "rows": (2, 4, 3, 72)}
+  return text_of(append(APPENDED), {**{x: (shape, name.split()[1]) for x, shape in shapes.items()}, "lengths": ((2,), "int32")}, arch)
+
+def kernel_text(name:str, arch:str, llvm:int) -> str:
+  """The source of a kernel with the tile that it has under a release of LLVM."""
+  if name not in OPTIONS: return other_text(name, arch)
+  choice = choose(problem(**OPTIONS[name]), replace(get_chip(arch), llvm=llvm))
+  assert choice.work.tile is not None and (name != "split" or choice.kernel == "split_kv")
+  return forward_text(name, arch, choice.kernel, choice.work.tile)
+
+def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
+  """The compilers that have the chip's instructions."""
+  return {llvm: tools for llvm, tools in compilers.items() if costs.knows(tools, arch)}
+
+@pytest.mark.parametrize("arch", SEARCHED)
+def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
+  jobs = {}
+  for name in (*OPTIONS, "combine", "append float16", "append bfloat16"):
+    for llvm, tools in known(compilers, arch).items():
+      jobs[name, llvm] = pool.submit(assembly, kernel_text(name, arch, llvm), arch, (), tools)
+  assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
+
+# ***** what they make of plain kernels *****
+
+def waves(report:Report, tile:AnyTile) -> int:
+  assert isinstance(tile, Tile)
+  return waves_of(report, tile, get_chip(report.arch))
+
+def small_grid(spec:Spec, llvm:int) -> Tile:
+  """The tile of a problem with few heads, which is another where the one for large grids would leave compute units idle."""
+  tile = choose_tile(replace(problem_of_spec(spec), H=2, Hkv=2, num_splits=1), replace(get_chip(spec.arch), llvm=llvm))
+  assert isinstance(tile, Tile)
+  return tile
+
+@pytest.mark.parametrize("grid", ("large", "small"))
+@pytest.mark.parametrize("arch", (*SEARCHED, "the others"))
+def test_no_default_tile_spills(arch:str, grid:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
+  """Nor takes so many registers that fewer waves remain than under LLVM 22, where those are no more than keep a SIMD busy."""
+  jobs: dict[tuple[Spec, int], tuple[AnyTile, Future[Report]]] = {}
+  for spec in PLAIN[arch]:
+    for llvm in WITHOUT_SPILLS:
+      tile = small_grid(spec, llvm) if grid == "small" else None
+      source = kernel_source(spec, tile, llvm)
+      jobs[spec, llvm] = tile or chosen(spec, llvm)[1], pool.submit(report_on, source, spec, compilers[llvm])
+  wrong = []
+  for (spec, llvm), (tile, job) in jobs.items():
+    r = job.result().resources
+    if (spills := (r.vgpr_spills, r.sgpr_spills, r.scratch)) != (0, 0, 0): wrong.append(f"{spec} under {llvm} with {tile}: spills {spills}")
+    newest, report = jobs[spec, max(WITHOUT_SPILLS)]
+    if waves(job.result(), tile) < min(ENOUGH, waves(report.result(), newest)): wrong.append(f"{spec} under {llvm} with {tile}: too few waves")
+  assert wrong == []
+
+def report_on(source:Source, spec:Spec, tools:Toolchain) -> Report:
+  return analyse(assembly(source.text, spec.arch, tools=tools), spec.arch, source.d, source.dv, queries=source.queries, title=str(spec))
+
+def test_dual_wave_is_for_the_newest(compilers:dict[int, Toolchain]) -> None:
+  """Its spills are why dispatch takes another kernel under older compilers, and `explain` says so."""
+  spec = Spec("gfx950", 128)
+  assert chosen(spec, 22)[0] == "dual_wave"
+  source = kernel_source(spec, None, 22)
+  for llvm in (20, 21):
+    choice = choose(problem_of_spec(spec), replace(get_chip("gfx950"), llvm=llvm))
+    assert choice.kernel == "forward" and "clang 20 and 21 spill its registers" in str(choice)
+    assert (report_on(source, spec, compilers[llvm]).resources.vgpr_spills or 0) > 0
+
+# ***** the file *****
+
+def test_the_file_is_current(compilers:dict[int, Toolchain]) -> None:
+  file, text = costs.costs_under([compilers[llvm] for llvm in OLDER]), FILE.read_text()
+  assert [line.split(" ")[0] for line in text.splitlines()[2:]] == [str(s) for s in costs.SPECS]
+  assert file.compare(text, file.lines_of([spec for specs in PLAIN.values() for spec in specs])) == []
