@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 import pytest
 from attn.chips import SEARCHED
-from attn.dispatch import single_kernel
+from attn.choose.dispatch import single_kernel
 from attn.chips import get_chip
 from attn.isa.source import MASKS, Spec, text_of
 from attn.kernels.forward import arguments

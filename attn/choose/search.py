@@ -22,7 +22,6 @@ from attn.choose.candidates import Candidate
 from attn.choose.dispatch import MATRIX_DTYPES
 from attn.choose.tiles import amd_tile
 from attn.choose.tiles import fits
-from attn.choose.tuned import CLASSES
 from attn.emulator.banks import phases
 from attn.extras import needs
 from attn.chips.matrix import Matrix
