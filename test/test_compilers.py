@@ -209,7 +209,7 @@ def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel
 
 # a device as tinygrad's AMD one, for what looks at its renderer
 DEVICE = """
-import attn.api, attn.placement
+import attn.api, attn.api.placement
 from attn.compilers import renderer
 from attn.tinygrad_compat import Compiled, Device, HIPCCRenderer, HIPRenderer, Tensor, dtypes
 class AMDDevice(Compiled):
