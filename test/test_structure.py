@@ -10,13 +10,12 @@ MODULES = sorted((ROOT/"attn").rglob("*.py"))
 # ***** one name, one meaning *****
 
 ALLOWED = {"main", "Array"}     # what a module that is run begins with; numpy's array as a type
-# What two vendors, or two kernels, still have in common. A name leaves this list when one of its meanings goes.
+# What rooms, or two kernels, still have in common. A name leaves this list when one of its meanings goes.
 STILL_TWICE = {
-  "add", "alibi", "as_float", "buffer_load", "build", "concat", "exp2", "extract", "f32", "fma", "log2", "mask_above", "mask_below", "max_", "mul",
-  "opaque_uniform", "pack", "rcp", "slice_", "softcap", "splat", "sub", "u32", "uniform", "widen_to_float",    # the operations of both vendors
-  "LARGE", "TABLE", "barrier", "correct", "row_sum", "settle", "wait",   # more in attn/intrinsics*.py
-  "Extent", "Layout", "NEG_INF", "Rows", "State", "lds_bytes",   # kernels
-  "Block", "CHIPS", "Chip", "Instruction", "UNDER_WAY", "register", "widen"}   # chips, emulator and isa
+  "Extent", "Layout", "NEG_INF", "Rows", "State", "UNIT", "lds_bytes",   # kernels
+  "ONES", "Registers", "Value", "WIDTH", "barrier", "literal", "text_of", "wait", "widen",   # ops, and others
+  "Block", "Instruction", "LONGEST", "UNDER_WAY",   # chips, emulator and isa
+  "EMPTY", "LANE", "OURS", "choose", "loaded", "probe", "register"}   # compilers, pictures, measure
 
 def defined(tree:ast.Module) -> set[str]:
   """What a module defines itself at module level, not what it imports, nor what is its own business (`_names`)."""

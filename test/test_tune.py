@@ -15,7 +15,7 @@ from attn.chips import get_chip
 from attn.choose import search, tuned
 from attn.choose.candidates import Candidate
 from attn.choose.dispatch import choose, choose_tile
-from attn.choose.search import Bound, Found, best
+from attn.choose.search import Bound, RankedTile, best
 from attn.choose.tiles import CANDIDATES, amd_tile
 from attn.chips.families import FAMILIES
 from attn.isa.source import Spec, problem_of_spec
@@ -54,12 +54,12 @@ def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
 def test_the_best_is_the_best_of_the_worst() -> None:
   """The tile that leads by one variant has a bad one; the last is not looked at, for even its good variant is no better."""
   tiles = [Candidate(64, 4, 1, n) for n in (16, 32, 64, 128)]
-  ranked = [Found(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
+  ranked = [RankedTile(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
   worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
   def look(c:Candidate) -> Bound|None:
     seen.append(c)
     return worst[c]
-  assert best(ranked, look) == Found(tiles[2], bound(issued=120)) and seen == tiles[:3]
+  assert best(ranked, look) == RankedTile(tiles[2], bound(issued=120)) and seen == tiles[:3]
   assert best([], look) is None
 
 @pytest.mark.parametrize(("arch", "waves", "registers", "lds", "fit"), [
@@ -139,7 +139,7 @@ def test_the_table_is_whole() -> None:
       assert all(c.fills == search.FILLS and amd_tile(problem(D=d, Dv=d), arch, c).block_m > search.SMALL_TILE for c in large)
 
 def test_rows_are_merged_by_class() -> None:
-  found = search.Class("gfx942", 64, (), (Found(Candidate(64, 8, 2, 32, fenced=True, fills=256), bound()), Found(Candidate(64, 4, 1, 32), bound())))
+  found = search.Class("gfx942", 64, (), (RankedTile(Candidate(64, 8, 2, 32, fenced=True, fills=256), bound()), RankedTile(Candidate(64, 4, 1, 32), bound())))
   new = search.table_rows([found])
   assert new["cdna3"][64][0].startswith("    Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and new["cdna3"][64][1].endswith("waves 2")
   old = search.table_rows_in(search.TABLE_FILE.read_text())
