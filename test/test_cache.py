@@ -142,7 +142,7 @@ def test_refused():
       (lambda: append_kv(new, new, k_cache, v_cache, Tensor([1., 2.], device="EMU")), "cache_seqlens has dtype float32: must be int32"),
       (lambda: append_kv(new, new, k_cache, v_cache, lengths(1, 2, 3)), r"cache_seqlens has shape \(3,\): must be \(2,\)"),
       (lambda: append_kv(new, new, k_cache, v_cache, 0, layout="thd"), "layout='thd': must be one of 'bhsd', 'bshd', 'nsd'"),
-      (lambda: empty_kv_cache(B, HKV, 8, D, layout="nsd"), "layout='nsd': must be 'bhsd' or 'bshd'"),
+      (lambda: empty_kv_cache(B, HKV, 8, D, layout="nsd"), "layout='nsd': must be one of 'bhsd', 'bshd'"),
       (lambda: attention_with_kv_cache(draw(B, H, 1, D), new, new, k_cache, v_cache, 0, kv_lengths=3), "kv_lengths with a cache"),
       (lambda: flash_attn.flash_attn_with_kvcache(draw(B, 1, H, D), k_cache, v_cache, k=new), "k and v: one is given without the other"),
     ):

@@ -14,7 +14,7 @@ ALLOWED = {"main", "Array"}     # what a module that is run begins with; numpy's
 STILL_TWICE = {
   "Extent", "Layout", "NEG_INF", "Rows", "State", "UNIT", "barrier", "lds_bytes", "wait",                # kernels, and the operations of two vendors
   "Block", "Instruction", "LANE", "LONGEST", "ONES", "Registers", "UNDER_WAY", "Value", "WIDTH", "literal", "register", "text_of", "widen",
-  "Call", "EMPTY", "Found", "OURS", "choose", "loaded", "probe"}
+  "EMPTY", "OURS", "choose", "loaded", "probe"}
 
 def defined(tree:ast.Module) -> set[str]:
   """What a module defines itself at module level, not what it imports, nor what is its own business (`_names`)."""

@@ -16,7 +16,7 @@ from attn.choose import search, tuned
 from attn.choose.candidates import EVERY
 from attn.choose.candidates import Candidate
 from attn.choose.dispatch import choose, choose_tile
-from attn.choose.search import Bound, Found, best
+from attn.choose.search import Bound, RankedTile, best
 from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
 from attn.chips.families import FAMILIES
 from attn.isa.source import Spec, problem_of_spec
@@ -55,12 +55,12 @@ def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
 def test_the_best_is_the_best_of_the_worst() -> None:
   """The tile that leads by one variant has a bad one; the last is not looked at, for even its good variant is no better."""
   tiles = [Candidate(64, 4, 1, n) for n in (16, 32, 64, 128)]
-  ranked = [Found(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
+  ranked = [RankedTile(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
   worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
   def look(c:Candidate) -> Bound|None:
     seen.append(c)
     return worst[c]
-  assert best(ranked, look) == Found(tiles[2], bound(issued=120)) and seen == tiles[:3]
+  assert best(ranked, look) == RankedTile(tiles[2], bound(issued=120)) and seen == tiles[:3]
   assert best([], look) is None
 
 @pytest.mark.parametrize(("arch", "waves", "registers", "lds", "fit"), [
@@ -134,13 +134,13 @@ def test_the_table_is_whole() -> None:
   for arch in map(get_chip, search.SEARCHED):
     found = CANDIDATES[arch.family]
     assert [(c.up_to, -c.llvm) for c in found] == sorted((c.up_to, -c.llvm) for c in found)
-    assert {(d, -EVERY) for d in search.CLASSES} <= set(rows[arch.family])
+    assert {(d, -EVERY) for d in tuned.CLASSES} <= set(rows[arch.family])
     for d, up_to in rows[arch.family]:
       *large, last = [c for c in found if (c.up_to, -c.llvm) == (d, up_to)]
       assert last.fills == 0 and amd_tile(problem(D=d, Dv=d), arch, last).block_m <= search.SMALL_TILE     # every grid has a tile
       assert all(c.fills == search.FILLS and amd_tile(problem(D=d, Dv=d), arch, c).block_m > search.SMALL_TILE for c in large)
 
-def searched(*tiles:Candidate) -> search.Class: return search.Class("gfx942", 64, (), tuple(Found(c, bound()) for c in tiles))
+def searched(*tiles:Candidate) -> search.Class: return search.Class("gfx942", 64, (), tuple(RankedTile(c, bound()) for c in tiles))
 
 def test_rows_are_merged_by_class() -> None:
   found = searched(Candidate(64, 8, 2, 32, fenced=True, fills=256), Candidate(64, 4, 1, 32))

@@ -46,7 +46,7 @@ WRITTEN = ("o", "lse", "o_partial", "lse_partial")
 BATCHED = ("bhsd", "bshd")               # layouts whose lse is (B, H, S)
 
 @dataclass(frozen=True)
-class Call:
+class CheckedCall:
   """A problem with its tensors: q, k, v and the extras, by name. `problem` is what one device has to do, or all of them where `at` shares out the
   keys."""
   problem: Problem
@@ -55,13 +55,13 @@ class Call:
   at: Placement
   out: Tensor|None
   def choice(self) -> Choice: return choose(self.problem if self.at.shared != "keys" else self.on(0).problem, self.arch)
-  def on(self, i:int) -> Call:
+  def on(self, i:int) -> CheckedCall:
     """The part of the i-th device, over its shard of the keys."""
     p, rows = self.problem, self.problem.Sk//self.at.count
     t = {name: on_device(x, i) for name, x in self.tensors.items() if name != "sinks" or i == 0}   # a sink counts once
     if p.bias is not None and p.bias[3]: t["bias"] = t["bias"][..., i*rows:(i + 1)*rows]
     part = replace(p, Sk=rows, offset=p.offset - i*rows, sinks="sinks" in t, out_dtype="float32", return_lse=True)
-    return Call(part, t, self.arch, Placement(self.at.device[i]), None)
+    return CheckedCall(part, t, self.arch, Placement(self.at.device[i]), None)
 
 def bhsd(x:Tensor, layout:str) -> Tensor:
   """A tensor in `layout` as (B, H, S, D)."""
@@ -101,7 +101,7 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
     raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows")
 
-def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str="kv_lengths") -> Call:
+def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str="kv_lengths") -> CheckedCall:
   """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths."""
   layout, bias, out = options.layout, options.bias, options.out
   inputs = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v))}
@@ -157,7 +157,7 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
     check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
   device = at.device if isinstance(at.device, str) else at.device[0]
   found = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
-  return Call(replace(p, return_lse=options.return_lse), {**inputs, **extras}, found, at, out)
+  return CheckedCall(replace(p, return_lse=options.return_lse), {**inputs, **extras}, found, at, out)
 
 @functools.cache
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
@@ -173,12 +173,12 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   found = [checked(program_of(choice, p), arguments(p))]
   return found + ([checked(combine(p, arch, p.num_splits), combine_arguments(p))] if p.num_splits > 1 else [])
 
-def deliver(c:Call, o:Tensor, lse:Tensor) -> list[Tensor]:
+def deliver(c:CheckedCall, o:Tensor, lse:Tensor) -> list[Tensor]:
   """o and, where wanted, lse as the call wants them, from o (B, H, S, D) and lse (B, H, S)."""
   o = from_bhsd(o, c.problem.layout).cast(FLOATS[c.problem.out_dtype])
   return [o if c.out is None else c.out.assign(o), lse if c.problem.layout in BATCHED else lse.squeeze(0)][:2 if c.problem.return_lse else 1]
 
-def output_buffer(c:Call, name:str, p:Problem) -> Tensor:
+def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   """A buffer for what a kernel of `p` writes."""
   if name == "o":
     if c.out is not None: return c.out
@@ -190,7 +190,7 @@ def output_buffer(c:Call, name:str, p:Problem) -> Tensor:
 def no_gradient(*args:UOp, **kwargs:Any) -> Any:
   raise NotImplementedError("the matrix kernels of attention have no gradient; with ATTN_KERNEL=three_pass there is one")
 
-def run_matrix(c:Call, choice:Choice) -> list[Tensor]:
+def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """forward, or for split_kv the same into partial results and then combine."""
   p, t = replace(c.problem, num_splits=choice.work.splits), {name: x.contiguous() for name, x in c.tensors.items()}
   launches = [arguments(p), combine_arguments(p)][:1 if p.num_splits == 1 else 2]
@@ -199,19 +199,19 @@ def run_matrix(c:Call, choice:Choice) -> list[Tensor]:
     t |= zip(names, Tensor.custom_kernel(*given, fxn=fxn, grad_fxn=no_gradient))
   return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if p.return_lse else [])]
 
-def run_three_pass(c:Call, _:Choice) -> list[Tensor]:
+def run_three_pass(c:CheckedCall, _:Choice) -> list[Tensor]:
   p, t = c.problem, c.tensors
   o, lse = three_pass(*(bhsd(t[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window, top_left=p.top_left,
                       offset=p.offset, softcap=p.softcap, longest=(p.Sq, p.Sk) if p.varlen else None,
                       **{name: t[name] for name in EXTRAS if name in t})
   return deliver(c, o, lse)
 
-def check_devices(c:Call) -> None:
+def check_devices(c:CheckedCall) -> None:
   """Raises ValueError where the call is for another chip than one of its devices is."""
   for device in (c.at.device,) if isinstance(c.at.device, str) else c.at.device:
     if c.arch is not None: check_device(c.arch.name, device)
 
-def run(c:Call) -> list[Tensor]:
+def run(c:CheckedCall) -> list[Tensor]:
   """o and, where wanted, lse."""
   if c.at.shared == "keys":
     parts = [run(c.on(i)) for i in range(c.at.count)]
@@ -257,7 +257,7 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
                              out_dtype=out_dtype)
   return attend(prepare(q, k, v, options))
 
-def attend(c:Call) -> Any:
+def attend(c:CheckedCall) -> Any:
   """o, or (o, lse)."""
   check_devices(c)
   o, *lse = run(c)

@@ -57,7 +57,7 @@ class Bound(NamedTuple):
   short: int      # minus the keys of a trip
 
 @dataclass(frozen=True)
-class Found:
+class RankedTile:
   candidate: Candidate
   bound: Bound
 
@@ -131,17 +131,17 @@ def worst_bound(arch:str, c:Candidate, each:Each=map) -> Bound|None:
 
 # ***** the best of a class *****
 
-def best(ranked:Iterable[Found], worst:Callable[[Candidate], Bound|None]) -> Found|None:
+def best(ranked:Iterable[RankedTile], worst:Callable[[Candidate], Bound|None]) -> RankedTile|None:
   """The best by its worst variant. `ranked` is by the bound of one variant, the greatest first; no worst one is greater, so few are looked at."""
-  found: Found|None = None
+  found: RankedTile|None = None
   for x in ranked:
     if found is not None and x.bound <= found.bound: break
-    if (bound := worst(x.candidate)) is not None and (found is None or bound > found.bound): found = Found(x.candidate, bound)
+    if (bound := worst(x.candidate)) is not None and (found is None or bound > found.bound): found = RankedTile(x.candidate, bound)
   return found
 
-def queries(x:Found) -> int: return -x.bound.small
+def queries(x:RankedTile) -> int: return -x.bound.small
 
-def rows_of_class(arch:str, ranked:list[Found], each:Each=map) -> list[Found]:
+def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
   """The rows of a class: the best tile, and the best of SMALL_TILE queries at most where that is another."""
   worst = functools.cache(lambda c: worst_bound(arch, c, each))
   first = best(ranked, worst)
@@ -153,16 +153,16 @@ def rows_of_class(arch:str, ranked:list[Found], each:Each=map) -> list[Found]:
 class Class:
   arch: str
   d: int
-  ranked: tuple[Found, ...]    # the tiles that were looked at and don't spill, by the bound of their first variant
-  rows: tuple[Found, ...]
+  ranked: tuple[RankedTile, ...]    # the tiles that were looked at and don't spill, by the bound of their first variant
+  rows: tuple[RankedTile, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
   """One class. What is looked at only where nothing before will do: first tiles without prefetch, then those of which ENOUGH waves can't have the
   registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL_TILE queries."""
-  chip, ranked, rows = get_chip(arch), list[Found](), list[Found]()
+  chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
-  def look(tiles:list[Candidate]) -> list[Found]:
-    ranked.extend(Found(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None)
+  def look(tiles:list[Candidate]) -> list[RankedTile]:
+    ranked.extend(RankedTile(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None)
     ranked.sort(key=lambda x: x.bound, reverse=True)
     return rows_of_class(arch, ranked, each)
   heavy = {c: ENOUGH*held(c, chip, d) > chip.registers for c in space}
@@ -197,7 +197,7 @@ from attn.choose.candidates import Candidate
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 '''
 
-def row_of(x:Found, llvm:int=EVERY) -> str:
+def row_of(x:RankedTile, llvm:int=EVERY) -> str:
   """A line of the table, for releases of LLVM up to this one."""
   c = replace(x.candidate, llvm=llvm)
   options = [f"{f.name}={getattr(c, f.name)}" for f in fields(c)[4:] if getattr(c, f.name) != f.default]
