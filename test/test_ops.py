@@ -409,3 +409,39 @@ def close(a:np.ndarray, b:np.ndarray, absolute:float=2e-38) -> None:
   """Equal, NaN for NaN; fp32 to two units in the last place, for libm's exp2 and log2."""
   if a.dtype == np.float32: np.testing.assert_allclose(a, b, rtol=3e-7, atol=absolute)
   else: np.testing.assert_array_equal(a, b)
+
+# ***** the definitions, of which texts and meaning are made alike *****
+
+def evaluated(x:UOp, *values:Any) -> np.ndarray: return np.asarray(meaning(x, Wave(NVIDIA), dict(zip(operands(x), values, strict=True))))
+
+@pytest.mark.parametrize("offsets", ((0, 1, 2, 3), (5, 6, 9, 10)))
+def test_masks(offsets:tuple[int, ...]) -> None:
+  threads = WAVES*32
+  scores, limit = np.ones((4, threads), np.float32), (np.arange(threads) % 9 - 3).astype(np.int32)
+  keys = np.array(offsets)[:, None] - offsets[0]      # the operand is the limit's distance from the first key
+  for mask, gone in ((ops.mask_above, keys > limit), (ops.mask_below, keys < limit)):
+    np.testing.assert_array_equal(evaluated(mask(f(4, 0), i(1), offsets), scores, limit), np.where(gone, -np.inf, 1))
+
+def test_correction_of_rows() -> None:
+  """Two rows a lane, over four lanes: the references are their maxima, and what was accumulated and P are relative to them."""
+  rng, lanes, scale = np.random.default_rng(0), Wave(NVIDIA), 0.18
+  threads, x = len(lanes.active), by_rows((LANE,), tiles=1, scale=scale)
+  names = ("reference", "bias", "l", "acc", "p", "scores", "part")
+  def vectors(s:UOp) -> Registers:
+    return Registers([rng.normal(0, 20, (size(s.dtype), threads)).astype(numpy_type(s.dtype)) for _ in range(s.src[0].max_numel())], 0)
+  values = {s: Registers([np.zeros((4, threads), np.uint32)]*2, 0) if name == "p" else vectors(s)
+            for name, s in zip(names, operands(x), strict=True)}
+  given = dict(zip(names, values.values(), strict=True))
+  given["part"].elements[0][...] = 2.0**20      # more than any reference allows
+  old, bias, l, acc = (given[name].elements[0].copy() for name in ("reference", "bias", "l", "acc"))
+  meaning(x, lanes, values)
+  scores = np.stack(given["scores"].elements).reshape(4, 2, 2, threads)            # tile, row, column, lane
+  top = np.maximum(old, scores.max((0, 2))).reshape(2, -1, 4).max(2).repeat(4, 1)   # the references of the four lanes are not alike here
+  p = np.exp2((scores - top[:, None])*scale)
+  np.testing.assert_array_equal(given["reference"].elements[0], top)
+  np.testing.assert_allclose(given["bias"].elements[0], np.where(top == old, bias, -top*scale), rtol=1e-6)
+  np.testing.assert_allclose(given["l"].elements[0], l*np.exp2((old - top)*scale), rtol=2e-6)
+  np.testing.assert_allclose(given["acc"].elements[0], (acc.reshape(2, 2, -1)*np.exp2((old - top)*scale)[:, None]).reshape(4, -1), rtol=2e-6)
+  np.testing.assert_allclose(given["part"].elements[0], p.sum((0, 2)), rtol=2e-6)
+  got = np.ascontiguousarray(np.concatenate(given["p"].elements)).astype("<u4").T.copy().view(np.float16).reshape(threads, 4, 2, 2)
+  np.testing.assert_allclose(got.transpose(1, 2, 3, 0), p, rtol=1e-3, atol=1e-7)

@@ -1,10 +1,10 @@
 """The source that is printed of our kernels can be read: its lines are short, and so is all of it."""
 from __future__ import annotations
 from typing import Any
+import numpy as np
 import pytest
-from attn.chips import SEARCHED
+from attn.chips import SEARCHED, get_chip
 from attn.choose.dispatch import single_kernel
-from attn.chips import get_chip
 from attn.isa.source import MASKS, Spec, text_of
 from attn.kernels.forward import arguments
 from attn.ops.renderers import render
@@ -14,7 +14,9 @@ from cases import TYPES, problem
 LONGEST = 200                                      # characters of a line
 SHORT = {"gfx942": 35000, "sm_80": 110000}         # characters of the kernel for D = 128, fp16, all keys
 CHIPS = (*SEARCHED, "sm_80", "sm_90")              # one of each family
-OPTIONS:dict[str, dict[str, Any]] = {"softcap and slopes": dict(softcap=30.0, alibi=True), "a window": dict(window=(100, 20))}
+OPTIONS:dict[str, dict[str, Any]] = {
+  "softcap and slopes": dict(softcap=30.0, causal=True, extras=dict(alibi_slopes=np.ones((1, 32), np.float32))),
+  "bias in a window": dict(window=(100, 20), extras=dict(bias=np.zeros((1, 32, 1024, 1024), np.float32)))}
 
 def longest(text:str) -> int: return max(map(len, text.splitlines()))
 
