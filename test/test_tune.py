@@ -134,7 +134,7 @@ def test_the_table_is_whole() -> None:
   for arch in map(get_chip, search.SEARCHED):
     found = CANDIDATES[arch.family]
     assert [(c.up_to, -c.llvm) for c in found] == sorted((c.up_to, -c.llvm) for c in found)
-    assert {(d, -EVERY) for d in search.CLASSES} <= set(rows[arch.family])
+    assert {(d, -EVERY) for d in tuned.CLASSES} <= set(rows[arch.family])
     for d, up_to in rows[arch.family]:
       *large, last = [c for c in found if (c.up_to, -c.llvm) == (d, up_to)]
       assert last.fills == 0 and amd_tile(problem(D=d, Dv=d), arch, last).block_m <= search.SMALL_TILE     # every grid has a tile
