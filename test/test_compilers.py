@@ -375,3 +375,16 @@ def test_a_spawned_worker_gets_the_renderer():
 def test_it_prints_what_tinygrads_renderer_prints():
   target = Target("AMD", "CLANG", "gfx942")
   assert elementwise(Ops.EXP2, dtypes.float, AMDClangRenderer(target)) == elementwise(Ops.EXP2, dtypes.float, HIPCCRenderer(target))
+
+# ***** the tiles are those of the compiler *****
+
+RELEASES = """
+from attn.chips import get_chip
+from attn.compilers.choice import compiled_on
+print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
+
+def test_a_chip_knows_the_release_of_its_compiler(machine):
+  """On an AMD GPU that of the compiler in use; where there is none (the error comes when a kernel is called), and on the emulator, the newest."""
+  assert answer(machine, RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
+  assert answer(machine, RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
+  assert answer(machine, RELEASES, without=EXTRAS) == "22 22 22"
