@@ -12,6 +12,7 @@ from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.dtype import promo_lattice
 from tinygrad.engine.realize import capturing
 from tinygrad.engine.realize import compile_linear, get_runtime, run_linear
 from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
@@ -27,7 +28,7 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "comgr_compiler", "comgr_version",
            "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
            "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places", "opened_devices",
-           "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs"]
+           "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "spec_names"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -44,6 +45,7 @@ def vector_dtype(element:str, n:int) -> DType:
   """The dtype of a register vector of `n` elements ("float32" or "uint32"), under the name that HIP and CUDA both have for it, such as float4."""
   dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
+  promo_lattice[dtype] = []     # it goes with itself alone: tinygrad asks for the type of a sum when SPEC=2 has it print one
   return dtype
 
 # With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what `VectorDType.__repr__` names.

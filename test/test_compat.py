@@ -67,7 +67,7 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.unshard": "self axis device_range=", "tinygrad.uop.ops:UOp.contiguous_view": "self",
 }
 # names that are no functions
-VALUES = ("tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing",
+VALUES = ("tinygrad.dtype:promo_lattice", "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing",
           "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
           "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING",
           "tinygrad.renderer.cstyle:CStyleLanguage", "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda",

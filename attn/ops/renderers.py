@@ -9,8 +9,14 @@ from typing import Any, ClassVar
 from attn.ops import amd as amd, common as common, hopper as hopper, nvidia as nvidia, softmax as softmax   # they fill OPERATIONS
 from attn.ops.language import LANGUAGES, text_of, wrapped
 from attn.ops.operation import Call
+from attn.chips.matrix import Matrix
+from attn.chips.matrix import Mma
+from attn.tinygrad_compat import spec_names
 from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer, Ops,
                                   PatternMatcher, Target, UOp, UPat, VectorDType, adapt_cuda, dtypes, lower, shared_memory_text)
+
+# With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what the operations' arguments are made of.
+spec_names.update({x.__name__: x for x in (Call, Matrix, Mma, softmax.RowLanes)})
 
 # CUDA declares its vectors of up to four elements, clang none. (Up to clang 20 the attribute stands in typedefs only.)
 VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
