@@ -24,7 +24,8 @@ def always(monkeypatch) -> None:
   monkeypatch.setenv("ATTN_KERNEL", "forward_wgmma")
   monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
-@in_turn("case, chip", SHAPES, ["sm_90"], [GPU], turn=1)    # test_nvidia.py has the others
+# forward_wgmma copies rows by 8 elements; test_nvidia.py has the other shapes
+@in_turn("case, chip", [name for name, case in SHAPES.items() if not case.get("D", 64)%8 and not case.get("Dv", 64)%8], ["sm_90"], [GPU], turn=1)
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
 @either

@@ -5,12 +5,11 @@ from attn.choose.candidates import WgmmaCandidate
 
 # The first one that fits is taken.
 MMA_CANDIDATES = (
-  MmaCandidate(64, 2, 64, False, Burden.ALIBI, large=True),
+  MmaCandidate(64, 2, 64, False, Burden.MASK, large=True),
   MmaCandidate(64, 2, 32, False, large=True),
   MmaCandidate(96, 2, 64, True, Burden.OPTIONS, large=True),
   MmaCandidate(128, 2, 64, True, Burden.PLAIN, large=True, parts=4),
   MmaCandidate(128, 2, 48, True, Burden.MASK, large=True, parts=3),
-  MmaCandidate(128, 2, 48, True, Burden.OPTIONS, large=True),
   MmaCandidate(128, 2, 32, True, Burden.ALIBI, large=True),
   MmaCandidate(64, 1, 64, False),
   MmaCandidate(128, 1, 32, False),
