@@ -126,11 +126,11 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
   """A select and not an addition, so that a NaN score disappears too."""
-  return c.vector(*[c.select(limit < key, -c.inf, c.element(x, i)) for i, key in enumerate(offsets)])
+  return c.masked(x, offsets, ">", limit)
 
 @compound("mask_below")
 def _mask_below(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  return c.vector(*[c.select(limit > key, -c.inf, c.element(x, i)) for i, key in enumerate(offsets)])
+  return c.masked(x, offsets, "<", limit)
 
 @compound("weights")
 def _weights(c:Any, scores:Value, bias:Value, *, rows:int, scale:float) -> Value:

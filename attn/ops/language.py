@@ -50,6 +50,10 @@ class Numbers:
   def max(self, x:Value, y:Value) -> Value: return np.fmax(x, y)
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
+    """-inf in the elements of x whose offset is above (>) or below (<) the limit."""
+    beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
+    return np.where(beyond, -self.inf, x)
   def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors
   def length(self, x:Value) -> int: return x.shape[0] if x.ndim > 1 else 1
@@ -244,6 +248,11 @@ class Hip(Printer):
     wide, terms = self.same(x, y, z)
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
+    """By one comparison of vectors: of many clang keeps the results, in scalar registers that it hasn't got."""
+    n = len(offsets)
+    keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
+    return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})(-__builtin_inff()) : {x.text})", x.type)
   def exp2(self, x:Value) -> Value: return self.elementwise("exp2_of", "__builtin_amdgcn_exp2f({0})", x)
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", "__builtin_amdgcn_logf({0})", x)
   def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", "__builtin_amdgcn_rcpf({0})", x)
@@ -371,6 +380,11 @@ class Cuda(Printer):
     out = vector_of("float", n)
     self.declare(f"splat{n}(float)", f"{self.header}{out} splat{n}(float x) {{\n{returned(self.vector_text(out, ['x']*n))}\n}}")
     return Term(self, f"splat{n}({bare(self.term(x).text)})", out, (self.term(x).text,)*n)
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
+    def element(i:int, key:int) -> Value:
+      beyond = self.operation(operator, Term(self, str(key), "int"), limit, "bool")
+      return self.select(beyond, -self.inf, self.element(x, i))
+    return self.vector(*[element(i, key) for i, key in enumerate(offsets)])
   def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
   def as_float(self, x:Value) -> Value: return self.elementwise("as_float", "__uint_as_float({0})", x)
   def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
