@@ -233,7 +233,7 @@ def test_selects_that_are_no_maximum_are_not_found():
 @pytest.fixture
 def ours(monkeypatch):
   """The samples in the place of our kernels."""
-  def kernel_source(spec, llvm):
+  def kernel_source(spec, llvm=None):
     return source.Source(sample(spec.arch, spec.d, maximum="x > y ? x : y" if spec.mask == "causal" else "__builtin_fmaxf(x, y)"), spec.d, spec.d,
                          UNITS[spec.arch].m, 4*UNITS[spec.arch].m)
   monkeypatch.setattr(source, "kernel_source", kernel_source)
