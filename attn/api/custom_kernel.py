@@ -83,6 +83,12 @@ def chip_of(name:str, device:str) -> Chip:
   """The table row of the chip `name` that `device` is. A real one may have tiles that TUNE=1 found."""
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
+def named_chip(name:str) -> Chip:
+  """The table row of the chip `name`, for the compiler of tinygrad's default device. A kernel can be made where there is no device at all."""
+  try: device = Device.DEFAULT
+  except RuntimeError: return get_chip(name)
+  return compiled_on(get_chip(name), device)
+
 def device_arch() -> Chip:
   """The table row of tinygrad's default device."""
   return chip_of(default_arch(), Device.DEFAULT)
@@ -142,7 +148,7 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
     if len(placeholders) != len(names): raise ValueError(f"{len(placeholders)} tensors given: this kernel takes ({', '.join(names)})")
     t = dict(zip(names, placeholders))
     shapes = {name: static_shape(name, u.shape) for name, u in t.items()}
-    found = compiled_on(get_chip(options.arch), Device.DEFAULT) if options.arch is not None else device_arch()
+    found = named_chip(options.arch) if options.arch is not None else device_arch()
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_of(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
                    lse=shapes["lse"] if options.return_lse else None, causal=options.causal, window=options.window,
                    softmax_scale=options.softmax_scale, layout=options.layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,
