@@ -209,7 +209,7 @@ def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel
 
 # a device as tinygrad's AMD one, for what looks at its renderer
 DEVICE = """
-import attn.api, attn.api.placement
+import attn, attn.api.attention, attn.api.cache, attn.api.custom_kernel, attn.api.placement
 from attn.compilers import renderer
 from attn.tinygrad_compat import Compiled, Device, HIPCCRenderer, HIPRenderer, Tensor, dtypes
 class AMDDevice(Compiled):
@@ -217,13 +217,13 @@ class AMDDevice(Compiled):
 class Devices:
   amd, DEFAULT = AMDDevice(), "AMD"
   def __getitem__(self, name): return self.amd if name.split(":")[0] == "AMD" else Device[name]
-renderer.Device = attn.api.Device = Devices()
+renderer.Device = attn.api.custom_kernel.Device = attn.api.cache.Device = Devices()
 q = Tensor.empty(1, 2, 64, 64, dtype=dtypes.half, device="AMD")
 try: {what}
 except Exception as e: print(f"{{type(e).__name__}}: {{e}}")
 """
-ATTENTION = DEVICE.format(what="attn.api.attention(q, q, q); print('built')")
-EXPLAIN = DEVICE.format(what="attn.api.explain(q, q, q)")
+ATTENTION = DEVICE.format(what="attn.attention(q, q, q); print('built')")
+EXPLAIN = DEVICE.format(what="attn.explain(q, q, q)")
 
 def test_attention_without_a_compiler_fails_before_anything_is_compiled(machine):
   assert answer(machine, ATTENTION, comgr="good") == "built"
