@@ -79,7 +79,8 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
   options = _options(causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
                      num_splits=num_splits, return_softmax_lse=return_softmax_lse)
-  if (k is None) != (v is None): raise ValueError("k and v: one is given without the other")
+  k, v = values.tensor_or_none("k", k), values.tensor_or_none("v", v)
+  if (k is None) != (v is None): raise ValueError(f"k={values.shown(k)}, v={values.shown(v)}: one is given without the other")
   if k is not None and v is not None:
     if cache_seqlens is None: raise ValueError("cache_seqlens=None with new rows k and v: must say where they go")
     return attention_with_kv_cache(q, k, v, k_cache, v_cache, cache_seqlens, layout="bshd", **options)

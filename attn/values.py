@@ -69,8 +69,7 @@ def is_nothing(x:Any) -> bool:
 
 def tensor(name:str, x:Any) -> Tensor:
   if isinstance(x, Tensor): return x
-  raise ValueError(f"{name} is a {type(x).__name__}: must be a Tensor" if not isinstance(x, np.ndarray) else
-                   f"{name} is a numpy array of shape {x.shape}: must be a Tensor, such as Tensor({name})")
+  raise wrong(name, x, f"a Tensor, such as Tensor({name})" if isinstance(x, np.ndarray) else "a Tensor")
 
 def tensor_or_none(name:str, x:Any) -> Tensor|None:
   if x is None or isinstance(x, Tensor): return x

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tinygrad import Variable
 import attn
-from attn import flash_attn
+from attn import flash_attn, values
 from attn.reference import Options, exact, judge, same
-from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
+from attn.tinygrad_compat import DType, GlobalCounters, Tensor, dtypes
 from api_cases import check_attention, draw, emulated
 from cases import array
 
@@ -65,7 +65,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 # function -> (what it takes, of which one argument at a time is replaced)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
-  "attention": (attn.attention, four), "attention, packed": (attn.attention, lambda: {**packed(), "layout": "thd"}),
+  "attention": (attn.attention, four), "explain": (attn.explain, four), "attention, packed": (attn.attention, lambda: {**packed(), "layout": "thd"}),
   "append_kv": (attn.append_kv, new), "attention_with_kv_cache": (attn.attention_with_kv_cache, lambda: {"q": draw(1, 2, 1, 16), **new()}),
   "empty_kv_cache": (attn.empty_kv_cache, lambda: {"batch": 1, "heads": 2, "capacity": 3, "width": 4}),
   "scaled_dot_product_attention": (attn.scaled_dot_product_attention, lambda: dict(zip(("query", "key", "value"), four().values()))),
@@ -87,6 +87,15 @@ ALSO = {
 def parameters(name:str) -> list[str]:
   return [p.name for p in inspect.signature(FUNCTIONS[name][0]).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
+def mentions(value:Any, text:str) -> bool:
+  """Whether a message tells the value that was given. Of a Tensor that is what is wrong with it, of what is missing that it is needed."""
+  if isinstance(value, (Tensor, np.ndarray)): return True
+  if value is None and "needs" in text: return True
+  parts = value if isinstance(value, (tuple, list)) else ()
+  told = [values.shown(value), str(value)[:values.SHOWN_MOST], *map(values.shown, parts)]
+  if isinstance(value, DType): told.append(values.dtype_text(value))
+  return any(x in text for x in told)
+
 def right(name:str, given:dict[str, Any], result:Any) -> None:
   """Of `attention` of (B, H, S, D) the contract, of the others that what came is finite."""
   tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
@@ -103,29 +112,44 @@ def right(name:str, given:dict[str, Any], result:Any) -> None:
   elif name != "empty_kv_cache":
     for t in tensors[:1]: assert np.isfinite(array(t) if dtypes.is_float(t.dtype) else t.numpy()).all()
 
-@pytest.mark.parametrize(("name", "argument"), [(name, argument) for name in FUNCTIONS for argument in parameters(name)])
-def test_every_argument(name:str, argument:str) -> None:
+def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|None:
+  """What a call is given and gives, nothing of it computed yet; None where it is refused as it should be."""
   function, make = FUNCTIONS[name]
+  given, before = make() | {argument: VALUES[label]()}, GlobalCounters.kernel_count
+  try: return given, function(**given)
+  except REFUSALS as e:
+    text = str(e)
+    assert any(word in text for word in (argument, *ALSO.get(argument, ()))), f"{argument} is {label}: {text}"
+    assert mentions(given[argument], text), f"{argument} is {label}: {text}"
+    assert GlobalCounters.kernel_count == before and "UOp(" not in text and "<UOp" not in text and len(text) < 600, f"{label}: {text}"
+  except RuntimeError as e:
+    assert name == "scaled_dot_product_attention" and argument == "attn_mask", f"{argument} is {label}: {e}"     # as PyTorch
+  except Exception as e: raise AssertionError(f"{name}({argument}={label}): {type(e).__name__}: {e}") from e
+  return None
+
+ARGUMENTS = [(name, argument) for name in FUNCTIONS for argument in parameters(name)]
+
+def check_argument(name:str, argument:str, computed:slice) -> None:
+  """Poses every value; of those that are accepted, `computed` are computed and compared."""
   with emulated("gfx942"):
-    for label, value in VALUES.items():
-      given = make() | {argument: value()}
-      before = GlobalCounters.kernel_count
-      try: result = function(**given)
-      except REFUSALS as e:
-        text = str(e)
-        assert any(word in text for word in (argument, *ALSO.get(argument, ()))), f"{argument} is {label}: {text}"
-        assert GlobalCounters.kernel_count == before and "UOp(" not in text and "<UOp" not in text and len(text) < 600, f"{label}: {text}"
-        continue
-      except RuntimeError as e:
-        assert name == "scaled_dot_product_attention" and argument == "attn_mask", f"{argument} is {label}: {e}"     # as PyTorch
-        continue
-      except Exception as e: raise AssertionError(f"{name}({argument}={label}): {type(e).__name__}: {e}") from e
+    accepted = [(label, found) for label in VALUES if (found := result_of(name, argument, label)) is not None]
+    for label, (given, result) in accepted[computed]:
       try: right(name, given, result)
       except Exception as e: raise AssertionError(f"{name}({argument}={label}) is accepted, and wrong: {type(e).__name__}: {e}") from e
 
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_every_argument(name:str, argument:str) -> None:
+  """Each time another of the accepted values is computed."""
+  turn = ARGUMENTS.index((name, argument))
+  check_argument(name, argument, slice(turn % 7, None, 7))
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_every_accepted_value(name:str, argument:str) -> None: check_argument(name, argument, slice(None))
+
 def test_every_public_function_is_here() -> None:
   functions = {name for name in attn.__all__ if inspect.isfunction(getattr(attn, name))}
-  of_others = {"explain", "flash_attention", "install", "installed", "uninstall"}     # they have the arguments of `attention`, or none
+  of_others = {"flash_attention", "install", "installed", "uninstall"}     # they have the arguments of `attention`, or none
   assert functions - of_others <= {name.split(",")[0] for name in FUNCTIONS} and of_others <= functions
   assert {name for name in vars(flash_attn) if name.startswith("flash_attn")} <= FUNCTIONS.keys()
 

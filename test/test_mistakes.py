@@ -284,10 +284,10 @@ def test_words() -> None:
     def call(*args:Tensor, **options:Any) -> Callable[[], Any]: return lambda: attn.attention(*(args or (q, k, k)), **options)
     for words, refused in (
       ("cu_seqlens_q has dtype long: must be int32", call(thd, thd, thd, layout="thd", cu_seqlens_q=ends.cast(dtypes.long), cu_seqlens_k=ends)),
-      ("kv_lengths with layout='thd': packed sequences take their lengths from cu_seqlens_k",
+      ("kv_lengths=3 with layout='thd': packed sequences take their lengths from cu_seqlens_k",
        call(thd, thd, thd, layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends, kv_lengths=3)),
       ("bias=ndarray of shape (4, 8) and dtype float32: must be a Tensor or None", call(bias=np.zeros((4, 8), np.float32))),
-      ("q is a numpy array of shape (1, 2, 4, 64): must be a Tensor", call(np.zeros((1, 2, 4, 64)), k, k)),     # type: ignore[arg-type]
+      ("q=ndarray of shape (1, 2, 4, 64) and dtype float64: must be a Tensor", call(np.zeros((1, 2, 4, 64)), k, k)),     # type: ignore[arg-type]
       ("k has the symbolic shape (1, 2, n, 64)", call(q, k[:, :, :n], k)),
       ("D=0: must be a whole number", call(half(1, 2, 4, 0), half(1, 2, 8, 0), half(1, 2, 8, 0))),
       ("arch='gfx1100': EMU is gfx942", call(arch="gfx1100")), ("arch=3: must be the name of a chip", call(arch=3)),
@@ -301,7 +301,7 @@ def test_words() -> None:
       ("window_size=3: must be (left, right)", lambda: flash_attn.flash_attn_func(rows, rows, rows, window_size=3)),    # type: ignore[arg-type]
       ("attn_mask has shape (3, 8): must broadcast", lambda: attn.scaled_dot_product_attention(q, k, k, attn_mask=half(3, 8))),
       ("scale='x': must be", lambda: attn.scaled_dot_product_attention(q, k, k, scale="x")),        # type: ignore[arg-type]
-      ("query is a int: must be a Tensor", lambda: attn.scaled_dot_product_attention(3, k, k)),      # type: ignore[arg-type]
+      ("query=3: must be a Tensor", lambda: attn.scaled_dot_product_attention(3, k, k)),      # type: ignore[arg-type]
       ("key has shape (1, 2, 8, 32): its head dimension", lambda: attn.scaled_dot_product_attention(q, half(1, 2, 8, 32), k)),
     ): assert words in said(refused), words
 

@@ -88,7 +88,7 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
       raise ValueError(f"{name} has shape {values.shown_shape(n.shape)}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
     return placed
   if (value := known(n)) is not None and not 0 <= value <= capacity:
-    raise ValueError(f"{name}={value}: must lie in 0..{capacity}, the rows there are")
+    raise ValueError(f"{name}={values.shown(value)}: must lie in 0..{capacity}, the rows there are")
   return Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous()
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
@@ -126,7 +126,9 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
     if bias.ndim > 4: raise ValueError(f"bias has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
     extras["bias"] = place("bias", bias.reshape(*[1]*(4 - bias.ndim), *static_shape("bias", bias.shape)), at)
   if options.kv_lengths is not None:
-    if layout == "thd": raise NotImplementedError(f"{lengths_name} with layout='thd': packed sequences take their lengths from cu_seqlens_k")
+    if layout == "thd":
+      raise NotImplementedError(f"{lengths_name}={values.shown(options.kv_lengths)} with layout='thd': packed sequences take their lengths from "
+                                "cu_seqlens_k")
     extras["kv_lengths"] = lengths(options.kv_lengths, batch, capacity, at, lengths_name)
   for name in ("cu_seqlens_q", "cu_seqlens_k"):
     if (given := getattr(options, name)) is not None:
