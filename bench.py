@@ -18,25 +18,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
-from attn.api.custom_kernel import default_arch
-from attn.api.custom_kernel import device_arch
-from attn.api.custom_kernel import flash_attention_fn
+from attn.api.custom_kernel import default_arch, device_arch, flash_attention_fn
 from attn.chips import Chip
-from attn.compilers.choice import in_use
-from attn.compilers.found import NoCompiler
 from attn.choose import tuned
 from attn.choose.candidates import Candidate
-from attn.choose.dispatch import KERNELS
-from attn.choose.dispatch import choose
-from attn.choose.dispatch import single_kernel
-from attn.choose.tiles import amd_tile
-from attn.choose.tiles import fits
+from attn.choose.dispatch import KERNELS, choose, single_kernel
+from attn.choose.tiles import amd_tile, fits
+from attn.compilers.choice import in_use
+from attn.compilers.found import NoCompiler
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
-from attn.kernels.tiles import Tile, contraction, round_up
+from attn.kernels.parts.lanes import contraction
+from attn.kernels.parts.tiles import Tile, round_up
+from attn.ops.renderers import render
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same
-from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp, compiled, device_seconds
 from attn.values import FLOATS
 with needs("bench", "bench.py", __name__):

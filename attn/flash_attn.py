@@ -4,13 +4,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 from attn import values
-from attn.api.attention import attend
-from attn.api.attention import attention
-from attn.api.attention import prepare
-from attn.api.cache import attention_with_kv_cache
-from attn.api.cache import check_caches
-from attn.api.options import AttentionOptions
-from attn.api.options import check_lengths
+from attn.api.attention import attend, attention, prepare
+from attn.api.cache import attention_with_kv_cache, check_caches
+from attn.api.options import AttentionOptions, check_lengths
 from attn.tinygrad_compat import Tensor, UOp
 
 Window = tuple[int, int]

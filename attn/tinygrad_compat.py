@@ -11,10 +11,8 @@ from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cl
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
-from tinygrad.dtype import AddrSpace, DType, dtypes
-from tinygrad.dtype import promo_lattice
-from tinygrad.engine.realize import capturing
-from tinygrad.engine.realize import compile_linear, get_runtime, run_linear
+from tinygrad.dtype import AddrSpace, DType, dtypes, promo_lattice
+from tinygrad.engine.realize import capturing, compile_linear, get_runtime, run_linear
 from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer

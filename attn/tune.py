@@ -13,20 +13,12 @@ with needs("isa", "python -m attn.tune", __name__):
   import click
   from rich.console import Console
   from rich.table import Table
-  from attn.choose.search import TABLE_FILE
-  from attn.choose.search import Class
-  from attn.choose.search import differences
-  from attn.choose.search import merged_rows
-  from attn.choose.search import search
-  from attn.choose.search import table_rows_in
-  from attn.choose.search import table_text
-from attn.chips import SEARCHED
-from attn.chips import get_chip
+  from attn.choose.search import TABLE_FILE, Class, differences, merged_rows, search, table_rows_in, table_text
+from attn.chips import SEARCHED, get_chip
 from attn.choose.tiles import amd_tile
 from attn.choose.tuned import CLASSES
 from attn.compilers.clang import toolchain
-from attn.isa.source import Spec
-from attn.isa.source import problem_of_spec
+from attn.isa.source import Spec, problem_of_spec
 
 def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "serial", "issued", "overlap", "waves/SIMD",

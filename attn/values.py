@@ -2,15 +2,11 @@
 ints), or raises ValueError that says name, value and what is supported."""
 from __future__ import annotations
 import math, numbers
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import field
 from typing import Any
 import numpy as np
-from attn.tinygrad_compat import DType
-from attn.tinygrad_compat import Tensor
-from attn.tinygrad_compat import UOp
-from attn.tinygrad_compat import dtypes
+from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 
 FLOATS = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
 DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "int32"}

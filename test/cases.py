@@ -9,10 +9,10 @@ from attn.api.attention import kernels
 from attn.api.custom_kernel import device_arch
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
-from attn.kernels.forward import arguments
 from attn.kernels.combine import combine_arguments
 from attn.kernels.forward_mma import MmaTile
-from attn.kernels.tiles import Tile
+from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tiles import Tile
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Options, arrange, exact, judge, restore, rounded, same
 from attn.tinygrad_compat import Context, Tensor, dtypes

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.chips import MODELLED, SEARCHED, get_chip
-from attn.compilers.clang import Toolchain, assembly
-from attn.compilers.found import NoCompiler
-from attn.compilers.releases import OLDER, ZIGLANG, toolchain_of
 from attn.choose.dispatch import KERNELS, choose, choose_tile
 from attn.choose.search import ENOUGH, waves_of
 from attn.choose.splits import AnyTile
+from attn.compilers.clang import Toolchain, assembly
+from attn.compilers.found import NoCompiler
+from attn.compilers.releases import OLDER, ZIGLANG, toolchain_of
 from attn.isa import costs
 from attn.isa.report import Report, analyse
 from attn.isa.source import Source, Spec, chosen, kernel_source, problem_of_spec
 from attn.kernels.append import Append, append
-from attn.kernels.forward import arguments
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.tiles import Tile
+from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tiles import Tile
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
 from cases import TYPES, floats, ints, problem

@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 from attn.chips.families import CDNA3, CDNA4, RDNA3
 from attn.chips.matrix import Matrix
-from attn.emulator.matrix import MatrixUnit, widen
 from attn.compilers.clang import assembly
-from attn.kernels.forward import OPTIMISED, Staging
-from attn.kernels.tiles import Lane, LdsTile, Rows, contraction, flat, operands, units_of
+from attn.emulator.matrix import MatrixUnit, widen
+from attn.kernels.forward import Staging
+from attn.kernels.parts.epilogue import OPTIMISED
+from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
+from attn.kernels.parts.rows import Rows, flat
+from attn.kernels.parts.shared import LdsTile
 from attn.ops.amd import shaped_wmma
 from attn.ops.common import extract, splat
 from attn.ops.renderers import render

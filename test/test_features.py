@@ -8,17 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile, forward_of
+from attn.compilers import clang
 from attn.emulator.device import EmulatedCUDARenderer, EmulatedHIPRenderer
 from attn.emulator.machine import Frame
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan
-from attn.ops.numerics import widen
-from attn.compilers import clang
-from attn.kernels.forward import arguments, forward
+from attn.kernels.forward import forward
 from attn.kernels.forward_mma import MmaTile
-from attn.kernels.tiles import Tile
-from attn.problem import Problem
+from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tiles import Tile
+from attn.ops.numerics import widen
 from attn.ops.renderers import render
+from attn.problem import Problem
 from attn.tinygrad_compat import Ops, Target, UOp, lower
 from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, drawn, every_amd, every_arch, expected, floats, in_turn, ints,
                    judge, normal, on_the_emulator, problem, run_kernels)

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from tinygrad import TinyJit, Variable
 from attn.chips import get_chip
+from attn.chips.matrix import MMA
 from attn.choose import dispatch
 from attn.choose.dispatch import choose
 from attn.choose.tiles import mma_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
-from attn.chips.matrix import MMA
 from attn.kernels import forward_mma
-from attn.kernels.forward import arguments
 from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes
+from attn.kernels.parts.tensors import arguments
 from attn.ops import nvidia
-from attn.problem import Problem
 from attn.ops.renderers import render
+from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp
 from cases import GPU, TYPES, Inputs, check, in_turn, normal, problem
 from test_features import COMPILED as OPTIONS_COMPILED

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 import attn
-from attn.api.options import AttentionOptions
-from attn.api.options import KernelOptions
+from attn.api.options import AttentionOptions, KernelOptions
 from attn.tinygrad_compat import Tensor
 from api_cases import emulated
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attn.emulator.matrix import INSTRUCTIONS
-from attn.kernels.tiles import contraction
+from attn.kernels.parts.lanes import contraction
 from attn.pictures import key_ranges, matrices, shared_memory
 from attn.pictures.__main__ import main, pictures
 from attn.reference import visible

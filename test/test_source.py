@@ -6,7 +6,7 @@ import pytest
 from attn.chips import SEARCHED, get_chip
 from attn.choose.dispatch import single_kernel
 from attn.isa.source import MASKS, Spec, text_of
-from attn.kernels.forward import arguments
+from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
 from cases import TYPES, problem

@@ -10,10 +10,11 @@ from attn.chips import get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
 from attn.choose.splits import key_tiles, resolve, split_heuristic
 from attn.compilers import clang
-from attn.kernels.forward import arguments, forward
 from attn.kernels.combine import combine, combine_arguments
-from attn.problem import Problem
+from attn.kernels.forward import forward
+from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import render
+from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_amd, every_arch, expected, floats, in_turn, ints,
                    judge, normal, on_the_emulator, problem, run_kernels, tensor)

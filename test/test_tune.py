@@ -12,15 +12,14 @@ from tinygrad import Context
 import bench
 from attn import tune
 from attn.chips import get_chip
+from attn.chips.families import FAMILIES
 from attn.choose import search, tuned
-from attn.choose.candidates import EVERY
-from attn.choose.candidates import Candidate
+from attn.choose.candidates import EVERY, Candidate
 from attn.choose.dispatch import choose, choose_tile
 from attn.choose.search import Bound, RankedTile, best
 from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
-from attn.chips.families import FAMILIES
 from attn.isa.source import Spec, problem_of_spec
-from attn.kernels.tiles import Tile
+from attn.kernels.parts.tiles import Tile
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 

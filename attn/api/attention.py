@@ -1,44 +1,20 @@
 """`attention` takes Tensors and finds the kernel; `explain` says which, and why not the others."""
 from __future__ import annotations
 import functools
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Iterable
 from attn import values
-from attn.api.custom_kernel import CheckedKernel
-from attn.api.custom_kernel import KernelFunction
-from attn.api.custom_kernel import arch_of
-from attn.api.custom_kernel import check_device
-from attn.api.custom_kernel import check_means
-from attn.api.custom_kernel import dtype_of
-from attn.api.custom_kernel import static_shape
-from attn.api.custom_kernel import whole_buffer
-from attn.api.options import AttentionOptions
-from attn.api.options import options_of
-from attn.api.placement import AXES
-from attn.api.placement import Placement
-from attn.api.placement import empty
-from attn.api.placement import local_shape
-from attn.api.placement import merge_devices
-from attn.api.placement import on_device
-from attn.api.placement import place
-from attn.api.placement import placement_of
-from attn.chips import Chip
-from attn.chips import get_chip
-from attn.choose.dispatch import Choice
-from attn.choose.dispatch import choose
-from attn.choose.dispatch import program_of
-from attn.compilers.choice import compiled_on
-from attn.compilers.choice import in_use
-from attn.kernels.combine import combine
-from attn.kernels.combine import combine_arguments
-from attn.kernels.forward import arguments
+from attn.api.custom_kernel import (CheckedKernel, KernelFunction, arch_of, check_device, check_means, dtype_of,
+                                    static_shape, whole_buffer)
+from attn.api.options import AttentionOptions, options_of
+from attn.api.placement import AXES, Placement, empty, local_shape, merge_devices, on_device, place, placement_of
+from attn.chips import Chip, get_chip
+from attn.choose.dispatch import Choice, choose, program_of
+from attn.compilers.choice import compiled_on, in_use
+from attn.kernels.combine import combine, combine_arguments
+from attn.kernels.parts.tensors import arguments
 from attn.kernels.three_pass import three_pass
-from attn.problem import EXTRAS
-from attn.problem import LAYOUTS
-from attn.problem import Problem
-from attn.problem import problem_of
+from attn.problem import EXTRAS, LAYOUTS, Problem, problem_of
 from attn.tinygrad_compat import DType, Tensor, UOp, capturing, dtypes
 from attn.values import FLOATS
 

@@ -5,24 +5,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 from attn import values
-from attn.api.attention import attend
-from attn.api.attention import check_devices
-from attn.api.attention import known
-from attn.api.attention import lengths
-from attn.api.attention import prepare
-from attn.api.custom_kernel import CheckedKernel
-from attn.api.custom_kernel import KernelFunction
-from attn.api.custom_kernel import region
-from attn.api.custom_kernel import static_shape
-from attn.api.custom_kernel import whole_buffer
-from attn.api.options import check_lengths
-from attn.api.options import check_out_dtype
-from attn.api.options import options_of
-from attn.api.placement import AXES
-from attn.api.placement import local_shape
-from attn.api.placement import placement_of
-from attn.kernels.append import Append
-from attn.kernels.append import append
+from attn.api.attention import attend, check_devices, known, lengths, prepare
+from attn.api.custom_kernel import CheckedKernel, KernelFunction, region, static_shape, whole_buffer
+from attn.api.options import check_lengths, check_out_dtype, options_of
+from attn.api.placement import AXES, local_shape, placement_of
+from attn.kernels.append import Append, append
 from attn.problem import LAYOUTS
 from attn.tinygrad_compat import DType, Device, Tensor, UOp, dtypes
 

@@ -1,20 +1,16 @@
 """Kernels for `Tensor.custom_kernel`: `flash_attention` and `flash_attention_fn`."""
 from __future__ import annotations
 import functools, math
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 from attn import values
 from attn.api.options import KernelOptions
-from attn.chips import Chip
-from attn.chips import get_chip
+from attn.chips import Chip, get_chip
 from attn.choose.dispatch import single_kernel
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
 from attn.ops.renderers import adapt
-from attn.problem import EXTRAS
-from attn.problem import problem_of
+from attn.problem import EXTRAS, problem_of
 from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp
 from attn.values import FLOATS
 

@@ -1,24 +1,14 @@
 """The options of attention, each declared once: its default, its check and what it means. The signatures of `attention`, `flash_attention_fn` and
 `attention_with_kv_cache` and the tables of README.md are held to these records by test/test_options.py."""
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 from attn import values
 from attn.chips import get_chip
-from attn.problem import DTYPES
-from attn.problem import check_causal
-from attn.problem import check_layout
-from attn.problem import check_softcap
-from attn.problem import check_softmax_scale
-from attn.problem import check_splits
-from attn.problem import check_window
-from attn.tinygrad_compat import DType
-from attn.tinygrad_compat import Tensor
-from attn.tinygrad_compat import UOp
-from attn.tinygrad_compat import dtypes
-from attn.values import FLOATS
-from attn.values import option
+from attn.problem import (DTYPES, check_causal, check_layout, check_softcap, check_softmax_scale, check_splits,
+                          check_window)
+from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
+from attn.values import FLOATS, option
 
 FLOAT_WORDS = {**FLOATS, "half": dtypes.half, "float": dtypes.float}     # and tinygrad's own names
 

@@ -5,8 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Iterator
 from attn import values
-from attn.api.attention import attention
-from attn.api.attention import choice_of
+from attn.api.attention import attention, choice_of
 from attn.api.custom_kernel import static_shape
 from attn.problem import check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, dtypes

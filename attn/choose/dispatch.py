@@ -2,29 +2,20 @@
 reason."""
 from __future__ import annotations
 import functools, os
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import Callable
-from attn.chips import CHIPS
-from attn.chips import Chip
-from attn.choose import splits
-from attn.choose import tuned
-from attn.choose.splits import AnyTile
-from attn.choose.tiles import choose_amd_tile
-from attn.choose.tiles import dual_wave_tile
-from attn.choose.tiles import mma_tile
-from attn.choose.tiles import wgmma_tile
-from attn.choose.tiles_table import CANDIDATES
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+from attn.chips import CHIPS, Chip
 from attn.chips.matrix import MMA
-from attn.kernels import dual_wave
-from attn.kernels import forward
-from attn.kernels import forward_mma
-from attn.kernels import forward_wgmma
+from attn.choose import splits, tuned
+from attn.choose.splits import AnyTile
+from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, wgmma_tile
+from attn.choose.tiles_table import CANDIDATES
+from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.nvidia import UNIT
-from attn.kernels.tiles import ceildiv
+from attn.kernels.parts.tensors import check_range, too_wide
+from attn.kernels.parts.tiles import ceildiv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
@@ -61,7 +52,7 @@ def amd_refuses(p:Problem, arch:Chip) -> str|None:
   """Why no kernel made of AMD's matrix instructions takes `p` on `arch`, or None."""
   if arch.family not in CANDIDATES: return f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(CANDIDATES)}"
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
-  return forward.too_wide(p)
+  return too_wide(p)
 
 def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
@@ -74,12 +65,12 @@ def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
 def mma_refuses(p:Problem, arch:Chip) -> str|None:
   if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
   if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
-  return forward.too_wide(p)
+  return too_wide(p)
 
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if not arch.wgmma: return f"{arch.name} has no wgmma"
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
-  if (reason := forward.too_wide(p)) is not None: return reason
+  if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
     if width % UNIT: return f"{name}={width}: rows are copied by {UNIT} elements"
   return None
@@ -90,7 +81,7 @@ def whole(p:Problem, tile:Callable[[], AnyTile]) -> Work|str:
   """A forward kernel with the tile that is chosen, without splits."""
   try:
     chosen = tile()
-    forward.check_range(p, chosen)
+    check_range(p, chosen)
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, chosen))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(chosen)
@@ -180,7 +171,7 @@ def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """The kernel that was chosen for `p`, a function of the placeholders that `forward.arguments(p)` names."""
+  """The kernel that was chosen for `p`, a function of the placeholders that `tensors.arguments(p)` names."""
   program = KERNELS[choice.kernel].program
   if program is None or choice.arch is None: raise NotImplementedError(f"{choice.kernel} is no single kernel")
   return program(p, choice.arch, choice.work.tile)

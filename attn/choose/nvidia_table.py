@@ -1,7 +1,5 @@
 """The tiles that the NVIDIA kernels may have, measured on an H200: docs/nvidia.md."""
-from attn.choose.candidates import Burden
-from attn.choose.candidates import MmaCandidate
-from attn.choose.candidates import WgmmaCandidate
+from attn.choose.candidates import Burden, MmaCandidate, WgmmaCandidate
 
 # The first one that fits is taken.
 MMA_CANDIDATES = (

@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from attn.chips import LLVM, SEARCHED, Chip, get_chip
-from attn.compilers.clang import assembly
-from attn.choose.candidates import EVERY
-from attn.choose.candidates import Candidate
+from attn.chips.matrix import Matrix
+from attn.choose.candidates import EVERY, Candidate
 from attn.choose.dispatch import MATRIX_DTYPES
-from attn.choose.tiles import amd_tile
-from attn.choose.tiles import fits
+from attn.choose.tiles import amd_tile, fits
+from attn.compilers.clang import assembly
 from attn.emulator.banks import phases
 from attn.extras import needs
-from attn.chips.matrix import Matrix
 from attn.isa.report import Report, analyse
 from attn.isa.source import MASKS, Spec, kernel_source, problem_of_spec
-from attn.kernels.tiles import Tile, contraction, round_up
+from attn.kernels.parts.lanes import contraction
+from attn.kernels.parts.tiles import Tile, round_up
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm
 

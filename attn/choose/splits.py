@@ -7,15 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels import forward
-from attn.kernels import forward_mma
-from attn.kernels import forward_wgmma
+from attn.kernels import forward, forward_mma, forward_wgmma
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
-from attn.kernels.tiles import Tile
-from attn.kernels.tiles import ceildiv
-from attn.problem import MAX_SPLITS
-from attn.problem import Problem
+from attn.kernels.parts.tiles import Tile, ceildiv
+from attn.problem import MAX_SPLITS, Problem
 
 PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys
 COMBINE = 320       # launching `combine`, likewise

@@ -3,24 +3,17 @@ from __future__ import annotations
 import functools, math
 from dataclasses import replace
 from attn.chips import Chip
+from attn.chips.matrix import MMA
 from attn.choose import tuned
-from attn.choose.candidates import Burden
-from attn.choose.candidates import Candidate
-from attn.choose.candidates import WgmmaCandidate
-from attn.choose.nvidia_table import MMA_CANDIDATES
-from attn.choose.nvidia_table import WGMMA_CANDIDATES
+from attn.choose.candidates import Burden, Candidate, WgmmaCandidate
+from attn.choose.nvidia_table import MMA_CANDIDATES, WGMMA_CANDIDATES
 from attn.choose.splits import workgroups
 from attn.choose.tiles_table import CANDIDATES
-from attn.chips.matrix import MMA
-from attn.kernels import dual_wave
-from attn.kernels import forward
-from attn.kernels import forward_mma
+from attn.kernels import dual_wave, forward, forward_mma
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
-from attn.kernels.tiles import Tile
-from attn.kernels.tiles import ceildiv
-from attn.kernels.tiles import contraction
-from attn.kernels.tiles import round_up
+from attn.kernels.parts.lanes import contraction
+from attn.kernels.parts.tiles import Tile, ceildiv, round_up
 from attn.problem import Problem
 
 # ***** AMD *****

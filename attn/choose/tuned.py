@@ -5,17 +5,13 @@ The file is {chip: {problem class: {"tile": fields of a Candidate, or null where
 """
 from __future__ import annotations
 import functools, importlib.metadata, json, warnings
-from dataclasses import MISSING
-from dataclasses import asdict
-from dataclasses import fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
-from attn import user_cache
-from attn import values
+from attn import user_cache, values
 from attn.chips import Chip
-from attn.choose.candidates import EVERY
-from attn.choose.candidates import Candidate
-from attn.kernels.tiles import contraction
+from attn.choose.candidates import EVERY, Candidate
+from attn.kernels.parts.lanes import contraction
 from attn.problem import Problem
 from attn.tinygrad_compat import Device
 from attn.version import TINYGRAD_VERSION

@@ -3,15 +3,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from attn.chips import CHIPS, MODELLED, Chip, get_chip
-from attn.choose.dispatch import MATRIX_DTYPES
-from attn.choose.dispatch import KERNELS
-from attn.choose.dispatch import choose
+from attn.choose.dispatch import KERNELS, MATRIX_DTYPES, choose
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
-from attn.kernels.tiles import Tile, contraction, round_up
-from attn.problem import Problem
+from attn.kernels.parts.lanes import contraction
+from attn.kernels.parts.tiles import Tile, round_up
 from attn.ops.renderers import render
+from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS
 

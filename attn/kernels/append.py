@@ -3,8 +3,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Callable
-from attn.kernels.tiles import flat
-from attn.kernels.blocks import strides
+from attn.kernels.parts.rows import flat, strides
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp
 
 THREADS = 64

@@ -3,7 +3,7 @@
 The merge is that of FlashAttention-2 (arXiv 2307.08691, section 2.3.1):
 
   p = splits.resolve(p, arch, tile)                                 # chooses p.num_splits, G
-  forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # forward.arguments(p): normalised O and natural-log LSE of each range
+  forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
   combine(p, arch, p.num_splits)(o, [lse,] o_partial, lse_partial, [sinks])
 
 An empty range gives O = 0 and LSE = -inf, and so weighs nothing.
@@ -12,16 +12,11 @@ from __future__ import annotations
 import math
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.blocks import strides
-from attn.kernels.forward import OF_NO_SEQUENCE
-from attn.kernels.forward import OPTIMISED
-from attn.kernels.forward import arguments
-from attn.kernels.forward import store_row
-from attn.kernels.scores import LN2
-from attn.kernels.scores import LOG2E
-from attn.kernels.scores import NEG_INF
-from attn.kernels.tiles import ceildiv
-from attn.kernels.tiles import flat
+from attn.kernels.parts.epilogue import OF_NO_SEQUENCE, OPTIMISED, store_row
+from attn.kernels.parts.rows import flat, strides
+from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF
+from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tiles import ceildiv
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, UOp, dtypes

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Callable
 from attn.chips import Chip
 from attn.chips.families import CDNA4
-from attn.kernels.blocks import extent, key_blocks, strides, trip_count
-from attn.kernels.forward import OPTIMISED, estimates, finish, store_row
-from attn.kernels.scores import Row, Scores
-from attn.kernels.softmax import Softmax
+from attn.kernels.parts.blocks import extent, key_blocks, trip_count
+from attn.kernels.parts.epilogue import OPTIMISED, estimates, finish, store_row
+from attn.kernels.parts.lanes import Lane, units_of
+from attn.kernels.parts.rows import Rows, flat, strides
+from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.softmax import Softmax
+from attn.kernels.parts.statements import Carried
+from attn.kernels.parts.tiles import Tile, ceildiv
 from attn.ops import amd, common as ops
-from attn.kernels.tiles import Carried, Lane, Rows, Tile, ceildiv, flat, units_of
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
 

@@ -8,24 +8,23 @@ K and V tiles come through registers to LDS, V transposed on the way; by default
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass
-from dataclasses import replace
 from typing import Any, Callable
-from typing import Mapping
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix
-from attn.kernels.blocks import Extent, extent, key_blocks, strides, trip_count
-from attn.kernels.blocks import outside
-from attn.kernels.scores import LN2, LOG2E, MAX_RECORDS, NEG_INF, Row, Scores
-from attn.kernels.softmax import Softmax
-from attn.kernels.tiles import (Carried, Lane, LdsTile, PackedRows, Rows, Tile, ceildiv, contraction, flat, operands, round_up,
-                                units_of)
+from attn.kernels.parts.blocks import extent, key_blocks, trip_count
+from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, estimates, finish, place_of_row, store_row
+from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
+from attn.kernels.parts.rows import PackedRows, Rows, flat, strides
+from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.shared import LdsTile
+from attn.kernels.parts.softmax import Softmax
+from attn.kernels.parts.statements import Carried, workgroup_barrier
+from attn.kernels.parts.tensors import arguments, check_range
+from attn.kernels.parts.tiles import Tile, ceildiv, round_up
 from attn.ops import amd, common as ops
-from attn.problem import BYTES, Problem
-from attn.tinygrad_compat import AddrSpace, AxisType, Estimates, KernelInfo, Ops, UOp, dtypes
+from attn.problem import Problem
+from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
 
-OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
-MAX_D = 256      # the longest row of O that registers hold
-OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # as the lse of a row among packed sequences: beside it everything vanishes
 FENCE_UNITS = 8  # units of K between two fences of a fenced tile
 
 def lds_bytes(p:Problem, tile:Tile) -> int:
@@ -81,15 +80,6 @@ def transpose(rows:list[UOp]) -> list[UOp]:
     r0, r1, r2, r3 = [ops.extract(r, w) for r in rows]
     for selector in (0x05040100, 0x07060302): columns.append(ops.build(amd.byte_perm(r1, r0, selector), amd.byte_perm(r3, r2, selector)))
   return columns
-
-def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-  """(shape, dtype) of the tensors that `forward` takes, by name and in order: those of `p.shapes`, or for a part of the keys (p.num_splits > 1)
-  float32 o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq) in place of o and lse, whatever the layout ("thd": (G, H, total_q, Dv)), and no
-  sinks."""
-  if p.num_splits == 1: return p.shapes
-  rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
-  return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
-          **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
 
 def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, which are those of `arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v)
@@ -199,7 +189,7 @@ def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
       parts = fetch(t + 1)
       under_way = do(amd.sched_barrier, *itertools.chain(*parts))     # the compiler would put loads off
       worked = work(s.lds_after(under_way), t, masked)
-      return UOp.group(worked, to_lds(s.lds_after(barrier(worked) if buffers == 1 else worked), t + 1, *parts))
+      return UOp.group(worked, to_lds(s.lds_after(workgroup_barrier(worked) if buffers == 1 else worked), t + 1, *parts))
 
     def work(s:State, t:UOp, masked:bool) -> UOp:
       """S of a key tile, its softmax, and its part of O."""
@@ -256,84 +246,3 @@ def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
     info = KernelInfo(name, opts_to_apply=(), estimates=estimates(p))
     return UOp.group(*outputs).end(q_block, head, lane, wave, *split).sink(arg=info, tag=OPTIMISED)
   return kernel
-
-def barrier(after:UOp) -> UOp:
-  """A workgroup barrier; tinygrad's own ones go by LOCAL stores that it sees."""
-  return UOp(Ops.BARRIER, dtypes.void, (after,))
-
-def too_wide(p:Problem) -> str|None:
-  """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""
-  widths = (("D", p.D), ("Dv", p.Dv))
-  return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
-
-def check_range(p:Problem, tile:Any) -> None:
-  """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""
-  heads = p.H//p.Hkv if tile.pack_gqa else 1
-  queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
-  reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*p.itemsize, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
-  for name, nbytes in reads.items():
-    if nbytes > MAX_RECORDS:
-      raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
-
-def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
-  """(what O^T is to be multiplied by, LSE) of a row with sum `total` relative to the reference `m`. A sink is one more term of the sum."""
-  if sink is None:
-    inverse = total.eq(0.0).where(0.0, ops.rcp(total))
-    return inverse, total.eq(0.0).where(NEG_INF, ops.add(ops.mul(m, scores.to_natural), ops.mul(ops.log2(total), LN2)))
-  m = ops.mul(m, scores.to_natural)
-  top = ops.max_(m, sink)
-  safe = top.eq(NEG_INF).where(0.0, top)
-  weight = ops.exp2(ops.mul(ops.sub(m, safe), LOG2E))
-  total = ops.add(ops.mul(total, weight), ops.exp2(ops.mul(ops.sub(sink, safe), LOG2E)))
-  return total.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(total))), total.eq(0.0).where(NEG_INF, ops.add(safe, ops.mul(ops.log2(total), LN2)))
-
-def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""
-  number = row.head*p.total_q + x.q_start + row.query if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.query
-  for s in split: number = s*p.rows + number
-  sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
-  return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
-
-def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
-                  axis:int, *split:UOp) -> list[UOp]:
-  """Of packed sequences: the stores, in a loop numbered `axis`, of o = 0 and lse = -inf to the rows that are of none (`blocks.outside`), for some
-  heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key range their lse is
-  OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
-  if not p.varlen: return []
-  rows, vec = outside(p, x, batch, given), math.gcd(p.Dv, 4)
-  o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
-  columns, together = p.Dv//vec, block[1]*thread[1]
-  if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
-  trip = UOp.range(count, axis, AxisType.LOOP)
-  item = (trip*block[1] + block[0])*thread[1] + thread[0]
-  there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(p.total_q - 1)
-  zero, nothing = ops.splat(0.0, vec), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
-  stores = []
-  for head in heads:
-    number, begin = place_of_row(p, replace(x, q_start=0), Row(batch, head, row, there), *split)
-    stores += store_row(arch, flat(o), dtype, p.Dv, begin, column, zero, there)
-    if lse is not None: stores.append(flat(lse)[number.valid(there & column.eq(0))].store(nothing))
-  return [UOp.group(*stores).end(trip)]
-
-def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-  """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
-  a time where rows are so aligned."""
-  index, n, size = begin + column, ops.length(values), BYTES[dtype]
-  words = values if size == 4 else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
-  wide = min(UNIT_BYTES//size, n)                                                          # elements of a store
-  if length % wide == 0 and wide*size >= 4:
-    kind = ops.f32 if size == 4 else ops.u32
-    view, per = o.bitcast(kind(wide*size//4)), wide*size//4
-    return [view[((index + i)//wide).valid(there & (column + i < length))].store(ops.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
-  if size == 4: return [o[(index + i).valid(there & (column + i < length))].store(ops.extract(values, i)) for i in range(n)]
-  stores = []
-  for i in range(n):
-    half = (ops.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
-    stores.append(o[(index + i).valid(there & (column + i < length))].store(half))
-  return stores
-
-def estimates(p:Problem) -> Estimates:
-  """What tinygrad's DEBUG=2 line needs: floating-point operations, and bytes moved when every tensor is touched once."""
-  size, out = p.itemsize, p.out_itemsize
-  memory = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out) + p.Hkv*p.Sk*(p.D + p.Dv)*size)
-  return Estimates(ops=p.flops, lds=memory, mem=memory)

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import Mma
+from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.epilogue import finish
+from attn.kernels.parts.rows import flat
+from attn.kernels.parts.statements import workgroup_barrier
+from attn.kernels.parts.tensors import check_range
+from attn.kernels.parts.tiles import round_up
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LANE, LOWEST, ONES, correct, first_bias, lane_sum
-from attn.kernels.blocks import trip_count
-from attn.kernels.forward import barrier, check_range, finish
-from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
-from attn.kernels.tiles import flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
@@ -83,7 +86,7 @@ class State(InOrder):
   def do(self, statement:UOp) -> UOp: return self.nothing[0].store(statement)
 
 def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
+  """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
@@ -127,7 +130,7 @@ def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
     # ***** one trip *****
     def arrived(s:State, but:int) -> State:
       """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
-      return s.after(barrier(s.do(nv.wait(s.order, but))))
+      return s.after(workgroup_barrier(s.do(nv.wait(s.order, but))))
 
     def score(s:State, t:UOp) -> list[list[UOp]]:
       """S of one key tile: for each query tile its C fragments."""

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Callable, ClassVar
 from attn.chips import Chip
 from attn.chips.matrix import MMA
+from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.epilogue import finish
+from attn.kernels.parts.rows import flat
+from attn.kernels.parts.statements import workgroup_barrier
+from attn.kernels.parts.tensors import check_range
+from attn.kernels.parts.tiles import ceildiv, round_up
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.softmax import LANE, LOWEST, correct, first_bias, lane_sum
-from attn.kernels.blocks import trip_count
-from attn.kernels.forward import barrier, check_range, finish
-from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
-from attn.kernels.tiles import ceildiv, flat, round_up
 from attn.problem import Problem
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
@@ -83,7 +86,7 @@ class State(InOrder):
   def do(self, statement:UOp) -> State: return self.after(self.nothing[0].store(statement))
 
 def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders, those of `forward.arguments(p)`, and with p.sk_variable of that Variable: called as
+  """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
   if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
@@ -146,7 +149,7 @@ def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
     zero += [y[0].store(ops.splat(value, 2)) for y, value in ((start.m, LOWEST), (start.bias, first_bias(scores.to_log2)), (start.l, 0.0))]
     s = start.after(UOp.group(*zero))
     s = s.do(wgmma.init(arrivals(s), block.at.thread.eq(0), tile.threads))
-    s = s.after(barrier(s.order))
+    s = s.after(workgroup_barrier(s.order))
     s = fetch_tile(fetch(s, block.copies("q", s.shared, block.first_row, tile.block_m, q_tile)), keys.begin)
     if left >= 0: s = trips(s, keys.begin, keys.full_begin, masked=True)
     s = trips(s, keys.full_begin, keys.full_end, masked=False)

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Protocol
 from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
+from attn.kernels.parts.blocks import Extent, KeyBlocks, extent, key_blocks
+from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, estimates, place_of_row, store_row
+from attn.kernels.parts.lanes import MmaLane
+from attn.kernels.parts.rows import flat, strides
+from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.statements import Carried
+from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tiles import ceildiv
 from attn.ops import common as ops, nvidia as nv
-from attn.kernels.blocks import Extent, KeyBlocks, extent, key_blocks, strides
-from attn.kernels.forward import OPTIMISED, arguments, estimates, place_of_row, store_row
-from attn.kernels.forward import clear_outside
-from attn.kernels.scores import Row, Scores
-from attn.kernels.tiles import Carried, MmaLane, ceildiv, flat
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dynamic_shared_name
 

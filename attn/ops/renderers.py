@@ -6,14 +6,13 @@ hands what it has printed on to ours.
 from __future__ import annotations
 import re
 from typing import Any, ClassVar
+from attn.chips.matrix import Matrix, Mma
 from attn.ops import amd as amd, common as common, hopper as hopper, nvidia as nvidia, softmax as softmax   # they fill OPERATIONS
 from attn.ops.language import LANGUAGES, text_of, wrapped
 from attn.ops.operation import Call
-from attn.chips.matrix import Matrix
-from attn.chips.matrix import Mma
-from attn.tinygrad_compat import spec_names
-from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer, Ops,
-                                  PatternMatcher, Target, UOp, UPat, VectorDType, adapt_cuda, dtypes, lower, shared_memory_text)
+from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
+                                  NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, VectorDType, adapt_cuda, dtypes,
+                                  lower, shared_memory_text, spec_names)
 
 # With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what the operations' arguments are made of.
 spec_names.update({x.__name__: x for x in (Call, Matrix, Mma, softmax.RowLanes)})

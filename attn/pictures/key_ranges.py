@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
-from attn.kernels.blocks import Extent, KeyBlocks, key_blocks
+from attn.kernels.parts.blocks import Extent, KeyBlocks, key_blocks
 from attn.pictures.svg import EMPTY, FAINT, INK, TINTS, Drawing
 from attn.problem import Problem, problem_of
 from attn.reference import visible

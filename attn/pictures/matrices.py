@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from attn.chips.families import CDNA3, CDNA4, RDNA3, RDNA4
 from attn.chips.matrix import MMA, Matrix, Mma
-from attn.kernels.tiles import contraction, units_of
+from attn.kernels.parts.lanes import contraction, units_of
 from attn.pictures.svg import FAINT, INK, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp
 

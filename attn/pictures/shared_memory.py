@@ -2,13 +2,13 @@
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
-from attn.emulator.banks import phases
 from attn.chips.families import CDNA3, CDNA4, RDNA4
 from attn.chips.matrix import MMA, Matrix
+from attn.emulator.banks import phases
 from attn.kernels.dual_wave import HEAD, K_LAYOUT, V_LAYOUT
 from attn.kernels.forward import Staging, v_columns, v_skew
 from attn.kernels.forward_mma import Rows
-from attn.kernels.tiles import LdsTile
+from attn.kernels.parts.shared import LdsTile
 from attn.pictures.svg import FAINT, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp
 

@@ -2,15 +2,10 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
-from attn.kernels.tiles import flat
+from attn.kernels.parts.rows import flat
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
-
-def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int]:
-  """Distances, in elements, of batches, heads and rows of a contiguous tensor in `layout`; packed sequences ("thd") begin at a row of their own."""
-  if layout == "thd": return 0, width, heads*width
-  return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
   """A number that is loaded, the same in the whole workgroup: as an index, held within `low`..`high` so that no access can leave a buffer."""

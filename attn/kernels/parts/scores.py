@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from attn.chips.matrix import UNIT_BYTES
-from attn.kernels.blocks import Extent
-from attn.kernels.tiles import Lane, MmaLane, flat
+from attn.kernels.parts.blocks import Extent
+from attn.kernels.parts.lanes import Lane, MmaLane
+from attn.kernels.parts.rows import flat
 from attn.ops import common as ops
 from attn.problem import BYTES, Problem
 from attn.tinygrad_compat import UOp

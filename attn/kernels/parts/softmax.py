@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips.matrix import UNIT_BYTES, Matrix
-from attn.kernels.tiles import Carried, Lane, operands
+from attn.kernels.parts.lanes import Lane, operands
+from attn.kernels.parts.statements import Carried
 from attn.ops import amd, common as ops
 from attn.ops.softmax import LANE, LOWEST, RowLanes, correct
 from attn.tinygrad_compat import AddrSpace, UOp

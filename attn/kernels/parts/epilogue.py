@@ -1,0 +1,79 @@
+"""The end of a kernel: O = O / l and LSE = m + ln l of each row, their stores, and what tinygrad is told of the kernel."""
+from __future__ import annotations
+import math
+from dataclasses import replace
+from typing import Mapping
+from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES
+from attn.kernels.parts.blocks import Extent, outside, trip_count
+from attn.kernels.parts.rows import flat, strides
+from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF, Row, Scores
+from attn.ops import common as ops
+from attn.problem import BYTES, Problem
+from attn.tinygrad_compat import AxisType, Estimates, UOp, dtypes
+
+OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
+OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # as the lse of a row among packed sequences: beside it everything vanishes
+
+def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
+  """(what O^T is to be multiplied by, LSE) of a row with sum `total` relative to the reference `m`. A sink is one more term of the sum."""
+  if sink is None:
+    inverse = total.eq(0.0).where(0.0, ops.rcp(total))
+    return inverse, total.eq(0.0).where(NEG_INF, ops.add(ops.mul(m, scores.to_natural), ops.mul(ops.log2(total), LN2)))
+  m = ops.mul(m, scores.to_natural)
+  top = ops.max_(m, sink)
+  safe = top.eq(NEG_INF).where(0.0, top)
+  weight = ops.exp2(ops.mul(ops.sub(m, safe), LOG2E))
+  total = ops.add(ops.mul(total, weight), ops.exp2(ops.mul(ops.sub(sink, safe), LOG2E)))
+  return total.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(total))), total.eq(0.0).where(NEG_INF, ops.add(safe, ops.mul(ops.log2(total), LN2)))
+
+def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
+  """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""
+  number = row.head*p.total_q + x.q_start + row.query if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.query
+  for s in split: number = s*p.rows + number
+  sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
+  return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
+
+def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
+  """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
+  a time where rows are so aligned."""
+  index, n, size = begin + column, ops.length(values), BYTES[dtype]
+  words = values if size == 4 else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
+  wide = min(UNIT_BYTES//size, n)                                                          # elements of a store
+  if length % wide == 0 and wide*size >= 4:
+    kind = ops.f32 if size == 4 else ops.u32
+    view, per = o.bitcast(kind(wide*size//4)), wide*size//4
+    return [view[((index + i)//wide).valid(there & (column + i < length))].store(ops.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
+  if size == 4: return [o[(index + i).valid(there & (column + i < length))].store(ops.extract(values, i)) for i in range(n)]
+  stores = []
+  for i in range(n):
+    half = (ops.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
+    stores.append(o[(index + i).valid(there & (column + i < length))].store(half))
+  return stores
+
+def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
+                  axis:int, *split:UOp) -> list[UOp]:
+  """Of packed sequences: the stores, in a loop numbered `axis`, of o = 0 and lse = -inf to the rows that are of none (`blocks.outside`), for some
+  heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key range their lse is
+  OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
+  if not p.varlen: return []
+  rows, vec = outside(p, x, batch, given), math.gcd(p.Dv, 4)
+  o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
+  columns, together = p.Dv//vec, block[1]*thread[1]
+  if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
+  trip = UOp.range(count, axis, AxisType.LOOP)
+  item = (trip*block[1] + block[0])*thread[1] + thread[0]
+  there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(p.total_q - 1)
+  zero, nothing = ops.splat(0.0, vec), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
+  stores = []
+  for head in heads:
+    number, begin = place_of_row(p, replace(x, q_start=0), Row(batch, head, row, there), *split)
+    stores += store_row(arch, flat(o), dtype, p.Dv, begin, column, zero, there)
+    if lse is not None: stores.append(flat(lse)[number.valid(there & column.eq(0))].store(nothing))
+  return [UOp.group(*stores).end(trip)]
+
+def estimates(p:Problem) -> Estimates:
+  """What tinygrad's DEBUG=2 line needs: floating-point operations, and bytes moved when every tensor is touched once."""
+  size, out = p.itemsize, p.out_itemsize
+  memory = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out) + p.Hkv*p.Sk*(p.D + p.Dv)*size)
+  return Estimates(ops=p.flops, lds=memory, mem=memory)

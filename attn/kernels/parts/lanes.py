@@ -1,0 +1,50 @@
+"""Where a thread stands in the tiles of a matrix instruction, and what it reads of their operands."""
+from __future__ import annotations
+from dataclasses import dataclass
+from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
+from attn.kernels.parts.tiles import round_up
+from attn.ops import common as ops
+from attn.tinygrad_compat import UOp
+
+@dataclass(frozen=True)
+class Lane:
+  """Where a thread stands: `n` its column of the matrix tile, `h` its lane group, `thread` its number in the workgroup."""
+  lane: UOp
+  wave: UOp
+  matrix: Matrix
+  @property
+  def n(self) -> UOp: return self.lane % self.matrix.N
+  @property
+  def h(self) -> UOp: return self.lane // self.matrix.N
+  @property
+  def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
+
+@dataclass(frozen=True)
+class MmaLane:
+  """The same for mma.sync: `h` says which columns of a tile of C the lane has."""
+  lane: UOp
+  wave: UOp
+  matrix: Mma
+  @property
+  def h(self) -> UOp: return self.lane % self.matrix.groups
+  @property
+  def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
+
+# ***** matrix operands *****
+# A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit; where lanes are duplicated each lane reads all of them.
+
+def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
+  """The units of a contraction of `length` elements that a lane reads, in the order of the matrix instructions that use them."""
+  if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
+  return [u*matrix.groups + h for u in range(length//(matrix.unit*matrix.groups))]
+
+def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
+  """Register images of 16-byte units -> the operands of successive matrix instructions."""
+  held, words = UNIT_BYTES//4, matrix.operand_words
+  if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
+  if words == held: return units
+  return [ops.concat(lo, hi) for lo, hi in zip(units[0::2], units[1::2])]
+
+def contraction(matrix:Matrix, length:int) -> int:
+  """`length` rounded up to what whole units of every lane group cover."""
+  return round_up(length, matrix.unit*(2 if matrix.duplicated else matrix.groups))

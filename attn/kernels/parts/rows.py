@@ -1,0 +1,68 @@
+"""The rows of q, k and v in global memory."""
+from __future__ import annotations
+from dataclasses import dataclass, field
+from attn.chips.matrix import UNIT_BYTES
+from attn.ops import amd, common as ops
+from attn.tinygrad_compat import Ops, UOp
+
+def flat(placeholder:UOp) -> UOp:
+  """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow
+  to lower.)"""
+  while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
+  return placeholder.flatten()
+
+def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int]:
+  """Distances, in elements, of batches, heads and rows of a contiguous tensor in `layout`; packed sequences ("thd") begin at a row of their own."""
+  if layout == "thd": return 0, width, heads*width
+  return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
+
+@dataclass(frozen=True)
+class Rows:
+  """The rows of one head of q, k or v in global memory: `base` the flat index of row 0, `stride` the distance of rows, both in elements."""
+  buffer: UOp
+  base: UOp
+  stride: int
+  count: int|UOp     # rows there are
+  width: int         # elements of a row
+  size: int          # bytes of an element
+  pin: bool = False  # clang would compute the range in vector registers, and load in a loop over its values: take it to a scalar register
+
+  @property
+  def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
+
+  def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
+    """The `unit`-th 16 bytes of row `first` + `row`, of which rows beyond the last and columns beyond the width read as zero.
+
+    `first` is uniform over the workgroup, `row` < `rows` is not. A row whose units are not all 16-byte aligned is read element by element.
+    """
+    left = (self.count - first).maximum(0).minimum(rows)
+    records = ((left - 1)*self.stride + self.width).maximum(0)*self.size
+    if self.pin: records = ops.uniform(records)
+    return self._load(self.buffer[(self.base + first*self.stride)], records, row*self.stride, unit, gate)
+
+  def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
+    """The `unit`-th 16 bytes of the row at `start`, of which elements that `gate` or the width excludes read as zero."""
+    offset = (start + unit*self.unit)*self.size
+    if self.width % self.unit == 0 and self.stride % self.unit == 0:
+      inside = unit < self.width//self.unit if gate is None else gate & (unit < self.width//self.unit)
+      return ops.buffer_load(base, records, inside.where(offset, ops.OUT_OF_RANGE), UNIT_BYTES)
+    parts = []
+    for i in range(self.unit):
+      inside = unit*self.unit + i < self.width if gate is None else gate & (unit*self.unit + i < self.width)
+      parts.append(ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), self.size))
+    for size, selector in ((1, 0x01010400), (2, 0x05040100)):   # two elements side by side, until they fill dwords
+      if size >= self.size: parts = [amd.byte_perm(hi, lo, selector) for lo, hi in zip(parts[0::2], parts[1::2])]
+    return ops.build(*parts)
+
+@dataclass(frozen=True)
+class PackedRows(Rows):
+  """The rows of `heads` neighbouring heads as one list: row r is row r//heads of head r%heads. `count` counts them all."""
+  heads: int = 1
+  head_stride: int = 0
+  extent: UOp = field(default_factory=lambda: UOp.const(0))   # bytes from the first row of the first head to the end of the last row of the last one
+
+  def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
+    packed = first + row
+    there = packed < self.count if gate is None else gate & (packed < self.count)
+    start = packed//self.heads*self.stride + packed%self.heads*self.head_stride
+    return self._load(self.buffer[self.base], self.extent, start, unit, there)

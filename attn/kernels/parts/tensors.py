@@ -1,0 +1,31 @@
+"""The tensors that a forward kernel takes, and which of them it can address."""
+from __future__ import annotations
+from typing import Any
+from attn.kernels.parts.rows import strides
+from attn.kernels.parts.scores import MAX_RECORDS
+from attn.problem import Problem
+
+MAX_D = 256      # the longest row of O that registers hold
+
+def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+  """(shape, dtype) of the tensors that `forward` takes, by name and in order: those of `p.shapes`, or for a part of the keys (p.num_splits > 1)
+  float32 o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq) in place of o and lse, whatever the layout ("thd": (G, H, total_q, Dv)), and no
+  sinks."""
+  if p.num_splits == 1: return p.shapes
+  rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
+  return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
+          **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
+
+def too_wide(p:Problem) -> str|None:
+  """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""
+  widths = (("D", p.D), ("Dv", p.Dv))
+  return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
+
+def check_range(p:Problem, tile:Any) -> None:
+  """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""
+  heads = p.H//p.Hkv if tile.pack_gqa else 1
+  queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
+  reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*p.itemsize, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
+  for name, nbytes in reads.items():
+    if nbytes > MAX_RECORDS:
+      raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
