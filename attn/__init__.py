@@ -6,7 +6,7 @@ from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache  #
 from attn.api.custom_kernel import flash_attention, flash_attention_fn  # noqa: E402
 from attn.api.sdpa import install, installed, scaled_dot_product_attention, uninstall  # noqa: E402
 from attn.emulator.device import register as _register_emulator  # noqa: E402
-from attn.compilers.renderer import register as _register_renderers  # noqa: E402
+from attn.compilers.renderer import register_renderers as _register_renderers  # noqa: E402
 
 _register_emulator()
 _register_renderers()

@@ -7,7 +7,7 @@ from attn import user_cache
 from attn.api.custom_kernel import flash_attention_fn
 from attn.chips import MODELLED
 from attn.compilers import clang, renderer
-from attn.compilers.choice import probe, refusal
+from attn.compilers.choice import probe_source, refusal
 from attn.compilers.clang import assembly
 from attn.compilers.renderer import AMDClangRenderer, AMDHIPCCRenderer, AMDHIPRenderer, ClangCompiler, CompilerByMark
 from attn.tinygrad_compat import (MARK, AxisType, Compiled, Compiler, Context, Device, HIPCCRenderer, HIPRenderer, KernelInfo, Ops, Target, UOp,
@@ -66,8 +66,8 @@ def script(path:Path, text:str) -> str:
 # ***** the choice *****
 
 CHOOSE = """
-from attn.compilers.choice import choose
-try: print(choose("gfx942:sramecc+:xnack-").version)
+from attn.compilers.choice import compiler_for
+try: print(compiler_for("gfx942:sramecc+:xnack-").version)
 except Exception as e: print(f"{type(e).__name__}: {e}")
 """
 PACKAGED = r"clang version \d+\.\S+ \(ziglang .*\)"
@@ -144,7 +144,7 @@ def test_the_comgr_that_is_installed(machine):
 @pytest.mark.parametrize("arch", CHIPS)
 def test_the_probe_has_the_matrix_instructions_of_its_chip(arch):
   """Both types of each, and they are in the machine code."""
-  text = assembly(probe(arch), arch)
+  text = assembly(probe_source(arch), arch)
   expected = 4 if arch.startswith("gfx9") else 2
   assert len(re.findall(r"^\s+v_(?:mfma|wmma)_f32_", text, re.MULTILINE)) == expected and "buffer_load" in text
   assert refusal(clang.found(clang.toolchain()), arch) is None
@@ -172,8 +172,8 @@ def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_pat
 
 def test_clang_and_comgr_do_not_share_what_is_kept(machine, tmp_path):
   """The same source, first by comgr and then by clang, and back."""
-  code = ("from attn.compilers.choice import choose, probe\n"
-          "print(b'roc-test' in choose('gfx1201').compile(probe('gfx1201'), 'gfx1201'))")
+  code = ("from attn.compilers.choice import compiler_for, probe_source\n"
+          "print(b'roc-test' in compiler_for('gfx1201').compile(probe_source('gfx1201'), 'gfx1201'))")
   results = [answer(machine, code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
   assert results == ["True", "False", "True"]
 
@@ -336,7 +336,7 @@ def amd_device(renderers) -> Compiled:
 def without_comgr(self, arch): raise AssertionError("no comgr")
 
 def test_without_comgr_the_device_takes_our_clang(monkeypatch):
-  renderer.register()
+  renderer.register_renderers()
   monkeypatch.setattr("tinygrad.runtime.support.compiler_amd.HIPCompiler.__init__", without_comgr)
   device = amd_device([HIPRenderer, HIPCCRenderer])
   assert device.renderers == [AMDHIPRenderer, AMDClangRenderer, AMDHIPCCRenderer]
@@ -344,19 +344,19 @@ def test_without_comgr_the_device_takes_our_clang(monkeypatch):
   assert [device._renderer_name(r) for r in device.renderers] == ["HIP", "CLANG", "HIPCC"]   # DEV=AMD:CLANG
 
 def test_with_comgr_others_kernels_are_compiled_as_before(monkeypatch):
-  renderer.register()
+  renderer.register_renderers()
   monkeypatch.setattr("tinygrad.runtime.support.compiler_amd.HIPCompiler.__init__", lambda self, arch: Compiler.__init__(self, "x"))
   device = amd_device([HIPRenderer, HIPCCRenderer])
   assert type(device.renderer) is AMDHIPRenderer and type(device.compiler.others).__name__ == "HIPCompiler"
 
 @pytest.mark.parametrize(("name", "expected"), [("CLANG", AMDClangRenderer), ("HIPCC", AMDHIPCCRenderer)])
 def test_a_renderer_by_name(name, expected):
-  renderer.register()
+  renderer.register_renderers()
   with Context(DEV=f"AMD:{name}"): assert type(amd_device([HIPRenderer, HIPCCRenderer]).renderer) is expected
 
 def test_other_devices_are_left_alone():
-  renderer.register()
-  renderer.register()
+  renderer.register_renderers()
+  renderer.register_renderers()
   class OtherDevice(Compiled):
     def __init__(self): super().__init__("OTHER", None, [HIPRenderer], None)
   assert OtherDevice().renderers == [HIPRenderer]

@@ -6,12 +6,13 @@ import pytest
 from attn.chips.families import CDNA3, CDNA4, RDNA3
 from attn.chips.matrix import Matrix
 from attn.compilers.clang import assembly
-from attn.emulator.matrix import MatrixUnit, widen
-from attn.kernels.forward import Staging
+from attn.emulator.matrix import MatrixUnit, to_float32
+from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.epilogue import OPTIMISED
 from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
-from attn.kernels.parts.rows import Rows, flat
-from attn.kernels.parts.shared import LdsTile
+from attn.kernels.parts.layouts import LdsTile, PaddedRows
+from attn.kernels.parts.rows import GlobalRows, flat
+from attn.kernels.parts.staging import Staging
 from attn.ops.amd import shaped_wmma
 from attn.ops.common import extract, splat
 from attn.ops.renderers import render
@@ -29,8 +30,8 @@ def whole(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(se
 
 def test_values_of_fp8() -> None:
   bits = np.array([0x00, 0x01, 0x07, 0x08, 0x40, 0xc0, 0x7f, 0xff, 0x80], np.uint8)
-  np.testing.assert_array_equal(widen(bits, "fp8e4m3fnuz"), [0, 2.0**-10, 7*2.0**-10, 2.0**-7, 1, -1, 240, -240, np.nan])
-  np.testing.assert_array_equal(widen(encoded(whole(500)), "fp8e4m3fnuz"), whole(500))
+  np.testing.assert_array_equal(to_float32(bits, "fp8e4m3fnuz"), [0, 2.0**-10, 7*2.0**-10, 2.0**-7, 1, -1, 240, -240, np.nan])
+  np.testing.assert_array_equal(to_float32(encoded(whole(500)), "fp8e4m3fnuz"), whole(500))
 
 @pytest.mark.parametrize(("name", "M", "K"), [("mfma_f32_32x32x16_fp8_fp8", 32, 16), ("mfma_f32_16x16x32_fp8_fp8", 16, 32)])
 def test_the_emulators_matrix_unit(name:str, M:int, K:int) -> None:
@@ -52,8 +53,9 @@ def scores(width:int):
   def kernel(s:UOp, k:UOp, q:UOp) -> UOp:
     lane, wave = UOp.range(64, 0, AxisType.WARP), UOp.range(1, 1, AxisType.WARP)
     at, first = Lane(lane, wave, FP8), UOp.const(0)
-    k_rows, q_rows = (Rows(flat(x), UOp.const(0), width, 32, width, FP8.size, "cdna3") for x in (k, q))
-    stage, k_lds = Staging(32, depth//FP8.unit, 64, at.thread), LdsTile.create(32, depth//FP8.unit, 0)
+    k_rows, q_rows = (GlobalRows(flat(x), UOp.const(0), width, 32, width, FP8.size, True) for x in (k, q))
+    layout = PaddedRows(32, depth//FP8.unit)
+    stage, k_lds = Staging(32, layout.units, 64, at.thread), LdsTile(Allocator().lds(layout.size), layout)
     parts = [stage.item(j) for j in range(stage.items)]
     k_lds = k_lds.after(UOp.group(*[k_lds.store(row, unit, k_rows.load_units(first, 32, row, unit, gate), gate) for row, unit, gate in parts]))
     units = units_of(FP8, depth, at.h)

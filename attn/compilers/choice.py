@@ -1,7 +1,7 @@
 """Which compiler compiles the kernels of attn: the first that can, of those that ATTN_COMPILER allows.
 
 The tiles were chosen with our own clang and checked for spills with it, so it comes first; then ROCm's comgr; then whatever clang is on PATH. That it
-can is not told from its version: it compiles `probe`, a few lines with what the kernels need of a compiler, once for each version and chip.
+can is not told from its version: it compiles `probe_source`, a few lines with what the kernels need of a compiler, once for each version and chip.
 """
 from __future__ import annotations
 import functools, os, re
@@ -28,7 +28,7 @@ def _multiplies(i:int, m:Matrix) -> str:
   ((accumulator{i}*)o)[lane] = __builtin_amdgcn_{m.name}(a{i}, a{i}, c{i}{m.tail});
 """
 
-def probe(arch:str) -> str:
+def probe_source(arch:str) -> str:
   """A HIP source with what kernels for `arch` need of a compiler: named vectors, buffer loads through a descriptor, the matrix instructions,
   elementwise builtins, and the device functions that tinygrad declares."""
   chip = CHIPS.get(arch)
@@ -53,7 +53,7 @@ extern "C" __attribute__((global)) void __attribute__((amdgpu_flat_work_group_si
 
 def refusal(found:Found, arch:str) -> str|None:
   """Why this compiler can't compile the kernels for `arch`, in its own words, or None. That it can is kept in the user's cache directory."""
-  source = probe(arch)
+  source = probe_source(arch)
   def tried() -> bytes:
     found.compile(source, arch)
     return b"compiles"
@@ -72,7 +72,7 @@ def asked() -> str:
     raise ValueError(f"ATTN_COMPILER={name!r}: must be {' or '.join(NAMES)}, or not set")
   return name
 
-def choose(arch:str) -> Found:
+def compiler_for(arch:str) -> Found:
   """The compiler of our kernels for `arch`, such as "gfx942". Raises NoCompiler where none will do, and ValueError for a wrong
   ATTN_COMPILER or ATTN_CLANG."""
   name = asked()
@@ -90,7 +90,7 @@ def _clang_on_path() -> Found|str: return tools if isinstance(tools := clang.on_
 
 # what may be taken, by what ATTN_COMPILER says, the best first
 SEARCH: dict[str, tuple[Callable[[], Found|str], ...]] = {
-  "": (_clang_in_package, comgr.loaded, _clang_on_path), "clang": (_clang_in_package, _clang_on_path), "comgr": (comgr.loaded,)}
+  "": (_clang_in_package, comgr.loaded_comgr, _clang_on_path), "clang": (_clang_in_package, _clang_on_path), "comgr": (comgr.loaded_comgr,)}
 
 @functools.cache
 def _search(arch:str, name:str) -> Found:
@@ -109,12 +109,12 @@ def _oldest(arch:str) -> str: return f"LLVM {OLDEST_FOR.get(arch, OLDEST)} or la
 
 def in_use(arch:str) -> str:
   """The version of the compiler of our kernels for `arch`, or the sentence that says why there is none."""
-  try: return choose(arch).version
+  try: return compiler_for(arch).version
   except (NoCompiler, ValueError) as e: return str(e)
 
 def compiled_on(chip:Chip, device:str) -> Chip:
-  """`chip` with the release of LLVM that compiles for it on `device`: on an AMD GPU that of `choose`, if it says one. Where there is no compiler the
-  chip is left as it is, and `renderer.require` says so before anything runs."""
+  """`chip` with the release of LLVM that compiles for it on `device`: on an AMD GPU that of `compiler_for`, if it says one. Where there is no
+  compiler the chip is left as it is, and `renderer.require` says so before anything runs."""
   if device.split(":")[0] != "AMD": return chip
-  try: return replace(chip, llvm=choose(chip.name).llvm or chip.llvm)
+  try: return replace(chip, llvm=compiler_for(chip.name).llvm or chip.llvm)
   except (NoCompiler, ValueError): return chip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 from attn.compilers import clang
-from attn.compilers.choice import choose
+from attn.compilers.choice import compiler_for
 from attn.ops.renderers import OperationsHIPCCRenderer, OperationsHIPRenderer
 from attn.tinygrad_compat import (MARK, Compiled, Compiler, Device, HIPCCRenderer, HIPRenderer, Ops, Target, double_transcendentals,
                                   opened_devices)
@@ -24,11 +24,11 @@ class ClangCompiler(Compiler):
     print(disassemble(lib))
 
 class CompilerByMark(Compiler):
-  """Our kernels by `choose`, which keeps them by the compiler's version; others by `others`, with tinygrad's own cache."""
+  """Our kernels by `compiler_for`, which keeps them by the compiler's version; others by `others`, with tinygrad's own cache."""
   def __init__(self, arch:str, others:Compiler):
     self.arch, self.others = arch, others
     super().__init__(None)
-  def compile(self, src:str) -> bytes: return choose(self.arch).compile(src, self.arch) if src.startswith(MARK) else self.others.compile(src)
+  def compile(self, src:str) -> bytes: return compiler_for(self.arch).compile(src, self.arch) if src.startswith(MARK) else self.others.compile(src)
   def compile_cached(self, src:str) -> bytes: return self.compile(src) if src.startswith(MARK) else self.others.compile_cached(src)
   def disassemble(self, lib:bytes) -> None: self.others.disassemble(lib)
 
@@ -54,13 +54,13 @@ class AMDClangRenderer(OperationsHIPRenderer):
     self.code_for_op = {op: code for op, code in self.code_for_op.items() if op is not Ops.SIN}
     self.extra_matcher = self.extra_matcher + double_transcendentals
 
-OURS: dict[Any, tuple[type, ...]] = {HIPRenderer: (AMDHIPRenderer, AMDClangRenderer), HIPCCRenderer: (AMDHIPCCRenderer,)}
+WITH_OUR_COMPILER: dict[Any, tuple[type, ...]] = {HIPRenderer: (AMDHIPRenderer, AMDClangRenderer), HIPCCRenderer: (AMDHIPCCRenderer,)}
 
 def _offer(device:Any) -> None:
-  if type(device).__name__ == "AMDDevice": device.renderers = [ours for r in device.renderers for ours in OURS.get(r, (r,))]
+  if type(device).__name__ == "AMDDevice": device.renderers = [ours for r in device.renderers for ours in WITH_OUR_COMPILER.get(r, (r,))]
 
 @functools.cache
-def register() -> None:
+def register_renderers() -> None:
   """Puts our renderers in the place of tinygrad's in the AMD device's list, from which it takes the first that can be constructed, or one by name. It
   looks for no compiler and opens no device."""
   init = Compiled.__init__
@@ -72,12 +72,12 @@ def register() -> None:
   for device in opened_devices("AMD"): _offer(device)
 
 def require(devices:str|tuple[str, ...]|None) -> None:
-  """Raises where one of `devices` is an AMD GPU and nothing can compile our kernels for it: NoCompiler or ValueError as `choose` does, or
+  """Raises where one of `devices` is an AMD GPU and nothing can compile our kernels for it: NoCompiler or ValueError as `compiler_for` does, or
   NotImplementedError for a renderer that doesn't print HIP (DEV=AMD:LLVM)."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "AMD": continue
     renderer = Device[name].renderer
-    choose(renderer.target.arch)
+    compiler_for(renderer.target.arch)
     if not isinstance(renderer, HIPRenderer):
       raise NotImplementedError(f"device {name} has {type(renderer).__name__}, which prints no HIP: the kernels of attn need DEV=AMD, DEV=AMD:HIP "
                                 "or DEV=AMD:CLANG")

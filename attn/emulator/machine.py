@@ -14,7 +14,7 @@ from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
 from attn.emulator.banks import BankCounter, BankUse
 from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds
-from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, widen
+from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, to_float32
 from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
 from attn.emulator.probe import note_probe
 from attn.emulator.switches import switch
@@ -271,7 +271,7 @@ class Frame:
   def start_product(self, acc:RegisterPointer, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     self._whole(WARPGROUP, DivergentMatrix, "this thread does not reach a wgmma that others of its warpgroup execute")
     self.under_way.operands = operands = Operands()
-    rows, columns = widen(a(), dtype), widen(b(), dtype)
+    rows, columns = to_float32(a(), dtype), to_float32(b(), dtype)
     self.under_way.operands = None
     indices = range(acc.first, acc.first + count)
     old = np.concatenate([self.full(acc.array.result(i, self.mask)) for i in indices]) if more else np.zeros((4*count, self.T), np.float32)

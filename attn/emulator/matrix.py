@@ -60,7 +60,7 @@ class Layout:
     return out
 
 @dataclass(frozen=True)
-class Instruction:
+class MatrixInstruction:
   """D = A B + C on one wave; a is M x K, b is given transposed (N x K) so that both put the contraction last."""
   a: Layout
   b: Layout
@@ -71,29 +71,29 @@ class Instruction:
   def dims(self) -> tuple[int, int, int]:   # (N, M, K), as in the arg of Ops.WMMA
     return self.c.columns, self.c.rows, self.a.columns
 
-def _mfma(M:int, E:int, dtype:str, *families:str) -> Instruction:
+def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
   """Lane (h, i) holds row i of A, k = E*h + e; D: blocks of 4 rows dealt to the lane groups in turn."""
   groups = 64//M
   ab = Layout("e hi -> i he", e=E, h=groups, i=M)
-  return Instruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
+  return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
 
-def _wmma3(dtype:str) -> Instruction:
+def _wmma3(dtype:str) -> MatrixInstruction:
   """A lane holds all 16 k of a row of A, lanes 16-31 repeat it; D: even rows in lanes 0-15, odd rows in lanes 16-31."""
   ab = Layout("k di -> i k", k=16, d=2, i=16)
-  return Instruction(ab, ab, Layout("r hn -> rh n", r=8, h=2, n=16), dtype, ("rdna3",))
+  return MatrixInstruction(ab, ab, Layout("r hn -> rh n", r=8, h=2, n=16), dtype, ("rdna3",))
 
-def _wmma4(dtype:str) -> Instruction:
+def _wmma4(dtype:str) -> MatrixInstruction:
   """Lane half h holds k = 8h + e (e < 8) of A and B, and rows 8h + r of D."""
   ab = Layout("e hi -> i he", e=8, h=2, i=16)
-  return Instruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
+  return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 
-def _mma(K:int, pack:int, dtype:str) -> Instruction:
+def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
   """PTX fragments of m16n8: groupID g = lane/4, t = lane%4; element (c, r, p) of A: row 8r+g, k = (c, t, p); B: column g; C: (8r+g, 2t+p)."""
   c = K//(4*pack)
-  return Instruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
+  return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))
 
-INSTRUCTIONS: dict[str, Instruction] = {
+INSTRUCTIONS: dict[str, MatrixInstruction] = {
   "mfma_f32_32x32x8f16": _mfma(32, 4, "float16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_32x32x8bf16_1k": _mfma(32, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_16x16x16f16": _mfma(16, 4, "float16", "cdna2", "cdna3", "cdna4"),
@@ -141,7 +141,7 @@ _WIDEN: dict[str, Callable[[Array], Array]] = {
 
 _BYTES = {"float16": 2, "bfloat16": 2, "fp8e4m3fnuz": 1, "int8": 1, "tfloat32": 4}   # of an element
 
-def widen(bits:Array, dtype:str) -> Array:
+def to_float32(bits:Array, dtype:str) -> Array:
   """The fp32 values of bits of `dtype`."""
   return _WIDEN[dtype](bits)
 
@@ -175,7 +175,7 @@ class MatrixUnit:
     self._recent[key] = x, m
     return m
 
-  def _run(self, i:Instruction, a:Array, b:Array, c:Array, packed:bool) -> Array:
+  def _run(self, i:MatrixInstruction, a:Array, b:Array, c:Array, packed:bool) -> Array:
     if c.shape[0] != i.c.elements: raise BadOperand(f"a matrix accumulator has {c.shape[0]} elements a lane, the instruction wants {i.c.elements}")
     # (waves, K, M) and (waves, K, N) -> the transpose of the product, (waves, N, M)
     product = self._operand(b, i.b, i.dtype, packed).transpose(0, 2, 1) @ self._operand(a, i.a, i.dtype, packed)

@@ -11,7 +11,7 @@ from attn.chips import CHIPS, Chip
 from attn.tinygrad_compat import decode_instruction, elf_loader
 
 MACHINES = {chip.machine: chip for chip in CHIPS.values() if chip.machine}   # by the low byte of e_flags
-LONGEST = 24   # bytes of the longest instruction
+LONGEST_INSTRUCTION = 24   # bytes of the longest instruction
 
 def elf_chip(lib:bytes) -> Chip:
   """The chip that an ELF was linked for."""
@@ -97,7 +97,7 @@ def _instructions(code:bytes, address:int, chip:Chip) -> Iterator[str]:
   at = 0
   while at < len(code):
     word = int.from_bytes(code[at:at + 4], "little")
-    try: ins = decode_instruction(code[at:at + LONGEST], chip.unit.tables)
+    try: ins = decode_instruction(code[at:at + LONGEST_INSTRUCTION], chip.unit.tables)
     except ValueError: raise ValueError(f"cannot decode the instruction {word:08x} at {address + at:#x} for {chip.name}: "
                                         "llvm-objdump -d of ROCm may, and this reads its output") from None
     # the offset of a branch is in dwords, from the next instruction on: llvm-objdump prints it as it stands

@@ -7,8 +7,9 @@ from attn.choose.dispatch import KERNELS, MATRIX_DTYPES, choose
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
+from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile, round_up
+from attn.kernels.parts.tiles import Tile
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp

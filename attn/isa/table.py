@@ -7,20 +7,20 @@ from attn.isa.roofline import published, rated, roofline
 from attn.kernels.parts.tiles import Tile
 from attn.problem import Problem
 
-Value = int|float|str|None
+Cell = int|float|str|None
 
 def _listed(counts:dict[str, int]) -> str: return " + ".join(f"{n} x {name}" for name, n in counts.items()) or "0"
-def _kind(*kinds:str) -> Callable[[HotLoop], Value]: return lambda x: sum(x.kinds[k] for k in kinds)
-def _cycles(pipe:str) -> Callable[[HotLoop], Value]: return lambda x: x.cycles[pipe]
+def _kind(*kinds:str) -> Callable[[HotLoop], Cell]: return lambda x: sum(x.kinds[k] for k in kinds)
+def _cycles(pipe:str) -> Callable[[HotLoop], Cell]: return lambda x: x.cycles[pipe]
 
 # docs/isa.md says what each row is
-RESOURCES: dict[str, Callable[[Report], Value]] = {
+RESOURCES: dict[str, Callable[[Report], Cell]] = {
   "VGPR": lambda r: r.resources.vgpr, "AGPR": lambda r: r.resources.agpr, "SGPR": lambda r: r.resources.sgpr,
   "VGPR spills": lambda r: r.resources.vgpr_spills, "SGPR spills": lambda r: r.resources.sgpr_spills, "scratch bytes": lambda r: r.resources.scratch,
   "LDS bytes": lambda r: r.resources.lds, "threads": lambda r: r.resources.threads,
   "waves/SIMD by registers": lambda r: r.resources.waves_by_registers, "waves/SIMD by LDS": lambda r: r.resources.waves_by_lds,
 }
-LOOP: dict[str, Callable[[HotLoop], Value]] = {
+LOOP: dict[str, Callable[[HotLoop], Cell]] = {
   "instructions": lambda x: x.instructions, "with side blocks": lambda x: x.instructions_in_all,
   "matrix": lambda x: _listed(x.matrix), "exp": _kind("exp"), "other transcendental": _kind("transcendental"),
   "VALU": lambda x: x.valu, "  of it packed": _kind("packed"), "  of it dual": _kind("dual"), "  of it AGPR moves": _kind("acc_move"),
@@ -30,7 +30,7 @@ LOOP: dict[str, Callable[[HotLoop], Value]] = {
   "scratch accesses": _kind("scratch"), "SALU": _kind("salu"), "scalar loads": _kind("scalar_load"), "branches": _kind("branch"),
   "waits": _kind("wait"), "barriers": _kind("barrier"), "nops and hints": _kind("nop", "hint"), "other": _kind("other", "memory_other", "lds_other"),
 }
-BOUNDS: dict[str, Callable[[HotLoop], Value]] = {
+BOUNDS: dict[str, Callable[[HotLoop], Cell]] = {
   "scores per trip": lambda x: x.scores, "  queries": lambda x: x.queries, "  keys": lambda x: x.keys,
   "VALU/elt": lambda x: x.valu_per_score, "exp/elt": lambda x: x.exp_per_score, "LDSB/elt": lambda x: x.lds_bytes_per_score,
   "matrix cycles": _cycles("matrix"), "vector cycles": _cycles("vector"), "transcendental cycles": _cycles("transcendental"),
@@ -38,19 +38,19 @@ BOUNDS: dict[str, Callable[[HotLoop], Value]] = {
   "overlap %": lambda x: 100*x.overlap, "serial %": lambda x: 100*x.serial,
 }
 
-def show(value:Value) -> str:
+def show(value:Cell) -> str:
   if value is None: return "?"
   if isinstance(value, float): return f"{value:.0f}" if value == int(value) and value >= 10 else f"{value:.2f}" if value < 20 else f"{value:.1f}"
   return str(value)
 
-def rows_of(reports:Sequence[Report]) -> list[tuple[str, list[tuple[str, list[Value]]]]]:
+def rows_of(reports:Sequence[Report]) -> list[tuple[str, list[tuple[str, list[Cell]]]]]:
   """(heading, [(row's name, a value per report)])"""
-  def of_loop(table:dict[str, Callable[[HotLoop], Value]]) -> list[tuple[str, list[Value]]]:
+  def of_loop(table:dict[str, Callable[[HotLoop], Cell]]) -> list[tuple[str, list[Cell]]]:
     return [(name, [f(r.loop) if r.loop is not None else None for r in reports]) for name, f in table.items()]
   return [("resources", [(name, [f(r) for r in reports]) for name, f in RESOURCES.items()]), ("hot loop, one trip of a wave", of_loop(LOOP)),
           ("bound, not measured", of_loop(BOUNDS))]
 
-def _change(a:Value, b:Value) -> str:
+def _change(a:Cell, b:Cell) -> str:
   if isinstance(a, (int, float)) and isinstance(b, (int, float)): return f"{b - a:+.2f}".rstrip("0").rstrip(".") if abs(b - a) >= 0.005 else ""
   return "" if a == b else "differs"
 

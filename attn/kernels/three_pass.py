@@ -4,14 +4,12 @@ Written in tensor operations, which tinygrad schedules as its own kernels: any d
 sharded tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the other kernels are there to avoid.
 """
 from __future__ import annotations
-import math
 from dataclasses import dataclass
+from attn.kernels.parts.scores import NEG_INF
 from attn.tinygrad_compat import Tensor
 
-NEG_INF = -math.inf
-
 @dataclass(frozen=True)
-class Extent:
+class Positions:
   """Which keys there are for a query, and where both stand in their sequences: `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) or None for all,
   query positions (.., Sq, 1), counted so that a causal query sees the keys up to its own, and key positions (1, Sk)."""
   belongs: Tensor|None
@@ -19,14 +17,14 @@ class Extent:
   key: Tensor
   member: Tensor|None = None   # (sequences, Sq): whether a query is of a sequence
 
-def _lengths(Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None) -> Extent:
+def _lengths(Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None) -> Positions:
   """Every batch by itself, its keys those below its length."""
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
-  if kv_lengths is None: return Extent(None, i + offset, j)
+  if kv_lengths is None: return Positions(None, i + offset, j)
   n = kv_lengths.reshape(-1, 1, 1, 1, 1).maximum(0).minimum(Sk)
-  return Extent(j < n, i if top_left else i + n - Sq, j)
+  return Positions(j < n, i if top_left else i + n - Sq, j)
 
-def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Extent:
+def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
   """Sequences one after another in a single batch: a query sees keys of its own. Tokens outside of the sequences belong to none, and those of one
   beyond the `longest` number of queries and of keys."""
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
@@ -40,7 +38,7 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:
   shift = each(in_q, rows_k - rows_q) if not top_left else 0
   i = Tensor.arange(Sq) - each(in_q, cu_q[:-1]) + shift
   j = Tensor.arange(Sk) - each(in_k, cu_k[:-1])
-  return Extent((number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0), i.reshape(Sq, 1), j.reshape(1, Sk), in_q)
+  return Positions((number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0), i.reshape(Sq, 1), j.reshape(1, Sk), in_q)
 
 def tanh(x:Tensor) -> Tensor:
   """tinygrad's has an error of an ulp of 1, which a large softcap would multiply: near 0 by the first terms of its series."""

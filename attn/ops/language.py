@@ -20,7 +20,7 @@ from attn.ops.numerics import Array
 from attn.ops.operation import OPERATIONS, Body, Call, Lanes, Operation
 
 Value = Any            # a Term of the text, or an array
-WIDTH = 120            # columns of a printed line, where what is in it can be broken
+PRINTED_WIDTH = 120            # columns of a printed line, where what is in it can be broken
 
 # ***** numbers *****
 
@@ -87,10 +87,10 @@ class Numbers:
     return np.where(odd, other, x), np.where(odd, x, other)
   def times_ones(self, matrix:Any, a:Value, c:Value, dtype:str) -> Value:
     """c + A B by a matrix instruction, B being all ones: the sums of the rows of A, in each column."""
-    ones = np.full((2, a.shape[-1]), ONES[dtype], np.uint32)
+    ones = np.full((2, a.shape[-1]), TWO_ONES[dtype], np.uint32)
     return self.lanes.matrix(matrix.name, a, ones, c)
 
-ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}    # two of them in a dword
+TWO_ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}    # two of them in a dword
 
 # ***** text *****
 
@@ -126,7 +126,7 @@ class Term:
   def __invert__(self) -> Term: return Term(self.printer, f"!{self.text}", "bool")
 
 @dataclass
-class Registers:
+class RegisterArray:
   """An operand that is an array of registers, and which of its elements a definition uses."""
   text: str
   type: str      # of an element
@@ -174,7 +174,7 @@ class Printer:
     self.say("}")
   def rarely(self, condition:str) -> str: return bare(condition)
   # expressions
-  def term(self, x:Value) -> Term: return x if isinstance(x, Term) else Term(self, literal(x), "float")
+  def term(self, x:Value) -> Term: return x if isinstance(x, Term) else Term(self, float_literal(x), "float")
   def number(self, x:float) -> Value: return self.term(x)
   def named(self, name:str, ctype:str) -> Term: return Term(self, name, ctype)
   def operation(self, operator:str, x:Value, y:Value, type:str|None=None) -> Term:
@@ -225,7 +225,7 @@ class Printer:
   def store(self, registers:Any, i:int, x:Value) -> None:
     registers.stored.add(i)
     self.say(f"{registers.text}[{i}] = {bare(self.term(x).text)};")
-  def registers_signature(self, name:str, registers:list[Registers]) -> Signature:
+  def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
     """As pointers."""
     return Signature([f"{x.type}* {x.text}" for x in registers])
   def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str: return f"{name}({', '.join(sources.values())})"
@@ -272,7 +272,7 @@ class Hip(Printer):
     n = 2*length_of(xs[0].type)
     return Term(self, f"__builtin_shufflevector({xs[0].text}, {xs[1].text}, {', '.join(map(str, range(n)))})", vector_of(element_of(xs[0].type), n))
   # Registers go to a function by value and come back as its result: of arrays whose address is taken clang makes worse code, though it inlines all.
-  def registers_signature(self, name:str, registers:list[Registers]) -> Signature:
+  def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
     if not registers: return Signature([])
     kept, kind = [x for x in registers if x.stored], name.capitalize()
     members = "".join(f"  {x.type} {x.text}[{x.size}];\n" for x in kept)
@@ -284,9 +284,9 @@ class Hip(Printer):
         parameters += [f"{x.type} {x.text}{i}" for i in sorted(x.used)]
     return Signature(parameters, f"struct {kind} {{\n{members}}};\n", kind, "now")
   def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str:
-    registers = [x for x in operands if isinstance(x, Registers)]
+    registers = [x for x in operands if isinstance(x, RegisterArray)]
     if not registers: return super().registers_call(name, sources, operands)
-    def at(x:Registers, i:int) -> str:
+    def at(x:RegisterArray, i:int) -> str:
       base, offset = sources[x.text.removeprefix("now.")].rsplit("+", 1)
       return f"{base}[{int(offset) + i}]"
     kept = [x for x in registers if x.stored]
@@ -407,7 +407,7 @@ class Cuda(Printer):
     x = self.term(x)
     return x, Term(self, f"__shfl_xor_sync({WARP}, {x.text}, {step})", "float")
   def times_ones(self, matrix:Any, a:Value, c:Value, dtype:str) -> Value:
-    ones = f"0x{ONES[dtype]:08x}u"
+    ones = f"0x{TWO_ONES[dtype]:08x}u"
     return self.call(declare_mma(self, matrix), "float4", a, Term(self, ones, "unsigned"), Term(self, ones, "unsigned"), c)
 
 WARP = "0xffffffffu"
@@ -424,7 +424,7 @@ def declare_mma(printer:Printer, matrix:Any) -> str:
 
 # ***** layout of the text *****
 
-def literal(x:float) -> str:
+def float_literal(x:float) -> str:
   """An fp32 constant."""
   if math.isinf(x) or math.isnan(x): raise ValueError(f"{x}: a definition takes c.inf and c.nan")
   return f"{float(x)!r}f"
@@ -439,10 +439,10 @@ def bare(text:str) -> str:
   return text
 
 def wrapped(text:str, indent:str) -> str:
-  """The text, broken after commas where a line would be longer than WIDTH."""
+  """The text, broken after commas where a line would be longer than PRINTED_WIDTH."""
   lines, line = [], ""
   for piece in re.split(r"(?<=, )", text):
-    if line and len(line) + len(piece) > WIDTH:
+    if line and len(line) + len(piece) > PRINTED_WIDTH:
       lines.append(line.rstrip())
       line = indent
     line += piece
@@ -453,7 +453,7 @@ def returned(expression:str) -> str: return wrapped(f"  return {expression};", "
 LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 PARAMETERS = "abcdefghijklmnopqrstuvwxyz"
 
-def text_of(call:Call, language:str, arch:str, out:str, types:Sequence[str], sources:Sequence[str], functions:dict[str, str]) -> str:
+def text_of_call(call:Call, language:str, arch:str, out:str, types:Sequence[str], sources:Sequence[str], functions:dict[str, str]) -> str:
   """The expression for a call in a kernel, of operands with these C types (a pointer's ends in *) and texts. What functions it needs, it adds."""
   operation, printer = call.operation, LANGUAGES[language](arch, functions)
   if operation.definition is not None: return compound_text(call, operation, printer, out, types, sources)
@@ -484,8 +484,8 @@ def compound_text(call:Call, operation:Operation, printer:Printer, out:str, type
     return bare(printer.term(definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
   names = operands_of(definition)
   types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # what else there is only says what comes before
-  operands = [Registers(name, t[:-1]) if t.endswith("*") else Term(printer, name, t) for name, t in zip(names, types)]
-  registers = [x for x in operands if isinstance(x, Registers)]
+  operands = [RegisterArray(name, t[:-1]) if t.endswith("*") else Term(printer, name, t) for name, t in zip(names, types)]
+  registers = [x for x in operands if isinstance(x, RegisterArray)]
   if registers:      # a first run tells which of their elements are used, and how
     definition(type(printer)(printer.arch, {}), *operands, **static)
   printer.names.update(names)

@@ -8,7 +8,7 @@ import re
 from typing import Any, ClassVar
 from attn.chips.matrix import Matrix, Mma
 from attn.ops import amd as amd, common as common, hopper as hopper, nvidia as nvidia, softmax as softmax   # they fill OPERATIONS
-from attn.ops.language import LANGUAGES, text_of, wrapped
+from attn.ops.language import LANGUAGES, text_of_call, wrapped
 from attn.ops.operation import Call
 from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
                                   NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, VectorDType, adapt_cuda, dtypes,
@@ -51,7 +51,7 @@ class OperationsPrinter(CStyleLanguage):
     return name, ["\n".join(map(readable, lines.split("\n"))) for lines in kernel], bufs
   def call_text(self, x:UOp) -> str:
     types = [c_type(u) for u in x.src]
-    return text_of(x.arg, self.language, self.target.arch, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src], self.functions)
+    return text_of_call(x.arg, self.language, self.target.arch, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src], self.functions)
   def need_operator(self, x:UOp) -> None:
     """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
     LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])

@@ -10,7 +10,7 @@ from attn.tinygrad_compat import UOp
 
 UNIT = CDNA3.matrix["float16"][0].unit    # elements of 16 bytes
 
-LANE = 5     # the lane whose elements are numbered
+SHOWN_LANE = 5     # the lane whose elements are numbered
 
 @dataclass(frozen=True)
 class Holder:
@@ -111,7 +111,7 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
   d.text(20, 24, mat.name, 16, bold=True)
   d.text(20, 45, f"{chips}: Sᵀ = K Qᵀ, a query is a lane", 12, fill=FAINT)
 
-  lanes = {LANE + h*mat.N for h in range(mat.groups)}
+  lanes = {SHOWN_LANE + h*mat.N for h in range(mat.groups)}
   for x, y, cells in ((c_x, b_y, b), (a_x, c_y, a), (c_x, c_y, c)): draw_matrix(d, x, y, cells, size, lambda lane: lane//mat.N, lanes)
   d.text(c_x, b_y - 14, f"B: Qᵀ, {depth} rows (d), {mat.N} queries", bold=True)
   d.text(a_x, below + 16, f"A: K, {mat.M} keys, {depth} of d", bold=True)
@@ -125,7 +125,7 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
       d.text(a_x + middle, c_y - 10, step, 10, "middle", FAINT)
     d.text(a_x - 8, c_y - 10, "instruction", 10, "end", FAINT)
 
-  words = [f"Outlined: lanes {', '.join(map(str, sorted(lanes)))}", f"(row {LANE} of A, column {LANE} of B and C).",
+  words = [f"Outlined: lanes {', '.join(map(str, sorted(lanes)))}", f"(row {SHOWN_LANE} of A, column {SHOWN_LANE} of B and C).",
            "The number is that of the element", "in the lane's registers."]
   if mat.duplicated: words += ["", "Both lane groups hold all of A and B."]
   legend(d, b_y, [f"h = {h}: lanes {h*mat.N} to {h*mat.N + mat.N - 1}" for h in range(mat.groups)], words)
@@ -148,12 +148,12 @@ def draw_nvidia(mat:Mma) -> Drawing:
   d.text(20, 24, "mma.sync.m16n8k16", 16, bold=True)
   d.text(20, 45, "sm_80 and later: S = Q Kᵀ, a query is a row, which four lanes share", 12, fill=FAINT)
   for x, y, cells in ((c_x, b_y, b), (a_x, c_y, a), (c_x, c_y, c)):
-    draw_matrix(d, x, y, cells, size, lambda lane: lane%mat.groups, {LANE}, number_lanes=True)
+    draw_matrix(d, x, y, cells, size, lambda lane: lane%mat.groups, {SHOWN_LANE}, number_lanes=True)
   d.text(c_x, b_y - 14, f"B: Kᵀ, {mat.K} rows (d), {mat.N} keys", bold=True)
   d.text(a_x, below + 16, f"A: Q, {mat.M} queries, {mat.K} of d", bold=True)
   d.text(c_x, below + 16, f"C: S, {mat.M} queries, {mat.N} keys", bold=True)
   legend(d, b_y, [f"lanes {h}, {h + 4}, {h + 8}, ..." for h in range(mat.groups)],
-          ["The small numbers are lanes.", "", f"Outlined: lane {LANE}, with the number of the element in its registers.", "",
+          ["The small numbers are lanes.", "", f"Outlined: lane {SHOWN_LANE}, with the number of the element in its registers.", "",
            "A and B are shown as ldmatrix brings them,", "C as the instruction leaves it."])
   d.text(20, below + 46, "P as A of O = P V: the keys of two tiles of C that each of the four lanes holds, in its order", bold=True)
   n = 2*mat.row_part
