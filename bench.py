@@ -28,8 +28,9 @@ from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
+from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile, round_up
+from attn.kernels.parts.tiles import Tile
 from attn.ops.renderers import render
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same

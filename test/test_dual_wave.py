@@ -55,7 +55,7 @@ def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=400, dtype="bfloa
 # ***** the pipeline's order *****
 
 def test_loads_waited_for_too_little(monkeypatch) -> None:
-  monkeypatch.setattr(dual_wave, "UNDER_WAY", dual_wave.UNDER_WAY + 1)
+  monkeypatch.setattr(dual_wave, "BEHIND", dual_wave.BEHIND + 1)
   with pytest.raises(NotWaitedFor, match=r"attn_dual_wave.*reads lds"): check(H=1, Sq=256, Sk=512)
 
 @pytest.mark.parametrize("left_out", (3, 4, 5, 6))

@@ -369,7 +369,7 @@ def multiplied(*steps):
     return sink("multiplied", o.bitcast(acc.dtype)[t].store(done[0].load()), ranges=(g, t))
   with Context(DEV="EMU::sm_90"): return run(kernel, (512,), X[:128])
 
-def wait(acc, order, **_): return hopper.wait(acc, order)
+def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
   """A store that comes after `order`, as a step."""
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
@@ -402,7 +402,7 @@ def copied(n, but):
     full = tile.after(barrier(tile[t].store(ones())))
     at = nvidia.copy(full[t], x[4*t], (0, 0), UOp.const(16, dtypes.int), t < n, True)
     at = nvidia.commit(at)
-    if but is not None: at = nvidia.wait(at, but)
+    if but is not None: at = nvidia.wait_copies(at, but)
     there = full.after(barrier(order[0].store(at)))
     return sink("copied", o.bitcast(nvidia.U4)[t].store(there[n - 1 - t].load()), ranges=(g, t))
   with Context(DEV="EMU::sm_80"): return run(kernel, (4*n,), np.arange(4*n, dtype=np.float32))
@@ -421,7 +421,7 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
     full = tile.after(barrier(tile[t].store(ones())))
     at = nvidia.commit(nvidia.copy(full[t], x[4*t], (0, 0), UOp.const(16, dtypes.int), t < 64, True))
     met = before.after(barrier(before[0].store(at)))[0].load()
-    there = full.after(after[0].store(nvidia.wait(met, 0)))
+    there = full.after(after[0].store(nvidia.wait_copies(met, 0)))
     return sink("no_barrier", o.bitcast(nvidia.U4)[t].store(there[63 - t].load()), ranges=(g, t))
   with Context(DEV="EMU::sm_80"), says(checks.LdsRace, "no_barrier", "reads lds0", "wave 1 has written with no barrier"):
     run(kernel, (256,), X)

@@ -13,7 +13,8 @@ from attn.choose.dispatch import choose
 from attn.choose.tiles import mma_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels import forward_mma
-from attn.kernels.forward_mma import MmaTile, Rows, lds_bytes
+from attn.kernels.forward_mma import MmaTile
+from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.tensors import arguments
 from attn.ops import nvidia
 from attn.ops.renderers import render
@@ -115,12 +116,12 @@ def test_tiles_fit(arch:str) -> None:
     p = problem(H=heads, Sq=1024, D=D)
     choice = choose(p, a := get_chip(arch))
     assert choice.kernel == "forward_mma"
-    assert lds_bytes(p, mma_tile(p, a)) <= a.lds
+    assert mma_tile(p, a).lds_bytes(p) <= a.lds
 
 def test_banks() -> None:
   """The eight rows of a matrix that ldmatrix reads, and the eight units of a line that cp.async writes, lie in all the banks."""
   for width in (16, 64, 80, 128, 192, 256):
-    rows = Rows(width)
+    rows = SwizzledRows(16, width//8)
     at = np.array([[int(rows.place(UOp.const(r), UOp.const(u)).simplify().arg) for u in range(rows.units)] for r in range(16)])
     assert len(set(at.flat)) == at.size
     for u in range(rows.units): assert {len(set(at[r:r + 8, u] % 8)) for r in (0, 8)} == {8}
@@ -145,7 +146,7 @@ def test_no_local_memory(D:int, option:str, tmp_path) -> None:
 # ***** what the emulator must see *****
 
 def test_copies_have_to_be_waited_for(monkeypatch) -> None:
-  monkeypatch.setattr(nvidia, "wait", lambda order, but: nvidia.commit(order))
+  monkeypatch.setattr(nvidia, "wait_copies", lambda order, but: nvidia.commit(order))
   with pytest.raises(NotWaitedFor, match=r"reads lds.*still writes"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
 
 def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:

@@ -10,6 +10,9 @@ from attn.choose.nvidia_table import WGMMA_CANDIDATES
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.kernels import forward_wgmma
+from attn.kernels.forward_wgmma import WgmmaTile
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.layouts import SwizzledPanels
 from attn.ops import hopper, nvidia
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
@@ -56,7 +59,7 @@ def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
   tile = forward_wgmma.WgmmaTile(c.groups, c.block_n)
   monkeypatch.setattr(dispatch, "wgmma_tile", lambda p, arch: tile)
   monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
-  assert forward_wgmma.lds_bytes(problem(D=c.up_to), tile) <= get_chip("sm_90").lds
+  assert tile.lds_bytes(problem(D=c.up_to)) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=500, D=c.up_to, causal=True)
 
 @in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1)    # test_features.py has the others, by mma.sync
@@ -92,10 +95,10 @@ PLANTED = {
   "nobody arrives": (lambda m: m.setattr(hopper, "arrive", lambda barrier, order: nothing(order)), DivergentBarrier, "nobody has arrived"),
   "a ring of two": (lambda m: m.setattr(forward_wgmma, "STAGES", 2), LdsRace, "writes lds"),
   "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma, "STAGES", 1), LdsRace, "lds"),
-  "products are not waited for": (lambda m: m.setattr(hopper, "wait", lambda acc, order: nothing(order)), NotWaitedFor,
+  "products are not waited for": (lambda m: m.setattr(hopper, "wait_products", lambda acc, order: nothing(order)), NotWaitedFor,
                                   r"the accumulator reg\d+\[0\], which the operation started at attn/kernels/forward_wgmma.py:\d+ still writes"),
-  "panels not aligned": (lambda m: m.setattr(forward_wgmma, "lds_bytes", lambda p, tile: 16*9217) or m.setattr(
-    forward_wgmma.Panels, "size", property(lambda self: self.panel*forward_wgmma.ceildiv(self.units, 8) + 1)), Misaligned, "a multiple of 1024"),
+  "panels not aligned": (lambda m: m.setattr(WgmmaTile, "lds_bytes", lambda tile, p: 16*9217) or m.setattr(
+    SwizzledPanels, "size", property(lambda self: self.panel*ceildiv(self.units, 8) + 1)), Misaligned, "a multiple of 1024"),
 }
 
 @pytest.mark.parametrize("fault", PLANTED)

@@ -13,9 +13,8 @@ from attn.choose.tiles_table import CANDIDATES
 from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
-from attn.kernels.nvidia import UNIT
+from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tensors import check_range, too_wide
-from attn.kernels.parts.tiles import ceildiv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
@@ -72,7 +71,7 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
   if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
-    if width % UNIT: return f"{name}={width}: rows are copied by {UNIT} elements"
+    if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: rows are copied by {unit} elements"
   return None
 
 # ***** how a kernel would divide a problem, or why it cannot compute it *****
@@ -136,7 +135,7 @@ def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) is not None else None
 
 def too_short(p:Problem) -> str|None:
-  rows = WgmmaTile(1, UNIT).block_m
+  rows = WgmmaTile(1, MMA[p.dtype].N).block_m
   return f"Sq={p.Sq}: a warpgroup has {rows} queries, forward_mma has smaller tiles" if p.Sq < rows else None
 
 def never(p:Problem, arch:Chip) -> None: return None

@@ -25,8 +25,9 @@ from attn.emulator.banks import phases
 from attn.extras import needs
 from attn.isa.report import Report, analyse
 from attn.isa.source import MASKS, Spec, kernel_source, problem_of_spec
+from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile, round_up
+from attn.kernels.parts.tiles import Tile
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm
 

@@ -5,12 +5,11 @@ pytorch.org/blog/flash-decoding). The ranges' results are merged by attn/kernels
 """
 from __future__ import annotations
 from dataclasses import replace
-from typing import Callable
 from attn.chips import Chip
-from attn.kernels import forward, forward_mma, forward_wgmma
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
-from attn.kernels.parts.tiles import Tile, ceildiv
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.tiles import Tile, heads_of
 from attn.problem import MAX_SPLITS, Problem
 
 PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys
@@ -18,13 +17,12 @@ COMBINE = 320       # launching `combine`, likewise
 COMBINE_BYTES = 2**14   # scratch that the whole chip writes and reads again while a workgroup gets over one key
 
 AnyTile = Tile|MmaTile|WgmmaTile
-LDS_BYTES: dict[type, Callable[..., int]] = {Tile: forward.lds_bytes, MmaTile: forward_mma.lds_bytes, WgmmaTile: forward_wgmma.lds_bytes}
 
 def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
 
 def workgroups(p:Problem, tile:AnyTile) -> int:
   """Workgroups of the forward kernel without splits."""
-  heads = p.H//p.Hkv if tile.pack_gqa else 1
+  heads = heads_of(p, tile)
   return p.B*p.H//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
@@ -38,7 +36,7 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
 
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
-  places = arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//LDS_BYTES[type(tile)](p, tile)))
+  places = arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//tile.lds_bytes(p)))
   trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
   def time(splits:int) -> float:
     merge = COMBINE + 4*splits*p.rows*(p.Dv + 1)/COMBINE_BYTES if splits > 1 else 0

@@ -9,11 +9,12 @@ from attn.choose.candidates import Burden, Candidate, WgmmaCandidate
 from attn.choose.nvidia_table import MMA_CANDIDATES, WGMMA_CANDIDATES
 from attn.choose.splits import workgroups
 from attn.choose.tiles_table import CANDIDATES
-from attn.kernels import dual_wave, forward, forward_mma
+from attn.kernels import dual_wave
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
+from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile, ceildiv, round_up
+from attn.kernels.parts.tiles import Tile
 from attn.problem import Problem
 
 # ***** AMD *****
@@ -24,7 +25,7 @@ def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
   if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
   if (blocks := workgroups(p, tile)) < c.fills: return f"tile {tile} makes {blocks} workgroups, {c.fills} are wanted to fill the chip"
-  if (need := forward.lds_bytes(p, tile)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
+  if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
 @functools.cache
@@ -84,7 +85,7 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
     blocks = p.B*p.H//group*ceildiv(rows, tile.block_m)
     tile = replace(tile, waves=min(WARPS, ceildiv(rows, q_tiles*mat.M)))
     if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden or (c.large and blocks < arch.cus): continue
-    if forward_mma.lds_bytes(p, tile) <= arch.lds: return tile
+    if tile.lds_bytes(p) <= arch.lds: return tile
   raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
 
 BIAS_KEYS = 64    # a bias takes as many registers as the scores

@@ -3,6 +3,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Callable
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.rows import flat, strides
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp
 
@@ -23,9 +25,10 @@ class Append:
 def append(a:Append) -> Callable[..., UOp]:
   """The kernel (cache, rows, lengths): cache (B, H, capacity, width) and rows (B, H, new, width) in `a.layout`, of one dtype, lengths int32 (B)."""
   def kernel(cache:UOp, rows:UOp, lengths:UOp) -> UOp:
-    row = UOp.range(a.B*a.H*a.new, 0, AxisType.GLOBAL if a.threads else AxisType.LOOP)
-    thread = UOp.range(THREADS, 1, AxisType.LOCAL if a.threads else AxisType.LOOP)
-    part = UOp.range(-(-a.width//THREADS), 2, AxisType.LOOP)
+    numbers = Allocator()
+    row = numbers.range(a.B*a.H*a.new, AxisType.GLOBAL if a.threads else AxisType.LOOP)
+    thread = numbers.range(THREADS, AxisType.LOCAL if a.threads else AxisType.LOOP)
+    part = numbers.range(ceildiv(a.width, THREADS), AxisType.LOOP)
     batch, head, i, column = row//(a.H*a.new), row//a.new%a.H, row%a.new, part*THREADS + thread
     def index(length:int, at:UOp) -> UOp:
       sb, sh, ss = strides(a.layout, a.H, length, a.width)

@@ -12,229 +12,244 @@ K and V tiles go from global memory straight to LDS, two buffers each (so a trip
 waited for one cluster earlier than its own wave would have to: the barrier after that is the one which the other group has passed when it reads.
 """
 from __future__ import annotations
-import itertools
-from dataclasses import dataclass
-from typing import Any, Callable
+import functools, itertools
+from dataclasses import dataclass, replace
+from typing import Callable
 from attn.chips import Chip
 from attn.chips.families import CDNA4
-from attn.kernels.parts.blocks import extent, key_blocks, trip_count
-from attn.kernels.parts.epilogue import OPTIMISED, estimates, finish, store_row
+from attn.chips.matrix import Matrix
+from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.lanes import Lane, units_of
-from attn.kernels.parts.rows import Rows, flat, strides
+from attn.kernels.parts.layouts import ExchangedChunks, LdsTile
+from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.softmax import Softmax
-from attn.kernels.parts.statements import Carried
-from attn.kernels.parts.tiles import Tile, ceildiv
+from attn.kernels.parts.statements import InOrder, Statements, store_all
+from attn.kernels.parts.tiles import Tile
+from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.ops import amd, common as ops
 from attn.problem import Problem
-from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
+from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 HEAD, BLOCK_N, WAVES = 128, 64, 8
-UNIT = CDNA4.matrix["float16"][0].unit          # elements of 16 bytes, the same in both input types
-ROW = HEAD//UNIT                                 # units of a row of K or V
-LOADS = BLOCK_N*ROW//(WAVES*64)                  # direct loads of a wave per tile
-UNDER_WAY = 2*LOADS                              # loads issued after the one that is waited for
+ROW_UNITS = HEAD//CDNA4.matrix["float16"][0].unit   # of a row of K or V, the same in both input types
+LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # direct loads of a wave per tile
+BEHIND = 2*LOADS                                 # loads issued after the one that is waited for
 
-# ***** where a tile lies in LDS *****
-# One direct load of a wave fills 64 units without a gap: a chunk of 4 rows. Chunks are padded apart, and units within them exchanged, so that eight
-# lanes of 16 bytes, or sixteen of 8, never meet in a bank. Few exchanges keep the addresses few: the rest is in the instructions' offsets.
-
-@dataclass(frozen=True)
-class Layout:
-  exchange: int      # row r of a chunk has its unit u at place u ^ r*exchange
-  def place(self, row:UOp, unit:UOp) -> UOp: return row//CHUNK*STRIDE + row%CHUNK*ROW + (unit ^ (row%CHUNK*self.exchange))
-
-CHUNK, STRIDE = 64//ROW, 64 + 4                  # rows, and units from one to the next
-K_LAYOUT = Layout(1)                             # sixteen neighbouring rows are read at the same unit
-V_LAYOUT = Layout(4)                             # a transposing load reads four rows of four units
-
-@dataclass(frozen=True)
-class State(Carried):
-  """What crosses tiles: the softmax's registers, S(t) and K(t+1) in registers, and the LDS buffers."""
-  softmax: Softmax
-  s: UOp
-  k: UOp
-  k0: UOp
-  k1: UOp
-  v0: UOp
-  v1: UOp
-  def k_lds(self, i:int) -> UOp: return (self.k0, self.k1)[i%2]
-  def v_lds(self, i:int) -> UOp: return (self.v0, self.v1)[i%2]
-
-class Order:
-  """Keeps statements in the order in which they are given, as a program would be read: each takes what the one before left in a register."""
-  def __init__(self, register:UOp):
-    self.register, self.last = register, register
-    self.open: list[list[UOp]] = [[]]   # the effects of each loop around
-  def do(self, statement:Callable[..., UOp], *args:Any, **options:Any) -> UOp:
-    before = [] if self.last is self.register else [self.last[0].load()]
-    stored = self.note(self.register[0].store(statement(*args, *before, **options)))
-    self.last = self.register.after(stored)
-    return stored
-  def note(self, effect:UOp) -> UOp:
-    """An effect that is to happen before the end of the loop it is in."""
-    self.open[-1].append(effect)
-    return effect
-  @property
-  def noted(self) -> UOp: return UOp.group(*self.open[-1])
-  def enter(self, r:UOp) -> None:
-    self.open.append([])
-    self.last = self.last.after(r)
-  def leave(self, r:UOp) -> UOp:
-    end = self.note(UOp.group(*self.open.pop()).end(r))
-    self.last = self.register.after(end)
-    return end
+# Where a tile lies in LDS: eight lanes of 16 bytes, or sixteen of 8, never meet in a bank.
+K_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 1)   # sixteen neighbouring rows are read at the same unit
+V_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 4)   # a transposing load reads four rows of four units
 
 def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse, of the problems that
   `dispatch.dual_wave_refuses` has nothing against."""
-  mat = tile.matrix
-  k_tiles, d_tiles, q_blocks, right = BLOCK_N//mat.M, HEAD//mat.M, ceildiv(p.Sq, tile.block_m), p.window[1]
+  return lambda *args: DualWave.of(p, arch, tile, args).program()
 
-  def kernel(o:UOp, *args:UOp) -> UOp:
-    lse, q, k, v = args if p.return_lse else (o, *args)
+@dataclass(frozen=True)
+class DualWaveState(InOrder):
+  """What crosses tiles: the LDS buffers, S(t) and K(t+1) in registers, the softmax's registers, and where statements are stored."""
+  k0: LdsTile
+  k1: LdsTile
+  v0: LdsTile
+  v1: LdsTile
+  s: UOp
+  k: UOp
+  softmax: Softmax
+  statements: Statements
+  def k_lds(self, i:int) -> LdsTile: return (self.k0, self.k1)[i%2]
+  def v_lds(self, i:int) -> LdsTile: return (self.v0, self.v1)[i%2]
 
-    # ***** ranges *****
-    axes = itertools.count(4)
-    q_block = UOp.range(q_blocks, 0, AxisType.GLOBAL)
-    head = UOp.range(p.B*p.H, 1, AxisType.GLOBAL)
-    lane, wave = UOp.range(mat.wave, 2, AxisType.WARP), UOp.range(WAVES, 3, AxisType.WARP)
-    wave_number = ops.uniform(wave.cast(dtypes.int))
-    at, batch, q_head = Lane(lane, wave, mat), head//p.H, head%p.H
-    first_query = (q_blocks - 1 - q_block if right >= 0 else q_block)*tile.block_m
-    in_block = wave*mat.N + at.n
-    def late() -> tuple[Lane, Row]:
-      """The lane and its query once more, worked out where they are needed: not kept in registers through the loops before."""
-      here = Lane(amd.opaque(lane, order.last[0].load()).cast(dtypes.weakint).maximum(0).minimum(mat.wave - 1), wave, mat)
-      query = first_query + wave_number.cast(dtypes.weakint).maximum(0).minimum(WAVES - 1)*mat.N + here.n
-      return here, Row(batch, q_head, query, query < p.Sq)
+  # Statements keep their own order, and do not wait for values that they are not given.
+  def begin(self, statement:UOp) -> DualWaveState:
+    """A statement after those before it; other work may come before or after it."""
+    return replace(self, statements=self.statements.begin(statement))
+  def keep(self, *stores:UOp) -> DualWaveState:
+    """Stores to registers, which are there from the next `settled` on."""
+    return replace(self, statements=self.statements.note(UOp.group(*stores)))
+  def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
+  def sync(self, statement:UOp) -> DualWaveState:
+    """All further work comes after this statement."""
+    s = self.begin(statement)
+    return s.values_after(s.statements.effects[-1])
+  def settled(self, statement:UOp) -> DualWaveState:
+    """All further work comes after this statement and all that was begun and kept."""
+    s = self.begin(statement)
+    return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
-    def rows(buffer:UOp, h:UOp, heads:int, length:int) -> Rows:
-      sb, sh, ss = strides(p.layout, heads, length, HEAD)
-      return Rows(flat(buffer), batch*sb + h*sh, ss, length, HEAD, p.itemsize)
-    kv_head = q_head//(p.H//p.Hkv)
-    q_rows, k_rows, v_rows = rows(q, q_head, p.H, p.Sq), rows(k, kv_head, p.Hkv, p.Sk), rows(v, kv_head, p.Hkv, p.Sk)
-    sequence = extent(p, batch, {})
-    def scores_of(here:Lane) -> Scores:
-      return Scores(p, here, BLOCK_N, sequence, Row(batch, q_head, first_query, UOp.const(True)), None, None)
-    scores = scores_of(at)
-    blocks = key_blocks(p, sequence, first_query, first_query + tile.block_m - 1, BLOCK_N)
+@dataclass(frozen=True)
+class DualWave:
+  """The kernel of one problem, as a thread sees it: what is the same for all tiles."""
+  group: Workgroup
+  tile: Tile
+  at: Lane
+  state: DualWaveState      # at the start
 
-    # ***** placeholders *****
-    order = Order(UOp.placeholder((1,), dtypes.float, 20, AddrSpace.REG))
-    lds = [UOp.placeholder((BLOCK_N//CHUNK*STRIDE,), ops.u32(4), slot, AddrSpace.LOCAL) for slot in range(4)]
-    state = State(Softmax.create(mat, 1, d_tiles, k_tiles, 10), UOp.placeholder((k_tiles,), ops.f32(mat.accumulator), 8, AddrSpace.REG),
-                  UOp.placeholder((k_tiles*HEAD//UNIT//mat.groups,), ops.u32(4), 9, AddrSpace.REG), *lds)
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> DualWave:
+    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
+    at, new, k_tiles = Lane(grid.lane, grid.wave, mat), grid.allocator, BLOCK_N//mat.M
+    k0, k1, v0, v1 = (LdsTile(new.lds(layout.size), layout) for layout in (K_LAYOUT, K_LAYOUT, V_LAYOUT, V_LAYOUT))
+    s, k = new.registers(k_tiles, ops.f32(mat.accumulator)), new.registers(k_tiles*ROW_UNITS//mat.groups, ops.u32(4))
+    softmax = Softmax.create(mat, 1, HEAD//mat.M, k_tiles, new)
+    state = DualWaveState(k0, k1, v0, v1, s, k, softmax, Statements.of(new))
+    return DualWave(Workgroup.of(p, arch, tile, args, grid, at), tile, at, state)
 
-    # ***** the steps that clusters are made of *****
-    units = units_of(mat, HEAD, at.h)
-    q_operands = [q_rows.load_units(first_query, tile.block_m, in_block, u) for u in units]
+  # ***** sizes *****
+  @property
+  def mat(self) -> Matrix: return self.tile.matrix
+  @property
+  def k_tiles(self) -> int: return BLOCK_N//self.mat.M
+  @property
+  def d_tiles(self) -> int: return HEAD//self.mat.M
+  @functools.cached_property
+  def wave(self) -> UOp: return ops.uniform(self.at.wave.cast(dtypes.int))
+  @functools.cached_property
+  def units(self) -> list[UOp]:
+    """The units of a row of Q or K that a lane reads."""
+    return units_of(self.mat, HEAD, self.at.h)
+  @functools.cached_property
+  def q_operands(self) -> list[UOp]:
+    in_block = self.at.wave*self.mat.N + self.at.n
+    return [self.group.rows("q").load_units(self.group.first_row, self.tile.block_m, in_block, u) for u in self.units]
 
-    def start(source:Rows, layout:Layout, buffer:UOp, t:UOp) -> None:
-      """A wave's part of tile t starts on its way to LDS: a lane fetches the unit whose place is its own."""
-      unit = lane%ROW ^ (lane//ROW*layout.exchange)
-      for j in range(LOADS):
-        chunk = j*WAVES + wave_number
-        first = t*BLOCK_N + chunk*CHUNK
-        records = (((source.count - first).minimum(CHUNK) - 1)*source.stride + source.width).maximum(0)*source.size
-        order.do(amd.load_to_lds, source.buffer[source.base + first*source.stride], records, (lane//ROW*source.stride + unit*UNIT)*source.size,
-                 buffer[chunk*STRIDE])
+  # ***** the algorithm *****
+  def program(self) -> UOp:
+    keys, second = self.group.keys, self.wave//(WAVES//2)
+    begin, pairs = keys.begin, (keys.full_end - keys.begin)//2
+    s = self.first_tiles(self.started(), begin)
+    s = s.sync(amd.barrier_of(second, s.done))                      # the second group falls a barrier behind
+    s = self.trips(s, begin, pairs, self.group.scores, None)
+    here, row = self.late(s)
+    s = self.trips(s, begin + pairs*2, (keys.end - begin - pairs*2 + 1)//2, replace(self.group.scores, at=here), row)
+    s = s.sync(amd.barrier_of(1 - second, s.done))
+    s = s.sync(amd.wait_loads(0, s.done))
+    name = f"attn_dual_wave_{self.group.arch.name}_{self.group.p.dtype}"
+    return self.group.named(name, self.outputs(s))
 
-    def read_k(buffer:UOp) -> list[UOp]: return [buffer[K_LAYOUT.place(kt*mat.M + at.n, u)].load() for kt in range(k_tiles) for u in units]
+  def started(self) -> DualWaveState:
+    """No key was seen."""
+    start = self.state.softmax.start()
+    return self.state.keep(start).values_after(start)
 
-    def read_v(buffer:UOp) -> list[list[UOp]]:
-      """The A operands of O^T: per tile of d and unit of P, two transposing loads of four keys each."""
-      halves, member = buffer.bitcast(ops.u32(2)), lane%16
-      m = lane//16%2*16 + member%4*4                                         # the row of V^T that the lane's first element goes to, and its d:
-      d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
-      def load(dt:int, n:int) -> UOp:
-        key, at_d = mat.key_of(at.h, n) + member//4, dt*mat.M + d
-        return amd.load_transposed(halves[V_LAYOUT.place(key, at_d//UNIT)*2 + at_d//4%2])
-      return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, UNIT)] for dt in range(d_tiles)]
+  def first_tiles(self, s:DualWaveState, begin:UOp) -> DualWaveState:
+    """S(0) and K(1) in registers, K(2) and V(1) on their way."""
+    s = self.load_k(s, s.k0, begin)
+    s = self.load_v(s, s.v0, begin)
+    s = self.load_k(s, s.k1, begin + 1)
+    s = s.begin(amd.wait_loads(0, s.done))
+    s = s.sync(amd.barrier(s.done))
+    scores, keys = self.products(self.read_k(s.k0)), self.read_k(s.k1)
+    s = s.keep(*store_all(s.s, scores)).keep(*store_all(s.k, keys))
+    s = s.settled(amd.barrier(*scores, *keys, s.done))
+    s = self.load_k(s, s.k0, begin + 2)
+    return self.load_v(s, s.v1, begin + 1)
 
-    def products(k_operands:list[UOp]) -> list[UOp]:
-      """S = K Q^T."""
-      tiles = []
-      for kt in range(len(k_operands)//len(units)):
-        x = ops.splat(0.0, mat.accumulator)
-        for a, b in zip(k_operands[kt*len(units):], q_operands): x = amd.shaped_wmma(mat, a, b, x)
-        tiles.append(x)
-      return tiles
+  def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
+    """`count` trips of two tiles, in which the mask is that of a row or there is none."""
+    if (n := trip_count(count)) is None: return s
+    r = self.group.grid.allocator.range(n, AxisType.LOOP)
+    inside = replace(s, statements=replace(s.statements, effects=())).after(r)
+    for i in range(2):
+      t = first + r*2 + i
+      inside, weights = self.compute_scores(inside, t, scores, masked)
+      inside, values = self.read_values(inside, t, i)
+      inside = self.compute_output(inside, values, weights)
+      inside = self.read_keys(inside, t, i)
+    return s.after(UOp.group(*inside.statements.effects).end(r))
 
-    def keep(buffer:UOp, values:list[UOp]) -> UOp: return order.note(UOp.group(*[buffer[i].store(x) for i, x in enumerate(values)]))
+  def late(self, s:DualWaveState) -> tuple[Lane, Row]:
+    """The lane and its query once more, worked out where they are needed: not kept in registers through the loops before."""
+    lane = amd.opaque(self.at.lane, s.done).cast(dtypes.weakint).maximum(0).minimum(self.mat.wave - 1)
+    here, wave = replace(self.at, lane=lane), self.wave.cast(dtypes.weakint).maximum(0).minimum(WAVES - 1)
+    return here, self.group.row(wave*self.mat.N, here.n)
 
-    # ***** one tile *****
-    def step(s:State, t:UOp, i:int, mask:Callable[[list[UOp], UOp], list[UOp]]|None) -> State:
-      # C1: S(t) -> P(t) on the vector unit, S(t+1) on the matrix unit
-      s = s.after(order.do(amd.priority, 1))
-      x = [s.s[kt].load() for kt in range(k_tiles)]
-      if mask is not None: x = mask(x, t)
-      following, exps = [], []
-      for kt in range(k_tiles):
-        following += products([s.k[j].load() for j in range(kt*len(units), (kt + 1)*len(units))])
-        exps += s.softmax.weights([x[kt]], 0, scores.to_log2)
-        s = s.after(order.do(amd.sched_barrier, following[-1], exps[-1]))
-      softmax = s.softmax.correct([exps], [x], scores.to_log2, mat, p.dtype, tile.rescale_above, order.do)
-      weights = softmax.operands(at, 0, k_tiles)
-      keep(s.s, following)
-      order.do(amd.priority, 0, *weights, *following)
-      s = s.after(order.do(amd.barrier), order.noted)
-      # M1: V(t) out of LDS, K(t+3) into it
-      values = read_v(s.v_lds(i))
-      start(k_rows, K_LAYOUT, s.k_lds(i + 1), t + 3)
-      order.do(amd.wait_loads, UNDER_WAY, *[y for ys in values for y in ys])
-      s = s.after(order.do(amd.barrier))
-      # C2: O += V(t) P(t)
-      s = s.after(order.do(amd.priority, 1))
-      accs = [s.softmax.acc[dt].load() for dt in range(d_tiles)]
-      for dt, v_operands in enumerate(values):
-        for a, b in zip(v_operands, weights): accs[dt] = amd.shaped_wmma(mat, a, b, accs[dt])
-      keep(s.softmax.acc, accs)
-      order.do(amd.priority, 0, *accs)
-      s = s.after(order.do(amd.barrier), order.noted)
-      # M2: K(t+2) out of LDS, V(t+2) into it
-      keys = read_k(s.k_lds(i))
-      keep(s.k, keys)
-      start(v_rows, V_LAYOUT, s.v_lds(i), t + 2)
-      order.do(amd.wait_loads, UNDER_WAY, *keys)
-      return s.after(order.do(amd.barrier), order.noted)
+  def outputs(self, s:DualWaveState) -> list[UOp]:
+    """O = O^T / l, LSE = m + ln l."""
+    (here, row), mat = self.late(s), self.mat
+    factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.total(0, mat))
+    o = [(dt*mat.M + here.h*mat.accumulator, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
+    return replace(self.group, scores=replace(self.group.scores, at=here)).outputs(row, o, log_sum)
 
-    def trips(s:State, first:UOp, count:UOp, mask:Callable[[list[UOp], UOp], list[UOp]]|None=None) -> State:
-      """`count` trips of two tiles."""
-      if (n := trip_count(count)) is None: return s
-      r = UOp.range(n, next(axes), AxisType.LOOP)
-      order.enter(r)
-      inside = s.after(r)
-      for i in range(2): inside = step(inside, first + r*2 + i, i, mask)
-      return s.after(order.leave(r))
+  # ***** the four clusters of tile t, the i-th of its trip *****
+  def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
+    """C1: S(t) -> P(t) on the vector unit, S(t+1) on the matrix unit."""
+    s = s.sync(amd.priority(1, s.done))
+    x = [s.s[kt].load() for kt in range(self.k_tiles)]
+    if masked is not None: x = scores.mask(x, masked, t)
+    following, exps, units = list[UOp](), list[UOp](), len(self.units)
+    for kt in range(self.k_tiles):
+      following += self.products([s.k[j].load() for j in range(kt*units, (kt + 1)*units)])
+      exps += s.softmax.weights([x[kt]], 0, scores.to_log2)
+      s = s.sync(amd.sched_barrier(following[-1], exps[-1], s.done))
+    s, weights = self.weigh(s, x, exps, scores)
+    s = s.keep(*store_all(s.s, following)).begin(amd.priority(0, *weights, *following, s.done))
+    return s.settled(amd.barrier(s.done)), weights
 
-    # ***** all of it *****
-    begin, s = blocks.begin, state.after(order.note(state.softmax.start()))
-    start(k_rows, K_LAYOUT, s.k0, begin)
-    start(v_rows, V_LAYOUT, s.v0, begin)
-    start(k_rows, K_LAYOUT, s.k1, begin + 1)
-    order.do(amd.wait_loads, 0)
-    s = s.after(order.do(amd.barrier))
-    keep(s.s, first_scores := products(read_k(s.k0)))
-    keep(s.k, keys := read_k(s.k1))
-    s = s.after(order.do(amd.barrier, *first_scores, *keys), order.noted)
-    start(k_rows, K_LAYOUT, s.k0, begin + 2)
-    start(v_rows, V_LAYOUT, s.v1, begin + 1)
-    s = s.after(order.do(amd.barrier_of, wave_number//(WAVES//2)))                 # the second group falls a barrier behind
-    pairs = (blocks.full_end - begin)//2
-    s = trips(s, begin, pairs)
-    here, row = late()
-    s = trips(s, begin + pairs*2, (blocks.end - begin - pairs*2 + 1)//2, lambda x, t: scores_of(here).mask(x, row, t))
-    s = s.after(order.do(amd.barrier_of, 1 - wave_number//(WAVES//2)), order.do(amd.wait_loads, 0))
+  def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
+    """M1: V(t) out of LDS, K(t+3) into it."""
+    values = self.read_v(s.v_lds(i))
+    s = self.load_k(s, s.k_lds(i + 1), t + 3)
+    s = s.begin(amd.wait_loads(BEHIND, *itertools.chain(*values), s.done))
+    return s.sync(amd.barrier(s.done)), values
 
-    # ***** O = O^T / l, LSE = m + ln l *****
-    here, row = late()
-    factor, log_sum = finish(s.softmax.m[0].load(), s.softmax.total(0, mat), scores, None)
-    number, (sb, sh, ss) = head*p.Sq + row.query, strides(p.layout, p.H, p.Sq, HEAD)
-    outputs = [] if not p.return_lse else [flat(lse)[number.valid(here.h.eq(0) & row.there)].store(log_sum)]
-    for dt in range(d_tiles):
-      outputs += store_row(arch, flat(o), p.out_dtype, HEAD, batch*sb + q_head*sh + row.query*ss, dt*mat.M + here.h*mat.accumulator,
-                           ops.mul(s.softmax.acc[dt].load(), factor), row.there)
-    name = f"attn_dual_wave_{arch.name}_{p.dtype}"
-    return UOp.group(*outputs).end(q_block, head, lane, wave).sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates(p)), tag=OPTIMISED)
-  return kernel
+  def compute_output(self, s:DualWaveState, values:list[list[UOp]], weights:list[UOp]) -> DualWaveState:
+    """C2: O += V(t) P(t)."""
+    s = s.sync(amd.priority(1, s.done))
+    accs = [s.softmax.acc[dt].load() for dt in range(self.d_tiles)]
+    for dt, v_operands in enumerate(values):
+      for a, b in zip(v_operands, weights): accs[dt] = amd.shaped_wmma(self.mat, a, b, accs[dt])
+    s = s.keep(*store_all(s.softmax.acc, accs)).begin(amd.priority(0, *accs, s.done))
+    return s.settled(amd.barrier(s.done))
+
+  def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
+    """M2: K(t+2) out of LDS, V(t+2) into it."""
+    keys = self.read_k(s.k_lds(i))
+    s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
+    s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))
+    return s.settled(amd.barrier(s.done))
+
+  # ***** what clusters are made of *****
+  def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores) -> tuple[DualWaveState, list[UOp]]:
+    """P of the scores x, relative to a reference that it does not outgrow, as operands."""
+    corrected = list[UOp]()
+    def correct(statement:UOp) -> UOp:
+      corrected.append(s.statements.do(statement))
+      return corrected[0]
+    softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.group.p.dtype, self.tile.rescale_above, correct, s.done)
+    return replace(s, statements=s.statements.ran(corrected[0])), softmax.operands(self.at, 0, self.k_tiles)
+
+  def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows("k"), K_LAYOUT, to.buffer, t)
+  def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows("v"), V_LAYOUT, to.buffer, t)
+  def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
+    """A wave's part of tile t starts on its way to LDS: a lane fetches the unit whose place is its own."""
+    lane, rows = self.at.lane, layout.chunk
+    unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
+    offset = (lane//ROW_UNITS*source.stride + unit*source.unit)*source.size
+    for j in range(LOADS):
+      chunk = j*WAVES + self.wave
+      first = t*BLOCK_N + chunk*rows
+      records = (((source.count - first).minimum(rows) - 1)*source.stride + source.width).maximum(0)*source.size
+      start, to = source.buffer[source.base + first*source.stride], buffer[chunk*layout.stride]
+      s = s.begin(amd.load_to_lds(start, records, offset, to, *s.statements.before))
+    return s
+
+  def read_k(self, tile:LdsTile) -> list[UOp]: return [tile.load(kt*self.mat.M + self.at.n, u) for kt in range(self.k_tiles) for u in self.units]
+
+  def read_v(self, tile:LdsTile) -> list[list[UOp]]:
+    """The A operands of O^T: per tile of d and unit of P, two transposing loads of four keys each."""
+    mat, member = self.mat, self.at.lane%16
+    m = self.at.lane//16%2*16 + member%4*4                                 # the row of V^T that the lane's first element goes to, and its d:
+    d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
+    def load(dt:int, n:int) -> UOp:
+      key, at_d = mat.key_of(self.at.h, n) + member//4, dt*mat.M + d
+      return amd.load_transposed(tile.halves[V_LAYOUT.place(key, at_d//mat.unit)*2 + at_d//4%2])
+    return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, mat.unit)] for dt in range(self.d_tiles)]
+
+  def products(self, k_operands:list[UOp]) -> list[UOp]:
+    """S = K Q^T."""
+    tiles, units = [], len(self.units)
+    for first in range(0, len(k_operands), units):
+      x = ops.splat(0.0, self.mat.accumulator)
+      for a, b in zip(k_operands[first:first + units], self.q_operands): x = amd.shaped_wmma(self.mat, a, b, x)
+      tiles.append(x)
+    return tiles

@@ -10,18 +10,18 @@ import functools, itertools
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.chips.matrix import Mma
-from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.epilogue import finish
-from attn.kernels.parts.rows import flat
-from attn.kernels.parts.statements import workgroup_barrier
-from attn.kernels.parts.tensors import check_range
-from attn.kernels.parts.tiles import round_up
+from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.layouts import SwizzledRows
+from attn.kernels.parts.scores import Row
+from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.warps import Warps, total_of
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.softmax import LANE, LOWEST, ONES, correct, first_bias, lane_sum
+from attn.ops.softmax import LANE, ONES, correct, lane_sum
 from attn.problem import Problem
-from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
+from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaTile:
@@ -40,40 +40,28 @@ class MmaTile:
   def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.M
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
+  def layouts(self, p:Problem) -> tuple[SwizzledRows, SwizzledRows, SwizzledRows]:
+    """The tiles of Q, of K and of V in shared memory."""
+    k_units, v_units = (round_up(d, self.matrix.K)//self.matrix.unit for d in (p.D, p.Dv))
+    return SwizzledRows(self.block_m, k_units), SwizzledRows(self.block_n, k_units), SwizzledRows(self.block_n, v_units)
+  def lds_bytes(self, p:Problem) -> int:
+    q, k, v = self.layouts(p)
+    return UNIT_BYTES*(q.size + self.stages*(k.size + v.size))
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
-@dataclass(frozen=True)
-class Rows:
-  """How rows of `width` elements (a multiple of 16) lie in shared memory from unit `base` on: whole lines of 128 bytes, whose units are permuted by
-  xor with the row's number. Then neither the eight rows of an 8x8 matrix nor the eight units of a line that is copied share a bank."""
-  width: int
-  base: UOp|int = 0
-  @property
-  def units(self) -> int: return self.width//UNIT
-  @property
-  def stride(self) -> int: return round_up(self.units, LINE)
-  @property
-  def across(self) -> int: return self.stride
-  @property
-  def pitch(self) -> int: return self.stride
-  def place(self, row:UOp, unit:UOp) -> UOp:
-    """Where a 16-byte unit lies."""
-    return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
-  def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Where a unit lies that is `rows` (a multiple of 8) rows and `units` (even) units on from `unit` (0 or 1) of `row`: a part for a register, of
-    which there are few different ones, and a constant."""
-    return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
-
-def lds_bytes(p:Problem, tile:MmaTile) -> int:
-  k_rows, v_rows = (Rows(round_up(d, tile.matrix.K)) for d in (p.D, p.Dv))
-  return 16*(tile.block_m*k_rows.stride + tile.stages*tile.block_n*(k_rows.stride + v_rows.stride))
+def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
+  """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
+  `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
+  check_problem(p, tile)
+  return lambda *args: ForwardMma.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
-class State(InOrder):
+class MmaState(InOrder):
   """What crosses trips: the accumulators of O and, per query tile, the reference m of its rows, bias = -m*Scores.to_log2 and the row sums l, of P as
   it is rounded: O divided by those is a mean of V, whatever the rounding did. For the LSE, l has the lane's part of the exact sums besides. Within a
-  trip: the scores, P as the A operand of O, and its part of l. Shared memory, and a dummy that statements are stored to."""
+  trip: the scores, P as the A operand of O, and its part of l. Shared memory, and where statements are stored."""
+  shared: UOp
   acc: UOp
   m: UOp
   bias: UOp
@@ -81,129 +69,151 @@ class State(InOrder):
   scores: UOp
   weights: UOp
   part: UOp
-  shared: UOp
-  nothing: UOp
-  def do(self, statement:UOp) -> UOp: return self.nothing[0].store(statement)
+  statements: Statements
 
-def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
-  `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
-  if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
-  check_range(p, tile)
-  mat, q_tiles, block_n, stages, (left, _) = tile.matrix, tile.q_tiles, tile.block_n, tile.stages, p.window
-  depth, width = round_up(p.D, mat.K), round_up(p.Dv, mat.K)
-  k_tiles, d_tiles = block_n//mat.N, width//mat.N
-  steps, n_parts = block_n//mat.K, min(tile.parts, block_n//mat.K)   # of O += P V
-  parts = [range(i*steps//n_parts, (i + 1)*steps//n_parts) for i in range(n_parts)]
+@dataclass(frozen=True)
+class ForwardMma:
+  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  warps: Warps
+  tile: MmaTile
+  state: MmaState      # at the start
 
-  def kernel(*args:UOp) -> UOp:
-    block = Block.of(p, arch, tile, mat, args)
-    lane, scores, keys = block.at.lane, block.scores, block.keys
-    in_block = [(block.at.wave*q_tiles + t)*mat.M for t in range(q_tiles)]    # first rows of the warp's query tiles
-    queries = [block.queries(first) for first in in_block]
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> ForwardMma:
+    warps, mat = Warps.of(p, arch, tile, tile.matrix, args), tile.matrix
+    new, kinds = warps.group.grid.allocator, 1 if warps.group.lse is None else 2       # of row sums
+    q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.block_n//mat.N, round_up(p.Dv, mat.K)//mat.N
+    state = MmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(q_tiles*d_tiles, nv.F4), new.registers(q_tiles, nv.F2),
+                     new.registers(q_tiles, nv.F2), new.registers(kinds*q_tiles, nv.F2), new.registers(q_tiles*k_tiles, nv.F4),
+                     new.registers(q_tiles*k_tiles//2, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new))
+    return ForwardMma(warps, tile, state)
 
-    # ***** placeholders *****
-    def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
-    kinds = 1 if block.lse is None else 2                       # of row sums
-    start = State(registers(q_tiles*d_tiles, 2, nv.F4), registers(q_tiles, 3, nv.F2), registers(q_tiles, 4, nv.F2),
-                  registers(kinds*q_tiles, 5, nv.F2), registers(q_tiles*k_tiles, 6, nv.F4), registers(q_tiles*k_tiles//2, 7, nv.U4),
-                  registers(kinds*q_tiles, 8, nv.F2), UOp.placeholder((lds_bytes(p, tile)//16,), nv.U4, 0, AddrSpace.LOCAL), registers(1, 9))
-    q_rows, k_size, v_size = Rows(depth), block_n*Rows(depth).stride, block_n*Rows(width).stride
-    k_base, v_base = tile.block_m*q_rows.stride, tile.block_m*q_rows.stride + stages*k_size
-    def k_rows(t:UOp) -> Rows: return Rows(depth, k_base + t%stages*k_size)
-    def v_rows(t:UOp) -> Rows: return Rows(width, v_base + t%stages*v_size)
+  # ***** sizes *****
+  @property
+  def mat(self) -> Mma: return self.tile.matrix
+  @property
+  def p(self) -> Problem: return self.warps.group.p
+  @property
+  def kinds(self) -> int:
+    """Of row sums."""
+    return self.state.l.max_numel()//self.tile.q_tiles
+  @property
+  def k_tiles(self) -> int: return self.tile.block_n//self.mat.N
+  @property
+  def d_tiles(self) -> int: return round_up(self.p.Dv, self.mat.K)//self.mat.N
+  @property
+  def depth_steps(self) -> range:
+    """The matrix instructions that a row of Q and K takes."""
+    return range(round_up(self.p.D, self.mat.K)//self.mat.K)
+  @property
+  def parts(self) -> list[range]:
+    """The steps of O += P V, in the parts by which P is computed and used."""
+    steps = self.tile.block_n//self.mat.K
+    n = min(self.tile.parts, steps)
+    return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
+  @functools.cached_property
+  def in_block(self) -> list[UOp]:
+    """The first rows of the warp's query tiles."""
+    return [(self.warps.at.wave*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
+  @functools.cached_property
+  def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
 
-    def fetch(s:State, copies:list[UOp]) -> UOp:
-      s = s.after(UOp.group(*map(s.do, copies)))
-      return s.do(nv.commit(s.order))
-    def fetch_tile(s:State, t:UOp) -> UOp:
-      return fetch(s, block.copies("k", s.shared, t*block_n, block_n, k_rows(t)) + block.copies("v", s.shared, t*block_n, block_n, v_rows(t)))
+  # ***** the algorithm *****
+  def program(self) -> UOp:
+    warps, keys, stages = self.warps, self.warps.group.keys, self.tile.stages
+    q_rows, _, _ = self.tile.layouts(self.p)
+    s = self.state
+    s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))], warps.first_values(s.acc, s.m, s.bias, s.l))
+    s = self.started(s, warps.copies_of_q(s.shared, q_rows))
+    for i in range(stages - 1): s = self.fetch(s, keys.begin + i)
+    s = self.arrived(s, stages - 1)
+    q_kept = [] if self.tile.q_in_lds else [[self.q_operand(s, qt, step) for step in self.depth_steps] for qt in range(self.tile.q_tiles)]
+    if self.p.window[0] >= 0: s = self.trips(s, q_kept, keys.begin, keys.full_begin, masked=True)
+    s = self.trips(s, q_kept, keys.full_begin, keys.full_end, masked=False)
+    s = self.trips(s, q_kept, keys.full_end, keys.end, masked=True)
+    return warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
-    # ***** Q: the A operand of S, kept in registers or read anew in every trip *****
-    def read(s:State, rows:Rows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
-      place, step = rows.further(row, unit, row_step, unit_step)
-      return nv.ldmatrix(s.shared[place], step, transposed)
-    def q_operand(s:State, qt:int, step:int) -> UOp:
-      row, unit = mat.a_address(lane)
-      return read(s, q_rows, in_block[0] + row, unit, qt*mat.M, 2*step)
+  def trips(self, s:MmaState, q_kept:list[list[UOp]], first:UOp, last:UOp, masked:bool) -> MmaState:
+    if (count := trip_count(last - first)) is None: return s
+    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
+    return s.after(self.trip(self.arrived(s.after(r), self.tile.stages - 2), q_kept, first + r, masked).end(r))
 
-    # ***** one trip *****
-    def arrived(s:State, but:int) -> State:
-      """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
-      return s.after(workgroup_barrier(s.do(nv.wait(s.order, but))))
+  def trip(self, s:MmaState, q_kept:list[list[UOp]], t:UOp, masked:bool) -> UOp:
+    tiles = [self.warps.group.scores.finished(x, rows, t, masked) for x, rows in zip(self.raw_scores(s, q_kept, t), self.queries)]
+    s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
+    s = self.fetch(s, t + self.tile.stages - 1)      # while the tensor cores work
+    for steps in self.parts:
+      done = self.add_to_o(self.weigh(s, steps), t, steps)
+      s = s.after(done)
+    return done
 
-    def score(s:State, t:UOp) -> list[list[UOp]]:
-      """S of one key tile: for each query tile its C fragments."""
-      tiles, (row, unit) = [[nv.zero(s.order)]*k_tiles for _ in range(q_tiles)], mat.b_address(lane)
-      for step in range(depth//mat.K):
-        a = [q_operand(s, qt, step) if tile.q_in_lds else q_kept[qt][step] for qt in range(q_tiles)]
-        for pair in range(k_tiles//2):
-          b = read(s, k_rows(t), row, unit, pair*mat.K, 2*step)
-          for qt, half in itertools.product(range(q_tiles), range(2)):
-            tiles[qt][2*pair + half] = nv.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
-      return tiles
+  def outputs(self, s:MmaState, qt:int) -> list[UOp]:
+    """O = O / l, LSE = m + ln l of a query tile."""
+    accs = [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
+    totals = [ops.extract(s.l[qt].load(), r) for r in range(nv.ROWS)]
+    exact = [total_of(s.l[self.tile.q_tiles + qt].load(), r) for r in range(nv.ROWS)] if self.kinds == 2 else None
+    return self.warps.outputs(self.queries[qt], accs, s.m[qt].load(), totals, exact)
 
-    def trip(s:State, t:UOp, masked:bool) -> UOp:
-      tiles = [block.finished(y, rows, t, masked) for y, rows in zip(score(s, t), queries)]
-      s = s.after(UOp.group(*[s.scores[qt*k_tiles + kt].store(y) for qt, ys in enumerate(tiles) for kt, y in enumerate(ys)]))
-      s = s.after(fetch_tile(s, t + stages - 1))      # while the tensor cores work
-      for steps in parts:
-        done = product(weigh(s, steps), t, steps)
-        s = s.after(done)
-      return done
+  # ***** global -> shared memory -> operands *****
+  def k_rows(self, t:UOp) -> SwizzledRows:
+    q, k, _ = self.tile.layouts(self.p)
+    return k.at(q.size + t%self.tile.stages*k.size)
+  def v_rows(self, t:UOp) -> SwizzledRows:
+    q, k, v = self.tile.layouts(self.p)
+    return v.at(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
-    def weigh(s:State, steps:range) -> State:
-      """P of some of the keys, relative to a reference that it does not outgrow."""
-      stores = []
-      for qt in range(q_tiles):
-        total, exact = nv.zero(s.order), ops.splat(0.0, 2)
-        for step in steps:
-          pair = [ops.weights(s.scores[qt*k_tiles + 2*step + i].load(), s.bias[qt].load(), scores.to_log2) for i in range(2)]
-          a = nv.pack_a(pair[0], pair[1], p.dtype)
-          total, exact = nv.times_ones(mat, a, total, p.dtype), functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
-          stores.append(s.weights[qt*k_tiles//2 + step].store(a))
-        stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((nv.row_sums(total), exact)[:kinds])]
-      s = s.after(UOp.group(*stores))
-      s = s.after(s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, rows=nv.ROW_LANES, dtype=p.dtype, sums=(ONES, LANE)[:kinds],
-                               matrix=mat, scale=scores.to_log2, above=tile.rescale_above, first=2*steps.start, count=2*len(steps))))
-      return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.part[i].load())) for i in range(kinds*q_tiles)]))
+  def started(self, s:MmaState, copies:list[UOp]) -> MmaState:
+    """The copies are under way, as a group of their own."""
+    s = s.do(*copies)
+    return s.do(nv.commit(s.done))
+  def fetch(self, s:MmaState, t:UOp) -> MmaState: return self.started(s, self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
+  def arrived(self, s:MmaState, but:int) -> MmaState:
+    """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
+    return s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, but))))
 
-    def product(s:State, t:UOp, steps:range) -> UOp:
-      """O += P V over those keys."""
-      accs, (row, unit) = [[s.acc[qt*d_tiles + i].load() for i in range(d_tiles)] for qt in range(q_tiles)], mat.b_transposed_address(lane)
-      for step, d_pair in itertools.product(steps, range(d_tiles//2)):
-        b = read(s, v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
-        for qt, half in itertools.product(range(q_tiles), range(2)):
-          accs[qt][2*d_pair + half] = nv.mma(mat, s.weights[qt*k_tiles//2 + step].load(), b, half, accs[qt][2*d_pair + half])
-      return UOp.group(*[s.acc[qt*d_tiles + i].store(y) for qt, ys in enumerate(accs) for i, y in enumerate(ys)])
+  def read(self, s:MmaState, rows:SwizzledRows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
+    place, step = rows.further(row, unit, row_step, unit_step)
+    return nv.ldmatrix(s.shared[place], step, transposed)
+  def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
+    """The A operand of S: kept in registers, or read anew in every trip."""
+    row, unit = self.mat.a_address(self.warps.at.lane)
+    return self.read(s, self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
-    def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      if (count := trip_count(last - first)) is None: return s
-      r = UOp.range(count, next(block.axes), AxisType.LOOP)
-      return s.after(trip(arrived(s.after(r), stages - 2), first + r, masked).end(r))
+  # ***** one trip *****
+  def raw_scores(self, s:MmaState, q_kept:list[list[UOp]], t:UOp) -> list[list[UOp]]:
+    """S = Q K^T of one key tile: for each query tile its C fragments."""
+    mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_address(self.warps.at.lane)
+    tiles = [[nv.zero(s.done)]*self.k_tiles for _ in q_tiles]
+    for step in self.depth_steps:
+      a = [self.q_operand(s, qt, step) if self.tile.q_in_lds else q_kept[qt][step] for qt in q_tiles]
+      for pair in range(self.k_tiles//2):
+        b = self.read(s, self.k_rows(t), row, unit, pair*mat.K, 2*step)
+        for qt, half in itertools.product(q_tiles, range(2)):
+          tiles[qt][2*pair + half] = nv.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
+    return tiles
 
-    # ***** all of it *****
-    nought = UOp.const(0.0, dtypes.float)
-    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(nv.zero(nought)) for i in range(q_tiles*d_tiles)]
-    zero += [y[i].store(ops.splat(value, 2)) for y, value in ((start.m, LOWEST), (start.bias, first_bias(scores.to_log2)), (start.l, 0.0))
-             for i in range(y.max_numel())]
-    s = start.after(UOp.group(*zero))
-    s = s.after(fetch(s, block.copies("q", s.shared, block.first_row, tile.block_m, q_rows)))
-    for i in range(stages - 1): s = s.after(fetch_tile(s, keys.begin + i))
-    s = arrived(s, stages - 1)
-    q_kept = [] if tile.q_in_lds else [[q_operand(s, qt, step) for step in range(depth//mat.K)] for qt in range(q_tiles)]
-    if left >= 0: s = trips(s, keys.begin, keys.full_begin, masked=True)
-    s = trips(s, keys.full_begin, keys.full_end, masked=False)
-    s = trips(s, keys.full_end, keys.end, masked=True)
+  def weigh(self, s:MmaState, steps:range) -> MmaState:
+    """P of some of the keys, relative to a reference that it does not outgrow."""
+    stores, q_tiles, kinds, to_log2 = [], self.tile.q_tiles, self.kinds, self.warps.group.scores.to_log2
+    for qt in range(q_tiles):
+      total, exact = nv.zero(s.done), ops.splat(0.0, 2)
+      for step in steps:
+        pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
+        a = nv.pack_a(pair[0], pair[1], self.p.dtype)
+        total, exact = nv.times_ones(self.mat, a, total, self.p.dtype), functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
+        stores.append(s.weights[qt*self.k_tiles//2 + step].store(a))
+      stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((nv.row_sums(total), exact)[:kinds])]
+    s = s.store(stores)
+    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=(ONES, LANE)[:kinds],
+                     matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps)))
+    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(kinds*q_tiles)]))
 
-    # ***** O = O / l, LSE = m + ln l *****
-    outputs = []
-    for qt, rows in enumerate(queries):
-      factors, log_sums = [], []
-      for r, row in enumerate(rows):
-        m, sink = ops.extract(s.m[qt].load(), r), flat(block.given["sinks"])[row.head].load() if "sinks" in block.given else None
-        factors.append(finish(m, ops.extract(s.l[qt].load(), r), scores, sink)[0])
-        if kinds == 2: log_sums.append(finish(m, total_of(s.l[q_tiles + qt].load(), r), scores, sink)[1])
-      outputs += block.outputs(rows, [s.acc[qt*d_tiles + dt].load() for dt in range(d_tiles)], factors, log_sums)
-    return block.kernel("mma", outputs, lds_bytes(p, tile))
-  return kernel
+  def add_to_o(self, s:MmaState, t:UOp, steps:range) -> UOp:
+    """O += P V over those keys."""
+    mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_transposed_address(self.warps.at.lane)
+    accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
+    for step, d_pair in itertools.product(steps, range(self.d_tiles//2)):
+      b = self.read(s, self.v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
+      for qt, half in itertools.product(q_tiles, range(2)):
+        accs[qt][2*d_pair + half] = nv.mma(mat, s.weights[qt*self.k_tiles//2 + step].load(), b, half, accs[qt][2*d_pair + half])
+    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))

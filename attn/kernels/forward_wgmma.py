@@ -10,40 +10,20 @@ import functools
 from dataclasses import dataclass
 from typing import Callable, ClassVar
 from attn.chips import Chip
-from attn.chips.matrix import MMA
-from attn.kernels.nvidia import UNIT, LINE, Block, InOrder, total_of
+from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.epilogue import finish
-from attn.kernels.parts.rows import flat
-from attn.kernels.parts.statements import workgroup_barrier
-from attn.kernels.parts.tensors import check_range
-from attn.kernels.parts.tiles import ceildiv, round_up
+from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.layouts import LINE, SwizzledPanels
+from attn.kernels.parts.scores import Row
+from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.warps import Warps, total_of
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
-from attn.ops.softmax import LANE, LOWEST, correct, first_bias, lane_sum
+from attn.ops.softmax import LANE, correct, lane_sum
 from attn.problem import Problem
-from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
+from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 STAGES = 3      # K and V tiles in shared memory
-
-@dataclass(frozen=True)
-class Panels:
-  """A tile of rows in shared memory as wgmma reads it, from unit `base` on: see attn/ops/hopper.py."""
-  rows: int                # a multiple of 8
-  width: int               # elements of a row, a multiple of 16
-  base: UOp|int = 0
-  @property
-  def units(self) -> int: return self.width//UNIT
-  @property
-  def across(self) -> int: return 1 << (self.units - 1).bit_length()
-  @property
-  def pitch(self) -> int: return LINE
-  @property
-  def panel(self) -> int: return self.rows*LINE
-  @property
-  def size(self) -> int: return ceildiv(self.units, LINE)*self.panel
-  def place(self, row:UOp, unit:UOp) -> UOp:
-    """Where a 16-byte unit lies."""
-    return (self.base + unit//LINE*self.panel + row*LINE).cast(dtypes.int) + ((unit%LINE).cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
 
 @dataclass(frozen=True)
 class WgmmaTile:
@@ -59,109 +39,134 @@ class WgmmaTile:
   def block_m(self) -> int: return self.groups*wgmma.M
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
+  def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
+    """The tiles of Q, of K and of V in shared memory."""
+    unit = MMA[p.dtype].unit
+    k_units, v_units = (round_up(d, wgmma.K)//unit for d in (p.D, p.Dv))
+    return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
+  def lds_bytes(self, p:Problem) -> int:
+    q, k, v = self.layouts(p)
+    return UNIT_BYTES*(q.size + STAGES*(k.size + v.size) + 1)      # the last one is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {STAGES} stages"
-
-def panels_of(p:Problem, tile:WgmmaTile) -> tuple[Panels, Panels, Panels]:
-  """The tiles of Q, K and V."""
-  depth, width = round_up(p.D, wgmma.K), round_up(p.Dv, wgmma.K)
-  return Panels(tile.block_m, depth), Panels(tile.block_n, depth), Panels(tile.block_n, width)
-
-def lds_bytes(p:Problem, tile:WgmmaTile) -> int:
-  q, k, v = panels_of(p, tile)
-  return 16*(q.size + STAGES*(k.size + v.size) + 1)
-
-@dataclass(frozen=True)
-class State(InOrder):
-  """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*Scores.to_log2 and the row sums l. Within a trip: its
-  part of l, the scores, and P as the A operand of O. Shared memory, and a dummy that statements are stored to."""
-  acc: UOp
-  m: UOp
-  bias: UOp
-  l: UOp
-  part: UOp
-  scores: UOp
-  p: UOp
-  shared: UOp
-  nothing: UOp
-  def do(self, statement:UOp) -> State: return self.after(self.nothing[0].store(statement))
 
 def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
   `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
-  if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
-  check_range(p, tile)
-  mat, block_n, (left, _) = MMA[p.dtype], tile.block_n, p.window
-  q_tile, k_tile, v_tile = panels_of(p, tile)
+  check_problem(p, tile)
+  return lambda *args: ForwardWgmma.of(p, arch, tile, args).program()
 
-  def kernel(*args:UOp) -> UOp:
-    block = Block.of(p, arch, tile, mat, args)
-    scores, keys, group = block.scores, block.keys, wgmma.group(block.at.wave)
-    queries = block.queries(block.at.wave*mat.M)
+@dataclass(frozen=True)
+class WgmmaState(InOrder):
+  """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*Scores.to_log2 and the row sums l. Within a trip: its
+  part of l, the scores, and P as the A operand of O. Shared memory, and where statements are stored."""
+  shared: UOp
+  acc: UOp
+  m: UOp
+  bias: UOp
+  l: UOp
+  scores: UOp
+  p: UOp
+  statements: Statements
+  part: UOp
+  @property
+  def arrivals(self) -> UOp:
+    """The mbarrier, in the last unit of shared memory."""
+    return self.shared[self.shared.max_numel() - 1]
 
-    # ***** placeholders *****
-    def registers(n:int, slot:int, dtype:DType=dtypes.float) -> UOp: return UOp.placeholder((n,), dtype, slot, AddrSpace.REG)
-    units = lds_bytes(p, tile)//16
-    start = State(registers(v_tile.width//mat.N, 2, nv.F4), registers(1, 3, nv.F2), registers(1, 4, nv.F2), registers(1, 5, nv.F2),
-                  registers(1, 9, nv.F2), registers(block_n//mat.N, 6, nv.F4), registers(block_n//mat.K, 7, nv.U4),
-                   UOp.placeholder((units,), nv.U4, 0, AddrSpace.LOCAL),
-                  registers(1, 8))
-    def stage(t:UOp) -> UOp: return (t - keys.begin)%STAGES
-    def k_panels(t:UOp) -> Panels: return Panels(block_n, k_tile.width, q_tile.size + stage(t)*k_tile.size)
-    def v_panels(t:UOp) -> Panels: return Panels(block_n, v_tile.width, q_tile.size + STAGES*k_tile.size + stage(t)*v_tile.size)
-    def arrivals(s:State) -> UOp: return s.shared[units - 1]
-    def fetch(s:State, copies:list[UOp]) -> State: return s.after(UOp.group(*[s.nothing[0].store(x) for x in copies]))
-    def fetch_tile(s:State, t:UOp) -> State:
-      s = fetch(s, block.copies("k", s.shared, t*block_n, block_n, k_panels(t)) + block.copies("v", s.shared, t*block_n, block_n, v_panels(t)))
-      return s.do(wgmma.arrive(arrivals(s), s.order))
+@dataclass(frozen=True)
+class ForwardWgmma:
+  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  warps: Warps
+  tile: WgmmaTile
+  state: WgmmaState      # at the start
 
-    # ***** one trip *****
-    def trip(s:State, t:UOp, masked:bool) -> State:
-      # S = Q K^T; meanwhile the next tile starts on its way
-      s = s.do(wgmma.arrived(arrivals(s), t - keys.begin, s.order))
-      s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[k_panels(t).base], s.order, k_tile.width//mat.K,
-                            (16*q_tile.panel, 16*k_tile.panel), p.dtype))
-      s = fetch_tile(s, t + 1)
-      s = s.do(wgmma.wait(s.scores, s.order))
-      tiles = [s.scores[kt].load() for kt in range(block_n//mat.N)]
-      if masked or not scores.raw:
-        tiles = block.finished(tiles, queries, t, masked)
-        s = s.after(UOp.group(*[s.scores[kt].store(y) for kt, y in enumerate(tiles)]))
-      # P = exp2(S - m)
-      weights = [ops.weights(y, s.bias[0].load(), scores.to_log2) for y in tiles]
-      total = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), weights, ops.splat(0.0, 2))
-      s = s.after(UOp.group(*[s.p[i].store(nv.pack_a(weights[2*i], weights[2*i + 1], p.dtype)) for i in range(block_n//mat.K)]))
-      s = s.after(s.part[0].store(total))
-      s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=nv.ROW_LANES, dtype=p.dtype, sums=(LANE,), matrix=mat,
-                       scale=scores.to_log2, above=tile.rescale_above))
-      s = s.after(s.l[0].store(ops.add(s.l[0].load(), s.part[0].load())))
-      # O += P V
-      s = s.do(wgmma.output(s.acc, s.p, s.shared[v_panels(t).base], s.order, 16*v_tile.panel, p.dtype))
-      return s.do(wgmma.wait(s.acc, s.order))
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:WgmmaTile, args:tuple[UOp, ...]) -> ForwardWgmma:
+    mat, width = MMA[p.dtype], round_up(p.Dv, wgmma.K)
+    warps = Warps.of(p, arch, tile, mat, args)
+    new = warps.group.grid.allocator
+    state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(width//mat.N, nv.F4), new.registers(1, nv.F2), new.registers(1, nv.F2),
+                       new.registers(1, nv.F2), new.registers(tile.block_n//mat.N, nv.F4), new.registers(tile.block_n//mat.K, nv.U4),
+                       Statements.of(new), new.registers(1, nv.F2))
+    return ForwardWgmma(warps, tile, state)
 
-    def trips(s:State, first:UOp, last:UOp, masked:bool) -> State:
-      if (count := trip_count(last - first)) is None: return s
-      r = UOp.range(count, next(block.axes), AxisType.LOOP)
-      return s.after(trip(s.after(r), first + r, masked).order.end(r))
+  @property
+  def mat(self) -> Mma: return self.warps.at.matrix
+  @property
+  def p(self) -> Problem: return self.warps.group.p
+  @functools.cached_property
+  def queries(self) -> list[Row]: return self.warps.queries(self.warps.at.wave*self.mat.M)
 
-    # ***** all of it *****
-    nought = UOp.const(0.0, dtypes.float)
-    zero = [start.nothing[0].store(nought)] + [start.acc[i].store(nv.zero(nought)) for i in range(start.acc.max_numel())]
-    zero += [y[0].store(ops.splat(value, 2)) for y, value in ((start.m, LOWEST), (start.bias, first_bias(scores.to_log2)), (start.l, 0.0))]
-    s = start.after(UOp.group(*zero))
-    s = s.do(wgmma.init(arrivals(s), block.at.thread.eq(0), tile.threads))
-    s = s.after(workgroup_barrier(s.order))
-    s = fetch_tile(fetch(s, block.copies("q", s.shared, block.first_row, tile.block_m, q_tile)), keys.begin)
-    if left >= 0: s = trips(s, keys.begin, keys.full_begin, masked=True)
-    s = trips(s, keys.full_begin, keys.full_end, masked=False)
-    s = trips(s, keys.full_end, keys.end, masked=True)
+  # ***** the algorithm *****
+  def program(self) -> UOp:
+    warps, keys = self.warps, self.warps.group.keys
+    q_panels, _, _ = self.tile.layouts(self.p)
+    s = self.state
+    s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))], warps.first_values(s.acc, s.m, s.bias, s.l))
+    s = s.do(wgmma.init(s.arrivals, warps.at.thread.eq(0), self.tile.threads))
+    s = s.after(workgroup_barrier(s.done))
+    s = self.fetch(s.do(*warps.copies_of_q(s.shared, q_panels)), keys.begin)
+    if self.p.window[0] >= 0: s = self.trips(s, keys.begin, keys.full_begin, masked=True)
+    s = self.trips(s, keys.full_begin, keys.full_end, masked=False)
+    s = self.trips(s, keys.full_end, keys.end, masked=True)
+    return warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
-    # ***** O = O / l, LSE = m + ln l *****
-    factors, log_sums = [], []
-    for r, row in enumerate(queries):
-      sink = flat(block.given["sinks"])[row.head].load() if "sinks" in block.given else None
-      factor, log_sum = finish(ops.extract(s.m[0].load(), r), total_of(s.l[0].load(), r), scores, sink)
-      factors.append(factor)
-      log_sums.append(log_sum)
-    accs = [s.acc[dt].load() for dt in range(start.acc.max_numel())]
-    return block.kernel("wgmma", block.outputs(queries, accs, factors, log_sums), lds_bytes(p, tile))
-  return kernel
+  def trips(self, s:WgmmaState, first:UOp, last:UOp, masked:bool) -> WgmmaState:
+    if (count := trip_count(last - first)) is None: return s
+    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
+    return s.after(self.trip(s.after(r), first + r, masked).done.end(r))
+
+  def trip(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
+    s = self.fetch(self.start_scores(s, t), t + 1)                # S = Q K^T; meanwhile the next tile starts on its way
+    s = s.do(wgmma.wait_products(s.scores, s.done))
+    s = self.weigh(s, t, masked)
+    return self.add_to_o(s, t)
+
+  def outputs(self, s:WgmmaState) -> list[UOp]:
+    """O = O / l, LSE = m + ln l."""
+    accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
+    totals = [total_of(s.l[0].load(), r) for r in range(nv.ROWS)]
+    return self.warps.outputs(self.queries, accs, s.m[0].load(), totals, totals)
+
+  # ***** global -> shared memory *****
+  def stage(self, t:UOp) -> UOp: return (t - self.warps.group.keys.begin)%STAGES
+  def k_panels(self, t:UOp) -> SwizzledPanels:
+    q, k, _ = self.tile.layouts(self.p)
+    return k.at(q.size + self.stage(t)*k.size)
+  def v_panels(self, t:UOp) -> SwizzledPanels:
+    q, k, v = self.tile.layouts(self.p)
+    return v.at(q.size + STAGES*k.size + self.stage(t)*v.size)
+  def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """Tile t is on its way; this thread arrives when its part is there."""
+    s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t)))
+    return s.do(wgmma.arrive(s.arrivals, s.done))
+
+  # ***** one trip *****
+  def start_scores(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """S = Q K^T of a warpgroup's 64 queries is under way, once tile t is there."""
+    q, k, _ = self.tile.layouts(self.p)
+    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.keys.begin, s.done))
+    group = wgmma.group(self.warps.at.wave)
+    return s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, round_up(self.p.D, wgmma.K)//wgmma.K,
+                             (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype))
+
+  def weigh(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
+    """P = exp2(S - m), relative to a reference that it does not outgrow."""
+    scores, block_n, mat = self.warps.group.scores, self.tile.block_n, self.mat
+    tiles = [s.scores[kt].load() for kt in range(block_n//mat.N)]
+    if masked or not scores.raw:
+      tiles = scores.finished(tiles, self.queries, t, masked)
+      s = s.store(store_all(s.scores, tiles))
+    weights = [ops.weights(y, s.bias[0].load(), scores.to_log2) for y in tiles]
+    total = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), weights, ops.splat(0.0, 2))
+    s = s.store(store_all(s.p, [nv.pack_a(weights[2*i], weights[2*i + 1], self.p.dtype) for i in range(block_n//mat.K)]))
+    s = s.store([s.part[0].store(total)])
+    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=(LANE,), matrix=mat,
+                     scale=scores.to_log2, above=self.tile.rescale_above))
+    return s.store([s.l[0].store(ops.add(s.l[0].load(), s.part[0].load()))])
+
+  def add_to_o(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """O += P V."""
+    _, _, v = self.tile.layouts(self.p)
+    s = s.do(wgmma.output(s.acc, s.p, s.shared[self.v_panels(t).base], s.done, UNIT_BYTES*v.panel, self.p.dtype))
+    return s.do(wgmma.wait_products(s.acc, s.done))

@@ -7,8 +7,8 @@ having rows 16*w on; so is its part of A.
 Tiles in shared memory are panels of 64 columns: rows of 128 bytes whose 16-byte units are permuted by xor with the number of the row modulo 8 (the
 128-byte swizzle of 9.7.15.5.1), from an address that is a multiple of 1024 bytes.
 
-What is asynchronous the emulator takes strictly: from `scores` or `output` on until `wait` nobody may touch their accumulators, nor write what they
-read, in shared memory or in registers.
+What is asynchronous the emulator takes strictly: from `scores` or `output` on until `wait_products` nobody may touch their accumulators, nor write
+what they read, in shared memory or in registers.
 """
 from __future__ import annotations
 from typing import Any, Callable
@@ -142,7 +142,7 @@ def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], 
 def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str) -> UOp:
   """Starts acc += P V: A fragments `p` (a placeholder, 16 keys each), as many rows of V. A statement."""
   return statement("start_output", acc[0], p[0], v, order, accs=acc.max_numel(), steps=p.max_numel(), panel=panel, dtype=dtype)
-def wait(acc:UOp, order:UOp) -> UOp:
+def wait_products(acc:UOp, order:UOp) -> UOp:
   """All that was started is done: `acc` may be used. A statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel())
 def group(wave:UOp) -> UOp:

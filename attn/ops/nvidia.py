@@ -52,12 +52,12 @@ instruction("wait", lambda lanes, _, but: lanes.wait_stores(but),
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
   """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are
   INDEXes, each `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both
-  addresses are aligned to 16 and the data are there after `wait`. A statement."""
+  addresses are aligned to 16 and the data are there after `wait_copies`. A statement."""
   return statement("copy", to, source, nbytes.cast(dtypes.int), gate, step=step, asynchronous=asynchronous)
 def commit(order:UOp) -> UOp:
   """The copies started since the last one make a group. A statement."""
   return statement("commit", order)
-def wait(order:UOp, but:int) -> UOp:
+def wait_copies(order:UOp, but:int) -> UOp:
   """Waits for this thread's copies, the last `but` groups excepted: a barrier must follow before other threads read them. A statement."""
   return statement("wait", order, but=but)
 

@@ -6,13 +6,11 @@ from attn.chips.families import CDNA3, CDNA4, RDNA4
 from attn.chips.matrix import MMA, Matrix
 from attn.emulator.banks import phases
 from attn.kernels.dual_wave import HEAD, K_LAYOUT, V_LAYOUT
-from attn.kernels.forward import Staging, v_columns, v_skew
-from attn.kernels.forward_mma import Rows
-from attn.kernels.parts.shared import LdsTile
+from attn.kernels.parts.layouts import PaddedRows, SwizzledRows
+from attn.kernels.parts.staging import Staging, v_columns, v_skew
+from attn.pictures.matrices import UNIT
 from attn.pictures.svg import FAINT, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp
-
-UNIT = CDNA3.matrix["float16"][0].unit    # elements of 16 bytes
 
 Piece = tuple[int, int]      # row and column: a unit of 16 bytes, or half of one
 HEIGHT = 18                  # of a cell, in pixels
@@ -45,21 +43,21 @@ def constant(x:UOp) -> int: return int(x.simplify().vmin)
 
 def forward_k(family:str, mat:Matrix, chip:str) -> Panel:
   lanes = [int(lane) for lane in phases(family, mat.wave, True, 16)[1][0]]
-  lds = LdsTile(UOp.const(0), 64, 8)
+  layout = PaddedRows(64, 8)
   return Panel("K, D = 64", ("A row is 8 units and one left free:", "an odd stride."), 32, 8, 8,
-               lambda row, unit: lds.place(UOp.const(row)) + unit,
+               lambda row, unit: layout.place(UOp.const(row), unit),
                (Access(f"read in one phase ({chip})", [(lane % mat.N, lane//mat.N) for lane in lanes]),))
 
 def forward_v(family:str, mat:Matrix, chip:str, block_n:int=32) -> Panel:
   columns, units = v_columns(block_n), HEAD//UNIT
-  lds = LdsTile(UOp.const(0), HEAD, block_n//UNIT, v_skew(mat, block_n))
+  layout = PaddedRows(HEAD, block_n//UNIT, v_skew(mat, block_n))
   pieces = []
   for lane in phases(family, mat.wave, False, 8)[1][0]:
     quad, unit, _ = Staging(block_n, units, 4*mat.wave, UOp.const(int(lane)), 4, columns, 2).item(0)
     pieces.append((mat.row_of(constant(unit)*UNIT), constant(quad)))
-  gap = f"A gap of {lds.skew} units after every 16 rows." if lds.skew else "An odd stride, here of 5 units."
+  gap = f"A gap of {layout.skew} units after every 16 rows." if layout.skew else "An odd stride, here of 5 units."
   return Panel(f"Vᵀ, {chip}", (f"A row is a column of V, {block_n} keys long.", gap), 32, block_n//4, 16,
-               lambda row, half: lds.place(UOp.const(row))*2 + half, (Access("stored in one phase", pieces),))
+               lambda row, half: layout.place(UOp.const(row), 0)*2 + half, (Access("stored in one phase", pieces),))
 
 # ***** dual_wave *****
 
@@ -84,7 +82,7 @@ def dual_wave_v(mat:Matrix) -> Panel:
 # ***** NVIDIA *****
 
 def swizzled(width:int) -> Panel:
-  rows, mat = Rows(width), MMA["float16"]
+  rows, mat = SwizzledRows(16, width//UNIT), MMA["float16"]
   copied = [divmod(thread, rows.across) for thread in range(UNIT)]
   matrix = [mat.b_address(lane) for lane in range(8)]
   return Panel(f"D = {width}", ("Whole lines of 128 bytes, whose units are", "exchanged by xor with the row's number."), 16, rows.units, 8,

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Mapping
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
+from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import Extent, outside, trip_count
 from attn.kernels.parts.rows import flat, strides
 from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF, Row, Scores
@@ -52,8 +53,8 @@ def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
   return stores
 
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
-                  axis:int, *split:UOp) -> list[UOp]:
-  """Of packed sequences: the stores, in a loop numbered `axis`, of o = 0 and lse = -inf to the rows that are of none (`blocks.outside`), for some
+                  new:Allocator, *split:UOp) -> list[UOp]:
+  """Of packed sequences: the stores, in a loop, of o = 0 and lse = -inf to the rows that are of none (`blocks.outside`), for some
   heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key range their lse is
   OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
   if not p.varlen: return []
@@ -61,7 +62,7 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
   o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
   columns, together = p.Dv//vec, block[1]*thread[1]
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
-  trip = UOp.range(count, axis, AxisType.LOOP)
+  trip = new.range(count, AxisType.LOOP)
   item = (trip*block[1] + block[0])*thread[1] + thread[0]
   there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(p.total_q - 1)
   zero, nothing = ops.splat(0.0, vec), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)

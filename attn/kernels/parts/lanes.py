@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
-from attn.kernels.parts.tiles import round_up
+from attn.kernels.parts.counts import round_up
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp
 

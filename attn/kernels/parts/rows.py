@@ -17,7 +17,7 @@ def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int
   return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
 @dataclass(frozen=True)
-class Rows:
+class GlobalRows:
   """The rows of one head of q, k or v in global memory: `base` the flat index of row 0, `stride` the distance of rows, both in elements."""
   buffer: UOp
   base: UOp
@@ -29,6 +29,14 @@ class Rows:
 
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
+
+  @property
+  def regular(self) -> bool:
+    """Whether neighbouring rows are `stride` apart."""
+    return True
+  def start(self, first:UOp, row:UOp) -> UOp:
+    """Where row `first` + `row` begins in the buffer."""
+    return self.base + (first*self.stride + row*self.stride)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """The `unit`-th 16 bytes of row `first` + `row`, of which rows beyond the last and columns beyond the width read as zero.
@@ -55,14 +63,26 @@ class Rows:
     return ops.build(*parts)
 
 @dataclass(frozen=True)
-class PackedRows(Rows):
+class PackedRows(GlobalRows):
   """The rows of `heads` neighbouring heads as one list: row r is row r//heads of head r%heads. `count` counts them all."""
   heads: int = 1
   head_stride: int = 0
   extent: UOp = field(default_factory=lambda: UOp.const(0))   # bytes from the first row of the first head to the end of the last row of the last one
 
+  @staticmethod
+  def of(rows:GlobalRows, heads:int, head_stride:int) -> PackedRows:
+    """Those of `heads` heads of which `rows` are the first one's."""
+    reach = ((UOp.const(0) + rows.count - 1)*rows.stride + (heads - 1)*head_stride + rows.width).maximum(0)*rows.size
+    return PackedRows(rows.buffer, rows.base, rows.stride, rows.count*heads, rows.width, rows.size, False, heads, head_stride, reach)
+
+  @property
+  def regular(self) -> bool: return False
+  def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
+  def in_heads(self, packed:UOp) -> UOp:
+    """Where a row of the list begins, from the first row on."""
+    return packed//self.heads*self.stride + packed%self.heads*self.head_stride
+
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     packed = first + row
     there = packed < self.count if gate is None else gate & (packed < self.count)
-    start = packed//self.heads*self.stride + packed%self.heads*self.head_stride
-    return self._load(self.buffer[self.base], self.extent, start, unit, there)
+    return self._load(self.buffer[self.base], self.extent, self.in_heads(packed), unit, there)

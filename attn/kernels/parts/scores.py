@@ -89,3 +89,12 @@ class Scores:
     above = last - here if right < 0 else (row.query + offset + right).minimum(last) - here
     x = [ops.mask_above(y, above, keys) for y, keys in zip(x, self.keys)]
     return x if left < 0 else [ops.mask_below(y, row.query + offset - left - here, keys) for y, keys in zip(x, self.keys)]
+
+  def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
+    """What the softmax takes, of the raw scores of these rows, whose elements lie in each vector one row after another."""
+    if self.raw and not masked: return tiles
+    n = ops.length(tiles[0])//len(rows)
+    parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]
+    parts = [self.modify(x, row, tile) for x, row in zip(parts, rows)]
+    if masked: parts = [self.mask(x, row, tile) for x, row in zip(parts, rows)]
+    return parts[0] if len(rows) == 1 else [ops.concat(low, high) for low, high in zip(*parts)]

@@ -7,11 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.lanes import Lane, operands
 from attn.kernels.parts.statements import Carried
 from attn.ops import amd, common as ops
 from attn.ops.softmax import LANE, LOWEST, RowLanes, correct
-from attn.tinygrad_compat import AddrSpace, UOp
+from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Softmax(Carried):
@@ -27,11 +28,11 @@ class Softmax(Carried):
   part: UOp
 
   @staticmethod
-  def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, slot:int) -> Softmax:
-    """For that many tiles of queries, each with as many of O^T and of S^T; takes seven slots."""
+  def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, new:Allocator) -> Softmax:
+    """For that many tiles of queries, each with as many of O^T and of S^T."""
     kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(2)),
              (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(2)))
-    return Softmax(*[UOp.placeholder((n,), dtype, slot + i, AddrSpace.REG) for i, (n, dtype) in enumerate(kinds)])
+    return Softmax(*[new.registers(n, dtype) for n, dtype in kinds])
 
 
   def start(self) -> UOp:
@@ -43,15 +44,15 @@ class Softmax(Carried):
     return [ops.weights(x, self.bias[qt].load(), to_log2) for x in scores]
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, dtype:str, above:float,
-              do:Callable[..., UOp]) -> Softmax:
+              do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
     """Takes the weights of each query tile, a column of S^T tiles, and corrects them and all the rest where scores have outgrown the reference by
-    2^above. `do` executes a statement."""
+    2^above. `do` executes a statement, after what is `before`."""
     stores = [self.p[i].store(ops.pack(x, dtype)) for i, x in enumerate(x for column in weights for x in column)]
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
     s = self.after(UOp.group(*stores, *[self.part[qt].store(row_sum(column, matrix.wave == 64)) for qt, column in enumerate(weights)]))
     rows = RowLanes(1, matrix.group_steps, matrix.exchange)
-    s = s.after(do(correct, s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part,
-                   rows=rows, dtype=dtype, sums=(LANE,), matrix=None, scale=to_log2, above=above))
+    s = s.after(do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, *before, rows=rows, dtype=dtype, sums=(LANE,), matrix=None,
+                           scale=to_log2, above=above)))
     return s.after(UOp.group(*[s.l[qt].store(ops.add(s.l[qt].load(), s.part[qt].load())) for qt in range(len(scores))]))
 
   def total(self, qt:int, matrix:Matrix) -> UOp:

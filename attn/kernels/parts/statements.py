@@ -1,7 +1,9 @@
 """What a kernel does besides computing values: statements in their order, and what is carried from one step to the next."""
 from __future__ import annotations
-from dataclasses import fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
+from attn.kernels.parts.allocator import Allocator
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 class Carried:
@@ -9,6 +11,52 @@ class Carried:
   def after(self, *deps:UOp) -> Self:
     self_: Any = self
     return type(self)(*[getattr(self, f.name).after(*deps) for f in fields(self_)])
+
+@dataclass(frozen=True)
+class Statements:
+  """Operations that are there for what they do. tinygrad keeps an operation whose value is stored: that of a statement, 0, goes to a register that is
+  there for nothing else. Only values order statements: one comes after all that its operands need, and what is `after` its store comes after it. A
+  statement that is given `done` among its operands comes after those before it."""
+  register: UOp
+  effects: tuple[UOp, ...] = ()  # stores that are still to be waited for: by the end of the loop around at the latest
+  deps: tuple[UOp, ...] = ()     # what `done` waits for
+  @staticmethod
+  def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
+  def after(self, *deps:UOp) -> Statements: return replace(self, deps=(*self.deps, *deps))
+  def do(self, statement:UOp) -> UOp:
+    """Executes a statement: its store."""
+    return self.register[0].store(statement)
+  def begin(self, statement:UOp) -> Statements:
+    """Executes a statement that is given `done`, and that only further statements come after."""
+    return self.ran(self.do(statement))
+  def ran(self, stored:UOp) -> Statements:
+    """The same of a statement that was executed, by its store."""
+    return replace(self, effects=(*self.effects, stored), deps=(stored,))
+  def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
+  @property
+  def done(self) -> UOp:
+    """A value that is there when all that this is `after` is done. A statement that is given it comes later."""
+    return self.register.after(*self.deps)[0].load()
+  @property
+  def before(self) -> tuple[UOp, ...]:
+    """The same where the first statement may not have been executed yet: then there is nothing to come after."""
+    return (self.done,) if self.deps else ()
+
+class InOrder(Carried):
+  """What is carried in a kernel whose steps follow one another: each statement comes after those before."""
+  statements: Statements
+  @property
+  def done(self) -> UOp: return self.statements.done
+  def do(self, *statements:UOp) -> Self:
+    """When these statements are done, which any order may have among them."""
+    return self.after(UOp.group(*map(self.statements.do, statements)))
+  def store(self, *stores:Iterable[UOp]) -> Self:
+    """When these are stored."""
+    return self.after(UOp.group(*[x for xs in stores for x in xs]))
+
+def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
+  """The stores of values to a placeholder, element by element."""
+  return [to[i].store(x) for i, x in enumerate(values)]
 
 def workgroup_barrier(after:UOp) -> UOp:
   """A workgroup barrier; tinygrad's own ones go by LOCAL stores that it sees."""

@@ -1,8 +1,8 @@
 """The tensors that a forward kernel takes, and which of them it can address."""
 from __future__ import annotations
-from typing import Any
 from attn.kernels.parts.rows import strides
 from attn.kernels.parts.scores import MAX_RECORDS
+from attn.kernels.parts.tiles import BlockTile, heads_of
 from attn.problem import Problem
 
 MAX_D = 256      # the longest row of O that registers hold
@@ -21,11 +21,16 @@ def too_wide(p:Problem) -> str|None:
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
 
-def check_range(p:Problem, tile:Any) -> None:
+def check_range(p:Problem, tile:BlockTile) -> None:
   """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""
-  heads = p.H//p.Hkv if tile.pack_gqa else 1
+  heads = heads_of(p, tile)
   queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
   reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*p.itemsize, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
   for name, nbytes in reads.items():
     if nbytes > MAX_RECORDS:
       raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
+
+def check_problem(p:Problem, tile:BlockTile) -> None:
+  """Raises ValueError where the number of splits is not chosen yet, and NotImplementedError where `check_range` does."""
+  if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
+  check_range(p, tile)

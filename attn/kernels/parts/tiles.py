@@ -1,10 +1,31 @@
-"""How a kernel divides the work on one chip."""
+"""How a kernel divides a problem over workgroups and threads: what every tile says, and the tile of AMD's kernels."""
 from __future__ import annotations
 from dataclasses import dataclass
-from attn.chips.matrix import Matrix
+from typing import Protocol
+from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.lanes import contraction
+from attn.kernels.parts.layouts import PaddedRows
+from attn.kernels.parts.staging import v_skew
+from attn.problem import Problem
 
-def ceildiv(a:int, b:int) -> int: return -(-a//b)
-def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
+class BlockTile(Protocol):
+  """What a kernel's tile says of how its workgroups divide the work."""
+  @property
+  def block_m(self) -> int: """Queries of a workgroup, times the heads that share its rows."""
+  @property
+  def block_n(self) -> int: """Keys of a trip."""
+  @property
+  def waves(self) -> int: """Waves (on NVIDIA warps) of a workgroup."""
+  @property
+  def threads(self) -> int: """Threads of a workgroup."""
+  @property
+  def pack_gqa(self) -> bool: """Whether a tile's rows are the queries of all the heads that share a key/value head."""
+  def lds_bytes(self, p:Problem) -> int: """LDS that a workgroup takes."""
+
+def heads_of(p:Problem, tile:BlockTile) -> int:
+  """Query heads of a workgroup: row r of its block is query r//heads of head r%heads."""
+  return p.H//p.Hkv if tile.pack_gqa else 1
 
 @dataclass(frozen=True)
 class Tile:
@@ -23,6 +44,18 @@ class Tile:
   def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.N
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
+  def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows, PaddedRows]:
+    """The tiles of Q, of K and of V^T in LDS."""
+    mat, depth = self.matrix, contraction(self.matrix, p.D)//self.matrix.unit
+    v = PaddedRows(round_up(p.Dv, mat.M), self.block_n//mat.unit, v_skew(mat, self.block_n))
+    return PaddedRows(self.block_m, depth), PaddedRows(self.block_n, depth), v
+  @property
+  def buffers(self) -> int:
+    """K tiles in LDS, and as many V tiles."""
+    return max(1, self.prefetch)
+  def lds_bytes(self, p:Problem) -> int:
+    q, k, v = self.layouts(p)
+    return UNIT_BYTES*(self.buffers*(k.size + v.size) + (q.size if self.q_in_lds else 0))
   @property
   def options(self) -> str:
     """What is not by default, in words."""

@@ -1,0 +1,17 @@
+"""The numbers that tinygrad knows a kernel's ranges, registers and LDS by: handed out here, none is written by hand."""
+from __future__ import annotations
+import itertools
+from attn.ops import common as ops
+from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
+
+class Allocator:
+  """Gives each range of one kernel its id and each placeholder its slot, in the order in which they are asked for. tinygrad nests ranges by their
+  ids, and lines up by slots what nothing else orders."""
+  def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
+  def range(self, n:int|UOp, kind:AxisType) -> UOp: return UOp.range(n, next(self._axes), kind)
+  def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
+    """n values of each thread."""
+    return UOp.placeholder((n,), dtype, next(self._slots), AddrSpace.REG)
+  def lds(self, units:int) -> UOp:
+    """So many units of 16 bytes, as vectors of four dwords, that a workgroup shares."""
+    return UOp.placeholder((units,), ops.u32(4), next(self._slots), AddrSpace.LOCAL)

@@ -1,0 +1,87 @@
+"""What the forward kernels for NVIDIA's matrix units share: the way of Q, K and V to shared memory, and what a warp holds of 16 queries.
+
+A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
+"""
+from __future__ import annotations
+from dataclasses import dataclass, replace
+from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.lanes import MmaLane
+from attn.kernels.parts.layouts import LINE, CopiedLayout
+from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.scores import Row
+from attn.kernels.parts.statements import store_all
+from attn.kernels.parts.tiles import BlockTile
+from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest
+from attn.ops import common as ops, nvidia as nv
+from attn.ops.softmax import LOWEST, first_bias
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp, dtypes
+
+@dataclass(frozen=True)
+class Warps:
+  """A block of warps, its part of a problem, and where a thread stands in it."""
+  group: Workgroup
+  at: MmaLane
+
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...]) -> Warps:
+    grid = head_in_group_fastest(p, tile, mat)
+    at = MmaLane(grid.lane, grid.wave, mat)
+    return Warps(Workgroup.of(p, arch, tile, args, grid, at), at)
+
+  def queries(self, first:UOp) -> list[Row]:
+    """A lane's rows of the 16 that begin at `first` of the block."""
+    return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
+
+  # ***** global -> shared memory *****
+  def copies_of_q(self, shared:UOp, to:CopiedLayout) -> list[UOp]:
+    """The thread's part in copying the block's queries. Statements."""
+    return self.copies(self.group.rows("q"), shared, self.group.first_row, to)
+
+  def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout) -> list[UOp]:
+    """The thread's part in copying tile t of K and of V, of the tiles that the block walks over. Statements."""
+    group, block_n = self.group, self.group.tile.block_n
+    there = (group.keys.end*block_n).minimum(group.sequence.n_k)
+    rows = [replace(group.rows(name), count=there) for name in ("k", "v")]
+    return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, t*block_n, to)]
+
+  def copies(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout) -> list[UOp]:
+    """The thread's part in copying the rows of a tile from row `first` of `source` on: those that there are not, and columns beyond the last, become
+    zero. Statements."""
+    threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
+    regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
+    statements = []
+    for j in range(ceildiv(to.rows*to.across, threads)):
+      moved = j*apart if regular else 0                # rows further on: in the instruction
+      index = self.at.thread + (0 if regular else j*threads)
+      row, unit = index//to.across, index%to.across
+      left_over = UOp.const(UNIT_BYTES) if width % (2*source.unit) == 0 else ((width - unit*source.unit)*size).maximum(0).minimum(UNIT_BYTES)
+      nbytes = (first + row + moved < source.count).where(left_over, 0)
+      further = UNIT_BYTES*moved*to.pitch, size*moved*source.stride
+      statements.append(nv.copy(shared[to.place(row, unit)], source.buffer[source.start(first, row) + unit*source.unit], further, nbytes,
+                                (row + moved < to.rows) & (unit < to.units), width % source.unit == 0))
+    return statements
+
+  # ***** the softmax's registers, O and LSE *****
+  def first_values(self, acc:UOp, m:UOp, bias:UOp, l:UOp) -> list[UOp]:
+    """The stores that begin a sum over keys, of which none was seen."""
+    zero, begin = nv.zero(UOp.const(0.0, dtypes.float)), ((m, LOWEST), (bias, first_bias(self.group.scores.to_log2)), (l, 0.0))
+    return [*store_all(acc, [zero]*acc.max_numel()), *[x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]]
+
+  def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, totals:list[UOp], exact:list[UOp]|None) -> list[UOp]:
+    """O = O / l, LSE = m + ln l of 16 queries: of each row the sum that O is divided by, and where an LSE is wanted that which it is made of."""
+    mat, group, stores = self.at.matrix, self.group, []
+    for r, row in enumerate(queries):
+      factor, _ = group.normalised(row, ops.extract(m, r), totals[r])
+      log_sum = group.normalised(row, ops.extract(m, r), exact[r])[1] if exact is not None else None
+      o = [(dt*mat.N + self.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for dt, acc in enumerate(accs)]
+      stores += group.outputs(row, o, log_sum)
+    return stores
+
+def total_of(part:UOp, r:int) -> UOp:
+  """The sum of row r, of the parts of it that the lanes which share it have."""
+  total = ops.extract(part, r)
+  for step in (1, 2): total = total + nv.xor_lane(total, step)
+  return total

@@ -1,0 +1,142 @@
+"""A workgroup's part of a problem: which head, queries and keys it has, by what numbers it is known, and how its kernel ends."""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass
+from attn.chips import Chip
+from attn.chips.matrix import Matrix, Mma
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.blocks import KeyBlocks, Extent, key_blocks, extent
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, estimates, finish, place_of_row, store_row
+from attn.kernels.parts.lanes import Lane, MmaLane
+from attn.kernels.parts.rows import GlobalRows, PackedRows, flat, strides
+from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tiles import BlockTile, heads_of
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dynamic_shared_name
+
+CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in NVIDIA's L2
+
+@dataclass(frozen=True)
+class Grid:
+  """Who works on what: heads and blocks of queries over the grid, lanes and waves over a workgroup's threads."""
+  allocator: Allocator
+  ranges: tuple[UOp, ...]     # those of the grid and of the threads
+  head: UOp                   # the workgroup's number among B*H heads, or groups of heads
+  block: UOp                  # and among the blocks of queries
+  lane: UOp
+  wave: UOp
+
+def head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
+  """AMD's grid: heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
+  new, heads = Allocator(), heads_of(p, tile)
+  block = new.range(ceildiv(p.Sq*heads, tile.block_m), AxisType.GLOBAL)
+  head = new.range(p.B*p.H//heads, AxisType.GLOBAL)
+  lane = new.range(mat.wave, AxisType.WARP)
+  wave = new.range(tile.waves, AxisType.WARP)       # as a LOCAL axis tinygrad would split it where % divides it
+  return Grid(new, (block, head, lane, wave), head, block, lane, wave)
+
+def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
+  """NVIDIA's grid: the blocks of a group of heads run together, under a causal mask of as many as the cache holds."""
+  new, heads = Allocator(), heads_of(p, tile)
+  n = p.B*p.H//heads
+  cached = CACHED*(p.H//p.Hkv//heads)//(p.itemsize*p.Sk*(p.D + p.Dv)) if p.window[1] >= 0 else 1
+  together = max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, cached))
+  group = new.range(n//together, AxisType.GLOBAL)
+  block = new.range(ceildiv(p.Sq*heads, tile.block_m), AxisType.GLOBAL)
+  in_group = new.range(together, AxisType.GLOBAL)
+  lane = new.range(mat.wave, AxisType.WARP)
+  wave = new.range(tile.waves, AxisType.WARP)
+  return Grid(new, (group, block, in_group, lane, wave), group*together + in_group, block, lane, wave)
+
+@dataclass(frozen=True)
+class Workgroup:
+  """A workgroup's part of a problem, as a thread sees it."""
+  p: Problem
+  arch: Chip
+  tile: BlockTile
+  given: dict[str, UOp]       # the placeholders by name
+  grid: Grid
+  split: tuple[UOp, ...]      # the range over parts of the keys, where there is one
+  batch: UOp
+  first_head: UOp
+  kv_head: UOp
+  first_row: UOp              # a row is a query, with several heads in a tile each query's heads in turn
+  sequence: Extent
+  scores: Scores
+  keys: KeyBlocks
+
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane) -> Workgroup:
+    """The part of the workgroup at this place of the grid; `args` are the kernel's placeholders, `at` is the thread's place in a matrix."""
+    names, heads = arguments(p), heads_of(p, tile)
+    if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
+    given, groups = dict(zip(names, args)), p.H//heads
+    split = (grid.allocator.range(p.num_splits, AxisType.GLOBAL),) if p.num_splits > 1 else ()
+    batch, first_head = grid.head//groups, grid.head%groups*heads
+    blocks = ceildiv(p.Sq*heads, tile.block_m)
+    first_row = (blocks - 1 - grid.block if p.window[1] >= 0 else grid.block)*tile.block_m   # under a causal mask the long blocks start first
+    first_query, last_query = first_row//heads, (first_row + tile.block_m - 1)//heads
+    sequence = extent(p, batch, given)
+    first = Row(batch, first_head, first_query, UOp.const(True))
+    scores = Scores(p, at, tile.block_n, sequence, first, given.get("alibi_slopes"), given.get("bias"))
+    keys = key_blocks(p, sequence, first_query, last_query, tile.block_n)
+    for n in split: keys = keys.share(n, p.num_splits)
+    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, keys)
+
+  @property
+  def heads(self) -> int: return heads_of(self.p, self.tile)
+  @property
+  def thread(self) -> UOp: return self.scores.at.thread
+  @property
+  def lse(self) -> UOp|None: return self.given.get("lse", self.given.get("lse_partial"))
+
+  def row(self, *i:UOp) -> Row:
+    """The row of the block whose number is the sum of these."""
+    row = functools.reduce(UOp.__add__, i, self.first_row)
+    return Row(self.batch, self.first_head + row%self.heads, row//self.heads, row < self.sequence.n_q*self.heads)
+
+  def rows(self, name:str) -> GlobalRows:
+    """The rows of q, k or v that the workgroup reads: those of its sequence and head, of q of all its heads."""
+    p, x = self.p, self.sequence
+    if name == "q": head, heads, length, width, start, count = self.first_head, p.H, p.Sq, p.D, x.q_start, x.n_q
+    else: head, heads, length, width, start, count = self.kv_head, p.Hkv, p.Sk, p.D if name == "k" else p.Dv, x.k_start, x.n_k
+    sb, sh, ss = strides(p.layout, heads, length, width)
+    base, pin = self.batch*sb + head*sh + start*ss, bool(self.split) or isinstance(x.n_k, UOp)
+    rows = GlobalRows(flat(self.given[name]), base, ss, count, width, p.itemsize, pin)
+    return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
+
+  # ***** O and LSE *****
+  def normalised(self, row:Row, m:UOp, total:UOp) -> tuple[UOp, UOp]:
+    """(what O of a row is to be multiplied by, its LSE), of its reference and sum."""
+    sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
+    return finish(m, total, self.scores, sink)
+
+  def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:UOp|None) -> list[UOp]:
+    """The stores of a row's LSE, where it is wanted, and of the parts of its O that this lane has: (first column, values)."""
+    p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
+    number, begin = place_of_row(p, self.sequence, row, *self.split)
+    stores = []
+    if self.lse is not None and log_sum is not None:
+      stores.append(flat(self.lse)[number.valid(self.scores.at.h.eq(0) & row.there)].store(log_sum))
+    for column, values in o:
+      stores += store_row(self.arch, to, "float32" if self.split else p.out_dtype, p.Dv, begin, column, values, row.there)
+    return stores
+
+  def cleared(self) -> list[UOp]:
+    """Of packed sequences: the stores to the workgroup's share of the rows that are of none."""
+    blocks, threads = (self.grid.block, ceildiv(self.p.Sq*self.heads, self.tile.block_m)), (self.thread, self.tile.threads)
+    heads = [self.first_head + i for i in range(self.heads)]
+    return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
+
+  def kernel(self, kind:str, outputs:list[UOp], dynamic_shared:int=0) -> UOp:
+    """The kernel that ends in these stores."""
+    tile, p = self.tile, self.p
+    name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
+    if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
+    return self.named(name, [*outputs, *self.cleared()])
+
+  def named(self, name:str, outputs:list[UOp]) -> UOp:
+    info = KernelInfo(name, opts_to_apply=(), estimates=estimates(self.p))
+    return UOp.group(*outputs).end(*self.grid.ranges, *self.split).sink(arg=info, tag=OPTIMISED)
