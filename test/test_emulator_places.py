@@ -67,7 +67,7 @@ def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
 
 def test_an_error_in_a_kernel_of_ours(monkeypatch) -> None:
   """It comes through every pass of a large kernel. The files of the kernel are named, and not those of the operations."""
-  monkeypatch.setattr(forward, "barrier", lambda after: after)
+  monkeypatch.setattr(forward, "workgroup_barrier", lambda after: after)
   q, k, v = [Tensor(np.random.default_rng(i).standard_normal((1, 1, 150, 64)).astype(np.float16)).realize() for i in range(3)]
   o = Tensor.empty(1, 1, 150, 64, dtype="half")
   with Context(DEV="EMU::gfx1100"), pytest.raises(checks.LdsRace) as e: o.custom_kernel(q, k, v, fxn=flash_attention_fn())[0].numpy()

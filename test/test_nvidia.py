@@ -150,7 +150,7 @@ def test_copies_have_to_be_waited_for(monkeypatch) -> None:
   with pytest.raises(NotWaitedFor, match=r"reads lds.*still writes"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
 
 def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
-  monkeypatch.setattr(forward_mma, "barrier", lambda after: after)
+  monkeypatch.setattr(forward_mma, "workgroup_barrier", lambda after: after)
   with pytest.raises(LdsRace): check("sm_80", H=1, Sq=64, Sk=130, D=16)
 
 
