@@ -308,7 +308,7 @@ def test_the_kernels_have_no_gradient():
 T = lambda *shape, dtype=dtypes.half: Tensor.empty(*shape, dtype=dtype, device="EMU")
 Q = lambda: {"q": T(1, 2, 4, 64), "k": T(1, 2, 8, 64), "v": T(1, 2, 8, 64)}
 REFUSED = [
-  ({"q": 3}, r"q is a int: must be a Tensor"),
+  ({"q": 3}, r"q=3: must be a Tensor"),
   ({"bias": 3}, r"bias=3: must be a Tensor or None"),
   ({"layout": "dhsb"}, r"layout='dhsb': must be one of 'bhsd'"),
   ({"q": T(2, 4, 64)}, r"q has shape \(2, 4, 64\); layout='bhsd' needs"),

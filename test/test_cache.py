@@ -144,7 +144,7 @@ def test_refused():
       (lambda: append_kv(new, new, k_cache, v_cache, 0, layout="thd"), "layout='thd': must be one of 'bhsd', 'bshd', 'nsd'"),
       (lambda: empty_kv_cache(B, HKV, 8, D, layout="nsd"), "layout='nsd': must be one of 'bhsd', 'bshd'"),
       (lambda: attention_with_kv_cache(draw(B, H, 1, D), new, new, k_cache, v_cache, 0, kv_lengths=3), "kv_lengths with a cache"),
-      (lambda: flash_attn.flash_attn_with_kvcache(draw(B, 1, H, D), k_cache, v_cache, k=new), "k and v: one is given without the other"),
+      (lambda: flash_attn.flash_attn_with_kvcache(draw(B, 1, H, D), k_cache, v_cache, k=new), "v=None: one is given without the other"),
     ):
       with pytest.raises((ValueError, NotImplementedError), match=text): call()
 
