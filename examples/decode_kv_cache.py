@@ -5,7 +5,8 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 import attn
 
-VOCABULARY, WIDTH, H, HKV, D, CAPACITY, TOKENS = 97, 64, 4, 2, 16, 128, 12
+VOCABULARY, WIDTH, H, HKV, D, CAPACITY = 97, 64, 4, 2, 16, 128
+TOKENS = int(os.environ.get("TOKENS", "12"))
 rng = np.random.default_rng(0)
 def weight(rows:int, columns:int) -> Tensor: return Tensor((rng.standard_normal((rows, columns))*rows**-0.5).astype(np.float16)).realize()
 embedding, to_q, to_k, to_v, to_out, head = (weight(*shape) for shape in (

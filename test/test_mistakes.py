@@ -129,16 +129,6 @@ def test_scales_that_fp32_does_not_hold(name:str, value:float) -> None:
     q = half(1, 1, 8, 16)
     with pytest.raises(ValueError, match=f"{name}=.*: must be .*1.2e-38"): attn.attention(q, q, q, **{name: value})
 
-def test_denormal_weights_count() -> None:
-  """One key at 0 and 16384 at P = 2^-15, a denormal of fp16: half of a row's weight, on every chip whose matrix unit keeps denormals."""
-  for arch in ("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90"):
-    for kernel in {"sm_80": ("forward_mma",), "sm_90": ("forward_mma", "forward_wgmma")}.get(arch, ("forward",)):
-      with emulated(arch, kernel):
-        q, k, v = np.zeros((1, 1, 1, 16), np.float16), np.zeros((1, 1, 16385, 16), np.float16), np.zeros((1, 1, 16385, 16), np.float16)
-        q[..., 0], k[:, :, 1:, 0], v[:, :, 1:] = 1, -15, 1
-        o = array(attn.attention(*(Tensor(x, device="EMU") for x in (q, k, v)), softmax_scale=float(np.log(2)), num_splits=1))
-        assert abs(o - 1/3).max() < 1e-3, (arch, kernel, o)
-
 # ***** the cache *****
 
 def test_a_length_near_the_largest_int_is_the_capacity() -> None:
@@ -184,8 +174,9 @@ def clang(folder:Path) -> str:
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for clang is a shell script")
 def test_the_cache_on_the_cpu(tmp_path:Path) -> None:
   environment = {k: v for k, v in os.environ.items() if k not in ("DEV", "CC")} | {"DEV": "CPU", "PATH": clang(tmp_path), "PYTHONPATH": str(ROOT)}
+  environment["TOKENS"] = "3"      # one as it is, one captured, one replayed
   done = subprocess.run([sys.executable, "examples/decode_kv_cache.py"], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240)
-  assert done.returncode == 0 and "12 tokens on CPU, the same with the cache as without" in done.stdout, done.stderr[-2000:]
+  assert done.returncode == 0 and "3 tokens on CPU, the same with the cache as without" in done.stdout, done.stderr[-2000:]
 
 # ***** gradients, and other libraries *****
 
