@@ -142,6 +142,10 @@ class Problem:
     """Those of the options that a kernel has to be written for which are in use, by name."""
     return tuple(x for x in ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "varlen") if getattr(self, x))
   @property
+  def writes_lse(self) -> bool:
+    """Whether a kernel writes an LSE: of the rows, or of a part of their keys."""
+    return self.return_lse or self.num_splits > 1
+  @property
   def rows(self) -> int:
     """Rows of the output, over batches and heads: the elements of lse."""
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)

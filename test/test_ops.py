@@ -19,7 +19,7 @@ from attn.emulator.plan import EMULATED
 from attn.ops import amd, common as ops, nvidia as nv
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
-from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum
+from attn.ops.softmax import DOT, LANE, LOWEST, ONES, RowLanes, correct, lane_sum, rounded_sum
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
 
 WAVES, EXCHANGES = 8, 40     # of a test; in one operation, at most
@@ -81,6 +81,23 @@ static uint2 swap(u32 x, u32 y, int step) {
 }
 #define __builtin_amdgcn_permlane32_swap(x, y, a, b) swap(x, y, 32)
 #define __builtin_amdgcn_permlane16_swap(x, y, a, b) swap(x, y, 16)
+static float __builtin_amdgcn_fdot2(half2 a, half2 b, float c, bool clamp) { return c + (float)a[0]*(float)b[0] + (float)a[1]*(float)b[1]; }
+static float __builtin_amdgcn_fdot2_f32_bf16(bfloat2 a, bfloat2 b, float c, bool clamp) {
+  return c + (float)a[0]*(float)b[0] + (float)a[1]*(float)b[1];
+}
+// sixteen blocks of four lanes: a lane has a row of A, and a column of B and of D (AMD Matrix Instruction Calculator)
+static float4 __builtin_amdgcn_mfma_f32_4x4x4bf16_1k(short4 a, short4 b, float4 c, int, int, int) {
+  const u32 (*all)[WORDS] = offer(a);
+  for (int row = 0; row < 4; row++) {
+    double sum = 0;
+    for (int k = 0; k < 4; k++) {
+      u32 bits = all[this_lane/4*4 + row][k/2] >> 16*(k % 2) << 16, other = (u32)(unsigned short)b[k] << 16;
+      sum += (double)__builtin_bit_cast(float, bits)*__builtin_bit_cast(float, other);
+    }
+    c[row] = (float)(c[row] + sum);
+  }
+  return c;
+}
 // four bits for each lane of 16 say which one of the other 16 lanes it takes from
 static u32 __builtin_amdgcn_permlanex16(u32 old, u32 x, u32 low, u32 high, bool a, bool b) {
   u64 selector = (u64)high << 32 | low;
@@ -191,12 +208,18 @@ def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matri
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
   return correct(*[place(slot, name) for slot, name in enumerate(shapes)], rows=rows, matrix=matrix, **options)
 
-def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18) -> UOp:
+def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
+  """How an AMD chip sums P as it is rounded, and by which instruction, if not by dot products."""
+  return (DOT, None) if (matrix := get_chip(arch).unit.sums.get(dtype)) is None else (ONES, matrix)
+
+def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True) -> UOp:
   """As AMD's kernels have it: a lane has elements of one row."""
   matrix = get_chip(arch).matrix[dtype][0]
-  n = matrix.accumulator
-  shapes = dict(reference=(1, 1), bias=(1, 1), l=(1, 2), acc=(2, n), p=(2, n//2), scores=(2, n), part=(1, 2))
-  return corrected(RowLanes(1, matrix.group_steps, matrix.exchange), tiles, shapes, dtype=dtype, sums=(LANE,), scale=scale, above=above)
+  n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
+  kinds = (kind, LANE)[:1 + lse]
+  shapes = dict(reference=(1, 1), bias=(1, 1), l=(len(kinds), 1), acc=(2, n), p=(2, n//2), scores=(2, n), part=(len(kinds), 1))
+  rows = RowLanes(1, matrix.group_steps, matrix.exchange)
+  return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
   """As NVIDIA's kernels have it: a lane has elements of two rows, and two tiles of scores make one of P."""
@@ -217,6 +240,10 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
      for arch in (AMD, NATIVE, "gfx1100", RDNA) for row in get_chip(arch).matrix.values() for matrix in row for step in matrix.group_steps},
   **{(arch, f"correct, {tiles} tiles, above {above:g}, {dtype}"): functools.partial(by_columns, arch, tiles, above, dtype)
      for arch in (AMD, NATIVE, RDNA) for tiles in (1, 2) for above in (0.0, 2.0) for dtype in ("float16", "bfloat16")},
+  **{(arch, f"correct without an lse, {dtype}"): functools.partial(by_columns, arch, 2, 2.0, dtype, lse=False)
+     for arch in (AMD, NATIVE) for dtype in ("float16", "bfloat16")},
+  **{(arch, f"rounded_sum, {dtype}"): lambda arch=arch, dtype=dtype: rounded_sum([u(4, 0), u(4, 1)], *sum_of(arch, dtype), dtype, 1)
+     for arch in ("gfx90a", AMD, NATIVE, RDNA) for dtype in ("float16", "bfloat16")},
   (AMD, "correct, huge scores"): functools.partial(by_columns, AMD, 1, 2.0, "float16", 4e4),
   (NVIDIA, "correct, exact sums"): functools.partial(by_rows, (ONES, LANE), scale=1.5),
   (NVIDIA, "correct, exact sums, in the middle"): functools.partial(by_rows, (ONES, LANE), **MIDDLE),
@@ -225,11 +252,11 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   (NVIDIA, "correct, sums of ones, huge scores"): functools.partial(by_rows, (ONES,), scale=4e4),
   (NVIDIA, "correct, a lane's sums"): functools.partial(by_rows, (LANE,), tiles=1),
   (NVIDIA, "correct, a lane's sums, bf16, huge scores"): functools.partial(by_rows, (LANE,), "bfloat16", 4e4, tiles=1),
-  **{(NVIDIA, f"times_ones, {dtype}"): lambda dtype=dtype: nv.times_ones(MMA[dtype], u(4, 0), f(4, 1), dtype) for dtype in MMA},
+  **{(NVIDIA, f"rounded_sum, {dtype}"): lambda dtype=dtype: rounded_sum([u(4, 0), u(4, 1)], ONES, MMA[dtype], dtype, nv.ROWS) for dtype in MMA},
   **{(NVIDIA, f"mma, {dtype}, half {half}"): lambda dtype=dtype, half=half: nv.mma(MMA[dtype], u(4, 0), u(4, 1), half, f(4, 2))
      for dtype in MMA for half in range(2)},
   **{(NVIDIA, f"pack_a, {dtype}"): lambda dtype=dtype: nv.pack_a(f(4, 0), f(4, 1), dtype) for dtype in MMA},
-  (NVIDIA, "row_sums"): lambda: nv.row_sums(f(4)), (NVIDIA, "zero"): lambda: nv.zero(f()),
+  (NVIDIA, "zero"): lambda: nv.zero(f()),
   **{(NVIDIA, f"xor_lane {mask}"): lambda mask=mask: nv.xor_lane(f(), mask) for mask in (1, 2, 16)},
   (NVIDIA, "opaque_uniform"): lambda: ops.opaque_uniform(i()),
 }
@@ -270,6 +297,7 @@ class Wave:
   def store_register(self, pointer:Registers, i:int, value:np.ndarray, gate:np.ndarray) -> None:
     pointer.elements[pointer.first + i] = np.where(gate, value, pointer.elements[pointer.first + i])
   def matrix(self, name:str, a:np.ndarray, b:np.ndarray, c:np.ndarray) -> np.ndarray: return self.unit.instruction(name, a, b, c)
+  def dot(self, a:np.ndarray, b:np.ndarray, c:np.ndarray, dtype:str) -> np.ndarray: return self.unit.dot(a, b, c, dtype)
 
 def size(dtype) -> int: return VECTORS[dtype][1] if dtype in VECTORS else 1
 def numpy_type(dtype) -> np.dtype: return np.dtype(VECTORS[dtype][0] if dtype in VECTORS else NUMPY[dtype])
@@ -395,7 +423,7 @@ def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
       for k, y in enumerate(values[s].elements): close(a[:, k], rows(y, size(s.dtype), threads))
 
 # softcap promises a share of the cap, not of the value; a product's 16 terms, of up to about 10, are added in another order
-ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "times_ones": 16*10*2.0**-24}
+ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "rounded_sum": 16*10*2.0**-24}
 
 def aligned(x:np.ndarray) -> np.ndarray:
   """A copy that starts where the widest vector may."""

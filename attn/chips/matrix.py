@@ -71,6 +71,18 @@ def wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
   """WMMA of RDNA."""
   return Matrix(f"wmma_f32_16x16x16_{suffix}", 16, 16, 16, 32, operand, block, operand_type, exchange="permlanex16", duplicated=operand == 16)
 
+@dataclass(frozen=True)
+class LaneSums:
+  """A matrix instruction of small blocks (v_mfma_f32_4x4x4_16b: MI300 ISA section 7.1), for the sums of what each lane has: a column of a block of B,
+  and of D, is a lane, so with A all ones each element of D is that of C plus the sum of the lane's own elements of B."""
+  name: str             # the clang builtin after `__builtin_amdgcn_`
+  operand_type: str     # of the builtin's A and B
+  operand_words: int = 2
+  tail: str = ", 0, 0, 0"
+  def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
+    """(A, B) of the product that sums P."""
+    return ones, p
+
 # ***** NVIDIA *****
 
 @dataclass(frozen=True)
@@ -90,6 +102,10 @@ class Mma:
   groups: int = 4   # lanes that share a row of C
   block: int = 2    # consecutive columns of C in a lane
   size: int = 2     # bytes of an element of A and B
+  operand_words: int = 4   # dwords of A in a lane
+  def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
+    """(A, B) of the product that sums the rows of P."""
+    return p, ones
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size               # elements of a unit
   @property

@@ -71,7 +71,7 @@ WARPS = 4     # of a block of forward_mma: two or three blocks share a multiproc
 def burden(p:Problem) -> Burden:
   if p.bias is not None: return Burden.BIAS
   if p.alibi: return Burden.ALIBI
-  if p.options or p.return_lse or p.num_splits > 1: return Burden.OPTIONS
+  if p.options or p.writes_lse: return Burden.OPTIONS
   return Burden.PLAIN if p.window == (-1, -1) else Burden.MASK
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:

@@ -288,6 +288,7 @@ class Frame:
     workgroup = np.stack([wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis] for axis in range(3)], 1)
     note_probe(name, workgroup, local//self.wave, local % self.wave, self.full(x)[..., at])
     return x
+  def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array: return self.matrix_unit.dot(a, b, c, dtype)
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     self.whole_waves_only()
     return self.matrix_unit.instruction(name, a, b, c)

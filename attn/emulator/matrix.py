@@ -77,6 +77,12 @@ def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
   ab = Layout("e hi -> i he", e=E, h=groups, i=M)
   return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
 
+def _blocks(dtype:str, *families:str) -> MatrixInstruction:
+  """MFMA 4x4x4 of 16 blocks. Block b, which is here like a wave by itself, lies in lanes 4b to 4b + 3, of which lane i has row i of A with all four
+  k, and column i of B and D."""
+  ab = Layout("k i -> i k", k=4, i=4)
+  return MatrixInstruction(ab, ab, Layout("r n -> r n", r=4, n=4), dtype, families)
+
 def _wmma3(dtype:str) -> MatrixInstruction:
   """A lane holds all 16 k of a row of A, lanes 16-31 repeat it; D: even rows in lanes 0-15, odd rows in lanes 16-31."""
   ab = Layout("k di -> i k", k=16, d=2, i=16)
@@ -98,6 +104,7 @@ INSTRUCTIONS: dict[str, MatrixInstruction] = {
   "mfma_f32_32x32x8bf16_1k": _mfma(32, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_16x16x16f16": _mfma(16, 4, "float16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_16x16x16bf16_1k": _mfma(16, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_4x4x4bf16_1k": _blocks("bfloat16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_32x32x16_fp8_fp8": _mfma(32, 8, "fp8e4m3fnuz", "cdna3"), "mfma_f32_16x16x32_fp8_fp8": _mfma(16, 8, "fp8e4m3fnuz", "cdna3"),
   "mfma_f32_32x32x16_f16": _mfma(32, 8, "float16", "cdna4"), "mfma_f32_32x32x16_bf16": _mfma(32, 8, "bfloat16", "cdna4"),
   "mfma_f32_16x16x32_f16": _mfma(16, 8, "float16", "cdna4"), "mfma_f32_16x16x32_bf16": _mfma(16, 8, "bfloat16", "cdna4"),
@@ -157,6 +164,10 @@ def flushed(x:Array, dtype:str) -> Array:
   """fp32 values with those that are denormal in `dtype` set to zero."""
   return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
 
+# The families that have v_dot2_f32_f16 and v_dot2_f32_bf16 (LLVM, AMDGPU.td: features dot10-insts and dot12-insts). All of them take a denormal fp32
+# accumulator for zero, and a denormal result likewise, whatever the mode of the wave (LLVM, SIISelLowering.cpp, performFMACombine).
+DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("cdna4", "rdna3", "rdna4")}
+
 @dataclass
 class MatrixUnit:
   """The matrix unit of one architecture family. Operands that come again (Q in a loop over keys, P for each slice of V) are widened only once."""
@@ -189,6 +200,14 @@ class MatrixUnit:
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)
       raise BadOperand(f"{self.arch} has no matrix instruction {name!r}; it has {have}")
     return self._run(i, a, b, c, True)
+
+  def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
+    """v_dot2_f32_f16 and v_dot2_f32_bf16 on dwords a and b (T,) and fp32 c (T,)."""
+    if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of pairs of {dtype}")
+    pairs = [_WIDEN[dtype](np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)) for x in (a, b)]
+    if self.family in FLUSHING: pairs = [flushed(x, dtype) for x in pairs]
+    low, high = (pairs[0]*pairs[1]).T
+    return flushed(flushed(c, "float32") + low + high, "float32")
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
     """Ops.WMMA: dims (N, M, K), operands with one array row per element; `out` is the type of C and D."""

@@ -56,10 +56,11 @@ def kind_of(op:str, args:str="") -> str:
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
 
 def matrix_shape(op:str) -> tuple[str, int]:
-  """(shape, floating point operations) of a matrix instruction: ("32x32x8", 16384)."""
+  """(shape, floating point operations) of a matrix instruction: ("32x32x8", 16384). One of 4x4 blocks has no operations: it adds up numbers of single
+  lanes, and is no part of the products."""
   if (m:=_SHAPE.search(op)) is None: return "?", 0
   rows, columns, depth, blocks = (int(x or 1) for x in m.groups())
-  return f"{rows}x{columns}x{depth}" + (f"_{blocks}b" if blocks > 1 else ""), 2*rows*columns*depth*blocks
+  return f"{rows}x{columns}x{depth}" + (f"_{blocks}b" if blocks > 1 else ""), 2*rows*columns*depth*blocks*(rows > 4)
 
 def access_bytes(op:str) -> int:
   """Bytes per lane that a memory instruction moves."""

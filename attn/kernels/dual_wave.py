@@ -23,7 +23,7 @@ from attn.kernels.parts.lanes import Lane, units_of
 from attn.kernels.parts.layouts import ExchangedChunks, LdsTile
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import Row, Scores
-from attn.kernels.parts.softmax import Softmax
+from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.statements import InOrder, Statements, store_all
 from attn.kernels.parts.tiles import Tile
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
@@ -82,6 +82,7 @@ class DualWave:
   group: Workgroup
   tile: Tile
   at: Lane
+  sums: Sums
   state: DualWaveState      # at the start
 
   @staticmethod
@@ -90,9 +91,10 @@ class DualWave:
     at, new, k_tiles = Lane(grid.lane, grid.wave, mat), grid.allocator, BLOCK_N//mat.M
     k0, k1, v0, v1 = (LdsTile(new.lds(layout.size), layout) for layout in (K_LAYOUT, K_LAYOUT, V_LAYOUT, V_LAYOUT))
     s, k = new.registers(k_tiles, ops.f32(mat.accumulator)), new.registers(k_tiles*ROW_UNITS//mat.groups, ops.u32(4))
-    softmax = Softmax.create(mat, 1, HEAD//mat.M, k_tiles, new)
+    sums = Sums.of(arch, p.dtype, p.writes_lse)
+    softmax = Softmax.create(mat, 1, HEAD//mat.M, k_tiles, sums, new)
     state = DualWaveState(k0, k1, v0, v1, s, k, softmax, Statements.of(new))
-    return DualWave(Workgroup.of(p, arch, tile, args, grid, at), tile, at, state)
+    return DualWave(Workgroup.of(p, arch, tile, args, grid, at), tile, at, sums, state)
 
   # ***** sizes *****
   @property
@@ -166,7 +168,7 @@ class DualWave:
   def outputs(self, s:DualWaveState) -> list[UOp]:
     """O = O^T / l, LSE = m + ln l."""
     (here, row), mat = self.late(s), self.mat
-    factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.total(0, mat))
+    factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
     o = [(dt*mat.M + here.h*mat.accumulator, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
     return replace(self.group, scores=replace(self.group.scores, at=here)).outputs(row, o, log_sum)
 
@@ -180,7 +182,8 @@ class DualWave:
     for kt in range(self.k_tiles):
       following += self.products([s.k[j].load() for j in range(kt*units, (kt + 1)*units)])
       exps += s.softmax.weights([x[kt]], 0, scores.to_log2)
-      s = s.sync(amd.sched_barrier(following[-1], exps[-1], s.done))
+      # packed, P takes half as many registers; a mask takes more, which are there only if the scheduler is free
+      if masked is None: s = s.sync(amd.sched_barrier(following[-1], ops.pack(exps[-1], self.sums.dtype), s.done))
     s, weights = self.weigh(s, x, exps, scores)
     s = s.keep(*store_all(s.s, following)).begin(amd.priority(0, *weights, *following, s.done))
     return s.settled(amd.barrier(s.done)), weights
@@ -215,7 +218,7 @@ class DualWave:
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))
       return corrected[0]
-    softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.group.p.dtype, self.tile.rescale_above, correct, s.done)
+    softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.sums, self.tile.rescale_above, correct, s.done)
     return replace(s, statements=s.statements.ran(corrected[0])), softmax.operands(self.at, 0, self.k_tiles)
 
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows("k"), K_LAYOUT, to.buffer, t)

@@ -16,7 +16,7 @@ from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.scores import Row
-from attn.kernels.parts.softmax import Softmax
+from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.staging import Staging, key_row, transpose, v_columns
 from attn.kernels.parts.statements import Carried, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
@@ -56,6 +56,7 @@ class Forward:
   group: Workgroup
   tile: Tile
   at: Lane
+  sums: Sums
   state: ForwardState      # at the start
   q_lds: LdsTile
   k_stage: Staging
@@ -71,8 +72,10 @@ class Forward:
     k_stage = Staging(tile.block_n, k_lds.layout.units, tile.threads, at.thread)
     v_stage = Staging(tile.block_n, units, tile.threads, at.thread, 4, *((columns, 2) if units % (2*columns) == 0 else (1, 1)))
     statements = Statements.of(new)
-    softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, new)
-    return Forward(Workgroup.of(p, arch, tile, args, grid, at), tile, at, ForwardState(softmax, k_lds, v_lds), q_lds, k_stage, v_stage, statements)
+    sums = Sums.of(arch, p.dtype, p.writes_lse)
+    softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, sums, new)
+    state = ForwardState(softmax, k_lds, v_lds)
+    return Forward(Workgroup.of(p, arch, tile, args, grid, at), tile, at, sums, state, q_lds, k_stage, v_stage, statements)
 
   # ***** sizes *****
   @property
@@ -126,7 +129,7 @@ class Forward:
   def outputs(self, softmax:Softmax, qt:int, row:Row) -> list[UOp]:
     """O = O^T / l, LSE = m + ln l."""
     mat = self.mat
-    factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.total(qt, mat))
+    factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.totals(qt, mat))
     o = [(dt*mat.M + self.at.h*mat.accumulator, ops.mul(softmax.acc[qt*self.d_tiles + dt].load(), factor)) for dt in range(self.d_tiles)]
     return self.group.outputs(row, o, log_sum)
 
@@ -184,7 +187,7 @@ class Forward:
     """P of a key tile, relative to a reference that it does not outgrow."""
     to_log2 = self.group.scores.to_log2
     weights = [softmax.weights(x, qt, to_log2) for qt, x in enumerate(tiles)]
-    return softmax.correct(weights, tiles, to_log2, self.mat, self.group.p.dtype, self.tile.rescale_above, self.statements.do)
+    return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
 
   def add_to_o(self, softmax:Softmax, v_tile:LdsTile) -> UOp:
     """O^T += V^T P^T."""

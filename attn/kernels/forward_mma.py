@@ -17,9 +17,9 @@ from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.warps import Warps, total_of
+from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.softmax import LANE, ONES, correct, lane_sum
+from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
@@ -150,9 +150,8 @@ class ForwardMma:
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
     """O = O / l, LSE = m + ln l of a query tile."""
     accs = [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
-    totals = [ops.extract(s.l[qt].load(), r) for r in range(nv.ROWS)]
-    exact = [total_of(s.l[self.tile.q_tiles + qt].load(), r) for r in range(nv.ROWS)] if self.kinds == 2 else None
-    return self.warps.outputs(self.queries[qt], accs, s.m[qt].load(), totals, exact)
+    sums = [s.l[kind*self.tile.q_tiles + qt].load() for kind in range(self.kinds)]
+    return self.warps.outputs(self.queries[qt], accs, s.m[qt].load(), sums, (ONES, LANE))
 
   # ***** global -> shared memory -> operands *****
   def k_rows(self, t:UOp) -> SwizzledRows:
@@ -196,13 +195,14 @@ class ForwardMma:
     """P of some of the keys, relative to a reference that it does not outgrow."""
     stores, q_tiles, kinds, to_log2 = [], self.tile.q_tiles, self.kinds, self.warps.group.scores.to_log2
     for qt in range(q_tiles):
-      total, exact = nv.zero(s.done), ops.splat(0.0, 2)
+      packed, exact = list[UOp](), ops.splat(0.0, 2)
       for step in steps:
         pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
-        a = nv.pack_a(pair[0], pair[1], self.p.dtype)
-        total, exact = nv.times_ones(self.mat, a, total, self.p.dtype), functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
-        stores.append(s.weights[qt*self.k_tiles//2 + step].store(a))
-      stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((nv.row_sums(total), exact)[:kinds])]
+        packed.append(nv.pack_a(pair[0], pair[1], self.p.dtype))
+        exact = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
+        stores.append(s.weights[qt*self.k_tiles//2 + step].store(packed[-1]))
+      rounded = rounded_sum(packed, ONES, self.mat, self.p.dtype, nv.ROWS, nv.zero(s.done))
+      stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((rounded, exact)[:kinds])]
     s = s.store(stores)
     s = s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=(ONES, LANE)[:kinds],
                      matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps)))

@@ -85,10 +85,16 @@ class Numbers:
     if how != "permlane_swap": return x, other
     odd = lane//step % 2 == 1     # the odd rows (of `step` lanes) of the first operand change places with the even ones of the second
     return np.where(odd, other, x), np.where(odd, x, other)
-  def times_ones(self, matrix:Any, a:Value, c:Value, dtype:str) -> Value:
-    """c + A B by a matrix instruction, B being all ones: the sums of the rows of A, in each column."""
-    ones = np.full((2, a.shape[-1]), TWO_ONES[dtype], np.uint32)
-    return self.lanes.matrix(matrix.name, a, ones, c)
+  def whole(self, x:Value) -> None:
+    """x is in its registers at this point: no more than a hint to a compiler."""
+  def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
+    """c + the two numbers in a dword."""
+    return self.lanes.dot(x, np.full(x.shape, TWO_ONES[dtype], np.uint32), c, dtype)
+  def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
+    """c + the product of P and a matrix of ones: sums of P, see `with_ones` of the matrix instruction."""
+    ones = np.full((2, p.shape[-1]), TWO_ONES[dtype], np.uint32)
+    a, b = matrix.with_ones(p, ones)
+    return self.lanes.matrix(matrix.name, a, b, c)
 
 TWO_ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}    # two of them in a dword
 
@@ -333,10 +339,27 @@ class Hip(Printer):
       lane = self.let("lane", Term(self, f"(__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u)) + {step}u) & 63u", "unsigned"))
       other = f"__builtin_amdgcn_ds_bpermute({lane.text} << 2, __builtin_bit_cast(int, {x.text}))"
     return x, self.let("other", Term(self, f"__builtin_bit_cast(float, {other})", "float"))
+  # sums of packed numbers
+  def whole(self, x:Value) -> None:
+    """Where dwords of x have other uses, clang packs those of RDNA4 once more for each, by an instruction of their own."""
+    self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
+  def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
+    """By a function, whose argument is a number: of an element v[1] of a vector clang's __builtin_bit_cast takes v[0]."""
+    name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
+    p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{TWO_ONES[dtype]:08x}u"))
+    self.declare(f"dot_ones({pair})", f"{self.header}float dot_ones(unsigned word, float sum) {{\n"
+                                      f"  return __builtin_amdgcn_{name}({p}, {ones}, sum, false);\n}}")
+    return self.call("dot_ones", "float", x, c)
+  def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
+    kind, n = f"{matrix.operand_type}{2*matrix.operand_words}", matrix.operand_words
+    ones = self.vector(*[Term(self, f"0x{TWO_ONES[dtype]:08x}u", "unsigned")]*n)
+    a, b = (f"__builtin_bit_cast({kind}, {bare(x.text)})" for x in matrix.with_ones(p, ones))
+    return Term(self, f"__builtin_amdgcn_{matrix.name}({a}, {b}, {bare(self.term(c).text)}{matrix.tail})", "float4")
 
 def exchange_rows(bits:str) -> str:
-  """v_permlanex16_b32: the dword of the lane whose number differs by 16."""
-  return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, false, false)"
+  """v_permlanex16_b32: the dword of the lane whose number differs by 16. It may fetch from lanes that are not active (there are none), so that clang
+  needs no copy of what the result replaces."""
+  return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"
 
 class Cuda(Printer):
   """CUDA: its vectors have names for their elements and nothing else, so that all is done element by element."""
@@ -406,9 +429,9 @@ class Cuda(Printer):
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
     x = self.term(x)
     return x, Term(self, f"__shfl_xor_sync({WARP}, {x.text}, {step})", "float")
-  def times_ones(self, matrix:Any, a:Value, c:Value, dtype:str) -> Value:
+  def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
     ones = f"0x{TWO_ONES[dtype]:08x}u"
-    return self.call(declare_mma(self, matrix), "float4", a, Term(self, ones, "unsigned"), Term(self, ones, "unsigned"), c)
+    return self.call(declare_mma(self, matrix), "float4", p, Term(self, ones, "unsigned"), Term(self, ones, "unsigned"), c)
 
 WARP = "0xffffffffu"
 

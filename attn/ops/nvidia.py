@@ -91,13 +91,7 @@ def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """c + A B by one mma.sync; `half` says which of the two B fragments in `b`."""
   return emit("mma", F4, a, b, c, matrix=matrix, half=half)
 
-# ***** sums of rows, and the operand P *****
-
-@compound("times_ones", inline=True)
-def _times_ones(c:Any, a:Value, total:Value, *, matrix:Any, dtype:str) -> Value: return c.times_ones(matrix, a, total, dtype)
-
-@compound("row_sums", inline=True)
-def _row_sums(c:Any, x:Value) -> Value: return c.vector(c.element(x, 0), c.element(x, 2))
+# ***** the operand P *****
 
 @compound("pack_a", inline=True)
 def _pack_a(c:Any, x:Value, y:Value, *, dtype:str) -> Value: return c.join(c.pack(x, dtype), c.pack(y, dtype))
@@ -108,12 +102,6 @@ def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 def zero(order:UOp) -> UOp:
   """A C fragment of zeros, made after `order`."""
   return emit("zero", F4, order)
-def times_ones(matrix:Any, a:UOp, total:UOp, dtype:str) -> UOp:
-  """total + A B by one mma.sync, B being all ones: the sums of the rows of A, over all four lanes of a row."""
-  return emit("times_ones", F4, a, total, matrix=matrix, dtype=dtype)
-def row_sums(total:UOp) -> UOp:
-  """Those sums, a number a row."""
-  return emit("row_sums", F2, total)
 def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
   """The C fragments of two neighbouring tiles -> the A fragment of 16 columns, rounded to nearest even."""
   return emit("pack_a", U4, p, q, dtype=dtype)

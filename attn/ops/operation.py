@@ -57,6 +57,8 @@ class Lanes(Protocol):
     """Raises where `pointer` is no multiple of `nbytes` from the begin of its buffer."""
   def probe(self, name:str, x:Array) -> Array:
     """Shows or collects x of the active threads under that name; x."""
+  def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
+    """c + the dot product of two dwords of two numbers of `dtype` each, by AMD's v_dot2_f32_f16 or v_dot2_f32_bf16."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     """The matrix instruction `name` (of `attn.chips.matrix.Matrix.name`), on register images as the ISA lays them out."""
 

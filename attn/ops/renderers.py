@@ -6,7 +6,7 @@ hands what it has printed on to ours.
 from __future__ import annotations
 import re
 from typing import Any, ClassVar
-from attn.chips.matrix import Matrix, Mma
+from attn.chips.matrix import LaneSums, Matrix, Mma
 from attn.ops import amd as amd, common as common, hopper as hopper, nvidia as nvidia, softmax as softmax   # they fill OPERATIONS
 from attn.ops.language import LANGUAGES, text_of_call, wrapped
 from attn.ops.operation import Call
@@ -15,7 +15,7 @@ from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDA
                                   lower, shared_memory_text, spec_names)
 
 # With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what the operations' arguments are made of.
-spec_names.update({x.__name__: x for x in (Call, Matrix, Mma, softmax.RowLanes)})
+spec_names.update({x.__name__: x for x in (Call, LaneSums, Matrix, Mma, softmax.RowLanes)})
 
 # CUDA declares its vectors of up to four elements, clang none. (Up to clang 20 the attribute stands in typedefs only.)
 VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}

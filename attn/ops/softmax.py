@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
+from attn.ops.common import f32, splat
 from attn.ops.language import Value, Variable, compound
 from attn.ops.operation import emit, statement
 from attn.tinygrad_compat import UOp
@@ -68,8 +69,9 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
   """Each row of x times its factor."""
   return c.join(*[y*factor for y, factor in zip(parts(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
 
-# how the sums of P are taken: a lane's own elements in fp32, or by the matrix unit, of P as it is rounded, over all lanes that share a row
-LANE, ONES = "lane", "ones"
+# How sums of P are taken: of a lane's own elements in fp32; of P as it is rounded, by dot products of a lane's pairs with ones; or of P as it is
+# rounded, by products with a matrix of ones, on NVIDIA over all lanes that share a row.
+LANE, DOT, ONES = "lane", "dot", "ones"
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
   """Adds P to a lane's sums: those of each row; or of a single row those of the even and of the odd elements, in packed additions."""
@@ -79,14 +81,33 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
     each = [functools.reduce(operator.add, [c.element(y, i) for i in range(c.length(y))]) for y in parts(c, x, rows)]
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
+def row_totals(c:Any, total:Value, rows:int) -> Value:
+  """Those sums, a number a row."""
+  return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
+
+def no_sum(c:Any, kind:str) -> Value:
+  """What `add_rounded` begins with."""
+  return c.splat(c.number(0.0), 4 if kind == ONES else 1)
+
+def add_rounded(c:Any, total:Variable, packed:Value, kind:str, matrix:Any, dtype:str) -> None:
+  """Adds P, packed, to the sums of it as it is rounded."""
+  if kind == DOT: c.whole(packed)
+  n = matrix.operand_words if kind == ONES else 1
+  for i in range(0, c.length(packed), n):
+    x = c.part(packed, i, n) if n > 1 else c.element(packed, i)
+    c.assign(total, c.times_ones(matrix, x, total.value, dtype) if kind == ONES else c.dot_ones(x, total.value, dtype))
+
+def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
+  """Those sums, a number a row."""
+  return total if kind == DOT else c.vector(*[c.element(total, 2*r) for r in range(rows)])
+
 @compound("correct", suffix="_{count}")
 def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *,
              rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
              scale:float, above:float) -> Value:
   def grown(t:int) -> Value:
     """Whether the reference of tile t no longer holds."""
-    pair = [c.element(c.load(part, t), i) for i in range(2)]
-    total = [pair[0] + pair[1]] if rows.rows == 1 else pair
+    total = [c.element(c.load(part, t), r) for r in range(rows.rows)]
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
     return ~(total[0] < c.inf) | (highest(c, old, [c.load(scores, t*stride + i) for i in range(count)]) > old)
@@ -99,17 +120,18 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
     c.store(reference, t, m)
     for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))
     for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
-    total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None
-    rounded = c.variable("rounded", c.splat(c.number(0.0), 4)) if ONES in sums else None
+    total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # even and odd elements, or two rows
+    kind = next((x for x in sums if x != LANE), "")
+    rounded = c.variable("rounded", no_sum(c, kind)) if kind else None
     for i in range(0, count, together):
       found = [weigh(c.load(scores, t*stride + j)) for j in range(i, i + together)]
       packed = c.let("packed", c.join(*[c.pack(x, dtype) for x in found]))
       c.store(p, (t*stride + i)//together, packed)
-      if rounded is not None: c.assign(rounded, c.times_ones(matrix, packed, rounded.value, dtype))
+      if rounded is not None: add_rounded(c, rounded, packed, kind, matrix, dtype)
       if total is not None:
         for x in found: lane_sums(c, total, x, rows.rows)
-    if total is not None: c.store(part, sums.index(LANE)*tiles + t, total.value)
-    if rounded is not None: c.store(part, sums.index(ONES)*tiles + t, c.vector(*[c.element(rounded.value, i) for i in (0, 2)]))
+    if total is not None: c.store(part, sums.index(LANE)*tiles + t, row_totals(c, total.value, rows.rows))
+    if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   return c.number(0.0)
 
@@ -135,3 +157,18 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
   """total + P: see `lane_sums`."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
+
+@compound("rounded_sum")
+def _rounded_sum(c:Any, total:Value, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value:
+  sums = c.variable("sums", total)
+  add_rounded(c, sums, packed, kind, matrix, dtype)
+  return sums.value
+
+@compound("row_sums", inline=True)
+def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
+
+def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
+  """The sums of P, packed, as it is rounded, a number a row. `zero` is what they begin with."""
+  start = splat(0.0, 4 if kind == ONES else 1) if zero is None else zero
+  total = functools.reduce(lambda l, x: emit("rounded_sum", start.dtype, l, x, kind=kind, matrix=matrix, dtype=dtype), packed, start)
+  return emit("row_sums", f32(rows), total, kind=kind, rows=rows)

@@ -16,17 +16,17 @@ from attn.tinygrad_compat import AxisType, Estimates, UOp, dtypes
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
 OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # as the lse of a row among packed sequences: beside it everything vanishes
 
-def finish(m:UOp, total:UOp, scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
-  """(what O^T is to be multiplied by, LSE) of a row with sum `total` relative to the reference `m`. A sink is one more term of the sum."""
+def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
+  """(what O^T is to be multiplied by, LSE) of a row with the sums `totals` of P relative to the reference `m`: first of P as it is rounded, which O
+  is divided by, and last of P as the LSE has it. A sink is one more term of both."""
+  m, rounded, exact = ops.mul(m, scores.to_natural), totals[0], totals[-1]
   if sink is None:
-    inverse = total.eq(0.0).where(0.0, ops.rcp(total))
-    return inverse, total.eq(0.0).where(NEG_INF, ops.add(ops.mul(m, scores.to_natural), ops.mul(ops.log2(total), LN2)))
-  m = ops.mul(m, scores.to_natural)
+    return rounded.eq(0.0).where(0.0, ops.rcp(rounded)), exact.eq(0.0).where(NEG_INF, ops.add(m, ops.mul(ops.log2(exact), LN2)))
   top = ops.max_(m, sink)
   safe = top.eq(NEG_INF).where(0.0, top)
-  weight = ops.exp2(ops.mul(ops.sub(m, safe), LOG2E))
-  total = ops.add(ops.mul(total, weight), ops.exp2(ops.mul(ops.sub(sink, safe), LOG2E)))
-  return total.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(total))), total.eq(0.0).where(NEG_INF, ops.add(safe, ops.mul(ops.log2(total), LN2)))
+  weight, own = ops.exp2(ops.mul(ops.sub(m, safe), LOG2E)), ops.exp2(ops.mul(ops.sub(sink, safe), LOG2E))
+  rounded, exact = (ops.add(ops.mul(total, weight), own) for total in (rounded, exact))
+  return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), exact.eq(0.0).where(NEG_INF, ops.add(safe, ops.mul(ops.log2(exact), LN2)))
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""

@@ -2,23 +2,40 @@
 
 A trip looks for no maximum. Weights P = exp2(scores - m) are taken from the reference m that there is, and their sums, which are needed anyway, tell
 whether it is still good: see attn/ops/softmax.py. A row begins with the lowest m there is, from which every score overflows.
+
+O is divided by the sum of P as it is rounded to 16 bits, as a product with V takes it, and so is a mean of V whatever the rounding did: where one key
+outweighs all others, exactly its row of V. An LSE is that of the sum before it was rounded, which is taken only where an LSE is written.
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Callable
+from typing import Any, Callable
+from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.lanes import Lane, operands
 from attn.kernels.parts.statements import Carried
 from attn.ops import amd, common as ops
-from attn.ops.softmax import LANE, LOWEST, RowLanes, correct
+from attn.ops.softmax import DOT, LANE, LOWEST, ONES, RowLanes, correct, rounded_sum
 from attn.tinygrad_compat import UOp
+
+@dataclass(frozen=True)
+class Sums:
+  """Which sums of P a kernel takes, kind by kind (attn/ops/softmax.py): first of P as it is rounded, and where an LSE is written also of P before
+  that. `matrix` is the instruction for the first, where it is not a dot product."""
+  dtype: str
+  kinds: tuple[str, ...]
+  matrix: Any
+
+  @staticmethod
+  def of(arch:Chip, dtype:str, lse:bool) -> Sums:
+    matrix = arch.unit.sums.get(dtype)
+    return Sums(dtype, (DOT if matrix is None else ONES, LANE)[:1 + lse], matrix)
 
 @dataclass(frozen=True)
 class Softmax(Carried):
   """Its state in registers: O^T accumulators; per query tile the reference m that the exponents of scores are taken from, bias = -m*to_log2 (NaN
-  where that has too large a rounding error) and the lane's part of the row sum l (two numbers to add); and of a trip the weights, packed, the scores,
-  and its part of l."""
+  where that has too large a rounding error) and, of each kind of sum in turn, the lane's part of the row sum l; and of a trip the weights, packed,
+  the scores, and its part of l."""
   acc: UOp
   m: UOp
   bias: UOp
@@ -28,12 +45,12 @@ class Softmax(Carried):
   part: UOp
 
   @staticmethod
-  def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, new:Allocator) -> Softmax:
+  def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, sums:Sums, new:Allocator) -> Softmax:
     """For that many tiles of queries, each with as many of O^T and of S^T."""
-    kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(2)),
-             (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(2)))
+    totals = len(sums.kinds)*q_tiles
+    kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (totals, ops.f32(1)),
+             (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (totals, ops.f32(1)))
     return Softmax(*[new.registers(n, dtype) for n, dtype in kinds])
-
 
   def start(self) -> UOp:
     begin = ((self.acc, 0.0), (self.m, LOWEST), (self.bias, -LOWEST), (self.l, 0.0))
@@ -43,26 +60,31 @@ class Softmax(Carried):
     """P of a query tile, from the reference that there is."""
     return [ops.weights(x, self.bias[qt].load(), to_log2) for x in scores]
 
-  def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, dtype:str, above:float,
+  def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
     """Takes the weights of each query tile, a column of S^T tiles, and corrects them and all the rest where scores have outgrown the reference by
     2^above. `do` executes a statement, after what is `before`."""
-    stores = [self.p[i].store(ops.pack(x, dtype)) for i, x in enumerate(x for column in weights for x in column)]
+    packed = [[ops.pack(x, sums.dtype) for x in column] for column in weights]
+    parts = [rounded_sum(column, sums.kinds[0], sums.matrix, sums.dtype, rows=1) for column in packed]
+    if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
+    stores = [self.p[i].store(x) for i, x in enumerate(x for column in packed for x in column)]
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
-    s = self.after(UOp.group(*stores, *[self.part[qt].store(row_sum(column, matrix.wave == 64)) for qt, column in enumerate(weights)]))
+    s = self.after(UOp.group(*stores, *[self.part[i].store(x) for i, x in enumerate(parts)]))
     rows = RowLanes(1, matrix.group_steps, matrix.exchange)
-    s = s.after(do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, *before, rows=rows, dtype=dtype, sums=(LANE,), matrix=None,
-                           scale=to_log2, above=above)))
-    return s.after(UOp.group(*[s.l[qt].store(ops.add(s.l[qt].load(), s.part[qt].load())) for qt in range(len(scores))]))
+    s = s.after(do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, *before, rows=rows, dtype=sums.dtype, sums=sums.kinds,
+                           matrix=sums.matrix, scale=to_log2, above=above)))
+    return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.part[i].load())) for i in range(len(parts))]))
 
-  def total(self, qt:int, matrix:Matrix) -> UOp:
-    """The row sum, over the lane groups."""
-    total = self.l[qt].load()
-    total = ops.add(ops.extract(total, 0), ops.extract(total, 1))
-    for step in matrix.group_steps:
-      pair = amd.pair(total, step, matrix)
-      total = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
-    return total
+  def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
+    """The row sums over the lane groups, kind by kind."""
+    q_tiles, found = self.m.max_numel(), []
+    for i in range(qt, self.l.max_numel(), q_tiles):
+      total = self.l[i].load()
+      for step in matrix.group_steps:
+        pair = amd.pair(total, step, matrix)
+        total = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
+      found.append(total)
+    return found
 
   def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
     """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
@@ -73,10 +95,10 @@ class Softmax(Carried):
     return [amd.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
-  """The sums of the even and of the odd elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""
+  """The sum of the elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""
   def halved(x:list[UOp]) -> list[UOp]: return [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
   while len(x) > 1: x = halved(x)
   while (n := ops.length(x[0])) > 2 or len(x) > 1:
     if len(x) > 1: x = halved(x)
     else: x = [ops.slice_(x[0], i, 2) for i in range(0, n, 2)] if pairs else [ops.slice_(x[0], i, n//2) for i in (0, n//2)]
-  return x[0]
+  return ops.add(ops.extract(x[0], 0), ops.extract(x[0], 1))

@@ -15,7 +15,7 @@ from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tiles import BlockTile
 from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.softmax import LOWEST, first_bias
+from attn.ops.softmax import LOWEST, ONES, first_bias
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
@@ -70,12 +70,13 @@ class Warps:
     zero, begin = nv.zero(UOp.const(0.0, dtypes.float)), ((m, LOWEST), (bias, first_bias(self.group.scores.to_log2)), (l, 0.0))
     return [*store_all(acc, [zero]*acc.max_numel()), *[x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]]
 
-  def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, totals:list[UOp], exact:list[UOp]|None) -> list[UOp]:
-    """O = O / l, LSE = m + ln l of 16 queries: of each row the sum that O is divided by, and where an LSE is wanted that which it is made of."""
+  def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...]) -> list[UOp]:
+    """O = O / l, LSE = m + ln l of 16 queries, whose sums of P are of these kinds: the first is what O is divided by, the last what the LSE is made
+    of."""
     mat, group, stores = self.at.matrix, self.group, []
     for r, row in enumerate(queries):
-      factor, _ = group.normalised(row, ops.extract(m, r), totals[r])
-      log_sum = group.normalised(row, ops.extract(m, r), exact[r])[1] if exact is not None else None
+      totals = [ops.extract(total, r) if kind == ONES else total_of(total, r) for total, kind in zip(sums, kinds)]
+      factor, log_sum = group.normalised(row, ops.extract(m, r), totals)
       o = [(dt*mat.N + self.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for dt, acc in enumerate(accs)]
       stores += group.outputs(row, o, log_sum)
     return stores

@@ -108,10 +108,10 @@ class Workgroup:
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
   # ***** O and LSE *****
-  def normalised(self, row:Row, m:UOp, total:UOp) -> tuple[UOp, UOp]:
-    """(what O of a row is to be multiplied by, its LSE), of its reference and sum."""
+  def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, UOp]:
+    """(what O of a row is to be multiplied by, its LSE), of its reference and sums: of P as it is rounded, and as the LSE has it."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
-    return finish(m, total, self.scores, sink)
+    return finish(m, totals, self.scores, sink)
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:UOp|None) -> list[UOp]:
     """The stores of a row's LSE, where it is wanted, and of the parts of its O that this lane has: (first column, values)."""
