@@ -116,6 +116,7 @@ def table(found:dict[Case, Ratios], draws:int) -> str:
 
 def computed(cases:Iterable[Case], draws:int, jobs:int) -> Iterable[tuple[Case, Ratios]]:
   cases = list(cases)
+  os.environ["OMP_NUM_THREADS"] = "1"      # of the processes to come: each core has one
   with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
     yield from zip(cases, pool.map(ratios, cases, [draws]*len(cases)))
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import contract
-from attn.kernels import forward, forward_mma, forward_wgmma
-from attn.kernels.forward import finish
+from attn.kernels.parts import workgroup
+from attn.kernels.parts.epilogue import finish
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import UOp
@@ -47,7 +47,7 @@ FAULTS = {"o of the sum before its rounding": (of_lse, "o", 259),
 def test_faults_show(chip:str, name:str, monkeypatch) -> None:
   """And without one this kind of input holds the contract, too. (Kernels are kept by their problem: each fault has a problem of its own.)"""
   fault, wrong, Sq = FAULTS[name]
-  for module in (forward, forward_mma, forward_wgmma): monkeypatch.setattr(module, "finish", fault)
+  monkeypatch.setattr(workgroup, "finish", fault)
   monkeypatch.setitem(KINDS, "two keys", two_keys)
   monkeypatch.setitem(contract.SHAPES, "with a fault", dict(H=1, Sq=Sq, Sk=149, D=32))
   for dtype in ("float16", "bfloat16"):

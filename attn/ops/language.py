@@ -341,8 +341,9 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast(float, {other})", "float"))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Where dwords of x have other uses, clang packs those of RDNA4 once more for each, by an instruction of their own."""
-    self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
+    """Where dwords of x have other uses, clang packs those of RDNA4 once more for each, by an instruction of their own. (Elsewhere the hint costs
+    registers.)"""
+    if get_chip(self.arch).family == "rdna4": self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
     """By a function, whose argument is a number: of an element v[1] of a vector clang's __builtin_bit_cast takes v[0]."""
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
