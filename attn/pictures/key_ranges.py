@@ -1,8 +1,8 @@
-"""Which key tiles a block of queries walks over, by `key_blocks` itself, beside what its queries see."""
+"""Which key tiles a block of queries walks over, by `blocks_seen` itself, beside what its queries see."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
-from attn.kernels.parts.blocks import Extent, KeyBlocks, key_blocks
+from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, over_keys
 from attn.pictures.svg import EMPTY, FAINT, INK, TINTS, Drawing
 from attn.problem import Problem, problem_of
 from attn.reference import visible
@@ -25,7 +25,7 @@ CASES: dict[str, Problem] = {
 
 @dataclass(frozen=True)
 class KeyRange:
-  """`KeyBlocks` as numbers."""
+  """`Blocks` as numbers."""
   begin: int
   full_begin: int
   full_end: int
@@ -35,7 +35,7 @@ class KeyRange:
 
 def range_of(p:Problem, block:int) -> KeyRange:
   first = UOp.const(block*QUERY_BLOCK)
-  x: KeyBlocks = key_blocks(p, Extent(p.Sq, p.Sk, 0, 0, p.offset), first, first + QUERY_BLOCK - 1, KEY_TILE)
+  x: Blocks = blocks_seen(over_keys(p, Extent(p.Sq, p.Sk, 0, 0, p.offset)), first, first + QUERY_BLOCK - 1, KEY_TILE)
   return KeyRange(*[n.simplify().vmin for n in (x.begin, x.full_begin, x.full_end, x.end)])
 
 def draw_ranges(d:Drawing, x:float, y:float, title:str, p:Problem) -> None:

@@ -1,4 +1,4 @@
-"""Which rows and keys there are, and which key tiles a block of queries walks over: those that some mask touches, and those that none does."""
+"""Which queries and keys there are, and which tiles of the others a block of either walks over: those that some mask touches, and those that none does."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
@@ -39,45 +39,64 @@ def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
   return Extent(p.Sq, keys, 0, 0, p.offset if p.top_left or isinstance(keys, int) else keys + (p.offset - p.Sk))
 
 @dataclass(frozen=True)
+class Walk:
+  """What a workgroup walks over, as its own rows see it: the keys, from its queries, or the queries, from its keys. Row i of its own, of which there
+  are `own`, sees those from i + offset - back to i + offset + ahead, of which there are `count`; -1 is no bound."""
+  over: str            # "keys" or "queries"
+  back: int
+  ahead: int
+  offset: int|UOp
+  count: int|UOp
+  own: int|UOp
+
+def over_keys(p:Problem, x:Extent) -> Walk: return Walk("keys", *p.window, x.offset, x.n_k, x.n_q)
+def over_queries(p:Problem, x:Extent) -> Walk: return Walk("queries", *p.window[::-1], -x.offset, x.n_q, x.n_k)
+
+@dataclass(frozen=True)
 class Outside:
-  """The rows of q, among packed sequences, that the workgroups of one of these write though they are of none: those from its last query to the next
-  sequence, or the end, and for the first sequence those before it. Where cu_seqlens say what they should, every row is either a query or here."""
+  """The rows, among packed sequences, that the workgroups of one of these write though they are of none: those from its last row to the next
+  sequence, or the end, and for the first sequence those before it. Where cu_seqlens say what they should, every row is either of a sequence or
+  here."""
   count: UOp
   before: UOp
   after: UOp
+  total: int      # rows of all sequences, and between them
   def row(self, i:UOp) -> UOp:
     """The i-th of them."""
     return (i < self.before).where(i, self.after + i - self.before)
 
-def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp]) -> Outside:
-  after, end = x.q_start + x.n_q, run_time(flat(given["cu_seqlens_q"])[batch + 1].load(), 0, p.total_q)
-  end = batch.eq(p.B - 1).where(UOp.const(p.total_q), end)
-  before = batch.eq(0).where(x.q_start, UOp.const(0))
-  return Outside(before + (end - after).maximum(0), before, UOp.const(0) + after)
+def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
+  """Of q and what is like it, or of k and v."""
+  name, total, start, n = ("cu_seqlens_k", p.total_k, x.k_start, x.n_k) if keys else ("cu_seqlens_q", p.total_q, x.q_start, x.n_q)
+  after, end = start + n, run_time(flat(given[name])[batch + 1].load(), 0, total)
+  end = batch.eq(p.B - 1).where(UOp.const(total), end)
+  before = batch.eq(0).where(start, UOp.const(0))
+  return Outside(before + (end - after).maximum(0), before, UOp.const(0) + after, total)
 
 @dataclass(frozen=True)
-class KeyBlocks:
-  """Key tiles `begin`..`end`, of which no mask touches `full_begin`..`full_end`."""
+class Blocks:
+  """Tiles `begin`..`end` of what is walked over, of which no mask touches `full_begin`..`full_end`."""
   begin: UOp
   full_begin: UOp
   full_end: UOp
   end: UOp
 
-  def share(self, index:UOp, of:int) -> KeyBlocks:
+  def share(self, index:UOp, of:int) -> Blocks:
     """The `index`-th of `of` parts, in tiles as equal as can be; the last ones may be empty."""
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     last = (first + each).minimum(self.end)
-    return KeyBlocks(first, self.full_begin.maximum(first).minimum(last), self.full_end.maximum(first).minimum(last), last)
+    return Blocks(first, self.full_begin.maximum(first).minimum(last), self.full_end.maximum(first).minimum(last), last)
 
-def key_blocks(p:Problem, x:Extent, first_query:UOp, last_query:UOp, block_n:int) -> KeyBlocks:
-  """The key tiles that queries `first_query`..`last_query` see."""
-  (left, right), keys = p.window, x.n_k if isinstance(x.n_k, UOp) else UOp.const(x.n_k)
-  seen = keys if right < 0 else (last_query + x.offset + right + 1).maximum(0).minimum(x.n_k)
-  unseen = UOp.const(0) if left < 0 else (first_query + x.offset - left).maximum(0).minimum(x.n_k)
-  if p.varlen: seen, unseen = ((first_query < x.n_q).where(n, 0) for n in (seen, unseen))   # a shorter sequence has no such block
+def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
+  """The tiles that rows `first`..`last` see."""
+  back, ahead, offset, there = walk.back, walk.ahead, walk.offset, walk.count
+  rows = there if isinstance(there, UOp) else UOp.const(there)
+  seen = rows if ahead < 0 else (last + offset + ahead + 1).maximum(0).minimum(there)
+  unseen = UOp.const(0) if back < 0 else (first + offset - back).maximum(0).minimum(there)
+  if isinstance(walk.own, UOp): seen, unseen = ((first < walk.own).where(n, 0) for n in (seen, unseen))   # a shorter sequence has no such block
   begin, end = unseen//block_n, (seen + block_n - 1)//block_n
-  full_begin = begin if left < 0 else ((last_query + x.offset - left).maximum(0) + block_n - 1)//block_n
-  full_end = keys//block_n if right < 0 else (first_query + x.offset + right + 1).maximum(0).minimum(x.n_k)//block_n
+  full_begin = begin if back < 0 else ((last + offset - back).maximum(0) + block_n - 1)//block_n
+  full_end = rows//block_n if ahead < 0 else (first + offset + ahead + 1).maximum(0).minimum(there)//block_n
   full_begin = full_begin.minimum(end)
-  return KeyBlocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end)
+  return Blocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end)

@@ -30,10 +30,10 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""
-  number = row.head*p.total_q + x.q_start + row.query if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.query
+  number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
-  return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.query)*ss
+  return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.index)*ss
 
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at

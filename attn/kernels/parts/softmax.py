@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
 from attn.chips import Chip
-from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.lanes import Lane, operands
+from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.statements import Carried
 from attn.ops import amd, common as ops
 from attn.ops.softmax import DOT, LANE, LOWEST, ONES, RowLanes, correct, rounded_sum
@@ -88,11 +88,7 @@ class Softmax(Carried):
 
   def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
     """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
-    mat, packed = at.matrix, [self.p[qt*k_tiles + kt].load() for kt in range(k_tiles)]
-    if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
-    words = UNIT_BYTES//4
-    units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]
-    return [amd.share_halves(u, at.h.eq(0)) for u in units] if mat.duplicated else operands(mat, units)
+    return fragment_operands(at, [self.p[qt*k_tiles + kt].load() for kt in range(k_tiles)])
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
   """The sum of the elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""

@@ -1,9 +1,13 @@
-"""The way of a K or V tile from global memory through registers to LDS, V transposed on the way: who carries what."""
+"""The way of a tile of rows from global memory through registers to LDS, as it lies or transposed on the way: who carries what."""
 from __future__ import annotations
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.lanes import contraction
+from attn.kernels.parts.layouts import LdsTile, PaddedRows
+from attn.kernels.parts.rows import GlobalRows
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
@@ -47,3 +51,70 @@ def key_row(matrix:Matrix, quad:UOp, i:int) -> UOp:
   unit, slot = quad//2, quad%2*4 + i
   n = unit//matrix.groups*matrix.unit + slot
   return n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
+
+def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
+  """Rows of `width` elements as they lie: operand A of products that contract over the elements."""
+  return PaddedRows(rows, contraction(mat, width)//mat.unit)
+
+def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
+  """The same tile transposed: operand A of products that contract over its `block_n` rows."""
+  return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
+
+@dataclass(frozen=True)
+class StagedTile:
+  """A tile of `block_n` rows in LDS, as they lie, transposed, or both from one load, and the way there."""
+  matrix: Matrix
+  block_n: int
+  carried: Staging
+  lies: LdsTile|None
+  turned: LdsTile|None
+
+  @staticmethod
+  def of(mat:Matrix, block_n:int, width:int, threads:int, thread:UOp, new:Allocator, rows:bool, columns:bool, buffers:int=1) -> StagedTile:
+    """Of rows of `width` elements, in as many buffers one after another."""
+    def tile(layout:PaddedRows, wanted:bool) -> LdsTile|None: return LdsTile(new.lds(buffers*layout.size), layout) if wanted else None
+    by_rows, by_columns = row_layout(mat, block_n, width), column_layout(mat, block_n, width)
+    lies, turned = tile(by_rows, rows), tile(by_columns, columns)
+    if not columns: return StagedTile(mat, block_n, Staging(block_n, by_rows.units, threads, thread), lies, None)
+    units, fast = max(by_columns.rows//mat.unit, by_rows.units if rows else 0), v_columns(block_n)
+    spread = (fast, 2) if units % (2*fast) == 0 else (1, 1)
+    return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, 4, *spread), lies, turned)
+
+  def after(self, *deps:UOp) -> StagedTile:
+    return replace(self, **{name: x.after(*deps) for name, x in (("lies", self.lies), ("turned", self.turned)) if x is not None})
+  def number(self, i:UOp) -> StagedTile:
+    """The i-th buffer."""
+    return replace(self, **{name: x.number(i) for name, x in (("lies", self.lies), ("turned", self.turned)) if x is not None})
+  @property
+  def rows(self) -> LdsTile:
+    """The rows as they lie: operand A of products that contract over their elements."""
+    assert self.lies is not None
+    return self.lies
+  @property
+  def columns(self) -> LdsTile:
+    """The tile transposed: operand A of products that contract over its rows."""
+    assert self.turned is not None
+    return self.turned
+  @property
+  def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.carried.item(j) for j in range(self.carried.items)]
+
+  def fetch(self, rows:GlobalRows, t:UOp) -> list[UOp]:
+    """This thread's parts of the t-th tile of these rows."""
+    first, n = t*self.block_n, self.block_n
+    if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]
+    return [rows.load_units(first, n, key_row(self.matrix, quad, i), unit, gate) for quad, unit, gate in self.items for i in range(4)]
+
+  def store(self, parts:list[UOp]) -> list[UOp]:
+    """The stores to LDS of what was fetched."""
+    if self.turned is None:
+      return [self.rows.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
+    stores = []
+    for j, (quad, unit, gate) in enumerate(self.items):
+      four = parts[4*j:4*j + 4]
+      if self.lies is not None:
+        inside = gate & (unit < self.lies.layout.units)
+        stores += [self.lies.store(key_row(self.matrix, quad, i), unit, part, inside) for i, part in enumerate(four)]
+        gate = gate & (unit*self.matrix.unit < self.turned.layout.rows)
+      row = unit*self.matrix.unit
+      stores += [self.turned.store_half(self.matrix.row_of(row + i), quad, column, gate) for i, column in enumerate(transpose(four))]
+    return stores

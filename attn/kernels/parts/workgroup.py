@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from attn.chips import Chip
 from attn.chips.matrix import Matrix, Mma
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.blocks import KeyBlocks, Extent, key_blocks, extent
+from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, over_keys
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane
@@ -65,7 +65,7 @@ class Workgroup:
   first_row: UOp              # a row is a query, with several heads in a tile each query's heads in turn
   sequence: Extent
   scores: Scores
-  keys: KeyBlocks
+  keys: Blocks
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane) -> Workgroup:
@@ -80,8 +80,9 @@ class Workgroup:
     first_query, last_query = first_row//heads, (first_row + tile.block_m - 1)//heads
     sequence = extent(p, batch, given)
     first = Row(batch, first_head, first_query, UOp.const(True))
-    scores = Scores(p, at, tile.block_n, sequence, first, given.get("alibi_slopes"), given.get("bias"))
-    keys = key_blocks(p, sequence, first_query, last_query, tile.block_n)
+    walk = over_keys(p, sequence)
+    scores = Scores(p, at, tile.block_n, walk, first, given.get("alibi_slopes"), given.get("bias"))
+    keys = blocks_seen(walk, first_query, last_query, tile.block_n)
     for n in split: keys = keys.share(n, p.num_splits)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, keys)
 

@@ -1,0 +1,78 @@
+"""The two kinds of matrix product of a trip, between a tile in LDS and what each lane has of the rows of its own."""
+from __future__ import annotations
+import functools, itertools
+from dataclasses import dataclass
+from attn.chips.matrix import Matrix
+from attn.kernels.parts.lanes import Lane, operands, units_of
+from attn.kernels.parts.layouts import LdsTile
+from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.statements import Statements
+from attn.ops import amd, common as ops
+from attn.tinygrad_compat import UOp
+
+FENCE_UNITS = 8  # units of a contraction between two fences of a fenced product
+
+@dataclass(frozen=True)
+class OwnRows:
+  """The workgroup's own rows of a tensor, one a lane in each of its tiles: operand B of products that contract over their elements. A lane keeps the
+  units that it reads in registers, or in LDS where those would not hold them."""
+  at: Lane
+  rows: GlobalRows
+  first: UOp               # row of the tensor
+  block_m: int
+  in_block: list[UOp]      # a lane's rows, counted from there
+  units: list[UOp]
+  lds: LdsTile|None
+
+  @functools.cached_property
+  def loaded(self) -> list[list[UOp]]:
+    return [[self.rows.load_units(self.first, self.block_m, i, u) for u in self.units] for i in self.in_block]
+
+  @functools.cached_property
+  def kept(self) -> LdsTile:
+    assert self.lds is not None
+    own = self.at.h.eq(0) if self.at.matrix.duplicated else UOp.const(True)
+    stores = [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, self.loaded) for u, x in zip(self.units, xs)]
+    return self.lds.after(UOp.group(*stores))
+
+  def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
+    """The operands of each tile for some of the units of the contraction, in trip t."""
+    mat = self.at.matrix
+    if self.lds is None: return [operands(mat, units[steps]) for units in self.loaded]
+    rows = [amd.opaque(i, t) for i in self.in_block]
+    return [operands(mat, [self.kept.after(*after).load(row, u) for u in self.units[steps]]) for row in rows]
+
+@dataclass(frozen=True)
+class Products:
+  """`fenced`: work on one tile of operand A is done before the next one is read from LDS, which takes fewer registers."""
+  at: Lane
+  fenced: bool
+  statements: Statements
+  @property
+  def matrix(self) -> Matrix: return self.at.matrix
+
+  def with_rows(self, tile:LdsTile, count:int, own:OwnRows, t:UOp, start:list[list[UOp]]) -> list[list[UOp]]:
+    """`start` + A B of `count` matrix tiles of rows in LDS, for each tile of own rows a column of C fragments."""
+    mat, tiles = self.matrix, [list(column) for column in start]
+    for kt, first in itertools.product(range(count), range(0, len(own.units), FENCE_UNITS)):
+      steps, before = slice(first, first + FENCE_UNITS), tiles[-1][kt - (first == 0)]
+      fence = [self.statements.do(amd.sched_barrier(before))] if self.fenced and (kt or first) else []
+      a_operands = operands(mat, [tile.after(*fence).load(kt*mat.M + self.at.n, u) for u in own.units[steps]])
+      for a, *bs in zip(a_operands, *own.operands(t, steps, *fence)):
+        for i, b in enumerate(bs): tiles[i][kt] = amd.shaped_wmma(mat, a, b, tiles[i][kt])
+    return tiles
+
+  def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]]) -> list[list[UOp]]:
+    """`accs` + A B of a tile that lies transposed in LDS, whose `block_n` columns meet the `weights`, operands of each tile of own rows."""
+    mat, accs = self.matrix, [list(column) for column in accs]
+    for dt in range(len(accs[0])):
+      before = accs[-1][dt - 1] if dt else weights[-1][-1]
+      if self.fenced or not dt: tile = tile.after(self.statements.do(amd.sched_barrier(before)))
+      a_operands = operands(mat, [tile.load(dt*mat.M + self.at.n, u) for u in units_of(mat, block_n, self.at.h)])
+      for a, *bs in zip(a_operands, *weights):
+        for i, b in enumerate(bs): accs[i][dt] = amd.shaped_wmma(mat, a, b, accs[i][dt])
+    return accs
+
+def zeros(mat:Matrix, columns:int, tiles:int) -> list[list[UOp]]:
+  """C fragments to begin with."""
+  return [[ops.splat(0.0, mat.accumulator)]*tiles for _ in range(columns)]
