@@ -3,7 +3,7 @@
 Contract: with `exact` the float64 computation on the inputs as they are rounded to their dtype, and `same` the textbook computation with the
 roundings that the dtypes force (fp32 scores and sums, P and O rounded), every element of a kernel's output must satisfy
   |out - exact| <= 2 * max|same - exact| + 1e-5,
-and be NaN, +inf or -inf exactly where `exact` is.
+and be NaN, +inf or -inf exactly where `exact` is. Gradients likewise, against `exact_backward` and `same_backward`.
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
@@ -73,24 +73,117 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
     parts = [_attention(q[b:b+1], k[b:b+1, :, :n], v[b:b+1, :, :n], scale, window, offset + shift[b], work, p_dtype, _batch(x, b, int(n)))
              for b, n in enumerate(x.kv_lengths)]
     return np.concatenate([o for o, _ in parts]), np.concatenate([lse for _, lse in parts])
-  ratio, (Sq, Sk) = q.shape[-3]//k.shape[-3], (q.shape[-2], k.shape[-2])
-  q, k, v = q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
+  q, k, v = _alike(q, k, v, work)
   with np.errstate(all="ignore"):
-    s = (q @ k.swapaxes(-1, -2))*work(scale)
-    if x.softcap: s = work(x.softcap)*np.tanh(s/work(x.softcap))
-    if x.alibi_slopes is not None:
-      s = s - x.alibi_slopes.astype(work)[..., None, None]*np.abs(np.arange(Sq)[:, None] + offset - np.arange(Sk)).astype(work)
-    if x.bias is not None: s = s + x.bias.astype(work)
-    s = np.where(visible(Sq, Sk, window, offset), s, work(-np.inf))
-    sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
-    m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
-    safe = np.where(m == -np.inf, work(0), m)
-    p = np.exp(s - safe)
-    total = p.sum(-1, keepdims=True) + np.exp(sink - safe)
-    p = np.where(total == 0, work(0), p/total)
+    s, _ = _scores(q, k, scale, window, offset, x)
+    p, lse = _softmax(s, x)
     o = (p if p_dtype is None else rounded(p, p_dtype)).astype(work) @ v
-    lse = np.where(total == 0, -np.inf, m + np.log(total))[..., 0]
   return o, lse
+
+def _alike(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
+  """q, k and v in the type of the computation, with as many heads all three."""
+  ratio = q.shape[-3]//k.shape[-3]
+  return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
+
+def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, Array]:
+  """The scores, -inf where a query does not see a key, and the slope of the softcap at each."""
+  work, Sq, Sk = q.dtype.type, q.shape[-2], k.shape[-2]
+  s, slope = (q @ k.swapaxes(-1, -2))*work(scale), work(1)
+  if x.softcap:
+    t = np.tanh(s/work(x.softcap))
+    s, slope = work(x.softcap)*t, 1 - t*t
+  if x.alibi_slopes is not None:
+    s = s - x.alibi_slopes.astype(work)[..., None, None]*np.abs(np.arange(Sq)[:, None] + offset - np.arange(Sk)).astype(work)
+  if x.bias is not None: s = s + x.bias.astype(work)
+  return np.where(visible(Sq, Sk, window, offset), s, work(-np.inf)), slope
+
+def _softmax(s:Array, x:Options) -> tuple[Array, Array]:
+  """(P, lse) of scores."""
+  work = s.dtype.type
+  sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
+  m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
+  safe = np.where(m == -np.inf, work(0), m)
+  p = np.exp(s - safe)
+  total = p.sum(-1, keepdims=True) + np.exp(sink - safe)
+  return np.where(total == 0, work(0), p/total), np.where(total == 0, -np.inf, m + np.log(total))[..., 0]
+
+# ***** backward *****
+
+@dataclass(frozen=True)
+class Gradients:
+  """Of a loss, for each input in the shape of that input; None for one that there is not."""
+  q: Array
+  k: Array
+  v: Array
+  bias: Array|None = None
+  sinks: Array|None = None
+
+def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
+                   options:Options=PLAIN) -> Gradients:
+  """The gradients of a loss whose gradients for o and for lse of `exact` are `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq), None for 0, in float64.
+
+  A row that sees no key adds exactly 0 to each, and gets 0; keys beyond kv_lengths get 0."""
+  return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None, "")
+
+def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
+                  options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32") -> Gradients:
+  """The textbook computation (FlashAttention-2, arXiv 2307.08691, algorithm 2) in fp32, with the roundings that the dtypes force:
+
+    P = exp(S - lse), where lse is that of fp32 scores and of the sum of P before it is rounded
+    delta = rowsum(dO * O) - dLSE, with O as `same` rounds it to `out_dtype`
+    dS = P * (dP - delta), dP = dO V^T
+
+  P and dS are rounded to `dtype` before they are multiplied with dO, K and Q; the gradients of q, k and v to `dtype`, that of the bias, a sum of dS
+  in fp32, to `bias_dtype`, that of the sinks stays in fp32."""
+  found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, dtype, out_dtype)
+  bias = None if found.bias is None else rounded(found.bias, bias_dtype)
+  return Gradients(rounded(found.q, dtype), rounded(found.k, dtype), rounded(found.v, dtype), bias, found.sinks)
+
+def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
+              p_dtype:str|None, o_dtype:str) -> Gradients:
+  """`p_dtype` is what P and dS are rounded to, and `o_dtype` what O is; neither where p_dtype is None."""
+  if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]), work)
+  if dlse is None: dlse = np.zeros(q.shape[:-1], work)
+  if x.kv_lengths is not None: return _backward_by_batch(q, k, v, do, dlse, scale, window, offset, x, work, p_dtype, o_dtype)
+  groups = (k.shape[-3], q.shape[-3]//k.shape[-3])         # query heads that share keys lie side by side
+  do, dlse, (q, k, v) = do.astype(work), dlse.astype(work), _alike(q, k, v, work)
+  def operand(a:Array) -> Array: return a if p_dtype is None else rounded(a, p_dtype)
+  def of_group(a:Array) -> Array: return a.reshape(*a.shape[:-3], *groups, *a.shape[-2:]).sum(-3)
+  with np.errstate(all="ignore"):
+    s, slope = _scores(q, k, scale, window, offset, x)
+    weights, lse = _softmax(s, x)
+    o = operand(weights) @ v
+    if p_dtype is not None: o = rounded(o, o_dtype)
+    safe = np.where(lse == -np.inf, work(0), lse)        # of a row that sees no key: all its scores are -inf
+    p = np.exp(s - safe[..., None])
+    delta = (do*o).sum(-1) - np.where(lse == -np.inf, work(0), dlse)
+    ds = np.where(s == -np.inf, work(0), p*(do @ v.swapaxes(-1, -2) - delta[..., None]))
+    dsinks = None if x.sinks is None else _sum_to(-np.exp(x.sinks.astype(work)[:, None] - lse)*delta, (x.sinks.shape[0], 1))[:, 0]
+    dscores = operand(ds*slope)
+    dq, dk = dscores @ k*work(scale), of_group(dscores.swapaxes(-1, -2) @ q*work(scale))
+    dv = of_group(operand(p).swapaxes(-1, -2) @ do)
+  return Gradients(dq, dk, dv, None if x.bias is None else _sum_to(ds, x.bias.shape), dsinks)
+
+def _sum_to(a:Array, shape:tuple[int, ...]) -> Array:
+  """What was broadcast from `shape`, summed back to it."""
+  a = a.sum(tuple(range(a.ndim - len(shape))))
+  return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
+
+def _backward_by_batch(q:Array, k:Array, v:Array, do:Array, dlse:Array, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
+                       p_dtype:str|None, o_dtype:str) -> Gradients:
+  """Each batch by itself, with the keys it has; those beyond get 0."""
+  assert x.kv_lengths is not None
+  dq, dk, dv = (np.zeros(a.shape, work) for a in (q, k, v))
+  dbias, dsinks = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks))
+  for b, n in enumerate(map(int, x.kv_lengths)):
+    one, shift = slice(b, b + 1), 0 if x.top_left else n - k.shape[-2]
+    found = _backward(q[one], k[one, :, :n], v[one, :, :n], do[one], dlse[one], scale, window, offset + shift, _batch(x, b, n), work, p_dtype,
+                      o_dtype)
+    dq[one], dk[one, :, :n], dv[one, :, :n] = found.q, found.k, found.v
+    if dsinks is not None: dsinks += found.sinks
+    if dbias is not None and found.bias is not None:
+      dbias[one if len(dbias) > 1 else slice(None), ..., :found.bias.shape[-1]] += found.bias
+  return Gradients(dq, dk, dv, dbias, dsinks)
 
 @dataclass(frozen=True)
 class Verdict:
