@@ -116,7 +116,7 @@ class DualWave:
 
   # ***** the algorithm *****
   def program(self) -> UOp:
-    keys, second = self.group.keys, self.wave//(WAVES//2)
+    keys, second = self.group.walked, self.wave//(WAVES//2)
     begin, pairs = keys.begin, (keys.full_end - keys.begin)//2
     s = self.first_tiles(self.started(), begin)
     s = s.sync(amd.barrier_of(second, s.done))                      # the second group falls a barrier behind

@@ -95,7 +95,7 @@ class Forward(Pipeline[ForwardState]):
   # ***** the algorithm *****
   def program(self) -> UOp:
     group, s = self.group, self.state.after(self.state.softmax.start())
-    s = self.walk(s, group.keys, masked_first=group.p.window[0] >= 0)
+    s = self.walk(s, group.walked, masked_first=group.p.window[0] >= 0)
     return group.kernel("forward", [x for qt, row in enumerate(self.queries) for x in self.outputs(s.softmax, qt, row)])
 
   def work(self, s:ForwardState, t:UOp, masked:bool) -> UOp:

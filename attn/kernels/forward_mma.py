@@ -120,7 +120,7 @@ class ForwardMma:
 
   # ***** the algorithm *****
   def program(self) -> UOp:
-    warps, keys, stages = self.warps, self.warps.group.keys, self.tile.stages
+    warps, keys, stages = self.warps, self.warps.group.walked, self.tile.stages
     q_rows, _, _ = self.tile.layouts(self.p)
     s = self.state
     s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))], warps.first_values(s.acc, s.m, s.bias, s.l))

@@ -105,7 +105,7 @@ class ForwardWgmma:
 
   # ***** the algorithm *****
   def program(self) -> UOp:
-    warps, keys = self.warps, self.warps.group.keys
+    warps, keys = self.warps, self.warps.group.walked
     q_panels, _, _ = self.tile.layouts(self.p)
     s = self.state
     s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))], warps.first_values(s.acc, s.m, s.bias, s.l))
@@ -135,7 +135,7 @@ class ForwardWgmma:
     return self.warps.outputs(self.queries, accs, s.m[0].load(), [s.l[i].load() for i in range(len(sums))], sums)
 
   # ***** global -> shared memory *****
-  def stage(self, t:UOp) -> UOp: return (t - self.warps.group.keys.begin)%STAGES
+  def stage(self, t:UOp) -> UOp: return (t - self.warps.group.walked.begin)%STAGES
   def k_panels(self, t:UOp) -> SwizzledPanels:
     q, k, _ = self.tile.layouts(self.p)
     return k.at(q.size + self.stage(t)*k.size)
@@ -151,7 +151,7 @@ class ForwardWgmma:
   def start_scores(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """S = Q K^T of a warpgroup's 64 queries is under way, once tile t is there."""
     q, k, _ = self.tile.layouts(self.p)
-    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.keys.begin, s.done))
+    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     group = wgmma.group(self.warps.at.wave)
     return s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, round_up(self.p.D, wgmma.K)//wgmma.K,
                              (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype))

@@ -2,11 +2,11 @@
 from __future__ import annotations
 import math
 from dataclasses import replace
-from typing import Mapping
+from typing import Callable, Mapping
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.blocks import Extent, outside, trip_count
+from attn.kernels.parts.blocks import Extent, Outside, outside, trip_count
 from attn.kernels.parts.rows import flat, strides
 from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF, Row, Scores
 from attn.ops import common as ops
@@ -58,20 +58,27 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
   heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key range their lse is
   OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
   if not p.varlen: return []
-  rows, vec = outside(p, x, batch, given), math.gcd(p.Dv, 4)
   o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
-  columns, together = p.Dv//vec, block[1]*thread[1]
+  vec, nothing = math.gcd(p.Dv, 4), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
+  def stores(row:UOp, column:UOp, there:UOp) -> list[UOp]:
+    found = []
+    for head in heads:
+      number, begin = place_of_row(p, replace(x, q_start=0), Row(batch, head, row, there), *split)
+      found += store_row(arch, flat(o), dtype, p.Dv, begin, column, ops.splat(0.0, vec), there)
+      if lse is not None: found.append(flat(lse)[number.valid(there & column.eq(0))].store(nothing))
+    return found
+  return clear_rows(outside(p, x, batch, given), p.Dv//vec, vec, block, thread, new, stores)
+
+def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
+               stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
+  """The loop over rows of no sequence, each of `columns` columns of `vec` elements, shared out over `block` (number, of how many) and `thread`
+  likewise. `stores` gives those of (row, first element, whether there is such a row)."""
+  together = block[1]*thread[1]
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
   trip = new.range(count, AxisType.LOOP)
   item = (trip*block[1] + block[0])*thread[1] + thread[0]
-  there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(p.total_q - 1)
-  zero, nothing = ops.splat(0.0, vec), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
-  stores = []
-  for head in heads:
-    number, begin = place_of_row(p, replace(x, q_start=0), Row(batch, head, row, there), *split)
-    stores += store_row(arch, flat(o), dtype, p.Dv, begin, column, zero, there)
-    if lse is not None: stores.append(flat(lse)[number.valid(there & column.eq(0))].store(nothing))
-  return [UOp.group(*stores).end(trip)]
+  there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(rows.total - 1)
+  return [UOp.group(*stores(row, column, there)).end(trip)]
 
 def estimates(p:Problem) -> Estimates:
   """What tinygrad's DEBUG=2 line needs: floating-point operations, and bytes moved when every tensor is touched once."""

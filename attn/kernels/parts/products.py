@@ -3,9 +3,11 @@ from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.lanes import Lane, operands, units_of
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.staging import row_layout
 from attn.kernels.parts.statements import Statements
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
@@ -23,6 +25,13 @@ class OwnRows:
   in_block: list[UOp]      # a lane's rows, counted from there
   units: list[UOp]
   lds: LdsTile|None
+
+  @staticmethod
+  def of(at:Lane, rows:GlobalRows, first:UOp, block_m:int, new:Allocator, in_lds:bool) -> OwnRows:
+    """One tile of rows for each wave."""
+    mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
+    lds = LdsTile(new.lds(layout.size), layout) if in_lds else None
+    return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units_of(mat, contraction(mat, rows.width), at.h), lds)
 
   @functools.cached_property
   def loaded(self) -> list[list[UOp]]:

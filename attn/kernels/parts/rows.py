@@ -48,6 +48,12 @@ class GlobalRows:
     if self.pin: records = ops.uniform(records)
     return self._load(self.buffer[(self.base + first*self.stride)], records, row*self.stride, unit, gate)
 
+  def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
+    """The fp32 number that row `first` + `row` is, where rows are single numbers; 0 beyond the last."""
+    records = (self.count - first).maximum(0).minimum(rows)*self.size
+    if self.pin: records = ops.uniform(records)
+    return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
+
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
     """The `unit`-th 16 bytes of the row at `start`, of which elements that `gate` or the width excludes read as zero."""
     offset = (start + unit*self.unit)*self.size

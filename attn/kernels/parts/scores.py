@@ -64,6 +64,11 @@ class Scores:
     if p.softcap: return [ops.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E, series=p.softcap > SMALL_CAP) for y in x]
     return [ops.mul(y, p.softmax_scale*LOG2E) for y in x]
 
+  def cap_slopes(self, capped:list[UOp]) -> list[UOp]:
+    """The derivative of cap at each score, 1 - tanh^2, from what `capped` gives."""
+    tanh = [ops.mul(y, 1/(self.p.softcap*LOG2E)) for y in capped]
+    return [ops.sub(ops.splat(1.0, ops.length(y)), ops.mul(y, y)) for y in tanh]
+
   def shifted(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """log2(e) * (-slope*|i + offset - j| + bias) more than x."""
     p = self.p

@@ -1,9 +1,10 @@
-"""The tensors that a forward kernel takes, and which of them it can address."""
+"""The tensors that a kernel takes, and which of them it can address."""
 from __future__ import annotations
+from dataclasses import replace
 from attn.kernels.parts.rows import strides
 from attn.kernels.parts.scores import MAX_RECORDS
-from attn.kernels.parts.tiles import BlockTile, heads_of
-from attn.problem import Problem
+from attn.kernels.parts.tiles import BackwardTile, BlockTile, heads_of
+from attn.problem import EXTRAS, Problem
 
 MAX_D = 256      # the longest row of O that registers hold
 
@@ -15,6 +16,23 @@ def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
           **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+
+def _extras(p:Problem, *but:str) -> Shapes: return {name: p.shapes[name] for name in EXTRAS if name in p.shapes and name not in but}
+
+def dq_arguments(p:Problem, dlse:bool=False) -> Shapes:
+  """(shape, dtype) of the tensors that `backward_dq` takes, by name and in order: dq and delta, which it writes; q, k, v, o, lse, do; the optional
+  tensors; with `dlse` the gradient of lse."""
+  x = replace(p, return_lse=True).shapes
+  return {"dq": x["q"], "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], "lse": x["lse"], "do": x["o"], **_extras(p, "sinks"),
+          **({"dlse": x["lse"]} if dlse else {})}
+
+def dkdv_arguments(p:Problem) -> Shapes:
+  """(shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order: dk and dv, which it writes; q, k, v, lse, delta, do; the optional
+  tensors."""
+  x = replace(p, return_lse=True).shapes
+  return {"dk": x["k"], "dv": x["v"], "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"], "delta": x["lse"], "do": x["o"], **_extras(p, "sinks")}
 
 def too_wide(p:Problem) -> str|None:
   """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""
@@ -33,4 +51,11 @@ def check_range(p:Problem, tile:BlockTile) -> None:
 def check_problem(p:Problem, tile:BlockTile) -> None:
   """Raises ValueError where the number of splits is not chosen yet, and NotImplementedError where `check_range` does."""
   if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
+  check_range(p, tile)
+
+def check_backward(p:Problem, tile:BackwardTile) -> None:
+  """Raises NotImplementedError where there is no gradient of the problem by AMD's kernels: splits, an output of another dtype than the inputs, and
+  tensors beyond what a buffer descriptor addresses."""
+  if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the gradient is of the whole, whatever the splits of forward")
+  if p.out_dtype != p.dtype: raise NotImplementedError(f"o of {p.out_dtype} from inputs of {p.dtype}: the backward kernels take dO in the inputs' dtype")
   check_range(p, tile)

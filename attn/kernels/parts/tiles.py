@@ -3,10 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 from attn.chips.matrix import UNIT_BYTES, Matrix
-from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import PaddedRows
-from attn.kernels.parts.staging import v_skew
+from attn.kernels.parts.staging import column_layout, row_layout
 from attn.problem import Problem
 
 class BlockTile(Protocol):
@@ -46,9 +44,8 @@ class Tile:
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows, PaddedRows]:
     """The tiles of Q, of K and of V^T in LDS."""
-    mat, depth = self.matrix, contraction(self.matrix, p.D)//self.matrix.unit
-    v = PaddedRows(round_up(p.Dv, mat.M), self.block_n//mat.unit, v_skew(mat, self.block_n))
-    return PaddedRows(self.block_m, depth), PaddedRows(self.block_n, depth), v
+    mat = self.matrix
+    return row_layout(mat, self.block_m, p.D), row_layout(mat, self.block_n, p.D), column_layout(mat, self.block_n, p.Dv)
   @property
   def buffers(self) -> int:
     """K tiles in LDS, and as many V tiles."""
@@ -60,4 +57,36 @@ class Tile:
   def options(self) -> str:
     """What is not by default, in words."""
     return " ".join([name for name in ("q_in_lds", "fenced") if getattr(self, name)] + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
+
+@dataclass(frozen=True)
+class BackwardTile:
+  """How a backward kernel divides the work: a workgroup has `block_m` rows of its own, queries in backward_dq and keys in backward_dkdv, and walks over
+  the others by `block_n`."""
+  matrix: Matrix
+  waves: int         # waves of a workgroup, each with its own rows
+  block_n: int
+  own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every trip instead of being kept in registers
+  fenced: bool = False                             # as of Tile
+  prefetch: int = 1
+  turned: tuple[bool, bool] = (True, False)        # whether K and V (Q and dO) lie in LDS transposed besides
+
+  @property
+  def block_m(self) -> int: return self.waves*self.matrix.N
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  @property
+  def pack_gqa(self) -> bool: return False
+  @property
+  def buffers(self) -> int: return max(1, self.prefetch)
+  @property
+  def numbers(self) -> int:
+    """fp32 numbers that each row that is walked over has in LDS: of a query two."""
+    return 2 if all(self.turned) else 0
+  def lds_bytes(self, p:Problem) -> int:
+    mat, units = self.matrix, 0
+    for width, turned, own in zip((p.D, p.Dv), self.turned, self.own_in_lds):
+      walked = row_layout(mat, self.block_n, width).size + (column_layout(mat, self.block_n, width).size if turned else 0)
+      units += self.buffers*walked + (row_layout(mat, self.block_m, width).size if own else 0)
+    return UNIT_BYTES*units + self.buffers*self.numbers*self.block_n*4
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"

@@ -43,7 +43,7 @@ class Warps:
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout) -> list[UOp]:
     """The thread's part in copying tile t of K and of V, of the tiles that the block walks over. Statements."""
     group, block_n = self.group, self.group.tile.block_n
-    there = (group.keys.end*block_n).minimum(group.sequence.n_k)
+    there = (group.walked.end*block_n).minimum(group.sequence.n_k)
     rows = [replace(group.rows(name), count=there) for name in ("k", "v")]
     return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, t*block_n, to)]
 

@@ -1,20 +1,21 @@
 """A workgroup's part of a problem: which head, queries and keys it has, by what numbers it is known, and how its kernel ends."""
 from __future__ import annotations
-import functools
-from dataclasses import dataclass
+import functools, math
+from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import Matrix, Mma
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, over_keys
+from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outside, over_keys, over_queries
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, estimates, finish, place_of_row, store_row
+from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane
 from attn.kernels.parts.rows import GlobalRows, PackedRows, flat, strides
 from attn.kernels.parts.scores import Row, Scores
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tensors import Shapes, arguments
 from attn.kernels.parts.tiles import BlockTile, heads_of
+from attn.ops import common as ops
 from attn.problem import Problem
-from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dynamic_shared_name
+from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in NVIDIA's L2
 
@@ -24,15 +25,23 @@ class Grid:
   allocator: Allocator
   ranges: tuple[UOp, ...]     # those of the grid and of the threads
   head: UOp                   # the workgroup's number among B*H heads, or groups of heads
-  block: UOp                  # and among the blocks of queries
+  block: UOp                  # and among the blocks of queries, or of keys
   lane: UOp
   wave: UOp
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
   """AMD's grid: heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
-  new, heads = Allocator(), heads_of(p, tile)
-  block = new.range(ceildiv(p.Sq*heads, tile.block_m), AxisType.GLOBAL)
-  head = new.range(p.B*p.H//heads, AxisType.GLOBAL)
+  heads = heads_of(p, tile)
+  return _heads_fastest(ceildiv(p.Sq*heads, tile.block_m), p.B*p.H//heads, tile, mat)
+
+def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
+  """The same over blocks of keys and key/value heads."""
+  return _heads_fastest(ceildiv(p.Sk, tile.block_m), p.B*p.Hkv, tile, mat)
+
+def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
+  new = Allocator()
+  block = new.range(blocks, AxisType.GLOBAL)
+  head = new.range(heads, AxisType.GLOBAL)
   lane = new.range(mat.wave, AxisType.WARP)
   wave = new.range(tile.waves, AxisType.WARP)       # as a LOCAL axis tinygrad would split it where % divides it
   return Grid(new, (block, head, lane, wave), head, block, lane, wave)
@@ -50,6 +59,12 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   wave = new.range(tile.waves, AxisType.WARP)
   return Grid(new, (group, block, in_group, lane, wave), group*together + in_group, block, lane, wave)
 
+KEY_TENSORS = ("k", "v", "dk", "dv")    # whose rows are keys
+
+def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
+  if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
+  return dict(zip(names, args))
+
 @dataclass(frozen=True)
 class Workgroup:
   """A workgroup's part of a problem, as a thread sees it."""
@@ -62,17 +77,18 @@ class Workgroup:
   batch: UOp
   first_head: UOp
   kv_head: UOp
-  first_row: UOp              # a row is a query, with several heads in a tile each query's heads in turn
+  first_row: UOp              # a row is a query, with several heads in a tile each query's heads in turn; or a key
   sequence: Extent
   scores: Scores
-  keys: Blocks
+  walked: Blocks              # the tiles of keys, or of queries, that it walks over
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane) -> Workgroup:
-    """The part of the workgroup at this place of the grid; `args` are the kernel's placeholders, `at` is the thread's place in a matrix."""
-    names, heads = arguments(p), heads_of(p, tile)
-    if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
-    given, groups = dict(zip(names, args)), p.H//heads
+  def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane,
+         names:Shapes|None=None) -> Workgroup:
+    """The part of the workgroup at this place of the grid that owns queries; `args` are the kernel's placeholders, of the tensors `names` (by default
+    those of `arguments`), `at` is the thread's place in a matrix."""
+    heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
+    groups = p.H//heads
     split = (grid.allocator.range(p.num_splits, AxisType.GLOBAL),) if p.num_splits > 1 else ()
     batch, first_head = grid.head//groups, grid.head%groups*heads
     blocks = ceildiv(p.Sq*heads, tile.block_m)
@@ -82,9 +98,20 @@ class Workgroup:
     first = Row(batch, first_head, first_query, UOp.const(True))
     walk = over_keys(p, sequence)
     scores = Scores(p, at, tile.block_n, walk, first, given.get("alibi_slopes"), given.get("bias"))
-    keys = blocks_seen(walk, first_query, last_query, tile.block_n)
-    for n in split: keys = keys.share(n, p.num_splits)
-    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, keys)
+    walked = blocks_seen(walk, first_query, last_query, tile.block_n)
+    for n in split: walked = walked.share(n, p.num_splits)
+    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, walked)
+
+  @staticmethod
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane, names:Shapes) -> Workgroup:
+    """The same of one that owns keys of a key/value head, and walks over the queries of those that share them. The first of these is `first_head`."""
+    given = by_name(names, args)
+    batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
+    first_head, sequence = kv_head*(p.H//p.Hkv), extent(p, batch, given)
+    first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
+    scores = Scores(p, at, tile.block_n, walk, first, given.get("alibi_slopes"), given.get("bias"))
+    walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n)
+    return Workgroup(p, arch, tile, given, grid, (), batch, first_head, kv_head, first_key, sequence, scores, walked)
 
   @property
   def heads(self) -> int: return heads_of(self.p, self.tile)
@@ -98,15 +125,20 @@ class Workgroup:
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, row < self.sequence.n_q*self.heads)
 
-  def rows(self, name:str) -> GlobalRows:
-    """The rows of q, k or v that the workgroup reads: those of its sequence and head, of q of all its heads."""
-    p, x = self.p, self.sequence
-    if name == "q": head, heads, length, width, start, count = self.first_head, p.H, p.Sq, p.D, x.q_start, x.n_q
-    else: head, heads, length, width, start, count = self.kv_head, p.Hkv, p.Sk, p.D if name == "k" else p.Dv, x.k_start, x.n_k
+  def rows(self, name:str, head:UOp|None=None) -> GlobalRows:
+    """The rows of a tensor that the workgroup reads or writes: those of its sequence and head (or of the query head `head`), of q of all its heads."""
+    p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
+    if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
+    else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
     sb, sh, ss = strides(p.layout, heads, length, width)
     base, pin = self.batch*sb + head*sh + start*ss, bool(self.split) or isinstance(x.n_k, UOp)
     rows = GlobalRows(flat(self.given[name]), base, ss, count, width, p.itemsize, pin)
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
+
+  def numbers(self, name:str, head:UOp) -> GlobalRows:
+    """Those of lse and its like: one fp32 number for each query of a head."""
+    first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
+    return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   # ***** O and LSE *****
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, UOp]:
@@ -138,6 +170,40 @@ class Workgroup:
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
     return self.named(name, [*outputs, *self.cleared()])
 
-  def named(self, name:str, outputs:list[UOp]) -> UOp:
-    info = KernelInfo(name, opts_to_apply=(), estimates=estimates(self.p))
+  # ***** gradients *****
+  def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
+    """The stores of the parts of a row of a gradient that this lane has: (first column, values)."""
+    to, p = self.rows(name), self.p
+    begin = to.start(UOp.const(0), row.index)
+    return [x for column, values in columns for x in store_row(self.arch, to.buffer, p.dtype, to.width, begin, column, values, row.there)]
+
+  def gradient_kernel(self, kind:str, outputs:list[UOp], count:int) -> UOp:
+    """The kernel of so many operations that ends in these stores, and in those of 0 to the rows that are of no sequence."""
+    tile, p, own = self.tile, self.p, [name for name in ("dq", "delta", "dk", "dv") if name in self.given]
+    nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
+    name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"
+    return self.named(name, [*outputs, *self.cleared_gradients(own)], Estimates(ops=count, lds=nbytes, mem=nbytes))
+
+  def cleared_gradients(self, own:list[str]) -> list[UOp]:
+    if not self.p.varlen: return []
+    p, of_keys = self.p, own[0] in KEY_TENSORS
+    block = (self.grid.block, ceildiv(p.Sk if of_keys else p.Sq, self.tile.block_m))
+    def stores(row:UOp, column:UOp, there:UOp) -> list[UOp]:
+      found = []
+      for name in own:
+        if name == "delta":
+          number = place_of_row(p, replace(self.sequence, q_start=0), Row(self.batch, self.first_head, row, there))[0]
+          found.append(flat(self.given[name])[number.valid(there & column.eq(0))].store(UOp.const(0.0, dtypes.float)))
+        else:
+          to = self.rows(name)
+          head = (self.kv_head if of_keys else self.first_head)*to.width
+          found += store_row(self.arch, to.buffer, p.dtype, to.width, row*to.stride + head, column, ops.splat(0.0, vec), there)
+      return found
+    vec = math.gcd(p.D, p.Dv, 4) if of_keys else math.gcd(p.D, 4)
+    columns = (max(p.D, p.Dv) if of_keys else p.D)//vec
+    rows = outside(p, self.sequence, self.batch, self.given, of_keys)
+    return clear_rows(rows, columns, vec, block, (self.thread, self.tile.threads), self.grid.allocator, stores)
+
+  def named(self, name:str, outputs:list[UOp], counted:Estimates|None=None) -> UOp:
+    info = KernelInfo(name, opts_to_apply=(), estimates=counted or estimates(self.p))
     return UOp.group(*outputs).end(*self.grid.ranges, *self.split).sink(arg=info, tag=OPTIMISED)

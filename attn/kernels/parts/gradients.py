@@ -1,0 +1,60 @@
+"""From scores and dP to P and dS, and what that takes of each query: its lse and its delta."""
+from __future__ import annotations
+from dataclasses import dataclass, replace
+from attn.chips.matrix import Matrix
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.lanes import Lane
+from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.scores import LOG2E, NEG_INF, Row, Scores
+from attn.ops import common as ops
+from attn.tinygrad_compat import UOp, dtypes
+
+def exponent(log_sum:UOp) -> UOp:
+  """What makes P = exp2(scores + exponent), scores in base 2, of an lse: -inf for a query that sees no key, whose P is 0."""
+  return log_sum.eq(NEG_INF).where(NEG_INF, ops.mul(log_sum, -LOG2E))
+
+def weights_and_gradients(scores:Scores, raw:list[UOp], dp:list[UOp], exponents:list[UOp], row:Row, tile:UOp,
+                          masked:bool) -> tuple[list[UOp], list[UOp]]:
+  """(P, dS) of raw scores and of dP - delta: P = exp2(scores + exponent), dS = P * (dP - delta) * cap'. What dS lacks is softmax_scale."""
+  capped = raw if scores.raw else scores.capped(raw)
+  x = capped if scores.raw else scores.shifted(capped, row, tile)
+  if masked: x = scores.mask(x, row, tile)
+  p = [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(x, exponents)]
+  ds = [ops.mul(y, d) for y, d in zip(p, dp)]
+  return p, [ops.mul(y, slope) for y, slope in zip(ds, scores.cap_slopes(capped))] if scores.p.softcap else ds
+
+@dataclass(frozen=True)
+class RowNumbers:
+  """The exponent and -delta of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane side by
+  side."""
+  matrix: Matrix
+  block_n: int
+  buffer: UOp        # units
+  base: UOp|int = 0
+
+  @staticmethod
+  def of(mat:Matrix, block_n:int, new:Allocator, buffers:int) -> RowNumbers: return RowNumbers(mat, block_n, new.lds(buffers*block_n//2))
+  def after(self, *deps:UOp) -> RowNumbers: return replace(self, buffer=self.buffer.after(*deps))
+  def number(self, i:UOp) -> RowNumbers: return replace(self, base=i*(self.block_n//2))
+
+  def fetch(self, lse:GlobalRows, delta:GlobalRows, t:UOp, thread:UOp) -> list[UOp]:
+    """The numbers of the query that thread `thread` carries."""
+    mat, gate = self.matrix, thread < self.block_n
+    row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
+    return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in (lse, delta)]
+
+  def store(self, parts:list[UOp], thread:UOp) -> list[UOp]:
+    to, (log_sum, delta) = self.buffer.bitcast(dtypes.float), parts
+    values = (exponent(log_sum), ops.mul(delta, -1.0))
+    return [to[(self.base*4 + i*self.block_n + thread).valid(thread < self.block_n)].store(x) for i, x in enumerate(values)]
+
+  def load(self, at:Lane) -> tuple[list[UOp], list[UOp]]:
+    """(exponents, -delta) of a lane's column of C fragments."""
+    mat, units = self.matrix, self.matrix.accumulator//4
+    def fragment(kind:int, kt:int) -> UOp:
+      first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units
+      parts = [ops.as_float(self.buffer[first + i].load()) for i in range(units)]
+      while len(parts) > 1: parts = [ops.concat(a, b) for a, b in zip(parts[0::2], parts[1::2])]
+      return parts[0]
+    exponents, deltas = ([fragment(kind, kt) for kt in range(self.block_n//mat.M)] for kind in range(2))
+    return exponents, deltas
