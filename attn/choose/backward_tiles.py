@@ -1,9 +1,55 @@
-"""Which tiles the backward kernels get for a problem on a chip."""
+"""Which tiles the backward kernels get for a problem on a chip: the first row that fits, of a table for each family of matrix units.
+
+Chosen by the registers that clang 22 needs for them; nothing of it was measured.
+"""
 from __future__ import annotations
+from dataclasses import dataclass
 from attn.chips import Chip
+from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import Problem
 
+@dataclass(frozen=True)
+class BackwardCandidate:
+  """A tile of a backward kernel for head dimensions up to `up_to`; the fields are those of BackwardTile."""
+  up_to: int
+  waves: int
+  block_n: int
+  own_in_lds: tuple[bool, bool] = (False, False)
+  fenced: int = 0
+  prefetch: int = 1
+  matrix: int = 0        # index into Chip.matrix of the dtype
+
+Row = BackwardCandidate
+IN_LDS = (True, True)
+
+DQ: dict[str, tuple[Row, ...]] = {
+  "cdna2": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
+  "cdna3": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
+  "cdna4": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
+  "rdna3": (Row(64, 4, 16), Row(128, 4, 16, IN_LDS, fenced=2), Row(256, 2, 16, fenced=2, prefetch=0)),
+  "rdna4": (Row(64, 4, 32, fenced=8), Row(128, 4, 16, fenced=8), Row(256, 2, 16, fenced=2, prefetch=0)),
+}
+DKDV: dict[str, tuple[Row, ...]] = {
+  "cdna2": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
+  "cdna3": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
+  "cdna4": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
+  "rdna3": (Row(64, 4, 16), Row(128, 4, 16, IN_LDS, fenced=2), Row(256, 2, 16, fenced=2, prefetch=0)),
+  "rdna4": (Row(64, 4, 32, fenced=8), Row(128, 4, 16, IN_LDS, fenced=2), Row(256, 2, 16, fenced=2, prefetch=0)),
+}
+
 def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
-  mat=arch.matrix[p.dtype][0]
-  return BackwardTile(mat, 4, 32), BackwardTile(mat, 4, 32, turned=(True,True))
+  """The tiles of backward_dq and of backward_dkdv. Raises NotImplementedError where there is none."""
+  return _chosen("backward_dq", p, arch, DQ, p.Sq, (True, False)), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, (True, True))
+
+def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[Row, ...]], rows:int, turned:tuple[bool, bool]) -> BackwardTile:
+  """`rows`: how many of its own a workgroup may have at most, for which it has no more waves than they fill."""
+  if arch.family not in table: raise NotImplementedError(f"{kernel}: {arch} has none of the matrix units {', '.join(table)}")
+  reasons = []
+  for c in table[arch.family]:
+    mat = arch.matrix[p.dtype][c.matrix]
+    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, c.prefetch, turned)
+    if max(p.D, p.Dv) > c.up_to: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
+    elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
+    else: return tile
+  raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")

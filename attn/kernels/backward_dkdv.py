@@ -83,7 +83,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
     start = [x for to in (dk, dv) for x in store_all(to, zeros(mat, 1, to.max_numel())[0])]
     s = self.over_heads(self.state.after(UOp.group(*start)))
     stores = self.gradient("dk", s.dk, p.softmax_scale) + self.gradient("dv", s.dv, 1.0)
-    return self.group.gradient_kernel("backward_dkdv", stores, 2*p.flops)
+    return self.group.gradient_kernel("backward_dkdv", ("dk", "dv"), stores, 2*p.flops)
 
   def over_heads(self, s:DkdvState) -> DkdvState:
     """All queries of all heads that share the keys."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.epilogue import place_of_row
 from attn.kernels.parts.gradients import exponent, weights_and_gradients
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -70,13 +71,14 @@ class BackwardDq(Pipeline[DqState]):
   # ***** the algorithm *****
   def program(self) -> UOp:
     group, mat, p = self.group, self.tile.matrix, self.group.p
-    dq, delta, lse = self.state.dq, self.delta, group.numbers("lse", self.row.head)
+    dq, delta = self.state.dq, self.delta
     s = self.state.after(UOp.group(*store_all(dq, zeros(mat, 1, dq.max_numel())[0])))
     s = self.walk(s, group.walked, masked_first=p.window[0] >= 0)
     columns = [(dt*mat.M + self.at.h*mat.accumulator, ops.mul(s.dq[dt].load(), p.softmax_scale)) for dt in range(dq.max_numel())]
-    there = self.row.there & self.at.h.eq(0)
-    store_delta = flat(group.given["delta"])[(lse.base + self.row.index).valid(there)].store(delta)
-    return group.gradient_kernel("backward_dq", [store_delta, *group.gradient("dq", self.row, columns)], p.flops//(p.D + p.Dv)*(2*p.D + p.Dv))
+    number = place_of_row(p, group.sequence, self.row)[0]
+    store_delta = flat(group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0))].store(delta)
+    return group.gradient_kernel("backward_dq", ("dq", "delta"), [store_delta, *group.gradient("dq", self.row, columns)],
+                                 p.flops//(p.D + p.Dv)*(2*p.D + p.Dv))
 
   def work(self, s:DqState, t:UOp, masked:bool) -> UOp:
     """The part of dQ that a key tile has."""

@@ -15,7 +15,7 @@ from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import Lane, contraction, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
-from attn.kernels.parts.products import OwnRows, Products, zeros
+from attn.kernels.parts.products import FENCE_UNITS, OwnRows, Products, zeros
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.staging import StagedTile
@@ -90,7 +90,7 @@ class Forward(Pipeline[ForwardState]):
     lds = self.q_lds if self.tile.q_in_lds else None
     return OwnRows(self.at, group.rows("q"), group.first_row, self.tile.block_m, self.in_block, units, lds)
   @property
-  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
+  def products(self) -> Products: return Products(self.at, FENCE_UNITS if self.tile.fenced else 0, self.statements)
 
   # ***** the algorithm *****
   def program(self) -> UOp:

@@ -12,7 +12,7 @@ from attn.kernels.parts.statements import Statements
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
-FENCE_UNITS = 8  # units of a contraction between two fences of a fenced product
+FENCE_UNITS = 8  # units of a contraction that are read together
 
 @dataclass(frozen=True)
 class OwnRows:
@@ -53,18 +53,19 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class Products:
-  """`fenced`: work on one tile of operand A is done before the next one is read from LDS, which takes fewer registers."""
+  """`fenced`: work on so many units of operand A, or on a tile, is done before the next ones are read from LDS, which takes fewer registers; 0: the
+  compiler reads ahead."""
   at: Lane
-  fenced: bool
+  fenced: int
   statements: Statements
   @property
   def matrix(self) -> Matrix: return self.at.matrix
 
   def with_rows(self, tile:LdsTile, count:int, own:OwnRows, t:UOp, start:list[list[UOp]]) -> list[list[UOp]]:
     """`start` + A B of `count` matrix tiles of rows in LDS, for each tile of own rows a column of C fragments."""
-    mat, tiles = self.matrix, [list(column) for column in start]
-    for kt, first in itertools.product(range(count), range(0, len(own.units), FENCE_UNITS)):
-      steps, before = slice(first, first + FENCE_UNITS), tiles[-1][kt - (first == 0)]
+    mat, tiles, together = self.matrix, [list(column) for column in start], self.fenced or FENCE_UNITS
+    for kt, first in itertools.product(range(count), range(0, len(own.units), together)):
+      steps, before = slice(first, first + together), tiles[-1][kt - (first == 0)]
       fence = [self.statements.do(amd.sched_barrier(before))] if self.fenced and (kt or first) else []
       a_operands = operands(mat, [tile.after(*fence).load(kt*mat.M + self.at.n, u) for u in own.units[steps]])
       for a, *bs in zip(a_operands, *own.operands(t, steps, *fence)):

@@ -67,7 +67,7 @@ class BackwardTile:
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every trip instead of being kept in registers
-  fenced: bool = False                             # as of Tile
+  fenced: int = 0                                  # work on so many units of a row is done before the next ones are read from LDS; 0: no fences
   prefetch: int = 1
   turned: tuple[bool, bool] = (True, False)        # whether K and V (Q and dO) lie in LDS transposed besides
 

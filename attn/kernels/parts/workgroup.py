@@ -177,20 +177,20 @@ class Workgroup:
     begin = to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in store_row(self.arch, to.buffer, p.dtype, to.width, begin, column, values, row.there)]
 
-  def gradient_kernel(self, kind:str, outputs:list[UOp], count:int) -> UOp:
-    """The kernel of so many operations that ends in these stores, and in those of 0 to the rows that are of no sequence."""
-    tile, p, own = self.tile, self.p, [name for name in ("dq", "delta", "dk", "dv") if name in self.given]
+  def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int) -> UOp:
+    """The kernel of so many operations that ends in these stores to the tensors `names`, and in those of 0 to the rows that are of no sequence."""
+    tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"
-    return self.named(name, [*outputs, *self.cleared_gradients(own)], Estimates(ops=count, lds=nbytes, mem=nbytes))
+    return self.named(name, [*outputs, *self.cleared_gradients(names)], Estimates(ops=count, lds=nbytes, mem=nbytes))
 
-  def cleared_gradients(self, own:list[str]) -> list[UOp]:
+  def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:
     if not self.p.varlen: return []
-    p, of_keys = self.p, own[0] in KEY_TENSORS
+    p, of_keys = self.p, names[0] in KEY_TENSORS
     block = (self.grid.block, ceildiv(p.Sk if of_keys else p.Sq, self.tile.block_m))
     def stores(row:UOp, column:UOp, there:UOp) -> list[UOp]:
       found = []
-      for name in own:
+      for name in names:
         if name == "delta":
           number = place_of_row(p, replace(self.sequence, q_start=0), Row(self.batch, self.first_head, row, there))[0]
           found.append(flat(self.given[name])[number.valid(there & column.eq(0))].store(UOp.const(0.0, dtypes.float)))

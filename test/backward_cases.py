@@ -1,0 +1,97 @@
+"""Inputs and checks of the backward kernels, called one after the other on the emulator."""
+from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+from attn.chips import get_chip
+from attn.choose.backward_tiles import choose_backward_tiles
+from attn.kernels.backward_dkdv import backward_dkdv
+from attn.kernels.backward_dq import backward_dq
+from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile
+from attn.problem import Problem
+from attn.reference import Gradients, Options, arrange, exact_backward, judge, restore, rounded, same, same_backward
+from attn.tinygrad_compat import Context, Tensor
+from cases import DTYPES, Inputs, array, expected, normal, problem, tensor
+
+@dataclass(frozen=True)
+class Loss:
+  """What the gradients of o (B, H, Sq, Dv) and of lse (B, H, Sq) are, the latter or none."""
+  do: np.ndarray
+  dlse: np.ndarray|None
+
+def loss_of(p:Problem, dlse:bool=False, size:float=1.0) -> Loss:
+  rng, rows = np.random.default_rng(11), (1, p.H, p.total_q) if p.varlen else (p.B, p.H, p.Sq)
+  do = rounded(rng.standard_normal((*rows, p.Dv), dtype=np.float32)*np.float32(size), p.out_dtype)
+  return Loss(do, rng.standard_normal(rows, dtype=np.float32) if dlse else None)
+
+def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
+  """The rows of each sequence, of q and of k."""
+  if not p.varlen: return [(slice(None), slice(None))]
+  q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
+  return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
+
+def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+  """(o, lse) by the textbook: 0 and -inf in rows of no sequence."""
+  if not p.varlen: return tuple(text for _, text in expected(p, x, extras))    # type: ignore[return-value]
+  o, lse = np.zeros((1, p.H, p.total_q, p.Dv), np.float32), np.full((1, p.H, p.total_q), -np.inf, np.float32)
+  for qs, ks in packed_sequences(p, extras):
+    q, k, v = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks]
+    o[:, :, qs], lse[:, :, qs] = same(q, k, v, p.softmax_scale, p.window, 0 if p.top_left else k.shape[2] - q.shape[2], options_of(p, extras),
+                                      dtype=p.dtype, out_dtype=p.out_dtype)
+  return o, lse
+
+def options_of(p:Problem, extras:dict[str, np.ndarray]) -> Options:
+  return Options(softcap=p.softcap, top_left=p.top_left, **{n: extras[n] for n in ("alibi_slopes", "bias", "sinks", "kv_lengths") if n in extras})
+
+def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+  """(exact, by the textbook) of dq, dk and dv: 0 in rows of no sequence."""
+  zeros = [Gradients(*[np.zeros(a.shape, kind) for a in (x.q, x.k, x.v)]) for kind in (np.float64, np.float32)]
+  for qs, ks in packed_sequences(p, extras):
+    q, k, v, do = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks], loss.do[:, :, qs]
+    offset = p.offset if not p.varlen else 0 if p.top_left else k.shape[2] - q.shape[2]
+    args = (q, k, v, do, None if loss.dlse is None else loss.dlse[:, :, qs], p.softmax_scale, p.window, offset, options_of(p, extras))
+    for to, found in zip(zeros, (exact_backward(*args), same_backward(*args, dtype=p.dtype, out_dtype=p.out_dtype))):
+      to.q[:, :, qs], to.k[:, :, ks], to.v[:, :, ks] = found.q, found.k, found.v
+  want, text = zeros
+  return {"dq": (want.q, text.q), "dk": (want.k, text.k), "dv": (want.v, text.v)}
+
+def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
+                 tiles:Callable[[BackwardTile], BackwardTile]=lambda tile: tile, only:str="") -> dict[str, np.ndarray]:
+  """dq, dk and dv of the kernels, from the textbook's o and lse, in the shape of q, k and v. `only` one of them: "dq" or "dkdv", from the textbook's
+  delta."""
+  chip, (o, lse) = get_chip(arch), forward_results(p, x, extras)
+  dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, chip))
+  launches = {"dq": (dq_arguments(p, loss.dlse is not None), backward_dq(p, chip, dq_tile, loss.dlse is not None)),
+              "dkdv": (dkdv_arguments(p), backward_dkdv(p, chip, dkdv_tile))}
+  with Context(DEV=f"EMU::{arch}"):
+    done = {n: tensor(arrange(a, p.layout), p.dtype) for n, a in (("q", x.q), ("k", x.k), ("v", x.v), ("o", o), ("do", loss.do))}
+    rows = {"lse": lse} if loss.dlse is None else {"lse": lse, "dlse": loss.dlse}
+    if only == "dkdv": rows["delta"] = (loss.do*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
+    done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32") for n, a in rows.items()}
+    for n, a in extras.items(): done[n] = Tensor(a, device="EMU") if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32")
+    for t in done.values(): t.realize()
+    for names, fxn in [launches[only]] if only else launches.values():
+      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device="EMU") for n, (shape, dtype) in names.items()]
+      done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
+    found = {n: like for n, like in (("dq", x.q), ("dk", x.k), ("dv", x.v)) if n in done}
+    Tensor.realize(*[done[n] for n in found])
+    return {n: restore(array(done[n]), p.layout, like.shape) for n, like in found.items()}
+
+def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
+                           size:float=1.0, tiles:Callable[[BackwardTile], BackwardTile]=lambda tile: tile, only:str="",
+                           **parameters:Any) -> dict[str, np.ndarray]:
+  """Poses the problem, with any of its options, runs both kernels, and holds dq, dk and dv to the contract. A query that sees no key, a
+  key that none sees, and a row of no sequence have exactly 0. `size` is that of dO, `tiles` changes the chosen ones, `only` as in
+  `run_backward`."""
+  p, extras = problem(extras=extras, **parameters), dict(extras or {})
+  if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
+  x, loss = make(p), loss_of(p, dlse, size)
+  got = run_backward(p, x, loss, arch, extras, tiles, only)
+  want = expected_gradients(p, x, loss, extras)
+  for name, out in got.items(): assert (verdict := judge(out, *want[name])).ok, f"{name}: {verdict}"
+  blind, unseen = np.isneginf(forward_results(p, x, extras)[1]), (want["dv"][0] == 0).all(-1)
+  for name, nothing in (("dq", blind), ("dk", unseen), ("dv", unseen)):
+    assert name not in got or (got[name][nothing] == 0).all(), f"{name}: not exactly 0 in rows that nothing reaches"
+  return got

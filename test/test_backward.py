@@ -1,0 +1,178 @@
+"""The backward kernels against float64, on every matrix unit, element by element (the contract of attn/reference.py)."""
+from __future__ import annotations
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+import numpy as np
+import pytest
+from attn.emulator import plan
+from attn.emulator.checks import LdsRace, UninitialisedRead
+from attn.emulator.plan import Plan
+from attn.kernels.backward_dkdv import BackwardDkdv
+from attn.kernels.backward_dq import BackwardDq
+from attn.kernels.parts import gradients
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.gradients import RowNumbers
+from attn.kernels.parts.scores import LOG2E, Scores
+from attn.kernels.parts.workgroup import Workgroup
+from attn.ops import common as ops
+from attn.problem import Problem
+from attn.reference import rounded
+from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
+from backward_cases import check_backward_kernels
+from cases import ARCHS, Inputs, floats, ints, normal
+
+def one_in_turn(names:str, cases:Iterable[Any]) -> Any:
+  """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`."""
+  return pytest.mark.parametrize(f"{names}, arch", [
+    pytest.param(case, arch, marks=() if i % len(ARCHS) == k else pytest.mark.thorough, id=f"{getattr(case, '__name__', case)}-{arch}")
+    for i, case in enumerate(cases) for k, arch in enumerate(ARCHS)])
+
+SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
+
+CASES: dict[str, dict[str, Any]] = {
+  "full": dict(Sq=77, Sk=133, dtype="bfloat16"),
+  "causal": dict(Sq=133, Sk=133, causal=True),
+  "more keys, causal": dict(Sq=40, Sk=150, causal=True, dtype="bfloat16", dlse=True),
+  "rows that see nothing": dict(Sq=150, Sk=40, causal=True),
+  "top-left, bshd": dict(B=2, Sq=90, Sk=60, causal="top-left", layout="bshd"),
+  "window, grouped heads": dict(H=6, Hkv=2, Sq=70, Sk=100, window=(20, 7), layout="nsd"),
+  "D above Dv": dict(D=21, Dv=5, Sq=20, Sk=18, dtype="bfloat16"),
+  "one query": dict(Sq=1, Sk=70, D=1, Dv=24),
+  "kv_lengths": dict(B=3, H=2, Hkv=1, Sk=70, causal=True, extras=dict(kv_lengths=ints(40, 0, 70))),
+  "packed": dict(layout="thd", H=2, Hkv=1, Sq=70, Sk=90, causal=True, dlse=True,
+                 extras=dict(cu_seqlens_q=ints(3, 20, 20, 60), cu_seqlens_k=ints(2, 30, 41, 80))),
+  "packed, without keys": dict(layout="thd", H=1, Sq=60, Sk=70, window=(9, 4), extras=dict(cu_seqlens_q=ints(0, 40, 60), cu_seqlens_k=ints(0, 70, 70))),
+  "softcap": dict(softcap=3.0, causal=True),
+  "softcap, large": dict(softcap=100.0, dtype="bfloat16"),
+  "alibi": dict(H=4, Hkv=2, causal=True, extras=dict(alibi_slopes=floats(4)**2)),
+  "bias": dict(H=2, Hkv=1, softcap=4.0, extras=dict(bias=floats(1, 2, 40, 65))),
+  "bias of a query": dict(B=2, H=2, causal=True, bias_dtype="bfloat16", extras=dict(bias=floats(2, 1, 40, 1), sinks=floats(2))),
+  "scale": dict(softmax_scale=0.37, size=1000.0),
+}
+
+@one_in_turn("case", CASES)
+def test_gradients(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **CASES[case]})
+
+@pytest.mark.parametrize("arch", ("gfx942", "gfx1100", *(pytest.param(arch, marks=pytest.mark.thorough) for arch in ("gfx950", "gfx1201"))))
+def test_long_rows(arch:str) -> None: check_backward_kernels(arch, H=1, Sq=20, Sk=40, D=128, causal=True)
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("d", (64, 80, 192, 256))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1, Sq=70, Sk=90, D=d, causal=True, dtype="bfloat16")
+
+# ***** inputs that break a wrong P or delta *****
+
+def peaked(p:Problem) -> Inputs:
+  x = normal(p)
+  return Inputs(rounded(x.q*8, p.dtype), rounded(x.k*4, p.dtype), x.v)
+
+def deep(p:Problem) -> Inputs:
+  """Every lse is below -100."""
+  x = normal(p)
+  return Inputs(np.full_like(x.q, 4), rounded(x.k*0.125 - 12, p.dtype), x.v)
+
+def huge_key(p:Problem) -> Inputs:
+  x = normal(p)
+  x.k[..., p.Sk//2, :] = 512
+  return x
+
+def constants(p:Problem) -> Inputs:
+  x = normal(p)
+  return Inputs(np.ones_like(x.q), np.ones_like(x.k), x.v)
+
+def level(p:Problem) -> Inputs:
+  """dP and delta nearly cancel."""
+  x = normal(p)
+  return Inputs(x.q, x.k, rounded(3 + 0.1*x.v, p.dtype))
+
+ADVERSARIAL = (peaked, deep, huge_key, constants, level)
+
+@one_in_turn("make", ADVERSARIAL)
+def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
+  check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), size=1000.0 if make is level else 1.0)
+
+# ***** tiles *****
+
+@one_in_turn("prefetch", (0, 2))
+def test_prefetch(arch:str, prefetch:int) -> None:
+  check_backward_kernels(arch, H=2, Hkv=1, Sq=100, Sk=120, D=16, window=(40, 20), tiles=lambda t: replace(t, prefetch=prefetch))
+
+@one_in_turn("in_lds", ((True, True), (False, False)))
+def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
+  check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
+
+# ***** planted faults: each is caught *****
+
+def wrong(monkeypatch:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: monkeypatch.setattr(of, name, make(getattr(of, name)))
+
+def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(BackwardDq, "delta", UOp.const(0.0, dtypes.float))
+def without_dlse(m:pytest.MonkeyPatch) -> None:
+  wrong(m, BackwardDq, "number", lambda number: lambda self, name: UOp.const(0.0, dtypes.float) if name == "dlse" else number(self, name))
+def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
+  """softmax_scale once more than it should be, or once less."""
+  def plant(m:pytest.MonkeyPatch) -> None:
+    def gradient(original:Any) -> Any:
+      def store(self:Workgroup, name:str, row:Any, columns:Any) -> Any:
+        return original(self, name, row, [(at, ops.mul(x, self.p.softmax_scale**power) if name in names else x) for at, x in columns])
+      return store
+    wrong(m, Workgroup, "gradient", gradient)
+  plant.__name__ = f"scale_of_{names[0]}_{'twice' if power > 0 else 'never'}"
+  return plant
+def without_last_head(m:pytest.MonkeyPatch) -> None:
+  wrong(m, Allocator, "range", lambda range_: lambda self, n, kind: range_(self, 2 if (n, kind) == (3, AxisType.LOOP) else n, kind))
+def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
+  def plant(m:pytest.MonkeyPatch) -> None:
+    wrong(m, Scores, "mask", lambda mask: lambda self, x, row, tile: mask(self, x, replace(row, index=row.index + 1) if self.walk.over == over else row,
+                                                                         tile))
+  plant.__name__ = f"diagonal_of_{over}"
+  return plant
+def unguarded(m:pytest.MonkeyPatch) -> None:
+  for of in (gradients, __import__("attn.kernels.backward_dq", fromlist=["exponent"])): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
+def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
+  def plant(m:pytest.MonkeyPatch) -> None:
+    wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
+  plant.__name__ = f"{wanted}_of_head_0"
+  return plant
+def lanes_swapped(m:pytest.MonkeyPatch) -> None:
+  """The numbers of queries in the order of the tile, not in that of a lane's elements."""
+  wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, lse, delta, t, thread: [x.load_number(t*self.block_n, self.block_n, thread,
+                                                                                                thread < self.block_n) for x in (lse, delta)])
+def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
+  def plant(m:pytest.MonkeyPatch) -> None:
+    wrong(m, Scores, "mask", lambda mask: lambda self, x, row, tile: x if self.walk.over == over else mask(self, x, row, tile))
+  plant.__name__ = f"unmasked_{over}"
+  return plant
+def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
+
+FAULTS: dict[Any, tuple[dict[str, Any], str]] = {   # what is planted: in which problem, and where it shows
+  without_delta: (SMALL, "dq: "), without_dlse: ({**SMALL, "dlse": True}, "dq: "),
+  scaled("dq", power=1): (SMALL, "dq: "), scaled("dq", power=-1): (SMALL, "dq: "),
+  scaled("dk", power=1): (SMALL, "dk: "), scaled("dk", power=-1): (SMALL, "dk: "),
+  without_last_head: ({**SMALL, "H": 3, "Hkv": 1}, "dk: "),
+  diagonal("keys"): ({**SMALL, "causal": True}, "dq: "), diagonal("queries"): ({**SMALL, "causal": True}, "dk: "),
+  unguarded: ({**SMALL, "Sk": 20, "causal": True}, "dq: NaN"),
+  of_head_0("lse"): ({**SMALL, "H": 2}, "dq: "), of_head_0("delta"): ({**SMALL, "H": 2}, "dk: "),
+  lanes_swapped: (SMALL, "dk: "),
+  unmasked("keys"): ({**SMALL, "make": deep}, "dq: "), unmasked("queries"): ({**SMALL, "extras": dict(bias=floats(1, 1, 1, 65) + 200)}, "dk: "),
+  unwritten: ({**SMALL, **CASES["packed"]}, ""),
+}
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda f: f.__name__)
+def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:
+  parameters, text = FAULTS[plant]
+  plant(monkeypatch)
+  only = "dq" if text.startswith("dq") else "dkdv"
+  with pytest.raises(Exception, match=text) as found: check_backward_kernels("gfx942", only=only, **parameters)
+  assert plant is unwritten or found.type is AssertionError, found.value
+
+@pytest.mark.parametrize("prefetch", (0, 1))
+def test_without_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int) -> None:
+  monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
+  monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
+  with pytest.raises((LdsRace, UninitialisedRead)): check_backward_kernels("gfx942", **{**SMALL, "Sq": 100}, tiles=lambda t: replace(t, prefetch=prefetch))
+
+def test_same_in_every_run() -> None:
+  first, second = (check_backward_kernels("gfx1201", **{**SMALL, "causal": True}) for _ in range(2))
+  for name, x in first.items(): np.testing.assert_array_equal(x, second[name])
