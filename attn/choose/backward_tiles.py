@@ -19,6 +19,7 @@ class BackwardCandidate:
   fenced: int = 0
   prefetch: int = 1
   matrix: int = 0        # index into Chip.matrix of the dtype
+  passes: int = 1
 
 Row = BackwardCandidate
 IN_LDS = (True, True)
@@ -40,15 +41,15 @@ DKDV: dict[str, tuple[Row, ...]] = {
 
 def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
   """The tiles of backward_dq and of backward_dkdv. Raises NotImplementedError where there is none."""
-  return _chosen("backward_dq", p, arch, DQ, p.Sq, (True, False)), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, (True, True))
+  return _chosen("backward_dq", p, arch, DQ, p.Sq, False), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, True)
 
-def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[Row, ...]], rows:int, turned:tuple[bool, bool]) -> BackwardTile:
+def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[Row, ...]], rows:int, keys:bool) -> BackwardTile:
   """`rows`: how many of its own a workgroup may have at most, for which it has no more waves than they fill."""
   if arch.family not in table: raise NotImplementedError(f"{kernel}: {arch} has none of the matrix units {', '.join(table)}")
   reasons = []
   for c in table[arch.family]:
     mat = arch.matrix[p.dtype][c.matrix]
-    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, c.prefetch, turned)
+    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, c.prefetch, keys, c.passes)
     if max(p.D, p.Dv) > c.up_to: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
     elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
     else: return tile

@@ -11,14 +11,16 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
+from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.gradients import RowNumbers, weights_and_gradients
+from attn.kernels.parts.gradients import RowNumbers, gradients_of, weights_of
 from attn.kernels.parts.lanes import Lane, fragment_operands
+from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
 from attn.kernels.parts.scores import Row, Scores
-from attn.kernels.parts.staging import StagedTile
-from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.staging import StagedTile, column_layout, row_layout
+from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
 from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup, kv_head_fastest
@@ -33,39 +35,58 @@ def backward_dkdv(p:Problem, arch:Chip, tile:BackwardTile) -> Callable[..., UOp]
   Raises NotImplementedError for what `tensors.check_backward` names.
   """
   check_backward(p, tile)
-  return lambda *args: BackwardDkdv.of(p, arch, tile, args).program()
+  return lambda *args: program(BackwardDkdv.of(p, arch, tile, args))
+
+def program(passes:list[BackwardDkdv]) -> UOp:
+  """One pass after another: the next one stores to LDS when all waves have done with it."""
+  first, *rest = passes
+  stores = first.stores()
+  for one in rest: stores += one.stores(workgroup_barrier(UOp.group(*stores)))
+  return first.group.gradient_kernel("backward_dkdv", ("dk", "dv"), stores, 2*first.group.p.flops)
+
+def _columns(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
+  """Tiles in LDS, of which those of several passes take turns in one place."""
+  if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
+  place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
+  return [replace(place, layout=x) for x in layouts]
+
+PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
 
 @dataclass(frozen=True)
 class DkdvState(TripState):
   q: StagedTile
   do: StagedTile
   numbers: RowNumbers
-  dk: UOp            # accumulators of dK^T
-  dv: UOp
+  acc: UOp           # accumulators of what the pass computes: dV^T, dK^T
 
 @dataclass(frozen=True)
 class BackwardDkdv(Pipeline[DkdvState]):
-  """The kernel of one problem, as a thread sees it: what is the same in all trips over the queries of `head`."""
+  """One pass of the kernel of one problem, as a thread sees it: what is the same in all trips over the queries of `head`."""
   group: Workgroup
   tile: BackwardTile
   at: Lane
-  state: DkdvState   # at the start
   k: OwnRows
   v: OwnRows
+  state: DkdvState   # at the start
+  wanted: tuple[str, ...]
   head: UOp
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...]) -> BackwardDkdv:
-    mat, grid = tile.matrix, kv_head_fastest(p, tile, tile.matrix)
+  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...]) -> list[BackwardDkdv]:
+    """The passes, which share what they have in LDS."""
+    mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
-    q, do = (StagedTile.of(mat, tile.block_n, width, tile.threads, at.thread, new, True, turned, tile.buffers)
-             for width, turned in zip((p.D, p.Dv), tile.turned))
-    numbers = RowNumbers.of(mat, tile.block_n, new, tile.buffers)
+    q_rows, do_rows = (LdsTile.of(new, row_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
+    q_columns, do_columns = _columns(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
+    numbers, statements = RowNumbers.of(mat, n, new, tile.buffers), Statements.of(new)
     group = Workgroup.of_keys(p, arch, tile, args, grid, at, dkdv_arguments(p))
     k, v = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds) for name, in_lds in zip(("k", "v"), tile.own_in_lds))
-    dk, dv = (new.registers(round_up(width, mat.M)//mat.M, ops.f32(mat.accumulator)) for width in (p.D, p.Dv))
-    state = DkdvState(q, do, numbers, dk, dv)
-    return BackwardDkdv(tile.prefetch, new, Statements.of(new), group, tile, at, state, k, v, group.first_head)
+    def one(wanted:tuple[str, ...]) -> BackwardDkdv:
+      q = StagedTile.of(mat, n, tile.threads, at.thread, q_rows, q_columns if "dk" in wanted else None)
+      do = StagedTile.of(mat, n, tile.threads, at.thread, do_rows if "dk" in wanted else None, do_columns if "dv" in wanted else None)
+      acc = new.registers(sum(round_up(group.rows(name).width, mat.M)//mat.M for name in wanted), ops.f32(mat.accumulator))
+      return BackwardDkdv(tile.prefetch, new, statements, group, tile, at, k, v, DkdvState(q, do, numbers, acc), wanted, group.first_head)
+    return [one(wanted) for wanted in PASSES[tile.passes]]
 
   @functools.cached_property
   def row(self) -> Row:
@@ -77,13 +98,19 @@ class BackwardDkdv(Pipeline[DkdvState]):
   @property
   def scores(self) -> Scores: return replace(self.group.scores, first=replace(self.group.scores.first, head=self.head))
 
+  def part(self, name:str) -> range:
+    """Which accumulators dK^T or dV^T has."""
+    tiles = [round_up(self.group.rows(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in self.wanted]
+    first = sum(tiles[:self.wanted.index(name)])
+    return range(first, first + tiles[self.wanted.index(name)])
+
   # ***** the algorithm *****
-  def program(self) -> UOp:
-    p, mat, dk, dv = self.group.p, self.tile.matrix, self.state.dk, self.state.dv
-    start = [x for to in (dk, dv) for x in store_all(to, zeros(mat, 1, to.max_numel())[0])]
-    s = self.over_heads(self.state.after(UOp.group(*start)))
-    stores = self.gradient("dk", s.dk, p.softmax_scale) + self.gradient("dv", s.dv, 1.0)
-    return self.group.gradient_kernel("backward_dkdv", ("dk", "dv"), stores, 2*p.flops)
+  def stores(self, *before:UOp) -> list[UOp]:
+    """A pass, and the stores of what it computes."""
+    acc = self.state.acc
+    s = self.state.after(*before)
+    s = self.over_heads(s.after(UOp.group(*store_all(s.acc, zeros(self.tile.matrix, 1, acc.max_numel())[0]))))
+    return [x for name in self.wanted for x in self.gradient(name, [s.acc[i].load() for i in self.part(name)])]
 
   def over_heads(self, s:DkdvState) -> DkdvState:
     """All queries of all heads that share the keys."""
@@ -92,26 +119,32 @@ class BackwardDkdv(Pipeline[DkdvState]):
     if ratio == 1: return over_queries(self, s)
     r = self.new.range(ratio, AxisType.LOOP)
     done = over_queries(replace(self, head=group.first_head + r), s.after(r))
-    return s.after(self.statements.do(amd.sched_barrier(done.dk[0].load())).end(r))
+    return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
   def work(self, s:DkdvState, t:UOp, masked:bool) -> UOp:
     """The parts of dK and dV that a tile of queries has."""
-    mat, n, to = self.tile.matrix, self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
+    n, to = self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
     q, do, (exponents, minus_delta) = s.q.number(to), s.do.number(to), s.numbers.number(to).load(self.at)
-    scores = self.products.with_rows(q.rows, n, self.k, t, zeros(mat, 1, n))[0]
-    dp = self.products.with_rows(do.rows, n, self.v, t, [minus_delta])[0]
-    weights = weights_and_gradients(self.scores, scores, dp, exponents, self.row, t, masked)
-    p, ds = ([fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in xs])] for xs in weights)
-    dv = self.products.with_columns(do.columns, self.tile.block_n, p, [[s.dv[i].load() for i in range(s.dv.max_numel())]])[0]
-    dk = self.products.with_columns(q.columns, self.tile.block_n, ds, [[s.dk[i].load() for i in range(s.dk.max_numel())]])[0]
-    made = [self.statements.do(amd.made_here(*x)) for x in (dv, dk)]
-    return UOp.group(*made, *store_all(s.dv, dv), *store_all(s.dk, dk))
+    scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
+    p, slopes = weights_of(self.scores, scores, exponents, self.row, t, masked)
+    found = {}
+    if "dv" in self.wanted: found["dv"] = self.product(s, do.columns, p, "dv")
+    if "dk" in self.wanted:
+      dp = self.products.with_rows(do.rows, n, self.v, t, [minus_delta])[0]
+      found["dk"] = self.product(s, q.columns, gradients_of(p, dp, slopes), "dk")
+    made = [self.statements.do(amd.made_here(*found[name])) for name in self.wanted]
+    return UOp.group(*made, *store_all(s.acc, [x for name in self.wanted for x in found[name]]))
 
-  def gradient(self, name:str, found:UOp, factor:float) -> list[UOp]:
+  def product(self, s:DkdvState, columns:LdsTile, weights:list[UOp], name:str) -> list[UOp]:
+    """dV^T + dO^T P, or dK^T + Q^T dS."""
+    packed = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in weights])
+    return self.products.with_columns(columns, self.tile.block_n, [packed], [[s.acc[i].load() for i in self.part(name)]])[0]
+
+  def gradient(self, name:str, found:list[UOp]) -> list[UOp]:
     """The stores of dk or dv: 0 beyond the keys that there are."""
     mat, known = self.tile.matrix, self.row.index < self.group.sequence.n_k
-    factor_ = known.where(UOp.const(factor, ops.f32(1)), UOp.const(0.0, ops.f32(1)))
-    columns = [(dt*mat.M + self.at.h*mat.accumulator, ops.mul(found[dt].load(), factor_)) for dt in range(found.max_numel())]
+    factor = known.where(UOp.const(self.group.p.softmax_scale if name == "dk" else 1.0, ops.f32(1)), UOp.const(0.0, ops.f32(1)))
+    columns = [(i*mat.M + self.at.h*mat.accumulator, ops.mul(x, factor)) for i, x in enumerate(found)]
     return self.group.gradient(name, self.row, columns)
 
   # ***** global -> registers -> LDS *****

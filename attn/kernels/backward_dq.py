@@ -12,13 +12,14 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import exponent, weights_and_gradients
+from attn.kernels.parts.gradients import exponent, gradients_of, weights_of
 from attn.kernels.parts.lanes import Lane, fragment_operands
+from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
 from attn.kernels.parts.rows import flat
 from attn.kernels.parts.scores import Row
-from attn.kernels.parts.staging import StagedTile
+from attn.kernels.parts.staging import StagedTile, column_layout, row_layout
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile
@@ -56,8 +57,9 @@ class BackwardDq(Pipeline[DqState]):
   def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], dlse:bool) -> BackwardDq:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
-    k, v = (StagedTile.of(mat, tile.block_n, width, tile.threads, at.thread, new, True, turned, tile.buffers)
-            for width, turned in zip((p.D, p.Dv), tile.turned))
+    k_rows, v_rows = (LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
+    k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
+    k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_rows, k_columns), (v_rows, None)))
     group = Workgroup.of(p, arch, tile, args, grid, at, dq_arguments(p, dlse))
     q, do = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds) for name, in_lds in zip(("q", "do"), tile.own_in_lds))
     dq = new.registers(round_up(p.D, mat.M)//mat.M, ops.f32(mat.accumulator))
@@ -88,8 +90,8 @@ class BackwardDq(Pipeline[DqState]):
     minus_delta = ops.splat(ops.mul(self.delta, -1.0), mat.accumulator)
     dp = self.products.with_rows(v.rows, n, self.do, t, [[minus_delta]*n])[0]
     exponents = [ops.splat(self.exponent, mat.accumulator)]*n
-    _, ds = weights_and_gradients(self.group.scores, scores, dp, exponents, self.row, t, masked)
-    weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in ds])
+    p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
+    weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in gradients_of(p, dp, slopes)])
     dq = self.products.with_columns(k.columns, self.tile.block_n, [weights], [[s.dq[i].load() for i in range(s.dq.max_numel())]])[0]
     return UOp.group(self.statements.do(amd.made_here(*dq)), *store_all(s.dq, dq))
 

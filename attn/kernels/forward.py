@@ -59,11 +59,9 @@ class Forward(Pipeline[ForwardState]):
   @staticmethod
   def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> Forward:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
-    at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
-    def staged(width:int, turned:bool) -> StagedTile:
-      return StagedTile.of(mat, tile.block_n, width, tile.threads, at.thread, new, not turned, turned, tile.buffers)
-    k, v, q_layout = staged(p.D, False), staged(p.Dv, True), tile.layouts(p)[0]
-    q_lds = LdsTile(new.lds(q_layout.size), q_layout)
+    at, new, layouts = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
+    k_lds, v_lds, q_lds = (LdsTile.of(new, x, n) for x, n in zip((layouts[1], layouts[2], layouts[0]), (tile.buffers, tile.buffers, 1)))
+    k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_lds, None), (None, v_lds)))
     statements = Statements.of(new)
     sums = Sums.of(arch, p.dtype, p.writes_lse)
     softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, sums, new)

@@ -13,15 +13,17 @@ def exponent(log_sum:UOp) -> UOp:
   """What makes P = exp2(scores + exponent), scores in base 2, of an lse: -inf for a query that sees no key, whose P is 0."""
   return log_sum.eq(NEG_INF).where(NEG_INF, ops.mul(log_sum, -LOG2E))
 
-def weights_and_gradients(scores:Scores, raw:list[UOp], dp:list[UOp], exponents:list[UOp], row:Row, tile:UOp,
-                          masked:bool) -> tuple[list[UOp], list[UOp]]:
-  """(P, dS) of raw scores and of dP - delta: P = exp2(scores + exponent), dS = P * (dP - delta) * cap'. What dS lacks is softmax_scale."""
+def weights_of(scores:Scores, raw:list[UOp], exponents:list[UOp], row:Row, tile:UOp, masked:bool) -> tuple[list[UOp], list[UOp]|None]:
+  """P = exp2(scores + exponent) of raw scores, and the slope of the softcap at each where there is one."""
   capped = raw if scores.raw else scores.capped(raw)
   x = capped if scores.raw else scores.shifted(capped, row, tile)
   if masked: x = scores.mask(x, row, tile)
-  p = [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(x, exponents)]
+  return [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(x, exponents)], scores.cap_slopes(capped) if scores.p.softcap else None
+
+def gradients_of(p:list[UOp], dp:list[UOp], slopes:list[UOp]|None) -> list[UOp]:
+  """dS = P * (dP - delta), given that difference, times the slope of the softcap. What it lacks is softmax_scale."""
   ds = [ops.mul(y, d) for y, d in zip(p, dp)]
-  return p, [ops.mul(y, slope) for y, slope in zip(ds, scores.cap_slopes(capped))] if scores.p.softcap else ds
+  return ds if slopes is None else [ops.mul(y, slope) for y, slope in zip(ds, slopes)]
 
 @dataclass(frozen=True)
 class RowNumbers:

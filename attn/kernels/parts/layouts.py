@@ -5,6 +5,7 @@ A place is counted in units of 16 bytes. Each layout sees to it that what some l
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
+from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp, dtypes
@@ -113,6 +114,10 @@ class LdsTile:
   """A tile in LDS, or several of them one after another: a buffer and the layout of its rows."""
   buffer: UOp
   layout: SharedLayout
+  @staticmethod
+  def of(new:Allocator, layout:SharedLayout, buffers:int=1) -> LdsTile:
+    """So many tiles of this layout."""
+    return LdsTile(new.lds(buffers*layout.size), layout)
   def after(self, *deps:UOp) -> LdsTile: return replace(self, buffer=self.buffer.after(*deps))
   def number(self, i:UOp) -> LdsTile: return replace(self, layout=self.layout.at(i*self.layout.size))
   @property

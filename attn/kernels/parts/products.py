@@ -30,7 +30,7 @@ class OwnRows:
   def of(at:Lane, rows:GlobalRows, first:UOp, block_m:int, new:Allocator, in_lds:bool) -> OwnRows:
     """One tile of rows for each wave."""
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
-    lds = LdsTile(new.lds(layout.size), layout) if in_lds else None
+    lds = LdsTile.of(new, layout) if in_lds else None
     return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units_of(mat, contraction(mat, rows.width), at.h), lds)
 
   @functools.cached_property

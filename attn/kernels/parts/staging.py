@@ -70,13 +70,11 @@ class StagedTile:
   turned: LdsTile|None
 
   @staticmethod
-  def of(mat:Matrix, block_n:int, width:int, threads:int, thread:UOp, new:Allocator, rows:bool, columns:bool, buffers:int=1) -> StagedTile:
-    """Of rows of `width` elements, in as many buffers one after another."""
-    def tile(layout:PaddedRows, wanted:bool) -> LdsTile|None: return LdsTile(new.lds(buffers*layout.size), layout) if wanted else None
-    by_rows, by_columns = row_layout(mat, block_n, width), column_layout(mat, block_n, width)
-    lies, turned = tile(by_rows, rows), tile(by_columns, columns)
-    if not columns: return StagedTile(mat, block_n, Staging(block_n, by_rows.units, threads, thread), lies, None)
-    units, fast = max(by_columns.rows//mat.unit, by_rows.units if rows else 0), v_columns(block_n)
+  def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None) -> StagedTile:
+    """Of one tile or both, carried by so many threads."""
+    units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
+    if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread), lies, None)
+    units = max(units, turned.layout.rows//mat.unit)
     spread = (fast, 2) if units % (2*fast) == 0 else (1, 1)
     return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, 4, *spread), lies, turned)
 

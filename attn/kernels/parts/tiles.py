@@ -69,7 +69,8 @@ class BackwardTile:
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every trip instead of being kept in registers
   fenced: int = 0                                  # work on so many units of a row is done before the next ones are read from LDS; 0: no fences
   prefetch: int = 1
-  turned: tuple[bool, bool] = (True, False)        # whether K and V (Q and dO) lie in LDS transposed besides
+  keys: bool = False       # its own rows are keys
+  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
 
   @property
   def block_m(self) -> int: return self.waves*self.matrix.N
@@ -79,14 +80,10 @@ class BackwardTile:
   def pack_gqa(self) -> bool: return False
   @property
   def buffers(self) -> int: return max(1, self.prefetch)
-  @property
-  def numbers(self) -> int:
-    """fp32 numbers that each row that is walked over has in LDS: of a query two."""
-    return 2 if all(self.turned) else 0
   def lds_bytes(self, p:Problem) -> int:
-    mat, units = self.matrix, 0
-    for width, turned, own in zip((p.D, p.Dv), self.turned, self.own_in_lds):
-      walked = row_layout(mat, self.block_n, width).size + (column_layout(mat, self.block_n, width).size if turned else 0)
-      units += self.buffers*walked + (row_layout(mat, self.block_m, width).size if own else 0)
-    return UNIT_BYTES*units + self.buffers*self.numbers*self.block_n*4
+    rows = [row_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
+    columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
+    own = [row_layout(self.matrix, self.block_m, width).size for width, in_lds in zip((p.D, p.Dv), self.own_in_lds) if in_lds]
+    numbers = 2*4*self.block_n//UNIT_BYTES if self.keys else 0
+    return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
