@@ -66,7 +66,8 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
   launches = {"dq": (dq_arguments(p, loss.dlse is not None), backward_dq(p, chip, dq_tile, loss.dlse is not None)),
               "dkdv": (dkdv_arguments(p), backward_dkdv(p, chip, dkdv_tile))}
   with Context(DEV=f"EMU::{arch}"):
-    done = {n: tensor(arrange(a, p.layout), p.dtype) for n, a in (("q", x.q), ("k", x.k), ("v", x.v), ("o", o), ("do", loss.do))}
+    done = {n: tensor(arrange(a, p.layout), p.dtype) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
+    done |= {n: tensor(arrange(a, p.layout), p.out_dtype) for n, a in (("o", o), ("do", loss.do))}
     rows = {"lse": lse} if loss.dlse is None else {"lse": lse, "dlse": loss.dlse}
     if only == "dkdv": rows["delta"] = (loss.do*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
     done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32") for n, a in rows.items()}

@@ -1,6 +1,6 @@
 """Which tiles the backward kernels get for a problem on a chip: the first row that fits, of a table for each family of matrix units.
 
-Chosen by the registers that clang 22 needs for them; nothing of it was measured.
+Chosen by the registers that clang 22 needs; nothing of it was measured.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -21,29 +21,39 @@ class BackwardCandidate:
   matrix: int = 0        # index into Chip.matrix of the dtype
   passes: int = 1
 
-Row = BackwardCandidate
-IN_LDS = (True, True)
+BOTH = (True, True)
 
-DQ: dict[str, tuple[Row, ...]] = {
-  "cdna2": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
-  "cdna3": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
-  "cdna4": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
-  "rdna3": (Row(64, 4, 16), Row(128, 4, 16, IN_LDS, fenced=2), Row(256, 2, 16, fenced=2, prefetch=0)),
-  "rdna4": (Row(64, 4, 32, fenced=8), Row(128, 4, 16, fenced=8), Row(256, 2, 16, fenced=2, prefetch=0)),
+DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8))
+DKDV_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, passes=2))
+
+DQ: dict[str, tuple[BackwardCandidate, ...]] = {
+  "cdna2": DQ_ON_CDNA, "cdna3": DQ_ON_CDNA, "cdna4": DQ_ON_CDNA,
+  "rdna3": (
+    BackwardCandidate(64, 4, 16),
+    BackwardCandidate(128, 4, 16, (True, False), fenced=2),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0)),
+  "rdna4": (
+    BackwardCandidate(64, 4, 32, fenced=8),
+    BackwardCandidate(128, 4, 16, fenced=8),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0)),
 }
-DKDV: dict[str, tuple[Row, ...]] = {
-  "cdna2": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
-  "cdna3": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
-  "cdna4": (Row(128, 4, 32), Row(256, 4, 32, fenced=8, prefetch=0)),
-  "rdna3": (Row(64, 4, 16), Row(128, 4, 16, IN_LDS, fenced=2), Row(256, 2, 16, fenced=2, prefetch=0)),
-  "rdna4": (Row(64, 4, 32, fenced=8), Row(128, 4, 16, IN_LDS, fenced=2), Row(256, 2, 16, fenced=2, prefetch=0)),
+DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
+  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": DKDV_ON_CDNA,
+  "rdna3": (
+    BackwardCandidate(64, 4, 16),
+    BackwardCandidate(128, 4, 16, BOTH, fenced=2),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, passes=2)),
+  "rdna4": (
+    BackwardCandidate(64, 4, 32, fenced=8),
+    BackwardCandidate(128, 4, 16, BOTH, fenced=2),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, passes=2)),
 }
 
 def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
   """The tiles of backward_dq and of backward_dkdv. Raises NotImplementedError where there is none."""
   return _chosen("backward_dq", p, arch, DQ, p.Sq, False), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, True)
 
-def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[Row, ...]], rows:int, keys:bool) -> BackwardTile:
+def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], rows:int, keys:bool) -> BackwardTile:
   """`rows`: how many of its own a workgroup may have at most, for which it has no more waves than they fill."""
   if arch.family not in table: raise NotImplementedError(f"{kernel}: {arch} has none of the matrix units {', '.join(table)}")
   reasons = []

@@ -151,7 +151,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
   def fetch(self, t:UOp) -> tuple[list[UOp], ...]:
     group, head = self.group, self.head
     numbers = self.state.numbers.fetch(group.numbers("lse", head), group.numbers("delta", head), t, self.at.thread)
-    return self.state.q.fetch(group.rows("q", head), t), self.state.do.fetch(group.rows("do", head), t), numbers
+    return self.state.q.fetch(group.rows("q", head), t), self.state.do.fetch(group.operand_rows("do", head), t), numbers
 
   def to_lds(self, s:DkdvState, t:UOp, *parts:list[UOp]) -> UOp:
     to, (q, do, numbers) = t%self.tile.buffers, parts

@@ -61,7 +61,8 @@ class BackwardDq(Pipeline[DqState]):
     k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_rows, k_columns), (v_rows, None)))
     group = Workgroup.of(p, arch, tile, args, grid, at, dq_arguments(p, dlse))
-    q, do = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds) for name, in_lds in zip(("q", "do"), tile.own_in_lds))
+    q, do = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, new, in_lds)
+             for name, in_lds in zip(("q", "do"), tile.own_in_lds))
     dq = new.registers(round_up(p.D, mat.M)//mat.M, ops.f32(mat.accumulator))
     return BackwardDq(tile.prefetch, new, Statements.of(new), group, tile, at, DqState(k, v, dq), q, do)
 
@@ -114,11 +115,11 @@ class BackwardDq(Pipeline[DqState]):
   @functools.cached_property
   def delta(self) -> UOp:
     """rowsum(dO * O) - dLSE, over the lanes that share a query."""
-    group, mat, dtype = self.group, self.tile.matrix, self.group.p.out_dtype
-    o = OwnRows(self.at, group.rows("o"), group.first_row, self.tile.block_m, self.do.in_block, self.do.units, None)
+    group, mat = self.group, self.tile.matrix
+    def floats(name:str, unit:UOp) -> UOp:
+      return group.rows(name).load_floats(group.first_row, self.tile.block_m, self.do.in_block[0], unit, mat.unit, group.p.out_dtype)
     total = ops.splat(0.0, mat.unit)
-    for x, y in zip(o.loaded[0], self.do.loaded[0]):
-      total = ops.add(total, ops.mul(ops.widen_to_float(x, mat.unit, dtype), ops.widen_to_float(y, mat.unit, dtype)))
+    for u in self.do.units: total = ops.add(total, ops.mul(floats("o", u), floats("do", u)))
     while (n := ops.length(total)) > 1: total = ops.add(ops.slice_(total, 0, n//2), ops.slice_(total, n//2, n//2))
     for step in () if mat.duplicated else mat.group_steps:
       pair = amd.pair(total, step, mat)

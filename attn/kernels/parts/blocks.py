@@ -1,4 +1,5 @@
-"""Which queries and keys there are, and which tiles of the others a block of either walks over: those that some mask touches, and those that none does."""
+"""Which queries and keys there are, and which tiles of the others a block of either walks over: those that some mask touches, and those that none
+does."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping

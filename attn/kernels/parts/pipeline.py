@@ -24,8 +24,8 @@ S = TypeVar("S", bound=TripState)
 
 @dataclass(frozen=True)
 class Pipeline(Generic[S]):
-  """The trips of a kernel over tiles, of which it says how one is fetched, stored to LDS and worked on. Tiles are loaded `prefetch` = 0: for their own
-  trip, 1: during the one before, 2: so, and stored to a second buffer in LDS."""
+  """The trips of a kernel over tiles, of which it says how one is fetched, stored to LDS and worked on. Tiles are loaded `prefetch` = 0: for their
+  own trip, 1: during the one before, 2: so, and stored to a second buffer in LDS."""
   prefetch: int
   new: Allocator
   statements: Statements

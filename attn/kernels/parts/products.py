@@ -6,7 +6,7 @@ from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
 from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.rows import Rows
 from attn.kernels.parts.staging import row_layout
 from attn.kernels.parts.statements import Statements
 from attn.ops import amd, common as ops
@@ -19,7 +19,7 @@ class OwnRows:
   """The workgroup's own rows of a tensor, one a lane in each of its tiles: operand B of products that contract over their elements. A lane keeps the
   units that it reads in registers, or in LDS where those would not hold them."""
   at: Lane
-  rows: GlobalRows
+  rows: Rows
   first: UOp               # row of the tensor
   block_m: int
   in_block: list[UOp]      # a lane's rows, counted from there
@@ -27,7 +27,7 @@ class OwnRows:
   lds: LdsTile|None
 
   @staticmethod
-  def of(at:Lane, rows:GlobalRows, first:UOp, block_m:int, new:Allocator, in_lds:bool) -> OwnRows:
+  def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool) -> OwnRows:
     """One tile of rows for each wave."""
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds = LdsTile.of(new, layout) if in_lds else None

@@ -48,6 +48,11 @@ class GlobalRows:
     if self.pin: records = ops.uniform(records)
     return self._load(self.buffer[(self.base + first*self.stride)], records, row*self.stride, unit, gate)
 
+  def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
+    """The `part`-th `n` elements of a row of `dtype`, in fp32: one unit or two."""
+    if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
+    return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
+
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
     """The fp32 number that row `first` + `row` is, where rows are single numbers; 0 beyond the last."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
@@ -92,3 +97,17 @@ class PackedRows(GlobalRows):
     packed = first + row
     there = packed < self.count if gate is None else gate & (packed < self.count)
     return self._load(self.buffer[self.base], self.extent, self.in_heads(packed), unit, there)
+
+@dataclass(frozen=True)
+class ConvertedRows:
+  """The same of rows whose units are wanted in another dtype, `to`, of 16 bits."""
+  given: GlobalRows
+  dtype: str
+  to: str
+  @property
+  def width(self) -> int: return self.given.width
+  def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
+    """Where `gate` does not hold what is loaded is never stored."""
+    return ops.pack(self.given.load_floats(first, rows, row, unit, UNIT_BYTES//2, self.dtype), self.to)
+
+Rows = GlobalRows|ConvertedRows

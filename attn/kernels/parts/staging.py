@@ -3,11 +3,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
-from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.rows import Rows
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
@@ -79,10 +78,12 @@ class StagedTile:
     return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, 4, *spread), lies, turned)
 
   def after(self, *deps:UOp) -> StagedTile:
-    return replace(self, **{name: x.after(*deps) for name, x in (("lies", self.lies), ("turned", self.turned)) if x is not None})
+    lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
+    return replace(self, lies=lies, turned=turned)
   def number(self, i:UOp) -> StagedTile:
     """The i-th buffer."""
-    return replace(self, **{name: x.number(i) for name, x in (("lies", self.lies), ("turned", self.turned)) if x is not None})
+    lies, turned = (x.number(i) if x is not None else None for x in (self.lies, self.turned))
+    return replace(self, lies=lies, turned=turned)
   @property
   def rows(self) -> LdsTile:
     """The rows as they lie: operand A of products that contract over their elements."""
@@ -96,7 +97,7 @@ class StagedTile:
   @property
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.carried.item(j) for j in range(self.carried.items)]
 
-  def fetch(self, rows:GlobalRows, t:UOp) -> list[UOp]:
+  def fetch(self, rows:Rows, t:UOp) -> list[UOp]:
     """This thread's parts of the t-th tile of these rows."""
     first, n = t*self.block_n, self.block_n
     if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]

@@ -54,8 +54,7 @@ def check_problem(p:Problem, tile:BlockTile) -> None:
   check_range(p, tile)
 
 def check_backward(p:Problem, tile:BackwardTile) -> None:
-  """Raises NotImplementedError where there is no gradient of the problem by AMD's kernels: splits, an output of another dtype than the inputs, and
-  tensors beyond what a buffer descriptor addresses."""
+  """Raises NotImplementedError where there is no gradient of the problem by AMD's kernels: splits, and tensors beyond what a buffer
+  descriptor addresses."""
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the gradient is of the whole, whatever the splits of forward")
-  if p.out_dtype != p.dtype: raise NotImplementedError(f"o of {p.out_dtype} from inputs of {p.dtype}: the backward kernels take dO in the inputs' dtype")
   check_range(p, tile)

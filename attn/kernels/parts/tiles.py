@@ -61,8 +61,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class BackwardTile:
-  """How a backward kernel divides the work: a workgroup has `block_m` rows of its own, queries in backward_dq and keys in backward_dkdv, and walks over
-  the others by `block_n`."""
+  """How a backward kernel divides the work: a workgroup has `block_m` rows of its own, queries in backward_dq and keys in backward_dkdv, and walks
+  over the others by `block_n`."""
   matrix: Matrix
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int

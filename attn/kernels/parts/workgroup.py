@@ -9,7 +9,7 @@ from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outsi
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane
-from attn.kernels.parts.rows import GlobalRows, PackedRows, flat, strides
+from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, Rows, flat, strides
 from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.tensors import Shapes, arguments
 from attn.kernels.parts.tiles import BlockTile, heads_of
@@ -126,14 +126,19 @@ class Workgroup:
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, row < self.sequence.n_q*self.heads)
 
   def rows(self, name:str, head:UOp|None=None) -> GlobalRows:
-    """The rows of a tensor that the workgroup reads or writes: those of its sequence and head (or of the query head `head`), of q of all its heads."""
+    """The rows of a tensor that the workgroup reads or writes: those of its sequence and head, or of the query head `head`; of q of all its heads."""
     p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
     else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
     sb, sh, ss = strides(p.layout, heads, length, width)
     base, pin = self.batch*sb + head*sh + start*ss, bool(self.split) or isinstance(x.n_k, UOp)
-    rows = GlobalRows(flat(self.given[name]), base, ss, count, width, p.itemsize, pin)
+    rows = GlobalRows(flat(self.given[name]), base, ss, count, width, self.given[name].dtype.itemsize, pin)
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
+
+  def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
+    """The same, in the dtype of the matrix unit's inputs."""
+    rows, dtype = self.rows(name, head), self.p.shapes["o"][1]
+    return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def numbers(self, name:str, head:UOp) -> GlobalRows:
     """Those of lse and its like: one fp32 number for each query of a head."""
