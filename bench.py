@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
-from attn.api.custom_kernel import default_arch, device_arch, flash_attention_fn
+from attn.api.checked_kernel import default_arch, device_arch
+from attn.api.custom_kernel import flash_attention_fn
 from attn.chips import Chip
 from attn.choose import tuned
 from attn.choose.candidates import Candidate

@@ -3,7 +3,7 @@ pins every name and signature used here, so that another version fails with one 
 """
 from __future__ import annotations
 import contextlib, ctypes, functools, math, os, re, sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 import tinygrad
 from tinygrad import Device, Tensor
@@ -13,6 +13,7 @@ from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes, promo_lattice
 from tinygrad.engine.realize import capturing, compile_linear, get_runtime, run_linear
+from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
@@ -24,9 +25,9 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer",
            "KernelInfo", "MARK", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
            "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "comgr_compiler", "comgr_version",
-           "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "double_transcendentals", "dtypes", "dynamic_shared_name",
-           "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places", "opened_devices",
-           "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "spec_names"]
+           "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "differentiated", "double_transcendentals", "dtypes",
+           "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places",
+           "opened_devices", "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "spec_names"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -154,6 +155,21 @@ def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[]
     return run
   try: yield wrap
   finally: cuda.cuCtxSetCurrent(theirs)
+
+# **** gradients (attn/api/gradient.py) ****
+def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:
+  """For a TUPLE of `outputs`, a function of PARAMs of which `sources` are the values, and the gradients of the outputs (None for 0): the gradient of
+  each source of floats that they depend on, by its number. Each is computed by itself; `again` is the grad_fxn of them all."""
+  slot, given = len(sources), []
+  for g in gradients:
+    given.append(UOp(Ops.NOOP) if g is None else g.param_like(slot))
+    slot += g is not None
+  params = {u.arg.slot: u for u in outputs.toposort(enter_calls=False) if u.op is Ops.PARAM and dtypes.is_float(u.dtype)}
+  found = compute_gradient(outputs, UOp.maketuple(*given), set(params.values()))
+  reached = [i for i, u in params.items() if u in found]
+  body = UOp.maketuple(*(found[params[i]] for i in reached))
+  call = body.call(*sources, *(g for g in gradients if g is not None), grad_fxn=again)
+  return {i: call.gettuple(n) for n, i in enumerate(reached)}
 
 # **** where an operation comes from (attn/emulator) ****
 def output_params(sink:UOp) -> tuple[UOp, ...]:

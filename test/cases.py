@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attn import flash_attention_fn
 from attn.api.attention import kernels
-from attn.api.custom_kernel import device_arch
+from attn.api.checked_kernel import device_arch
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
 from attn.kernels.combine import combine_arguments
@@ -14,7 +14,8 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts.tiles import Tile
 from attn.problem import Problem, problem_of
-from attn.reference import LSE_ULPS, Options, arrange, exact, judge, restore, rounded, same
+from attn.reference import (LSE_ULPS, Gradients, Options, arrange, exact, exact_backward, judge, restore, rounded, same,
+                            same_backward)
 from attn.tinygrad_compat import Context, Tensor, dtypes
 from attn.values import FLOATS as DTYPES
 
@@ -123,9 +124,12 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
     o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
     return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
+SCORE_OPTIONS = ("alibi_slopes", "bias", "sinks", "kv_lengths")
+Pair = tuple[np.ndarray, np.ndarray]
+
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
   """[(exact o, o by the textbook), (exact lse, lse by the textbook)]; packed sequences one at a time."""
-  options = {n: extras[n] for n in ("alibi_slopes", "bias", "sinks", "kv_lengths") if n in extras}
+  options = {n: extras[n] for n in SCORE_OPTIONS if n in extras}
   def both(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> list[tuple[np.ndarray, np.ndarray]]:
     o = Options(softcap=p.softcap, top_left=p.top_left, **{**options, **more})
     return list(zip(exact(q, k, v, p.softmax_scale, p.window, offset, o),
@@ -138,6 +142,28 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np
     slopes = {"alibi_slopes": extras["alibi_slopes"][b]} if p.alibi_batched else {}
     parts.append(both(q, k, v, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes))
   return [tuple(np.concatenate([part[i][j] for part in parts], axis=2) for j in range(2)) for i in range(2)]   # type: ignore[misc]
+
+def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Pair]:
+  """Of q, k, v, bias and sinks, those that there are: (exact, by the textbook), for the gradients of o and lse, which are (B, H, Sq, Dv) and
+  (B, H, Sq), or of packed sequences (1, H, total_q, ...). Sequences one at a time; rows of none get 0."""
+  def both(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> tuple[Gradients, Gradients]:
+    o = Options(softcap=p.softcap, top_left=p.top_left, **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **more})
+    at = (None if do is None else do[:, :, rows], None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
+    return exact_backward(q, k, v, *at), same_backward(q, k, v, *at, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
+  if not p.varlen:
+    found = both(x.q, x.k, x.v, slice(None), p.offset)
+    return {n: (getattr(found[0], n), getattr(found[1], n)) for n in ("q", "k", "v", "bias", "sinks") if getattr(found[0], n) is not None}
+  total = {n: (np.zeros(a.shape), np.zeros(a.shape, np.float32)) for n, a in vars(x).items()}
+  if "sinks" in extras: total["sinks"] = np.zeros(p.H), np.zeros(p.H, np.float32)
+  q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
+  for b in range(p.B):
+    rows, keys = slice(q_ends[b], q_ends[b+1]), slice(k_ends[b], k_ends[b+1])
+    q, k, v = x.q[:, :, rows], x.k[:, :, keys], x.v[:, :, keys]
+    slopes = {"alibi_slopes": extras["alibi_slopes"][b]} if p.alibi_batched else {}
+    for i, part in enumerate(both(q, k, v, rows, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes)):
+      for n, at in (("q", rows), ("k", keys), ("v", keys)): total[n][i][:, :, at] = getattr(part, n)
+      if part.sinks is not None: total["sinks"][i][...] += part.sinks
+  return total
 
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:

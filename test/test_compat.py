@@ -27,6 +27,7 @@ SIGNATURES = {
   "tinygrad.engine.realize:get_runtime": "device ast cache=",
   "tinygrad.engine.realize:run_linear": "linear var_vals= input_uops= update_stats= jit= wait=", "tinygrad.helpers:Context": "**kwargs",
   "tinygrad.helpers:Target": "device= renderer= arch= interface= indices=", "tinygrad.renderer.amd:decode_inst": "data arch=",
+  "tinygrad.mixin.gradient:compute_gradient": "root root_grad targets",
   "tinygrad.renderer.cstyle:CStyleLanguage": "target",
   "tinygrad.renderer.cstyle:CStyleLanguage.render_kernel": "self function_name kernel bufs uops prefix=",
   "tinygrad.renderer.cstyle:CUDARenderer": "target use_nvcc=", "tinygrad.renderer.cstyle:HIPCCRenderer": "target",
@@ -63,6 +64,8 @@ SIGNATURES = {
   "tinygrad.uop.ops:RewriteContext": "pm bpm ctx= enter_calls=", "tinygrad.uop.ops:RewriteContext.unified_rewrite": "self root",
   "tinygrad.uop.ops:RewriteContext.walk_rewrite": "self root",
   "tinygrad.renderer.cstyle:CStyleLanguage._render": "self uops",
+  "tinygrad.uop.ops:CallInfo": "grad_fxn= name= precompile= precompile_backward= aux=", "tinygrad.uop.ops:UOp.gettuple": "self idx",
+  "tinygrad.uop.ops:UOp.maketuple": "*srcs", "tinygrad.uop.ops:UOp.param_like": "self slot",
   "tinygrad.uop.ops:UOp.mselect": "self arg", "tinygrad.uop.ops:UOp.mstack": "self *srcs", "tinygrad.uop.ops:UOp.unbind": "self",
   "tinygrad.uop.ops:UOp.unshard": "self axis device_range=", "tinygrad.uop.ops:UOp.contiguous_view": "self",
 }

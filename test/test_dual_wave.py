@@ -10,7 +10,7 @@ from attn.ops import amd
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, exact, judge, same
 from attn.tinygrad_compat import Context, Tensor, dtypes
-from attn.api.custom_kernel import CheckedKernel
+from attn.api.checked_kernel import CheckedKernel
 from cases import DTYPES, Inputs, array, arrange, normal, problem, restore, tensor
 import numpy as np
 from test_forward import ADVERSARIAL, huge_key

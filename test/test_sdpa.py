@@ -136,11 +136,11 @@ def test_tinygrads_own_where_dispatch_says_no(q, call, reason):
     assert decisions[-1].kernel is None and reason in decisions[-1].reason
     np.testing.assert_array_equal(got, want)
 
-def test_training_is_tinygrads_own():
+def test_training_with_dropout_is_tinygrads_own():
   with emulated("gfx942"), Context(TRAINING=1), attn.installed() as decisions:
     q = draw(1, 2, 8, 32)
-    assert np.isfinite(q.scaled_dot_product_attention(q, q).float().sum().gradient(q)[0].numpy()).all()
-    assert decisions[-1].kernel is None and "TRAINING" in decisions[-1].reason
+    assert np.isfinite(q.scaled_dot_product_attention(q, q, dropout_p=.5).float().sum().gradient(q)[0].numpy()).all()
+    assert decisions[-1].kernel is None and "dropout_p=0.5" in decisions[-1].reason
 
 def test_dropout_does_nothing_outside_training():
   with emulated("gfx942"), attn.installed() as decisions:

@@ -4,22 +4,23 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, Iterable
 from attn import values
-from attn.api.custom_kernel import (CheckedKernel, KernelFunction, arch_of, check_device, check_means, dtype_of,
-                                    static_shape, whole_buffer)
+from attn.api.checked_kernel import (CheckedKernel, KernelFunction, arch_of, check_device, check_means, dtype_of, static_shape,
+                                     whole_buffer)
+from attn.api.gradient import INPUTS, gradient_of, keys_are_shared, lse_axes, with_gradient
 from attn.api.options import AttentionOptions, options_of
 from attn.api.placement import AXES, Placement, empty, local_shape, merge_devices, on_device, place, placement_of
+from attn.api.plain import bhs, bhsd, from_bhs, from_bhsd, plain_attention
 from attn.chips import Chip, get_chip
+from attn.choose.backward import BackwardChoice, can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, choose, program_of
 from attn.compilers.choice import compiled_on, in_use
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments
-from attn.kernels.three_pass import three_pass
 from attn.problem import EXTRAS, LAYOUTS, Problem, problem_of
-from attn.tinygrad_compat import DType, Tensor, UOp, capturing, dtypes
+from attn.tinygrad_compat import TRAINING, DType, Tensor, UOp, capturing, dtypes
 from attn.values import FLOATS
 
 WRITTEN = ("o", "lse", "o_partial", "lse_partial")
-BATCHED = ("bhsd", "bshd")               # layouts whose lse is (B, H, S)
 
 @dataclass(frozen=True)
 class CheckedCall:
@@ -38,17 +39,6 @@ class CheckedCall:
     if p.bias is not None and p.bias[3]: t["bias"] = t["bias"][..., i*rows:(i + 1)*rows]
     part = replace(p, Sk=rows, offset=p.offset - i*rows, sinks="sinks" in t, out_dtype="float32", return_lse=True)
     return CheckedCall(part, t, self.arch, Placement(self.at.device[i]), None)
-
-def bhsd(x:Tensor, layout:str) -> Tensor:
-  """A tensor in `layout` as (B, H, S, D)."""
-  if layout == "thd": return x.transpose(0, 1).unsqueeze(0)
-  return x.transpose(1, 2) if layout == "bshd" else x.unsqueeze(0) if layout == "nsd" else x
-
-def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.unsqueeze(0)
-
-def from_bhsd(x:Tensor, layout:str) -> Tensor:
-  if layout == "thd": return x.squeeze(0).transpose(0, 1)
-  return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0) if layout == "nsd" else x
 
 def known(n:int|UOp|Tensor) -> int|None:
   """The number of rows where the host knows it: an int, or the value that a Variable is bound to."""
@@ -139,50 +129,59 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
 
 @functools.cache
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
-  """What `choice` launches, in order: as single objects, for tinygrad's schedule cache goes by identity."""
+  """What `choice` launches, in order: as single objects, for tinygrad's schedule cache goes by identity. The last one has the gradient, and so takes
+  the tensors of `launched(p)`."""
   assert choice.arch is not None and choice.work.tile is not None
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
-  def checked(program:Any, names:Iterable[str]) -> KernelFunction:
-    written = tuple(name for name in names if name in WRITTEN)
+  def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
+    takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
+    gradient = gradient_of(p, arch, given) if "o" in given else None
     def kernel(*placeholders:UOp) -> CheckedKernel:
-      check_means(sink := program(*placeholders), arch)
-      return CheckedKernel(sink, written)
+      check_means(sink := program(*placeholders[:len(takes)]), arch)
+      return CheckedKernel(sink, written, gradient=gradient)
     return kernel
-  found = [checked(program_of(choice, p), arguments(p))]
-  return found + ([checked(combine(p, arch, p.num_splits), combine_arguments(p))] if p.num_splits > 1 else [])
+  programs = [(program_of(choice, p), arguments(p))]
+  if p.num_splits > 1: programs.append((combine(p, arch, p.num_splits), combine_arguments(p)))
+  return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
+
+def launched(p:Problem) -> list[tuple[str, ...]]:
+  """The names of the tensors that each launch is given: what its kernel takes, and for `combine` what the gradient goes to besides."""
+  if p.num_splits == 1: return [tuple(arguments(p))]
+  merging = tuple(combine_arguments(p))
+  return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
 
 def deliver(c:CheckedCall, o:Tensor, lse:Tensor) -> list[Tensor]:
-  """o and, where wanted, lse as the call wants them, from o (B, H, S, D) and lse (B, H, S)."""
-  o = from_bhsd(o, c.problem.layout).cast(FLOATS[c.problem.out_dtype])
-  return [o if c.out is None else c.out.assign(o), lse if c.problem.layout in BATCHED else lse.squeeze(0)][:2 if c.problem.return_lse else 1]
+  """o, in the buffer that the call gives for it, and lse where it wants that."""
+  return [o if c.out is None else c.out.assign(o), *([lse] if c.problem.return_lse else [])]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   """A buffer for what a kernel of `p` writes."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
-  else: axes = ((None,) if name.endswith("partial") else ()) + (("heads", "rows") if p.layout in ("nsd", "thd") else ("batch", "heads", "rows"))
+  else: axes = (*[None]*name.endswith("partial"), *lse_axes(p.layout))
   shape, dtype = (arguments(p) | combine_arguments(p))[name]
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
-
-def no_gradient(*args:UOp, **kwargs:Any) -> Any:
-  raise NotImplementedError("the matrix kernels of attention have no gradient; with ATTN_KERNEL=three_pass there is one")
 
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """forward, or for split_kv the same into partial results and then combine."""
   p, t = replace(c.problem, num_splits=choice.work.splits), {name: x.contiguous() for name, x in c.tensors.items()}
-  launches = [arguments(p), combine_arguments(p)][:1 if p.num_splits == 1 else 2]
-  for names, fxn in zip(launches, kernels(c.problem, choice)):
+  if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = replace(p, return_lse=True)      # for backward
+  for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
-    t |= zip(names, Tensor.custom_kernel(*given, fxn=fxn, grad_fxn=no_gradient))
-  return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if p.return_lse else [])]
+    t = dict(zip(names, Tensor.custom_kernel(*given, fxn=fxn))) | t      # the inputs stay what they were: their gradients go there
+  return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if c.problem.return_lse else [])]
 
 def run_three_pass(c:CheckedCall, _:Choice) -> list[Tensor]:
-  p, t = c.problem, c.tensors
-  o, lse = three_pass(*(bhsd(t[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window, top_left=p.top_left,
-                      offset=p.offset, softcap=p.softcap, longest=(p.Sq, p.Sk) if p.varlen else None,
-                      **{name: t[name] for name in EXTRAS if name in t})
-  return deliver(c, o, lse)
+  return deliver(c, *plain_attention(c.problem, c.tensors))
+
+def run_sharded_keys(c:CheckedCall) -> list[Tensor]:
+  """Each device its own keys, and the merge. The devices' parts are realized, so the gradient is that of the whole."""
+  layout = c.problem.layout
+  parts = [run(c.on(i)) for i in range(c.at.count)]
+  o, lse = merge_devices([(bhsd(o, layout), bhs(lse, layout)) for o, lse in parts])
+  o, lse = from_bhsd(o, layout).cast(FLOATS[c.problem.out_dtype]), from_bhs(lse, layout)
+  return deliver(c, *with_gradient(c.problem, o, lse, c.tensors))
 
 def check_devices(c:CheckedCall) -> None:
   """Raises ValueError where the call is for another chip than one of its devices is."""
@@ -191,9 +190,7 @@ def check_devices(c:CheckedCall) -> None:
 
 def run(c:CheckedCall) -> list[Tensor]:
   """o and, where wanted, lse."""
-  if c.at.shared == "keys":
-    parts = [run(c.on(i)) for i in range(c.at.count)]
-    return deliver(c, *merge_devices([(bhsd(o, c.problem.layout), bhs(lse, c.problem.layout)) for o, lse in parts]))
+  if c.at.shared == "keys": return run_sharded_keys(c)
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)
 
@@ -245,10 +242,21 @@ def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
   """The kernel, tile and split that `attention` takes with these arguments, and why not the others; `arch` may be any chip."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
-def explain(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
-  """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md)."""
-  choice = choice_of(q, k, v, **options)
+def backward_choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> BackwardChoice:
+  """What computes the gradients of `attention` with these arguments, and why not the backward kernels."""
+  call = prepare(q, k, v, options_of("attention", options))
+  if call.at.shared == "keys": return BackwardChoice(None, call.arch, "k and v are sharded along their rows")
+  if keys_are_shared({name: t.uop for name, t in call.tensors.items()}):
+    return BackwardChoice(None, call.arch, "query heads of several devices share a head of keys")
+  return choose_backward(call.problem, call.arch, call.choice().kernel)
+
+def explain(q:Tensor, k:Tensor, v:Tensor, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
+  """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md). With `backward` it also
+  prints what computes the gradients, `backward_choice_of(...)`, and returns that."""
+  choice, backward = choice_of(q, k, v, **options), values.truth("backward", backward)
   print(choice)
   device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
-  return choice
+  if not backward: return choice
+  print(gradients := backward_choice_of(q, k, v, **options))
+  return gradients

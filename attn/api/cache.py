@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 from attn import values
 from attn.api.attention import attend, check_devices, known, lengths, prepare
-from attn.api.custom_kernel import CheckedKernel, KernelFunction, region, static_shape, whole_buffer
+from attn.api.checked_kernel import CheckedKernel, KernelFunction, region, static_shape, whole_buffer
+from attn.api.gradient import no_gradient
 from attn.api.options import check_lengths, check_out_dtype, options_of
 from attn.api.placement import AXES, local_shape, placement_of
 from attn.kernels.append import Append, append
@@ -83,7 +84,8 @@ def overlap(x:UOp, y:UOp) -> bool:
 @functools.cache
 def _kernel(name:str, a:Append) -> KernelFunction:
   program = append(a)
-  return lambda *placeholders: CheckedKernel(program(*placeholders), (name,))
+  refuse = no_gradient(f"{name}: appending to a cache has no gradient; train with attn.attention of whole k and v")
+  return lambda *placeholders: CheckedKernel(program(*placeholders), (name,), gradient=refuse)
 
 @dataclass(frozen=True)
 class NewRows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
-from attn.api.custom_kernel import static_shape
+from attn.api.checked_kernel import static_shape
 from attn.problem import check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, dtypes
 
@@ -88,7 +88,6 @@ class Installed:
 installation = Installed()
 
 def _decide(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Decision:
-  if TRAINING: return Decision(None, "TRAINING is set: the kernels have no dropout, and no gradient that this method could give")
   tensors, options, _ = _arguments(q, k, v, *args, **kwargs)
   choice = choice_of(*tensors, **options)
   if choice.kernel == "three_pass": return Decision(None, "; ".join(f"{name}: {reason}" for name, reason in choice.refused))

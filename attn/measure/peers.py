@@ -8,7 +8,8 @@ import itertools, statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 import numpy as np
-from attn.api.custom_kernel import device_arch, flash_attention_fn
+from attn.api.checked_kernel import device_arch
+from attn.api.custom_kernel import flash_attention_fn
 from attn.choose.dispatch import single_kernel
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_seconds, device_seconds, foreign_cuda_context

@@ -1,0 +1,143 @@
+"""The gradient of attention, as the grad_fxn of the kernels that compute it.
+
+With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute that, `backward_dq` with delta and then `backward_dkdv`. Where they don't take
+a problem (attn/choose/backward.py says why), and for a bias and slopes, tinygrad differentiates `three_pass` of the same inputs. Either way each
+gradient is an expression of its own: what nobody asks for is never computed.
+"""
+from __future__ import annotations
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means
+from attn.api.placement import AXES, empty
+from attn.api.plain import plain_attention
+from attn.chips import Chip
+from attn.choose.backward import can_differentiate
+from attn.choose.dispatch import single_kernel
+from attn.kernels.backward_dkdv import backward_dkdv
+from attn.kernels.backward_dq import backward_dq
+from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.problem import EXTRAS, Problem
+from attn.tinygrad_compat import Tensor, UOp, differentiated
+from attn.values import FLOATS
+
+OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
+SHARDED_LIKE = {"dq": "q", "dk": "k", "dv": "v", "o": "q"}     # whose axis a buffer is sharded along
+
+def no_second_derivative(*args:UOp, **kwargs:Any) -> Any:
+  raise NotImplementedError("attention has no second derivative: its gradient cannot be differentiated again. ATTN_KERNEL=three_pass has one")
+
+@functools.cache
+def no_gradient(what:str) -> Any:
+  """A grad_fxn that says so."""
+  def refuse(*args:UOp, **kwargs:Any) -> Any: raise NotImplementedError(what)
+  return refuse
+
+def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
+  """The gradients by the name of the output that each belongs to: tinygrad gives those that there are, in order, and o has an axis more than lse."""
+  of_rank = {len(u.shape): name for name, u in outputs.items()}
+  found = {of_rank.get(len(g.shape), ""): g for g in gradients}
+  if len(found) < len(gradients) or "" in found:
+    raise NotImplementedError("a gradient through what custom_kernel returns for an input of attention: use the tensor that was given to it; only "
+                              f"{' and '.join(outputs)} {'are' if len(outputs) > 1 else 'is'} computed")
+  return found
+
+# ***** by tinygrad *****
+
+def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
+  """Of each input of floats that the outputs depend on, from `three_pass`, for the gradients `given` of o and lse."""
+  params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
+  o, lse = plain_attention(p, params)
+  found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
+  return {list(inputs)[slot]: g for slot, g in found.items()}
+
+# ***** by the kernels *****
+
+@functools.cache
+def backward_kernels(p:Problem, arch:Chip, dlse:bool) -> tuple[KernelFunction, KernelFunction, KernelFunction]:
+  """backward_dq, backward_dkdv and a forward that writes lse: as single objects, for tinygrad's schedule cache goes by identity."""
+  tiles = can_differentiate(p, arch)
+  assert not isinstance(tiles, str)
+  def checked(program:Any, *outputs:str) -> KernelFunction:
+    def kernel(*placeholders:UOp) -> CheckedKernel:
+      check_means(sink := program(*placeholders), arch)
+      return CheckedKernel(sink, outputs, gradient=no_second_derivative)
+    return kernel
+  return (checked(backward_dq(p, arch, tiles[0], dlse), "dq", "delta"), checked(backward_dkdv(p, arch, tiles[1]), "dk", "dv"),
+          checked(single_kernel(replace(p, return_lse=True), arch)[0], "o", "lse"))
+
+def written_by(fxn:KernelFunction, shapes:dict[str, tuple[tuple[int, ...], str]], t:dict[str, UOp], layout:str) -> dict[str, UOp]:
+  """`t` with what a kernel that takes `shapes` writes: what of it t does not have."""
+  def buffer(name:str) -> UOp:
+    shape, dtype = shapes[name]
+    axis = t[SHARDED_LIKE.get(name, "q")].axis
+    if name in ("lse", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
+    return empty(shape, FLOATS[dtype], t["q"].device, axis).uop
+  srcs = [t[name] if name in t else buffer(name) for name in shapes]
+  return dict(zip(shapes, UOp.custom_kernel(*srcs, fxn=fxn))) | t
+
+def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
+
+def like(g:UOp, out:UOp) -> UOp:
+  """The gradient of an output as a buffer that lies as that does."""
+  g = g.cast(out.dtype)
+  return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
+
+def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
+  """Of q, k, v and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse where forward wrote it; where not, forward runs again."""
+  p = replace(p, num_splits=1, return_lse=True)
+  dq_kernel, dkdv_kernel, forward = backward_kernels(p, arch, "lse" in given)
+  t = inputs | outputs
+  if "lse" not in t: t["lse"] = written_by(forward, p.shapes, inputs, p.layout)["lse"]
+  t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
+  if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
+  t = written_by(dq_kernel, dq_arguments(p, "lse" in given), t, p.layout)
+  t = written_by(dkdv_kernel, dkdv_arguments(p), t, p.layout)
+  found = {name: t[f"d{name}"] for name in ("q", "k", "v")}
+  if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "lse", "delta"))).uop
+  return found
+
+def sink_gradient(sinks:Tensor, lse:Tensor, delta:Tensor) -> Tensor:
+  """-exp(sink - lse) * delta, summed over all rows of a head: sinks (H), lse and delta (..., H, S). A row of no sequence has no sink."""
+  weight = lse.isinf().where(0.0, (sinks.unsqueeze(-1) - lse).exp())
+  return -(weight*delta).sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2])
+
+# ***** either *****
+
+@dataclass(frozen=True)
+class AttentionGradient:
+  """The grad_fxn of a kernel that computes `problem`, or the last part of it, called on the tensors `names`."""
+  problem: Problem
+  arch: Chip|None
+  names: tuple[str, ...]
+  def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
+    """The gradient of each source of the call, None for outputs and for what is not a float; `args` are the gradients of the outputs that have one,
+    and the call where it is not given by name."""
+    gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
+    tensors = dict(zip(self.names, call.src[1:]))
+    inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, OUTPUTS))
+    given = of_outputs(gradients, outputs)
+    by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str) and not keys_are_shared(inputs)
+    found: dict[str, UOp] = {}
+    if not by_kernels or any(name in inputs for name in ("bias", "alibi_slopes")): found |= plain_gradients(self.problem, inputs, given)
+    if by_kernels and self.arch is not None:
+      found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
+    return tuple(found.get(name) for name in self.names)
+
+def keys_are_shared(inputs:dict[str, UOp]) -> bool:
+  """Whether query heads of several devices have the same keys, whose gradient is a sum over devices."""
+  return inputs["q"].axis is not None and inputs["k"].axis is None
+
+@functools.cache
+def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
+  """One object for the same arguments: tinygrad's caches go by identity."""
+  return AttentionGradient(p, arch, tuple(names))
+
+def with_gradient(p:Problem, o:Tensor, lse:Tensor, inputs:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+  """o and lse, computed from `inputs` in whatever way, with the gradient of `p` by `three_pass`."""
+  tensors = {"o": o.uop, "lse": lse.uop, **{name: t.uop for name, t in inputs.items()}}
+  both = UOp.maketuple(*(tensors[name].param_like(slot) for slot, name in enumerate(OUTPUTS)))
+  call = both.call(*tensors.values(), grad_fxn=gradient_of(p, None, tuple(tensors)))
+  return Tensor(call.gettuple(0)), Tensor(call.gettuple(1))

@@ -1,0 +1,28 @@
+"""Attention of a problem in tensor operations, `three_pass`, in the problem's own layout and types."""
+from __future__ import annotations
+from attn.kernels.three_pass import three_pass
+from attn.problem import EXTRAS, Problem
+from attn.tinygrad_compat import Tensor
+from attn.values import FLOATS
+
+BATCHED = ("bhsd", "bshd")               # layouts whose lse is (B, H, S)
+
+def bhsd(x:Tensor, layout:str) -> Tensor:
+  """A tensor in `layout` as (B, H, S, D)."""
+  if layout == "thd": return x.transpose(0, 1).unsqueeze(0)
+  return x.transpose(1, 2) if layout == "bshd" else x.unsqueeze(0) if layout == "nsd" else x
+
+def from_bhsd(x:Tensor, layout:str) -> Tensor:
+  if layout == "thd": return x.squeeze(0).transpose(0, 1)
+  return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0) if layout == "nsd" else x
+
+def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.unsqueeze(0)
+
+def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
+
+def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+  """(o, lse) of q, k, v and the extras by name; o in the problem's out_dtype. Sharded tensors are whole ones here, of more batches or heads."""
+  o, lse = three_pass(*(bhsd(t[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window, top_left=p.top_left,
+                      offset=p.offset, softcap=p.softcap, longest=(p.Sq, p.Sk) if p.varlen else None,
+                      **{name: t[name] for name in EXTRAS if name in t})
+  return from_bhsd(o, p.layout).cast(FLOATS[p.out_dtype]), from_bhs(lse, p.layout)

@@ -1,0 +1,282 @@
+"""Gradients of attention: through every way to call it, with every option, against float64 by the contract of attn/reference.py."""
+from __future__ import annotations
+import os, re, sys
+from typing import Any, Callable
+import numpy as np
+import pytest
+from tinygrad import TinyJit
+import attn
+from attn import flash_attn
+from attn.api.placement import AXES
+from attn.problem import Problem
+from attn.reference import arrange, judge, restore, rounded
+from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
+sys.path.insert(0, os.path.dirname(__file__))
+from api_cases import draw, emulated, extra, floats, int32, whole
+from cases import DTYPES, Inputs, array, expected_gradients, normal, problem, tensor
+
+SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
+
+def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
+                    through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
+                    **parameters:Any) -> dict[str, np.ndarray]:
+  """Poses the problem to `attention`, with a loss that is a weighted sum of o, of lse, or of both; holds the gradient of every input to the contract
+  and returns them in the shape of the inputs, those of q, k and v as (B, H, S, D)."""
+  extras = extras or {}
+  p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
+  x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
+  rng = np.random.default_rng(11)
+  do = rounded(rng.standard_normal((B, p.H, rows, p.Dv), dtype=np.float32), p.out_dtype) if "o" in through else None
+  dlse = rng.standard_normal((B, p.H, rows), dtype=np.float32) if "lse" in through else None
+  call = {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
+  with emulated(arch, kernel), Context(TRAINING=training):
+    given = {name: place(name, tensor(arrange(a, p.layout), p.dtype)) for name, a in vars(x).items()}
+    given |= {name: place(name, extra(name, a, p.bias_dtype)) for name, a in extras.items()}
+    o, *lse = values if isinstance(values := attn.attention(**given, out_dtype=DTYPES[p.out_dtype], return_lse=p.return_lse, **call), tuple) \
+      else (values,)
+    loss = Tensor(0.0, device=o.device)
+    if do is not None: loss = loss + (o*place("o", tensor(arrange(do, p.layout), p.out_dtype))).float().sum()
+    if dlse is not None: loss = loss + (lse[0].isinf().where(0.0, lse[0])*place("lse", tensor(dlse, "float32").reshape(lse[0].shape))).sum()
+    names = [name for name in given if name in ("q", "k", "v", "bias", "sinks")]
+    gradients = dict(zip(names, loss.gradient(*[given[name] for name in names])))
+    assert all(g.shape == given[name].shape and g.dtype == given[name].dtype for name, g in gradients.items())
+    got = {name: array(whole(g)) if g.device is not None else np.zeros(g.shape) for name, g in gradients.items()}   # no gradient is a constant 0
+  for name in ("q", "k", "v"): got[name] = restore(got[name], p.layout, getattr(x, name).shape)
+  for name, (want, text) in expected_gradients(p, x, extras, do, dlse).items():
+    if name == "sinks": text = want + spread_of_sinks(p, make, extras, do, dlse)
+    assert (verdict := judge(got[name], want, text)).ok, f"d{name}: {verdict}"
+  return got
+
+def spread_of_sinks(p:Problem, make:Callable[..., Inputs], extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> float:
+  """The textbook's largest error over 8 draws: one draw has a single element a head, of which chance may make all errors small."""
+  drawn = [expected_gradients(p, make(p, seed), extras, do, dlse)["sinks"] for seed in range(8)]
+  return max(float(np.abs(text - want).max()) for want, text in drawn)
+
+# ***** options *****
+
+OPTIONS: dict[str, dict[str, Any]] = {
+  "bfloat16, another width": dict(dtype="bfloat16", D=24, Dv=8), "float32 output": dict(out_dtype="float32"),
+  "GQA, causal": dict(B=2, H=6, Hkv=2, causal=True), "MQA, top-left": dict(H=4, Hkv=1, causal="top-left"),
+  "window, scale": dict(window=(5, 3), softmax_scale=0.7), "softcap": dict(softcap=2.0),
+  "alibi": dict(extras=dict(alibi_slopes=np.abs(floats(2))/4)),
+  "bias": dict(B=2, Sq=8, Sk=12, extras=dict(bias=floats(2, 2, 8, 12))),
+  "bias of keys": dict(B=2, H=4, Hkv=2, Sq=8, Sk=12, bias_dtype="float16", extras=dict(bias=rounded(floats(1, 4, 1, 12), "float16"))),
+  "sinks": dict(extras=dict(sinks=floats(2))), "kv_lengths, causal": dict(B=2, causal=True, extras=dict(kv_lengths=int32(25, 0))),
+  "all of the scores": dict(B=2, H=4, Hkv=2, Sq=8, Sk=12, causal=True, softcap=3.0, extras=dict(
+    alibi_slopes=np.abs(floats(4))/4, bias=floats(2, 4, 8, 12), sinks=floats(4), kv_lengths=int32(12, 7))),
+  "splits": dict(Sk=150, num_splits=2),
+  "bshd": dict(B=2, layout="bshd", causal=True), "nsd": dict(layout="nsd", window=(9, -1))}
+
+THOROUGH = ("MQA, top-left", "bias", "nsd")      # what others, or the tests of the kernels, have nearly the same of
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in OPTIONS])
+def test_options(name:str) -> None: check_gradients(**OPTIONS[name])
+
+@pytest.mark.parametrize("through", [("lse",), ("o", "lse")])
+@pytest.mark.parametrize("name", ["GQA, causal", "splits"])
+def test_through_lse(name:str, through:tuple[str, ...]) -> None: check_gradients(through=through, **OPTIONS[name])
+
+def test_splits_with_sinks() -> None: check_gradients(through=("o", "lse"), Sk=150, num_splits=2, extras=dict(sinks=floats(2)))
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "sm_80", pytest.param("sm_90", marks=pytest.mark.thorough)])
+def test_every_kind_of_chip(arch:str) -> None: check_gradients(arch, through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=12, Sk=16)
+
+@pytest.mark.parametrize("dtype, D", [("float32", 16), ("float16", 264)])
+def test_where_forward_is_three_pass(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
+
+PACKED = dict(layout="thd", H=4, Hkv=2, Sq=30, Sk=44, D=16)
+ENDS = {"plain": (int32(0, 9, 30), int32(0, 20, 44)), "an empty one": (int32(0, 9, 9, 30), int32(0, 20, 30, 44)),
+        "no keys": (int32(0, 9, 14, 30), int32(0, 20, 20, 44)), "rows of none": (int32(2, 9, 24), int32(3, 20, 40))}
+
+@pytest.mark.parametrize("name, causal", [("plain", True), pytest.param("an empty one", False, marks=pytest.mark.thorough), ("no keys", True),
+                                          ("rows of none", False)])
+def test_packed_sequences(name:str, causal:bool) -> None:
+  q_ends, k_ends = ENDS[name]
+  got = check_gradients(**PACKED, causal=causal, through=("o", "lse"), extras=dict(sinks=floats(4), cu_seqlens_q=q_ends, cu_seqlens_k=k_ends))
+  for n, ends in (("q", q_ends), ("k", k_ends), ("v", k_ends)):     # rows of no sequence: exactly 0
+    assert not got[n][:, :, :ends[0]].any() and not got[n][:, :, ends[-1]:].any(), n
+
+def test_rows_that_see_no_key_get_exactly_0() -> None:
+  got = check_gradients(Sq=40, Sk=20, causal=True, through=("o", "lse"))
+  assert not got["q"][:, :, :20].any() and got["q"][:, :, 21:].any(-1).all()
+  got = check_gradients(B=2, extras=dict(kv_lengths=int32(0, 17)))
+  assert not got["q"][0].any() and not got["k"][0].any() and not got["v"][1, :, 17:].any() and got["v"][1, :, :17].all()
+
+# ***** ways to call *****
+
+def textbook_gradients(*tensors:Tensor, **options:Any) -> tuple[np.ndarray, ...]:
+  """Of sum(o), exact, and the sizes by the contract."""
+  p = problem(**options)
+  return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
+
+def hold(gradients:Any, wanted:Any) -> None:
+  for g, (want, text) in zip(gradients, wanted, strict=True): assert (verdict := judge(array(g), want, text)).ok, verdict
+
+def three() -> tuple[Tensor, Tensor, Tensor]: return draw(1, 2, 32, 16), draw(1, 2, 32, 16, seed=1), draw(1, 2, 32, 16, seed=2)
+
+def test_the_first_snippet() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    o = Tensor.empty(*q.shape, dtype=q.dtype)
+    o = Tensor.custom_kernel(o, q, k, v, fxn=attn.flash_attention)[0]
+    o.float().sum().backward()
+    hold((q.grad, k.grad, v.grad), textbook_gradients(q, k, v, Sq=32, D=16))
+
+def test_a_function_with_options_and_lse() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    fxn = attn.flash_attention_fn(causal=True, return_lse=True)
+    o, lse = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), Tensor.empty(1, 2, 32, dtype=dtypes.float), q, k, v, fxn=fxn)[:2]
+    of_o, of_lse = o.float().sum().gradient(q, k, v), lse.sum().gradient(q, k)     # before anything is realized: tinygrad forgets what it was made of
+    hold(of_o, textbook_gradients(q, k, v, Sq=32, D=16, causal=True))
+    want = expected_gradients(problem(Sq=32, D=16, causal=True), Inputs(*map(array, (q, k, v))), {}, None, np.ones((1, 2, 32), np.float32))
+    hold(of_lse, (want["q"], want["k"]))
+
+def test_a_grad_fxn_of_the_users_wins() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    def mine(g:Any, call:Any) -> Any: return None, g*2, None, None
+    o = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), q, k, v, fxn=attn.flash_attention, grad_fxn=mine)[0]
+    np.testing.assert_array_equal(array(o.float().sum().gradient(q)[0]), 2)
+
+def test_the_inputs_that_custom_kernel_returns_have_no_gradient_of_their_own() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    o, after = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), q, k, v, fxn=attn.flash_attention)[:2]
+    with pytest.raises(NotImplementedError, match="returns for an input"): (o.float().sum() + after.float().sum()).gradient(q)
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attn(deterministic:bool) -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    rows = lambda t: t.transpose(1, 2)
+    want = textbook_gradients(q, k, v, Sq=32, D=16, causal=True)
+    o = flash_attn.flash_attn_func(rows(q), rows(k), rows(v), causal=True, deterministic=deterministic)
+    hold(o.float().sum().gradient(q, k, v), want)
+    packed = Tensor.stack(*map(rows, (q, k, v)), dim=2).contiguous().realize()
+    g, = flash_attn.flash_attn_qkvpacked_func(packed, causal=True, deterministic=deterministic).float().sum().gradient(packed)
+    hold([rows(g[:, :, i]).contiguous() for i in range(3)], want)
+
+def test_sdpa_by_itself_and_installed() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    want = textbook_gradients(q, k, v, Sq=32, D=16, causal="top-left")
+    hold(attn.scaled_dot_product_attention(q, k, v, is_causal=True).float().sum().gradient(q, k, v), want)
+    with Context(TRAINING=1), attn.installed() as decisions:
+      hold(q.scaled_dot_product_attention(k, v, is_causal=True).float().sum().gradient(q, k, v), want)
+    assert decisions[-1].kernel == "forward"
+
+def test_a_model_in_training_calls_as_berts_and_llamas_do() -> None:
+  """BERT: an additive mask (B, 1, 1, S), dropout off. LLaMA: causal, grouped heads, bfloat16. tinygrad's own is the reference."""
+  with emulated("gfx942"), Context(TRAINING=1):
+    mask = Tensor(np.where(np.arange(12) < 9, 0, -10000.0).astype(np.float32).reshape(1, 1, 1, 12)).cast(dtypes.half)
+    for dtype, heads, call in (("float16", 4, {"attn_mask": mask}), ("bfloat16", 2, {"is_causal": True, "enable_gqa": True})):
+      q, k, v = draw(1, 4, 12, 16, dtype=dtype), draw(1, heads, 12, 16, dtype=dtype, seed=1), draw(1, heads, 12, 16, dtype=dtype, seed=2)
+      weight = draw(1, 4, 12, 16, dtype=dtype, seed=3)
+      def gradients(t:tuple[Tensor, ...], w:Tensor) -> list[np.ndarray]:
+        return [array(g) for g in (t[0].scaled_dot_product_attention(*t[1:], **call)*w).float().sum().gradient(*t)]
+      own, fine = gradients((q, k, v), weight), gradients(tuple(t.float().realize() for t in (q, k, v)), weight.float())
+      with attn.installed() as decisions: ours = gradients((q, k, v), weight)
+      assert decisions[-1].kernel is not None, decisions[-1].reason
+      for got, theirs, want in zip(ours, own, fine): assert np.abs(got - want).max() <= 2*np.abs(theirs - want).max() + 1e-5
+
+def test_jit() -> None:
+  with emulated("gfx942"):
+    @TinyJit
+    def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
+      return [g.realize() for g in attn.attention(q, k, v, causal=True).float().sum().gradient(q, k, v)]
+    for seed in range(4):
+      q, k, v = (draw(1, 2, 32, 16, seed=seed*3 + i) for i in range(3))
+      hold(step(q, k, v), textbook_gradients(q, k, v, Sq=32, D=16, causal=True))
+
+def test_views_and_one_tensor_in_several_places() -> None:
+  """x is q, k and v at once; its gradient is the sum of all three."""
+  with emulated("gfx942"):
+    x = draw(1, 2, 32, 16)
+    want = textbook_gradients(x, x, x, Sq=32, D=16)
+    g, = attn.attention(x, x, x).float().sum().gradient(x)
+    total, text = (sum(pair[i] for pair in want) for i in range(2))
+    assert (verdict := judge(array(g), total, rounded(np.float32(text), "float16"))).ok, verdict
+    halves = draw(1, 2, 64, 16)
+    g, = attn.attention(halves[:, :, ::2], halves[:, :, 1::2], halves[:, :, 1::2]).float().sum().gradient(halves)
+    even, odd = halves[:, :, ::2].contiguous(), halves[:, :, 1::2].contiguous()
+    (dq, text), *_ = textbook_gradients(even, odd, odd, Sq=32, D=16)
+    assert judge(array(g)[:, :, ::2], dq, text).ok
+
+def test_out() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    out = Tensor.empty(*q.shape, dtype=q.dtype, device="EMU")
+    assert attn.attention(q, k, v, out=out) is out
+    hold(out.float().sum().gradient(q, k, v), textbook_gradients(q, k, v, Sq=32, D=16))
+
+# ***** devices *****
+
+TWO = ("EMU", "EMU:1")
+
+@pytest.mark.parametrize("of_q, of_k, heads, layout", [
+  ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
+  *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])
+def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
+  """The one head of keys that query heads of two devices share gets the sum over both."""
+  axes = {"q": of_q, "k": of_k, "v": of_k, "o": of_q, "lse": of_q}
+  def place(name:str, t:Tensor) -> Tensor:
+    if name == "sinks": return t.shard(TWO, 0 if of_q == "heads" else None)
+    return t.shard(TWO, None if (axis := axes[name]) is None else AXES["bhsd" if name == "lse" else layout].index(axis))
+  check_gradients(B=2, H=4, Hkv=heads, Sq=12, Sk=16, layout=layout, through=("o", "lse"), place=place, extras=dict(sinks=floats(4)))
+
+# ***** what it costs, and what there is not *****
+
+def launches(*names:str, arch:str="gfx942", training:int=1, **more:Tensor) -> int:
+  """Kernels that the gradients of sum(o * dO) take, forward among them."""
+  with emulated(arch), Context(TRAINING=training):
+    t = dict(zip("qkv", three())) | {name: x.realize() for name, x in more.items()}
+    gradients = attn.attention(**t).gradient(*[t[name] for name in names], gradient=draw(1, 2, 32, 16, seed=9))
+    GlobalCounters.reset()
+    Tensor.realize(*gradients)
+    return GlobalCounters.kernel_count
+
+def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
+  """Forward and backward_dq; with backward_dkdv, which needs the delta of that; dsinks and dbias only where they are asked for."""
+  assert launches("q") == 2 and launches("k") == launches("v") == launches("q", "k", "v") == 3
+  with emulated("gfx942"): sinks, bias = Tensor(floats(2), device="EMU"), draw(1, 2, 32, 32, seed=4)
+  assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
+  assert launches("q", "bias", bias=bias) > 3
+
+def test_forward_runs_again_for_its_lse_outside_of_training() -> None: assert launches("q", "k", "v", training=0) == 4
+
+def test_by_three_pass_forward_does_not_run_and_each_gradient_stands_alone() -> None:
+  assert launches("v", arch="sm_80") < launches("q", "k", "v", arch="sm_80")
+
+def test_no_second_derivative() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    g, = attn.attention(q, k, v).float().sum().gradient(q)
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*ATTN_KERNEL=three_pass"): g.float().square().sum().gradient(k)
+  with emulated("gfx942", "three_pass"):
+    g, = attn.attention(q, k, v).float().sum().gradient(q)
+    assert np.isfinite(array(g.float().square().sum().gradient(k)[0])).all()
+
+def test_appending_to_a_cache_has_no_gradient() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    caches = attn.empty_kv_cache(1, 2, 64, 16, device="EMU")
+    o = attn.attention_with_kv_cache(q, k, v, *caches, 0)
+    with pytest.raises(NotImplementedError, match="k_cache: appending to a cache has no gradient"): o.float().sum().gradient(k)
+    assert array(o.float().sum().gradient(q)[0]).any()
+
+def test_explain_tells_what_computes_the_gradient(capsys:pytest.CaptureFixture[str]) -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    choice = attn.explain(q, k, v, backward=True)
+    assert choice.kernels == ("backward_dq", "backward_dkdv") and "forward on gfx942" in (text := capsys.readouterr().out)
+    assert re.search(r"gradient on gfx942.*: backward_dq tile \d+x\d+ .*, backward_dkdv tile \d+x\d+ ", text)
+    assert "forward is three_pass" in attn.explain(q.float(), k.float(), v.float(), backward=True).refused
+    choice = attn.explain(q, k, v, out_dtype="float32", backward=True)
+    assert choice.kernels == () and "o of float32 from inputs of float16" in choice.refused
+    text = capsys.readouterr().out
+    assert "three_pass, computed again" in text and f"not backward_dq and backward_dkdv: {choice.refused}" in text
+    one = draw(1, 1, 32, 16)
+    shared = q.shard(TWO, 1), one.shard(TWO, None), one.shard(TWO, None)
+    assert "share a head of keys" in attn.explain(*shared, backward=True).refused
+    assert "sharded along their rows" in attn.explain(q.shard(TWO), k.shard(TWO, 2), v.shard(TWO, 2), backward=True).refused
+    with pytest.raises(ValueError, match="backward='nonsense'"): attn.explain(q, k, v, backward="nonsense")
