@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from attn.chips import CHIPS, MODELLED
 from attn.chips.matrix import Matrix
 
+# Kernels of which clang keeps up to four registers in accumulation registers, which are as near, and counts them as spilled. None goes to memory.
+PARKED = {(arch, 256, "bfloat16") for arch in ("gfx90a", "gfx942")}
+
 @dataclass(frozen=True)
 class Unit:
   m: int           # rows and columns of a tile

@@ -11,7 +11,7 @@ import attn.emulator as emulator
 from attn import flash_attention_fn
 from attn.emulator import checks, listing
 from attn.emulator.device import UOpCompiler
-from attn.kernels import forward
+from attn.kernels.parts import pipeline
 from attn.ops import amd, common
 from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.ops.renderers import OperationsHIPCCRenderer, render
@@ -67,11 +67,11 @@ def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
 
 def test_an_error_in_a_kernel_of_ours(monkeypatch) -> None:
   """It comes through every pass of a large kernel. The files of the kernel are named, and not those of the operations."""
-  monkeypatch.setattr(forward, "workgroup_barrier", lambda after: after)
+  monkeypatch.setattr(pipeline, "workgroup_barrier", lambda after: after)
   q, k, v = [Tensor(np.random.default_rng(i).standard_normal((1, 1, 150, 64)).astype(np.float16)).realize() for i in range(3)]
   o = Tensor.empty(1, 1, 150, 64, dtype="half")
   with Context(DEV="EMU::gfx1100"), pytest.raises(checks.LdsRace) as e: o.custom_kernel(q, k, v, fxn=flash_attention_fn())[0].numpy()
-  assert re.match(r"  attn/kernels/\w+\.py:\d+: ", places(e)[0]) and re.match(r"  line \d+ of the source: ", places(e)[1])
+  assert re.match(r"  attn/kernels/[\w/]+\.py:\d+: ", places(e)[0]) and re.match(r"  line \d+ of the source: ", places(e)[1])
 
 def test_a_kernel_that_tinygrad_makes_has_a_statement_alone() -> None:
   def first(o, x):

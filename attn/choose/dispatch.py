@@ -128,7 +128,7 @@ def split_slower(p:Problem, arch:Chip) -> str|None:
   return f"no split is the fastest: {of_grid(p, arch, tile)}" if splits.split_heuristic(p, arch, tile) == 1 else None
 
 def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
-  if arch.llvm < DUAL_WAVE_LLVM: return f"LLVM {arch.llvm} would compile it: clang 20 and 21 spill its registers, {DUAL_WAVE_LLVM} does not"
+  if arch.llvm < DUAL_WAVE_LLVM: return f"LLVM {arch.llvm} would compile it: clang 21 spills its registers, {DUAL_WAVE_LLVM} does not"
   rows = dual_wave_tile(p, arch).block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"

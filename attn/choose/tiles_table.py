@@ -46,7 +46,7 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     Candidate(256, 4, 1, 32, fenced=True, prefetch=0),                  # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
   ),
   "rdna3": (
-    Candidate(64, 4, 2, 32),                                            # serial 77.0%, issued 74.5%, overlap 83.0%, waves 4
+    Candidate(64, 4, 2, 16),                                            # serial 77.5%, issued 75.0%, overlap 83.5%, waves 4
     Candidate(128, 8, 1, 32, fenced=True),                              # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4
     Candidate(192, 4, 1, 16, q_in_lds=True, fenced=True),               # serial 90.0%, issued 82.0%, overlap 93.0%, waves 2
     Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True, prefetch=0),   # serial 91.0%, issued 82.5%, overlap 93.0%, waves 2
