@@ -8,7 +8,7 @@ from attn.kernels.parts.epilogue import finish
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import UOp
-from cases import Inputs, normal, problem, run_kernels
+from cases import Inputs, in_turn, normal, problem, run_kernels
 from contract import CHIPS, KINDS, Case, ratios
 
 # On AMD fewer queries than fill a workgroup get a kernel whose references follow every maximum.
@@ -19,8 +19,7 @@ SMALL = {"a sample": dict(H=1, Sq=260, Sk=150, D=32),
 def small(monkeypatch) -> None:
   for name, parameters in SMALL.items(): monkeypatch.setitem(contract.SHAPES, name, parameters)
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@in_turn("chip, dtype", CHIPS, ("float16", "bfloat16"))
 def test_sample(chip:str, dtype:str) -> None:
   for i, kind in enumerate(KINDS):
     case = Case(kind, list(SMALL)[i % 2], dtype, "float32" if i % 3 else dtype, chip)
