@@ -47,8 +47,10 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
-  few, crowded = needed < c.waves, p.window[0] >= 0 and max(p.D, p.Dv) > WIDE          # a loop with both masks has no registers to spare
-  if crowded and arch.vgprs == arch.registers: waves = min(waves, 4)   # alone on its SIMD a wave of CDNA has all registers
+  few, shared = needed < c.waves, arch.vgprs < arch.registers          # alone on its SIMD a wave of CDNA has all registers
+  # a loop with both masks has none to spare, and of RDNA one with two sums of P
+  crowded = max(p.D, p.Dv) > WIDE and (p.window[0] >= 0 or (shared and (few or p.writes_lse)))
+  if crowded and not shared: waves = min(waves, 4)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
   return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded else c.prefetch, pack, 0.0 if few else 8.0)
 
