@@ -26,13 +26,13 @@ GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
 on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
-def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0) -> Any:
-  """Parameters (case, what it runs on): each case on every other one of `on`, the next case on those between, so that half of all combinations run;
-  with `turn` 1 the other half. Those that don't run have the mark `thorough`. On what is in `always` each case runs."""
+def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0) -> Any:
+  """Parameters (case, what it runs on): each case on one of `on`, the next case on the next one. The other combinations have the mark `thorough`. On
+  what is in `always` each case runs. `among`: of how many combinations one runs, where that is not as many as `on` has; `turn` says which."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
-    marked = [(x, () if (i + k) % 2 == turn else pytest.mark.thorough) for k, x in enumerate(on)]
+    marked = [(x, () if (i - k) % (among or len(on)) == turn else pytest.mark.thorough) for k, x in enumerate(on)]
     marked += [(x.values[0], x.marks) for x in always]
     found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
   return pytest.mark.parametrize(names, found)
@@ -41,7 +41,7 @@ def drawn(test:Any) -> Any:
   """A test of `draws` problems: a few in each run, and many among the thorough ones."""
   return pytest.mark.parametrize("draws", (12, pytest.param(100, marks=pytest.mark.thorough)))(test)
 
-# each case on a matrix unit with waves of 64 lanes and on one of 32, and every other one by mma.sync
+# each case on one of the matrix units
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
 def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU])
 

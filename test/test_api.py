@@ -32,8 +32,7 @@ OPTIONS = {
   "lengths": {"extras": {"kv_lengths": int32(40, 150)}, "causal": True},
 }
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", OPTIONS)
+@in_turn("name, kernel", OPTIONS, KERNELS)
 def test_options(name, kernel): on_kernel(kernel, B=2, H=4, Hkv=2, Sq=20, Sk=150, D=32, **OPTIONS[name])
 
 @pytest.mark.parametrize("arch, kernel", [*itertools.product(ARCHS[1:], ("forward", "split_kv")), ("sm_80", "forward_mma"), ("sm_86", "split_kv"),
@@ -42,8 +41,7 @@ def test_all_options_on_every_chip(kernel, arch):
   on_kernel(kernel, arch, B=2, H=4, Hkv=2, Sq=3, Sk=150, D=32, causal=True, window=(70, -1), softcap=2.0, dtype="bfloat16",
             extras={"alibi_slopes": np.float32([.5, .25, .1, .03]), "bias": floats(2, 1, 3, 150), "sinks": floats(4), "kv_lengths": int32(101, 150)})
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("layout", ("bshd", "nsd"))
+@in_turn("layout, kernel", ("bshd", "nsd"), KERNELS, among=2)
 def test_layouts(layout, kernel): on_kernel(kernel, B=2, H=4, Sq=20, Sk=150, D=32, layout=layout, causal=True, out_dtype="float32")
 
 # ***** what has gone wrong elsewhere *****
@@ -78,8 +76,7 @@ def test_window_counts_the_diagonal(kernel):
     np.testing.assert_allclose(o, array(attn.attention(q, k[:, :, 128:], v[:, :, 128:], **more)), atol=1e-3)
     np.testing.assert_array_equal(array(attn.attention(q, k, v, causal=True, **more)), array(attn.attention(q, k, v, window=(-1, 0), **more)))
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("causal", (False, True))
+@in_turn("causal, kernel", (False, True), KERNELS, among=2)
 def test_empty_sequences(kernel, causal):
   """Of queries, of keys and of both, at the start, in the middle and at the end."""
   on_kernel(kernel, H=2, Sq=50, Sk=170, D=32, layout="thd", causal=causal,

@@ -41,8 +41,7 @@ FAULTS = {"o of the sum before its rounding": (of_lse, "o", 259),
           "lse of the sum after its rounding": (of_o, "lse", 258),
           "none": (finish, "", 257)}
 
-@pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("chip", CHIPS)
+@in_turn("chip, name", CHIPS, list(FAULTS))
 def test_faults_show(chip:str, name:str, monkeypatch) -> None:
   """And without one this kind of input holds the contract, too. (Kernels are kept by their problem: each fault has a problem of its own.)"""
   fault, wrong, Sq = FAULTS[name]

@@ -1,14 +1,13 @@
 """Decode: one query (and a few) over long keys of any length, split over workgroups, the query heads of a key head packed into one tile."""
 from __future__ import annotations
-import pytest
 import attn
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Context
-from cases import array, normal, problem, tensor
+from cases import array, in_turn, normal, problem, tensor
 
-@pytest.mark.parametrize("Sk", (16384, 16385, 20000))
-@pytest.mark.parametrize("arch, Sq", (("gfx942", 1), ("gfx1201", 3), ("sm_90", 1), ("sm_80", 3)))
-def test_long_keys(arch:str, Sq:int, Sk:int) -> None:
+@in_turn("where, Sk", (("gfx942", 1), ("gfx1201", 3), ("sm_90", 1), ("sm_80", 3)), (16384, 16385, 20000))
+def test_long_keys(where:tuple[str, int], Sk:int) -> None:
+  arch, Sq = where
   p = problem(H=4, Hkv=1, Sq=Sq, Sk=Sk, D=64, causal=True)
   x = normal(p)
   with Context(DEV=f"EMU::{arch}"):

@@ -12,7 +12,7 @@ from attn.ops.language import Numbers
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import Ops
-from cases import ARCHS, Inputs, amd_in_turn, check, check_kernels, normal
+from cases import ARCHS, Inputs, amd_in_turn, check, check_kernels, in_turn, normal
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 
@@ -163,9 +163,8 @@ def test_adversarial(arch:str, make) -> None:
   check(arch, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make is huge_key else "float16")
   check(arch, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
 
-@every_arch
 @pytest.mark.parametrize("above", (0.0, 8.0))
-@pytest.mark.parametrize("make", (normal, *(f for f in ADVERSARIAL if f is not huge_key)), ids=lambda f: f.__name__)
+@amd_in_turn("make", (normal, *(f for f in ADVERSARIAL if f is not huge_key)))
 def test_rescale_above(arch:str, above:float, make) -> None:
   """Both ways, whatever dispatch takes: with 0 the reference follows every maximum."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
@@ -201,7 +200,7 @@ AHEAD = {"one trip": dict(Sq=20, Sk=20, D=32), "several trips": dict(Sq=40, Sk=3
          "three loops": dict(Sq=90, Sk=300, window=(100, 20)), "splits": dict(Sq=40, Sk=500, num_splits=3)}
 
 @pytest.mark.parametrize("prefetch", (0, 2))
-@amd_in_turn("case", AHEAD)
+@in_turn("case, arch", AHEAD, ARCHS, among=2)
 def test_prefetch(arch:str, prefetch:int, case:str) -> None:
   check_kernels(arch, tile=lambda t: replace(t, prefetch=prefetch, block_n=32), H=1, **{"D": 64, **AHEAD[case]})
 
@@ -211,8 +210,7 @@ def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
   monkeypatch.setattr(LdsTile, "number", lambda self, i: self)
   with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
 
-@every_arch
-@pytest.mark.parametrize("prefetch", (0, 1, 2))
+@amd_in_turn("prefetch", (0, 1, 2))
 def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
   monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
   monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})

@@ -12,13 +12,13 @@ from attn.problem import Problem
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
 from api_cases import draw, emulated
-from cases import array
+from cases import array, in_turn
 
 ROOT = Path(__file__).resolve().parent.parent
 REFUSALS = (ValueError, NotImplementedError)
-ON_EVERY_KERNEL = pytest.mark.parametrize("arch, kernel", (
-  ("gfx942", "forward"), ("gfx1100", "forward"), ("sm_80", "forward_mma"), ("sm_90", "forward_wgmma"), ("gfx942", "split_kv"), ("sm_90", "split_kv"),
-  ("gfx942", "three_pass")))
+KERNELS = (("gfx942", "forward"), ("gfx1100", "forward"), ("sm_80", "forward_mma"), ("sm_90", "forward_wgmma"), ("gfx942", "split_kv"),
+           ("sm_90", "split_kv"), ("gfx942", "three_pass"))
+ON_EVERY_KERNEL = pytest.mark.parametrize("arch, kernel", KERNELS)
 
 def int32(*values:int) -> Tensor: return Tensor(np.array(values, np.int32), device="EMU")
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half, device="EMU")
@@ -56,9 +56,8 @@ def packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:b
     assert outside.any() and (got[outside] == 0).all() and np.isneginf(got_lse[:, outside]).all()
     assert np.isfinite(got[~outside]).all() and np.isfinite(got_lse[:, ~outside]).all()
 
-@ON_EVERY_KERNEL
-@pytest.mark.parametrize("ends", ((5, 20, 20, 70), (0, 64), (30, 200), (0, 0, 3)), ids=str)
-def test_rows_of_no_sequence_are_zero(arch:str, kernel:str, ends:tuple[int, ...]) -> None: packed(arch, kernel, ends, None, False)
+@in_turn("where, ends", KERNELS, ((5, 20, 20, 70), (0, 64), (30, 200), (0, 0, 3)), among=2)
+def test_rows_of_no_sequence_are_zero(where:tuple[str, str], ends:tuple[int, ...]) -> None: packed(*where, ends, None, False)
 
 @ON_EVERY_KERNEL
 def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70), None, True)

@@ -32,7 +32,7 @@ def without_wgmma(monkeypatch) -> None:
   monkeypatch.setattr(dispatch, "wgmma_refuses", lambda p, arch: "this tests mma.sync")
   monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
 
-@in_turn("case, chip", SHAPES, ["sm_90"], [GPU])
+@in_turn("case, chip", SHAPES, ["sm_90"], [GPU], among=2)
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
 @either
@@ -57,8 +57,7 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
     return Inputs(q, k, x.v)
   check(chip, make, Sq=20, Sk=170, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
 
-@pytest.mark.parametrize("chip", ("sm_80", "sm_86", pytest.param("sm_89", marks=pytest.mark.thorough), GPU))   # sm_89 gets the kernels of sm_86
-@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
+@in_turn("D, chip", (64, 80, 96, 128, 192, 256), ("sm_80", "sm_86"), [pytest.param("sm_89", marks=pytest.mark.thorough), GPU])
 def test_head_dimensions(chip:str, D:int) -> None:
   """The tiles of large grids, in both dtypes and all alignments of the mask; on the emulator a few heads stand for the many of a large grid."""
   for dtype, causal in zip(("float16", "bfloat16", "float16"), (False, True, "top-left"), strict=True):
@@ -101,14 +100,15 @@ def test_attention_of_tensors() -> None:
 TILES = [MmaTile(MMA["float16"], *args) for args in ((4, 2, 64), (8, 1, 64), (4, 2, 48, 2, True), (2, 1, 32, 3), (4, 1, 32, 4, True), (1, 2, 16))]
 TILES += [replace(TILES[0], parts=4), replace(TILES[1], parts=1), replace(TILES[2], parts=3)]
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_kind_of_tile(tile:MmaTile, monkeypatch) -> None:
+ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, causal=True), "window": dict(Sq=40, Sk=203, D=96, window=(70, -1)),
+                                       "full": dict(H=1, Sq=70, Sk=130, D=128, dtype="float16")}
+
+@in_turn("tile, case", TILES, list(ON_TILES))
+def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
   """Warps, query tiles, keys and their parts, stages and where Q is kept may be chosen freely."""
   monkeypatch.setattr(dispatch, "mma_tile", lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
-  check("sm_90", Sq=150, Sk=133, D=64, causal=True)
-  check("sm_90", Sq=40, Sk=203, D=96, window=(70, -1))
-  check("sm_90", H=1, Sq=70, Sk=130, D=128, dtype="float16")
+  check("sm_90", **ON_TILES[case])
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_86", "sm_89", "sm_90"))
 def test_tiles_fit(arch:str) -> None:
@@ -132,9 +132,8 @@ COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(l
                                        **OPTIONS_COMPILED, "decode": DECODE}
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("D", "option"), [*itertools.product((64, 128), COMPILED), *itertools.product((96, 256), ("full", "causal")),
-                                            (256, "16-bit bias"), (256, "decode")])
-def test_no_local_memory(D:int, option:str, tmp_path) -> None:
+@in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)])
+def test_no_local_memory(option:str, D:int, tmp_path) -> None:
   """What the tiles of large grids, and of decoding, compile to: no spills and no stack."""
   a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]

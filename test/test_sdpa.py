@@ -9,7 +9,7 @@ from attn.reference import judge, rounded
 from attn.tinygrad_compat import Context, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
-from cases import EVERY_ARCH, array, tensor
+from cases import EVERY_ARCH, array, in_turn, tensor
 
 def textbook(q, k, v, mask=None, is_causal=False, scale=None, dtype=None):
   """PyTorch's definition; in float64, or with fp32 scores and P and O rounded to `dtype`. A row that sees no key gives 0."""
@@ -32,8 +32,7 @@ CALLS = {
   "gqa causal": {"enable_gqa": True, "is_causal": True, "kv_heads": 1}, **{f"mask {name}": {"attn_mask": mask} for name, mask in MASKS.items()},
 }
 
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
-@pytest.mark.parametrize("name", CALLS)
+@in_turn("name, dtype", CALLS, ("float16", "bfloat16", "float32"))
 def test_arguments(name, dtype):
   call = dict(CALLS[name])
   kv_heads, mask = call.pop("kv_heads", 4), call.pop("attn_mask", None)

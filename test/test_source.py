@@ -9,7 +9,7 @@ from attn.isa.source import MASKS, Spec, text_of
 from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
-from cases import TYPES, problem
+from cases import TYPES, in_turn, problem
 
 LONGEST = 200                                      # characters of a line
 SHORT = {"gfx942": 35000, "sm_80": 110000}         # characters of the kernel for D = 128, fp16, all keys
@@ -20,13 +20,11 @@ OPTIONS:dict[str, dict[str, Any]] = {
 
 def longest(text:str) -> int: return max(map(len, text.splitlines()))
 
-@pytest.mark.parametrize("D", (64, 128, 256))
-@pytest.mark.parametrize("chip", CHIPS)
+@in_turn("chip, D", CHIPS, (128, 64, 256))
 def test_lines(chip:str, D:int) -> None:
   for mask in MASKS: assert longest(text_of(Spec(chip, D, "bfloat16", mask))) <= LONGEST
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("chip", CHIPS)
+@in_turn("chip, option", CHIPS, list(OPTIONS))
 def test_lines_with_options(chip:str, option:str) -> None:
   p = problem(H=32, Sq=1024, D=128, **OPTIONS[option])
   kernel, _ = single_kernel(p, get_chip(chip))

@@ -12,7 +12,7 @@ from attn.problem import Problem
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
 sys.path += [os.path.dirname(__file__), str(Path(__file__).resolve().parent.parent/"examples")]
-from cases import Inputs, normal, problem
+from cases import Inputs, in_turn, normal, problem
 from test_forward import ADVERSARIAL
 with patch.dict(os.environ):   # the example chooses a device for itself
   import removed_example_defects as defects
@@ -30,8 +30,7 @@ def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
   assert verdict.ok, verdict
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
-@pytest.mark.parametrize("shape", ({"Sq": 1, "Sk": 1}, {"Sq": 9, "Sk": 33, "H": 4, "Hkv": 2, "B": 2}, {"Sq": 33, "Sk": 17, "Dv": 8}), ids=str)
-@pytest.mark.parametrize("causal", (False, True, "top-left"))
+@in_turn("causal, shape", (True, False, "top-left"), ({"Sq": 9, "Sk": 33, "H": 4, "Hkv": 2, "B": 2}, {"Sq": 33, "Sk": 17, "Dv": 8}, {"Sq": 1, "Sk": 1}))
 def test_normal(dtype:str, shape:dict[str, int], causal:bool|str) -> None: check(dtype=dtype, D=16, causal=causal, **shape)
 
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)

@@ -28,7 +28,9 @@ def always(monkeypatch) -> None:
   monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
 # forward_wgmma copies rows by 8 elements; test_nvidia.py has the other shapes
-@in_turn("case, chip", [name for name, case in SHAPES.items() if not case.get("D", 64)%8 and not case.get("Dv", 64)%8], ["sm_90"], [GPU], turn=1)
+BY_EIGHTS = [name for name, case in SHAPES.items() if not case.get("D", 64)%8 and not case.get("Dv", 64)%8]
+
+@in_turn("case, chip", BY_EIGHTS, ["sm_90"], [GPU], turn=1, among=2)
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
 @either
@@ -62,7 +64,7 @@ def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
   assert tile.lds_bytes(problem(D=c.up_to)) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=500, D=c.up_to, causal=True)
 
-@in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1)    # test_features.py has the others, by mma.sync
+@in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1, among=2)    # test_features.py has the others, by mma.sync
 def test_option(chip:str, option:str) -> None: features.test_option(chip, option)
 
 @either
@@ -108,8 +110,8 @@ def test_planted(fault:str, monkeypatch) -> None:
   with pytest.raises(error, match=text): check("sm_90", H=1, Sq=200, Sk=500, D=64)
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("options", ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0)), ids=str)
-@pytest.mark.parametrize("D", (64, 128, 192, 256))
+@in_turn("D, options", (64, 128, 192, 256), ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0)),
+         among=2)
 def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
   """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
   p = problem(H=256, Sq=1024, D=D, **{"lse": False, **options})
