@@ -66,9 +66,11 @@ def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=768)
 
 def test_dispatch() -> None:
-  p = problem(B=4, H=32, Sq=4096, D=128, dtype="bfloat16", causal=True)
-  assert choose(p, GFX950).kernel == "dual_wave"
-  for change, why in (({"D": 64}, "D=64"), ({"Sq": 100}, "compute units idle"), ({"window": (64, 0), "causal": False}, "window")):
-    other = problem(**{"B": 4, "H": 32, "Sq": 4096, "D": 128, "dtype": "bfloat16", "causal": True, **change})
+  plain = {"B": 4, "H": 32, "Sq": 4096, "D": 128, "dtype": "bfloat16", "causal": True, "lse": False}
+  p = problem(**plain)
+  assert choose(p, GFX950).kernel == "dual_wave" == choose(problem(**plain | {"causal": False, "lse": True}), GFX950).kernel
+  for change, why in (({"D": 64}, "D=64"), ({"Sq": 100}, "compute units idle"), ({"window": (64, 0), "causal": False}, "window"),
+                      ({"lse": True}, "an lse beside a mask")):
+    other = problem(**plain | change)
     assert why in (choose(other, GFX950).why_not("dual_wave") or "")
   assert "gfx942" in (choose(p, get_chip("gfx942")).why_not("dual_wave") or "")

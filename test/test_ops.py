@@ -16,10 +16,11 @@ from attn.chips import get_chip
 from attn.chips.matrix import MMA
 from attn.emulator.matrix import MatrixUnit
 from attn.emulator.plan import EMULATED
+from attn.kernels.parts.softmax import Sums
 from attn.ops import amd, common as ops, nvidia as nv
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
-from attn.ops.softmax import DOT, LANE, LOWEST, ONES, RowLanes, correct, lane_sum, rounded_sum
+from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, rounded_sum
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
 
 WAVES, EXCHANGES = 8, 40     # of a test; in one operation, at most
@@ -86,17 +87,24 @@ static float __builtin_amdgcn_fdot2_f32_bf16(bfloat2 a, bfloat2 b, float c, bool
   return c + (float)a[0]*(float)b[0] + (float)a[1]*(float)b[1];
 }
 // sixteen blocks of four lanes: a lane has a row of A, and a column of B and of D (AMD Matrix Instruction Calculator)
-static float4 __builtin_amdgcn_mfma_f32_4x4x4bf16_1k(short4 a, short4 b, float4 c, int, int, int) {
-  const u32 (*all)[WORDS] = offer(a);
+static float of_half(u32 bits) { return (float)__builtin_bit_cast(_Float16, (unsigned short)bits); }
+static float of_bfloat(u32 bits) { return __builtin_bit_cast(float, bits << 16); }
+static float4 blocks(const u32 (*all)[WORDS], float (*widen)(u32), float4 c) {
   for (int row = 0; row < 4; row++) {
     double sum = 0;
     for (int k = 0; k < 4; k++) {
-      u32 bits = all[this_lane/4*4 + row][k/2] >> 16*(k % 2) << 16, other = (u32)(unsigned short)b[k] << 16;
-      sum += (double)__builtin_bit_cast(float, bits)*__builtin_bit_cast(float, other);
+      u32 a = all[this_lane/4*4 + row][k/2] >> 16*(k % 2) & 0xffff, b = all[this_lane][2 + k/2] >> 16*(k % 2) & 0xffff;
+      sum += (double)widen(a)*widen(b);
     }
     c[row] = (float)(c[row] + sum);
   }
   return c;
+}
+static float4 __builtin_amdgcn_mfma_f32_4x4x4bf16_1k(short4 a, short4 b, float4 c, int, int, int) {
+  return blocks(offer(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7)), of_bfloat, c);
+}
+static float4 __builtin_amdgcn_mfma_f32_4x4x4f16(half4 a, half4 b, float4 c, int, int, int) {
+  return blocks(offer(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7)), of_half, c);
 }
 // four bits for each lane of 16 say which one of the other 16 lanes it takes from
 static u32 __builtin_amdgcn_permlanex16(u32 old, u32 x, u32 low, u32 high, bool a, bool b) {
@@ -209,8 +217,9 @@ def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matri
   return correct(*[place(slot, name) for slot, name in enumerate(shapes)], rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
-  """How an AMD chip sums P as it is rounded, and by which instruction, if not by dot products."""
-  return (DOT, None) if (matrix := get_chip(arch).unit.sums.get(dtype)) is None else (ONES, matrix)
+  """How an AMD chip sums P as it is rounded, and by which instruction, if not by dot products from the beginning on."""
+  sums = Sums.of(get_chip(arch), dtype, False)
+  return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True) -> UOp:
   """As AMD's kernels have it: a lane has elements of one row."""

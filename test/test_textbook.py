@@ -29,8 +29,10 @@ def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
   verdict = judge(got, exact(*work)[0], same(*work, dtype=p.dtype, out_dtype="float32")[0])
   assert verdict.ok, verdict
 
+SHAPES = ({"Sq": 9, "Sk": 33, "H": 4, "Hkv": 2, "B": 2}, {"Sq": 33, "Sk": 17, "Dv": 8}, {"Sq": 1, "Sk": 1})
+
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
-@in_turn("causal, shape", (True, False, "top-left"), ({"Sq": 9, "Sk": 33, "H": 4, "Hkv": 2, "B": 2}, {"Sq": 33, "Sk": 17, "Dv": 8}, {"Sq": 1, "Sk": 1}))
+@in_turn("causal, shape", (True, False, "top-left"), SHAPES)
 def test_normal(dtype:str, shape:dict[str, int], causal:bool|str) -> None: check(dtype=dtype, D=16, causal=causal, **shape)
 
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)

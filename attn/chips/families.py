@@ -11,7 +11,7 @@ Sources
 """
 from __future__ import annotations
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from attn.chips.matrix import LaneSums, Matrix, mfma, wmma
 
 @dataclass(frozen=True)
@@ -39,32 +39,33 @@ class Family:
                           # two, measured on an H200 (docs/nvidia.md)
   bf16_pack: bool = False # converts two fp32 to bf16 in one instruction
   matrix: Mapping[str, tuple[Matrix, ...]] = field(default_factory=dict)   # input dtype -> AMD's matrix instructions, the preferred one first
-  sums: Mapping[str, LaneSums] = field(default_factory=dict)     # input dtype -> what sums a lane's packed P where no dot product does
+  sums: Mapping[str, LaneSums] = field(default_factory=dict)     # input dtype -> what sums a lane's packed P, or begins to; else dot products do
   descriptor: int = 0     # last word of a buffer's resource descriptor: a raw buffer of 32-bit data whose range check counts bytes
   tables: str = ""        # tinygrad's tables that decode its machine code; "": it has none
   agprs: bool = False     # accumulation registers lie behind a wave's vector registers, in one file
   pipes: Pipes|None = None   # None: there are no bounds from machine code
 
-# these two have no dot product of bf16
-BF16_BLOCKS = {"bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}
+# CDNA2 and CDNA3 have no dot product of bf16
+SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half", dots=True), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}
+SUMS_ON_CDNA4 = {dtype: replace(sums, dots=True) for dtype, sums in SUMS.items()}
 
 # its machine code differs from CDNA3's: what is a bf16 MFMA here is a sparse one there
 CDNA2 = Family("cdna2", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
-    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, sums=BF16_BLOCKS,
+    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=1024,
               matrix={"32x32x8": 64, "16x16x16": 32, "4x4x4_16b": 8}))
 
 # the last two shapes of CDNA3 and of CDNA4 are of 8-bit inputs
 CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
-    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, sums=BF16_BLOCKS,
+    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
     "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16": 32, "16x16x32": 16}))
 
 CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 16, "_f16", "half", "permlane_swap"), mfma(16, 32, "_f16", "half", "permlane_swap")),
-    "bfloat16": (mfma(32, 16, "_bf16", "bfloat", "permlane_swap"), mfma(16, 32, "_bf16", "bfloat", "permlane_swap"))},
+    "bfloat16": (mfma(32, 16, "_bf16", "bfloat", "permlane_swap"), mfma(16, 32, "_bf16", "bfloat", "permlane_swap"))}, sums=SUMS_ON_CDNA4,
   pipes=Pipes(simds=4, valu=4, trans=8, lds_read=256, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=1280, flops=4096, matrix={
     "32x32x16": 32, "16x16x32": 16, "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8,
     "32x32x64": 64, "16x16x128": 32}))

@@ -77,6 +77,7 @@ class LaneSums:
   and of D, is a lane, so with A all ones each element of D is that of C plus the sum of the lane's own elements of B."""
   name: str             # the clang builtin after `__builtin_amdgcn_`
   operand_type: str     # of the builtin's A and B
+  dots: bool = False    # whether dot products add all but the first elements: the product begins from zeros, for which a dot product needs a move
   operand_words: int = 2
   tail: str = ", 0, 0, 0"
   def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:

@@ -104,7 +104,7 @@ INSTRUCTIONS: dict[str, MatrixInstruction] = {
   "mfma_f32_32x32x8bf16_1k": _mfma(32, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_16x16x16f16": _mfma(16, 4, "float16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_16x16x16bf16_1k": _mfma(16, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
-  "mfma_f32_4x4x4bf16_1k": _blocks("bfloat16", "cdna2", "cdna3", "cdna4"),
+  "mfma_f32_4x4x4f16": _blocks("float16", "cdna2", "cdna3", "cdna4"), "mfma_f32_4x4x4bf16_1k": _blocks("bfloat16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_32x32x16_fp8_fp8": _mfma(32, 8, "fp8e4m3fnuz", "cdna3"), "mfma_f32_16x16x32_fp8_fp8": _mfma(16, 8, "fp8e4m3fnuz", "cdna3"),
   "mfma_f32_32x32x16_f16": _mfma(32, 8, "float16", "cdna4"), "mfma_f32_32x32x16_bf16": _mfma(32, 8, "bfloat16", "cdna4"),
   "mfma_f32_16x16x32_f16": _mfma(16, 8, "float16", "cdna4"), "mfma_f32_16x16x32_bf16": _mfma(16, 8, "bfloat16", "cdna4"),

@@ -47,8 +47,8 @@ class HotLoop:
   flops: int                        # of the matrix instructions
   cycles: dict[str, float]          # matrix, vector, transcendental, lds: of one SIMD
   unpublished: dict[str, int]       # matrix shapes with no cycle count in the model, timed at the chip's peak
-  overlap: float                    # matrix cycles / those of the busiest pipe
-  serial: float                     # matrix cycles / those of matrix, vector and transcendental after one another
+  overlap: float                    # matrix cycles of the products / those of the busiest pipe
+  serial: float                     # matrix cycles of the products / those of matrix, vector and transcendental after one another
   # per score: None where the head dimension is not known
   scores: float|None                # query x key elements per trip
   queries: int|None                 # per wave
@@ -127,6 +127,7 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   n = {k: len(v) for k, v in by_kind.items()}
   valu, transcendentals = sum(n[k] for k in VECTOR), n["exp"] + n["transcendental"]
   matrix, unpublished = matrix_cycles(by_kind["matrix"], chip)
+  products, _ = matrix_cycles([x for x in by_kind["matrix"] if matrix_shape(x.op)[1]], chip)     # but not sums
   def moved(*kinds:str) -> int:   # less than a dword still takes a whole bank
     return sum(max(4, access_bytes(x.op)) for k in kinds for x in by_kind[k])
   read, written = moved("lds_read"), moved("lds_write", "load_to_lds")
@@ -142,8 +143,8 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   return HotLoop(label, len(trip), in_all, n, dict(Counter(x.name.removeprefix("v_") for x in by_kind["matrix"])), _widths(by_kind["lds_read"]),
                  _widths(by_kind["lds_write"]), _widths(by_kind["load"] + by_kind["load_to_lds"]),
                  sum(x.dpp for k in VECTOR for x in by_kind[k]), sum(x.op.startswith("v_cvt") for k in VECTOR for x in by_kind[k]), flops,
-                 {"matrix": matrix, "vector": vector, "transcendental": slow, "lds": lds}, dict(unpublished), matrix/busiest,
-                 matrix/(matrix + vector + slow), scores, queries, scores/queries if scores and queries else None, per_score(valu),
+                 {"matrix": matrix, "vector": vector, "transcendental": slow, "lds": lds}, dict(unpublished), products/busiest,
+                 products/(matrix + vector + slow), scores, queries, scores/queries if scores and queries else None, per_score(valu),
                  per_score(n["exp"]), per_score(read + written))
 
 def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:

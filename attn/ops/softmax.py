@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
-from attn.ops.common import f32, splat
+from attn.ops.common import f32
 from attn.ops.language import Value, Variable, compound
 from attn.ops.operation import emit, statement
 from attn.tinygrad_compat import UOp
@@ -69,8 +69,8 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
   """Each row of x times its factor."""
   return c.join(*[y*factor for y, factor in zip(parts(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
 
-# How sums of P are taken: of a lane's own elements in fp32; of P as it is rounded, by dot products of a lane's pairs with ones; or of P as it is
-# rounded, by products with a matrix of ones, on NVIDIA over all lanes that share a row.
+# How sums of P are taken: of a lane's own elements in fp32; of P as it is rounded, by dot products of a lane's pairs with ones, which a product with
+# a matrix of ones may begin; or of P as it is rounded, by products with a matrix of ones, on NVIDIA over all lanes that share a row.
 LANE, DOT, ONES = "lane", "dot", "ones"
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
@@ -85,17 +85,19 @@ def row_totals(c:Any, total:Value, rows:int) -> Value:
   """Those sums, a number a row."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
-def no_sum(c:Any, kind:str) -> Value:
-  """What `add_rounded` begins with."""
-  return c.splat(c.number(0.0), 4 if kind == ONES else 1)
-
-def add_rounded(c:Any, total:Variable, packed:Value, kind:str, matrix:Any, dtype:str) -> None:
-  """Adds P, packed, to the sums of it as it is rounded."""
+def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> Variable:
+  """Adds P, packed, to the sums of it as it is rounded, or begins them."""
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
-  for i in range(0, c.length(packed), n):
+  words = range(0, c.length(packed), n)
+  if total is None and kind == DOT and matrix is not None:
+    first, words = c.part(packed, 0, matrix.operand_words), words[matrix.operand_words:]
+    total = c.variable("sums", c.element(c.times_ones(matrix, first, c.splat(c.number(0.0), 4), dtype), 0))
+  elif total is None: total = c.variable("sums", c.splat(c.number(0.0), 4 if kind == ONES else 1))
+  for i in words:
     x = c.part(packed, i, n) if n > 1 else c.element(packed, i)
     c.assign(total, c.times_ones(matrix, x, total.value, dtype) if kind == ONES else c.dot_ones(x, total.value, dtype))
+  return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
   """Those sums, a number a row."""
@@ -122,12 +124,12 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
     for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
     total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # even and odd elements, or two rows
     kind = next((x for x in sums if x != LANE), "")
-    rounded = c.variable("rounded", no_sum(c, kind)) if kind else None
+    rounded = None
     for i in range(0, count, together):
       found = [weigh(c.load(scores, t*stride + j)) for j in range(i, i + together)]
       packed = c.let("packed", c.join(*[c.pack(x, dtype) for x in found]))
       c.store(p, (t*stride + i)//together, packed)
-      if rounded is not None: add_rounded(c, rounded, packed, kind, matrix, dtype)
+      if kind: rounded = add_rounded(c, rounded, packed, kind, matrix, dtype)
       if total is not None:
         for x in found: lane_sums(c, total, x, rows.rows)
     if total is not None: c.store(part, sums.index(LANE)*tiles + t, row_totals(c, total.value, rows.rows))
@@ -160,15 +162,17 @@ def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
 
 @compound("rounded_sum")
 def _rounded_sum(c:Any, total:Value, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value:
-  sums = c.variable("sums", total)
-  add_rounded(c, sums, packed, kind, matrix, dtype)
-  return sums.value
+  return add_rounded(c, c.variable("sums", total), packed, kind, matrix, dtype).value
+
+@compound("first_sum")
+def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value: return add_rounded(c, None, packed, kind, matrix, dtype).value
 
 @compound("row_sums", inline=True)
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """The sums of P, packed, as it is rounded, a number a row. `zero` is what they begin with."""
-  start = splat(0.0, 4 if kind == ONES else 1) if zero is None else zero
-  total = functools.reduce(lambda l, x: emit("rounded_sum", start.dtype, l, x, kind=kind, matrix=matrix, dtype=dtype), packed, start)
+  """The sums of P, packed, as it is rounded, a number a row. `zero` is what they begin with, where that has a place in the order of statements."""
+  how = {"kind": kind, "matrix": matrix, "dtype": dtype}
+  if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]
+  total = functools.reduce(lambda l, x: emit("rounded_sum", l.dtype, l, x, **how), packed, zero)
   return emit("row_sums", f32(rows), total, kind=kind, rows=rows)

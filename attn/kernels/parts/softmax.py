@@ -21,7 +21,7 @@ from attn.tinygrad_compat import UOp
 @dataclass(frozen=True)
 class Sums:
   """Which sums of P a kernel takes, kind by kind (attn/ops/softmax.py): first of P as it is rounded, and where an LSE is written also of P before
-  that. `matrix` is the instruction for the first, where it is not a dot product."""
+  that. `matrix` is the instruction for the first, where it is not a dot product from its beginning on."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
@@ -29,7 +29,7 @@ class Sums:
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool) -> Sums:
     matrix = arch.unit.sums.get(dtype)
-    return Sums(dtype, (DOT if matrix is None else ONES, LANE)[:1 + lse], matrix)
+    return Sums(dtype, (DOT if matrix is None or matrix.dots else ONES, LANE)[:1 + lse], matrix)
 
 @dataclass(frozen=True)
 class Softmax(Carried):
