@@ -4,7 +4,7 @@ from attn.choose.candidates import Burden, MmaCandidate, WgmmaCandidate
 # The first one that fits is taken.
 MMA_CANDIDATES = (
   MmaCandidate(64, 2, 64, False, Burden.MASK, large=True),
-  MmaCandidate(64, 2, 32, False, large=True),
+  MmaCandidate(64, 2, 48, False, large=True, parts=3),
   MmaCandidate(96, 2, 64, True, Burden.OPTIONS, large=True),
   MmaCandidate(128, 2, 64, True, Burden.PLAIN, large=True, parts=4),
   MmaCandidate(128, 2, 48, True, Burden.MASK, large=True, parts=3),
