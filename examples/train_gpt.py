@@ -79,5 +79,5 @@ for name, seconds, memory in (("tinygrad's attention", own_time, own_memory), ("
 apart = max(abs(a - b) for a, b in zip(own, ours))
 print(f"{STEPS} steps, the loss curves at most {apart:.4f} apart, {TOLERANCE} allowed; {decisions[-1].kernel}: {len(decisions)} calls")
 if path := getenv("PLOT", ""): plot(path, {"tinygrad's attention": own, "these kernels": ours})
-assert all((d.kernel or "").startswith("forward") for d in decisions) and ours[-1] < 0.8*ours[0]
+assert all((d.kernel or "").startswith("forward") for d in decisions) and ours[-1] < 0.9*ours[0]
 assert 0 < apart < TOLERANCE       # other kernels round differently
