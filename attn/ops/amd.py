@@ -149,8 +149,8 @@ instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
   """acc + A B by one matrix instruction; a and b are register images.
 
-  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's. An `Ops.WMMA` wants operands of one
-  dimension. Those of n numbers the devectorizer (do_stack_wmma) takes apart; with one element, a vector, it works, but the RESHAPE, STACK and INDEX
-  around each operand make lowering 25 to 60 % longer (gfx942, D=64: 0.39 to 0.54 s), and HIPRenderer's `#define` names builtins that do not exist for
-  the 32x32 shapes."""
+  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's. An `Ops.WMMA` wants operands of
+  one dimension. Those of n numbers the devectorizer (do_stack_wmma) takes apart; with one element, a vector, it works, but the RESHAPE, STACK and
+  INDEX around each operand make lowering 25 to 60 % longer (gfx942, D=64: 0.39 to 0.54 s), and HIPRenderer's `#define` names builtins that do not
+  exist for the 32x32 shapes."""
   return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)
