@@ -224,11 +224,43 @@ def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
     return t.shard(TWO, None if (axis := axes[name]) is None else AXES["bhsd" if name == "lse" else layout].index(axis))
   check_gradients(B=2, H=4, Hkv=heads, Sq=12, Sk=16, layout=layout, through=("o", "lse"), place=place, extras=dict(sinks=floats(4)))
 
+# ***** ATTN_KERNEL *****
+
+BOTH = ("backward_dq", "backward_dkdv")
+
+@pytest.mark.parametrize("kernel, names", [("forward,backward_dq", BOTH), ("backward_dkdv", BOTH), ("backward_three_pass", ()), ("three_pass", ()),
+                                           ("backward_three_pass, forward", ())])
+def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
+  with emulated("gfx942", kernel):
+    choice = attn.explain(*three(), backward=True)
+    assert choice.kernels == names
+    if kernel.startswith("backward_t"): assert choice.refused == "ATTN_KERNEL=backward_three_pass forces another"
+
+def test_named_kernels_are_those_that_run() -> None: check_gradients("gfx942", "backward_three_pass", Sq=8, Sk=8, training=0)
+
+def test_launches_of_named_kernels() -> None:
+  assert launches("v", kernel="backward_dq") == 3 < launches("q", "k", "v", kernel="backward_three_pass")
+
+def test_backward_kernels_that_cannot_be_forced() -> None:
+  with emulated("gfx942", "backward_dq"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: forward is three_pass"):
+    attn.attention(*[t.float() for t in three()])
+  with emulated("gfx942", "backward_dkdv"):
+    q, one = draw(1, 4, 12, 16), draw(1, 1, 12, 16)
+    shared, rows = (q.shard(TWO, 1), *[one.shard(TWO, None)]*2), (q.shard(TWO), *[one.shard(TWO, 2)]*2)
+    with pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: query heads"): attn.attention(*shared).float().sum().gradient(shared[0])
+    with pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: k and v are sharded"): attn.attention(*rows)
+
+@pytest.mark.parametrize("kernel, said", [("backward_dx", "'backward_dx': must be one of split_kv,.*or of the backward.*backward_dq, backward_dkdv"),
+  ("forward,", "'' must be one of"), ("forward,three_pass", "forward and three_pass exclude each other"),
+  ("backward_dq,backward_three_pass", "backward_dq and backward_three_pass exclude each other")])
+def test_words_that_name_no_kernel(kernel:str, said:str) -> None:
+  with emulated("gfx942", kernel), pytest.raises(ValueError, match=said): attn.attention(*three())
+
 # ***** what it costs, and what there is not *****
 
-def launches(*names:str, arch:str="gfx942", training:int=1, **more:Tensor) -> int:
+def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **more:Tensor) -> int:
   """Kernels that the gradients of sum(o * dO) take, forward among them."""
-  with emulated(arch), Context(TRAINING=training):
+  with emulated(arch, kernel), Context(TRAINING=training):
     t = dict(zip("qkv", three())) | {name: x.realize() for name, x in more.items()}
     gradients = attn.attention(**t).gradient(*[t[name] for name in names], gradient=draw(1, 2, 32, 16, seed=9))
     GlobalCounters.reset()

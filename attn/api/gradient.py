@@ -14,7 +14,7 @@ from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means
 from attn.api.placement import AXES, empty
 from attn.api.plain import plain_attention
 from attn.chips import Chip
-from attn.choose.backward import can_differentiate
+from attn.choose.backward import can_differentiate, check_not_forced
 from attn.choose.dispatch import single_kernel
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dq import backward_dq
@@ -119,13 +119,17 @@ class AttentionGradient:
     tensors = dict(zip(self.names, call.src[1:]))
     inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, OUTPUTS))
     given = of_outputs(gradients, outputs)
-    by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str) and not keys_are_shared(inputs)
+    by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
+    if by_kernels and keys_are_shared(inputs):
+      check_not_forced(SHARED_KEYS)
+      by_kernels = False
     found: dict[str, UOp] = {}
     if not by_kernels or any(name in inputs for name in ("bias", "alibi_slopes")): found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)
 
+SHARED_KEYS = "query heads of several devices share a head of keys"
 def keys_are_shared(inputs:dict[str, UOp]) -> bool:
   """Whether query heads of several devices have the same keys, whose gradient is a sum over devices."""
   return inputs["q"].axis is not None and inputs["k"].axis is None

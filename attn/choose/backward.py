@@ -4,12 +4,11 @@ import functools
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.choose.backward_tiles import choose_backward_tiles
-from attn.choose.dispatch import NO_UNIT, amd_refuses
+from attn.choose.dispatch import NO_UNIT, amd_refuses, asked
+from attn.choose.forced import BACKWARD_KERNELS, BY_TINYGRAD
 from attn.kernels.parts.tensors import check_backward
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import Problem
-
-BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
 
 @dataclass(frozen=True)
 class BackwardChoice:
@@ -24,10 +23,21 @@ class BackwardChoice:
     if self.tiles is None:
       return (f"gradient on {where}: three_pass, computed again and differentiated by tinygrad, with its score matrix in memory\n"
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
-    return f"gradient on {where}: " + ", ".join(f"{name} tile {tile}" for name, tile in zip(self.kernels, self.tiles))
+    return f"gradient on {where}: " + ", ".join(f"{name} tile {tile} {tile.options}".rstrip() for name, tile in zip(self.kernels, self.tiles))
+
+def can_differentiate(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]|str:
+  """The tiles of the backward kernels for `p` on `arch`, or why they don't compute its gradient: they cannot, or ATTN_KERNEL asks for another way.
+  Raises NotImplementedError where it asks for them and they cannot."""
+  if asked().backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
+  if isinstance(found := kernel_tiles(p, arch), str): check_not_forced(found)
+  return found
+
+def check_not_forced(reason:str) -> None:
+  """Raises NotImplementedError, with the reason, where ATTN_KERNEL asks for the backward kernels, which don't compute a gradient."""
+  if (wanted := asked().backward) in BACKWARD_KERNELS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @functools.cache
-def can_differentiate(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]|str:
+def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they cannot compute its gradient."""
   if arch is None: return NO_UNIT
   if arch.family == "nvidia": return f"{arch.name}: they are written for AMD's matrix units"
@@ -40,8 +50,13 @@ def can_differentiate(p:Problem, arch:Chip|None) -> tuple[BackwardTile, Backward
   if (need := max(tile.lds_bytes(p) for tile in tiles)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
   return tiles
 
+def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
+  """For a reason that ATTN_KERNEL cannot overcome."""
+  check_not_forced(reason)
+  return BackwardChoice(None, arch, reason)
+
 def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   """What differentiates `p` where the kernel `forward` computed it."""
-  if forward == "three_pass": return BackwardChoice(None, arch, "forward is three_pass, which tinygrad differentiates")
+  if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
   return BackwardChoice(None, arch, found) if isinstance(found, str) else BackwardChoice(found, arch)

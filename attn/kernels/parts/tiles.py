@@ -86,4 +86,11 @@ class BackwardTile:
     own = [row_layout(self.matrix, self.block_m, width).size for width, in_lds in zip((p.D, p.Dv), self.own_in_lds) if in_lds]
     numbers = 2*4*self.block_n//UNIT_BYTES if self.keys else 0
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
+  @property
+  def options(self) -> str:
+    """What is not by default, in words."""
+    kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
+    numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1))
+               if value != usual]
+    return " ".join([f"{' and '.join(kept)} in LDS"]*bool(kept) + numbers)
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
