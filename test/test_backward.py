@@ -142,8 +142,8 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
   """The numbers of queries in the order of the tile, not in that of a lane's elements."""
-  wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, lse, delta, t, thread: [x.load_number(t*self.block_n, self.block_n, thread,
-                                                                                                thread < self.block_n) for x in (lse, delta)])
+  wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
+                                                                                   self.thread < self.block_n) for x in (rows.lse, rows.delta)])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Scores, "mask", lambda mask: lambda self, x, row, tile: x if self.walk.over == over else mask(self, x, row, tile))

@@ -18,35 +18,36 @@ class BackwardCandidate:
   own_in_lds: tuple[bool, bool] = (False, False)
   fenced: int = 0
   prefetch: int = 1
-  matrix: int = 0        # index into Chip.matrix of the dtype
+  sparing: bool = False
   passes: int = 1
+  matrix: int = 0        # index into Chip.matrix of the dtype
 
 BOTH = (True, True)
 
-DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8))
-DKDV_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, passes=2))
+DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True))
+DKDV_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2))
 
 DQ: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": DQ_ON_CDNA, "cdna3": DQ_ON_CDNA, "cdna4": DQ_ON_CDNA,
   "rdna3": (
     BackwardCandidate(64, 4, 16),
     BackwardCandidate(128, 4, 16, (True, False), fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
   "rdna4": (
     BackwardCandidate(64, 4, 32, fenced=8),
     BackwardCandidate(128, 4, 16, fenced=8),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
 }
 DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": DKDV_ON_CDNA,
   "rdna3": (
     BackwardCandidate(64, 4, 16),
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, passes=2)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
   "rdna4": (
     BackwardCandidate(64, 4, 32, fenced=8),
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, passes=2)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
 }
 
 def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
@@ -59,7 +60,7 @@ def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCand
   reasons = []
   for c in table[arch.family]:
     mat = arch.matrix[p.dtype][c.matrix]
-    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, c.prefetch, keys, c.passes)
+    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, c.prefetch, c.sparing, keys, c.passes)
     if max(p.D, p.Dv) > c.up_to: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
     elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
     else: return tile

@@ -9,11 +9,11 @@ the same in every run.
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Any, Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.gradients import RowNumbers, gradients_of, weights_of
+from attn.kernels.parts.gradients import NumbersOfRows, RowNumbers, gradients_of, weights_of
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -62,12 +62,12 @@ class DkdvState(TripState):
 @dataclass(frozen=True)
 class BackwardDkdv(Pipeline[DkdvState]):
   """One pass of the kernel of one problem, as a thread sees it: what is the same in all trips over the queries of `head`."""
-  group: Workgroup
   tile: BackwardTile
+  state: DkdvState
+  group: Workgroup
   at: Lane
   k: OwnRows
   v: OwnRows
-  state: DkdvState   # at the start
   wanted: tuple[str, ...]
   head: UOp
 
@@ -78,14 +78,15 @@ class BackwardDkdv(Pipeline[DkdvState]):
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, row_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = _columns(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
-    numbers, statements = RowNumbers.of(mat, n, new, tile.buffers), Statements.of(new)
+    numbers, statements = RowNumbers.of(mat, n, new, tile.buffers, at.thread), Statements.of(new)
     group = Workgroup.of_keys(p, arch, tile, args, grid, at, dkdv_arguments(p))
-    k, v = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds) for name, in_lds in zip(("k", "v"), tile.own_in_lds))
+    k, v = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds, tile.sparing, statements)
+            for name, in_lds in zip(("k", "v"), tile.own_in_lds))
     def one(wanted:tuple[str, ...]) -> BackwardDkdv:
       q = StagedTile.of(mat, n, tile.threads, at.thread, q_rows, q_columns if "dk" in wanted else None)
       do = StagedTile.of(mat, n, tile.threads, at.thread, do_rows if "dk" in wanted else None, do_columns if "dv" in wanted else None)
       acc = new.registers(sum(round_up(group.rows(name).width, mat.M)//mat.M for name in wanted), ops.f32(mat.accumulator))
-      return BackwardDkdv(tile.prefetch, new, statements, group, tile, at, k, v, DkdvState(q, do, numbers, acc), wanted, group.first_head)
+      return BackwardDkdv(tile, new, statements, DkdvState(q, do, numbers, acc), group, at, k, v, wanted, group.first_head)
     return [one(wanted) for wanted in PASSES[tile.passes]]
 
   @functools.cached_property
@@ -123,8 +124,8 @@ class BackwardDkdv(Pipeline[DkdvState]):
 
   def work(self, s:DkdvState, t:UOp, masked:bool) -> UOp:
     """The parts of dK and dV that a tile of queries has."""
-    n, to = self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
-    q, do, (exponents, minus_delta) = s.q.number(to), s.do.number(to), s.numbers.number(to).load(self.at)
+    n, (q, do, numbers) = self.tile.block_n//self.tile.matrix.M, (self.in_lds(s, t, name) for name in self.loaded)
+    exponents, minus_delta = numbers.load(self.at)
     scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
     p, slopes = weights_of(self.scores, scores, exponents, self.row, t, masked)
     found = {}
@@ -147,12 +148,8 @@ class BackwardDkdv(Pipeline[DkdvState]):
     columns = [(i*mat.M + self.at.h*mat.accumulator, ops.mul(x, factor)) for i, x in enumerate(found)]
     return self.group.gradient(name, self.row, columns)
 
-  # ***** global -> registers -> LDS *****
-  def fetch(self, t:UOp) -> tuple[list[UOp], ...]:
+  @property
+  def loaded(self) -> dict[str, Any]:
     group, head = self.group, self.head
-    numbers = self.state.numbers.fetch(group.numbers("lse", head), group.numbers("delta", head), t, self.at.thread)
-    return self.state.q.fetch(group.rows("q", head), t), self.state.do.fetch(group.operand_rows("do", head), t), numbers
-
-  def to_lds(self, s:DkdvState, t:UOp, *parts:list[UOp]) -> UOp:
-    to, (q, do, numbers) = t%self.tile.buffers, parts
-    return UOp.group(*s.q.number(to).store(q), *s.do.number(to).store(do), *s.numbers.number(to).store(numbers, self.at.thread))
+    return {"q": group.rows("q", head), "do": group.operand_rows("do", head),
+            "numbers": NumbersOfRows(group.numbers("lse", head), group.numbers("delta", head))}

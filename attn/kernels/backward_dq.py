@@ -13,11 +13,11 @@ from attn.chips import Chip
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.epilogue import place_of_row
 from attn.kernels.parts.gradients import exponent, gradients_of, weights_of
-from attn.kernels.parts.lanes import Lane, fragment_operands
+from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
-from attn.kernels.parts.rows import flat
+from attn.kernels.parts.rows import GlobalRows, flat
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.staging import StagedTile, column_layout, row_layout
 from attn.kernels.parts.statements import Statements, store_all
@@ -46,10 +46,10 @@ class DqState(TripState):
 @dataclass(frozen=True)
 class BackwardDq(Pipeline[DqState]):
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
-  group: Workgroup
   tile: BackwardTile
+  state: DqState
+  group: Workgroup
   at: Lane
-  state: DqState     # at the start
   q: OwnRows
   do: OwnRows
 
@@ -61,10 +61,11 @@ class BackwardDq(Pipeline[DqState]):
     k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_rows, k_columns), (v_rows, None)))
     group = Workgroup.of(p, arch, tile, args, grid, at, dq_arguments(p, dlse))
-    q, do = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, new, in_lds)
+    statements = Statements.of(new)
+    q, do = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, new, in_lds, tile.sparing, statements)
              for name, in_lds in zip(("q", "do"), tile.own_in_lds))
     dq = new.registers(round_up(p.D, mat.M)//mat.M, ops.f32(mat.accumulator))
-    return BackwardDq(tile.prefetch, new, Statements.of(new), group, tile, at, DqState(k, v, dq), q, do)
+    return BackwardDq(tile, new, statements, DqState(k, v, dq), group, at, q, do)
 
   @functools.cached_property
   def row(self) -> Row: return self.group.row(self.q.in_block[0])
@@ -85,8 +86,8 @@ class BackwardDq(Pipeline[DqState]):
 
   def work(self, s:DqState, t:UOp, masked:bool) -> UOp:
     """The part of dQ that a key tile has."""
-    mat, n, to = self.tile.matrix, self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
-    k, v = s.k.number(to), s.v.number(to)
+    mat, n = self.tile.matrix, self.tile.block_n//self.tile.matrix.M
+    k, v = (self.in_lds(s, t, name) for name in ("k", "v"))
     scores = self.products.with_rows(k.rows, n, self.q, t, zeros(mat, 1, n))[0]
     minus_delta = ops.splat(ops.mul(self.delta, -1.0), mat.accumulator)
     dp = self.products.with_rows(v.rows, n, self.do, t, [[minus_delta]*n])[0]
@@ -96,12 +97,8 @@ class BackwardDq(Pipeline[DqState]):
     dq = self.products.with_columns(k.columns, self.tile.block_n, [weights], [[s.dq[i].load() for i in range(s.dq.max_numel())]])[0]
     return UOp.group(self.statements.do(amd.made_here(*dq)), *store_all(s.dq, dq))
 
-  # ***** global -> registers -> LDS *****
-  def fetch(self, t:UOp) -> tuple[list[UOp], ...]: return self.state.k.fetch(self.group.rows("k"), t), self.state.v.fetch(self.group.rows("v"), t)
-
-  def to_lds(self, s:DqState, t:UOp, *parts:list[UOp]) -> UOp:
-    to = t%self.tile.buffers
-    return UOp.group(*s.k.number(to).store(parts[0]), *s.v.number(to).store(parts[1]))
+  @property
+  def loaded(self) -> dict[str, GlobalRows]: return {name: self.group.rows(name) for name in ("k", "v")}
 
   # ***** what a query has *****
   def number(self, name:str) -> UOp:
@@ -116,12 +113,13 @@ class BackwardDq(Pipeline[DqState]):
   def delta(self) -> UOp:
     """rowsum(dO * O) - dLSE, over the lanes that share a query."""
     group, mat = self.group, self.tile.matrix
-    def floats(name:str, unit:UOp) -> UOp:
-      return group.rows(name).load_floats(group.first_row, self.tile.block_m, self.do.in_block[0], unit, mat.unit, group.p.out_dtype)
-    total = ops.splat(0.0, mat.unit)
-    for u in self.do.units: total = ops.add(total, ops.mul(floats("o", u), floats("do", u)))
-    while (n := ops.length(total)) > 1: total = ops.add(ops.slice_(total, 0, n//2), ops.slice_(total, n//2, n//2))
-    for step in () if mat.duplicated else mat.group_steps:
-      pair = amd.pair(total, step, mat)
-      total = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
+    rows, total = [group.rows(name) for name in ("o", "do")], ops.splat(0.0, mat.unit)
+    kept = [x.kept.buffer for x in (self.q, self.do) if x.lds is not None]
+    for some in self.do.together:
+      fence = [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
+      for u in some:
+        o, do = (x.after(*fence).load_floats(group.first_row, self.tile.block_m, self.do.in_block[0], u, mat.unit, group.p.out_dtype) for x in rows)
+        total = ops.add(total, ops.mul(o, do))
+    total = element_sum(total)
+    if not mat.duplicated: total = sum_over_groups(total, mat)
     return ops.sub(total, self.number("dlse")) if "dlse" in group.given else total

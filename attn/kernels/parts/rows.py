@@ -1,6 +1,7 @@
 """The rows of q, k and v in global memory."""
 from __future__ import annotations
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 from attn.chips.matrix import UNIT_BYTES
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import Ops, UOp
@@ -29,6 +30,10 @@ class GlobalRows:
 
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
+
+  def after(self, *deps:UOp) -> Self:
+    """To be loaded after these."""
+    return replace(self, buffer=self.buffer.after(*deps))
 
   @property
   def regular(self) -> bool:
@@ -106,6 +111,7 @@ class ConvertedRows:
   to: str
   @property
   def width(self) -> int: return self.given.width
+  def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Where `gate` does not hold what is loaded is never stored."""
     return ops.pack(self.given.load_floats(first, rows, row, unit, UNIT_BYTES//2, self.dtype), self.to)
