@@ -9,6 +9,7 @@ from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
 from attn.kernels import backward_dq
+from attn.kernels.backward_dbias import BackwardDbias
 from attn.kernels.backward_dq import BackwardDq
 from attn.kernels.parts import gradients
 from attn.kernels.parts.allocator import Allocator
@@ -182,3 +183,41 @@ def test_without_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int) -> None:
 def test_same_in_every_run() -> None:
   first, second = (check_backward_kernels("gfx1201", **{**SMALL, "only": "dkdv"}) for _ in range(2))
   for name, x in first.items(): np.testing.assert_array_equal(x, second[name])
+
+# ***** the gradient of a bias *****
+
+BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and keys have a bias of their own
+  "of every score": dict(bias=(1, 1, 1, 1), causal=True, softcap=3.0),
+  "of heads": dict(bias=(0, 1, 1, 1), H=4, Hkv=2, window=(30, 9), parts=2),
+  "of batches": dict(bias=(1, 0, 1, 1), H=5, Hkv=1, D=24, Dv=8, layout="bshd", bias_dtype="bfloat16", parts=3),
+  "of keys": dict(bias=(1, 0, 0, 1), H=1, Hkv=1, Sq=150, causal=True, parts=2),
+  "of rows": dict(bias=(1, 1, 1, 0), Sk=77, causal="top-left", dlse=True),
+  "of one head's rows": dict(bias=(0, 0, 1, 0), softcap=5.0, dlse=True, parts=4),
+  "one for all": dict(bias=(0, 0, 0, 0), Sq=150, dlse=True),
+  "of heads alone": dict(bias=(0, 1, 0, 0), bias_dtype="float16", layout="nsd", B=1, dlse=True),
+  "of scores, lengths": dict(bias=(0, 0, 1, 1), extras=dict(kv_lengths=ints(20, 65)), causal=True)}
+
+def cap_slope_of_bias(m:pytest.MonkeyPatch) -> None:
+  wrong(m, BackwardDbias, "ds", lambda ds: lambda self, *args, capped: ds(self, *args, capped=True))
+def without_first_trip(m:pytest.MonkeyPatch) -> None:
+  wrong(m, BackwardDbias, "trip_over", lambda over: lambda self, i: over(self, i.maximum(1)))
+
+@pytest.mark.parametrize("plant, parameters", ((cap_slope_of_bias, dict(softcap=3.0, extras=dict(bias=floats(1, 1, 40, 65)))),
+                                               (without_first_trip, dict(H=3, Hkv=1, extras=dict(bias=floats(1, 1, 40, 65))))))
+def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], parameters:dict[str, Any]) -> None:
+  plant(monkeypatch)
+  with pytest.raises(AssertionError, match="dbias: "): check_backward_kernels("gfx942", only="dbias", **{**SMALL, **parameters})
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_of_long_rows(arch:str) -> None:
+  """Own rows come from global memory in every trip, where forward has no registers for them."""
+  check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
+
+@one_in_turn("case", BIASES)
+def test_gradient_of_a_bias(arch:str, case:str) -> None:
+  """By itself, and in parts."""
+  parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
+  sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
+  extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)
+  for n in (0, parts): check_backward_kernels(arch, only="dbias", parts=n, extras=extras, **parameters)

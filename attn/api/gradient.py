@@ -1,9 +1,9 @@
 """The gradient of attention, as the grad_fxn of the kernels that compute it.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute that, `backward_dq` with delta and then `backward_dkdv`. Where they don't take
-a problem (attn/choose/backward.py says why), and for a bias and slopes, tinygrad differentiates `three_pass` of the same inputs. Either way each
-gradient is an expression of its own: what nobody asks for is never computed.
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute that, `backward_dq` with delta and then `backward_dkdv`, and a third, which is
+`backward_dbias`, the gradient of a bias. Where they don't take a problem (attn/choose/backward.py says why), and for slopes, tinygrad differentiates
+`three_pass` of the same inputs. Either way each gradient is an expression of its own: what nobody asks for is never computed.
 """
 from __future__ import annotations
 import functools
@@ -14,11 +14,13 @@ from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means
 from attn.api.placement import AXES, empty
 from attn.api.plain import plain_attention
 from attn.chips import Chip
-from attn.choose.backward import can_differentiate, check_not_forced
+from attn.choose.backward import can_differentiate, check_not_forced, choose_bias_parts
 from attn.choose.dispatch import single_kernel
+from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dq import backward_dq
-from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import EXTRAS, Problem
 from attn.tinygrad_compat import Tensor, UOp, differentiated
 from attn.values import FLOATS
@@ -60,13 +62,15 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool) -> tuple[KernelFunction, K
   """backward_dq, backward_dkdv and a forward that writes lse: as single objects, for tinygrad's schedule cache goes by identity."""
   tiles = can_differentiate(p, arch)
   assert not isinstance(tiles, str)
-  def checked(program:Any, *outputs:str) -> KernelFunction:
-    def kernel(*placeholders:UOp) -> CheckedKernel:
-      check_means(sink := program(*placeholders), arch)
-      return CheckedKernel(sink, outputs, gradient=no_second_derivative)
-    return kernel
-  return (checked(backward_dq(p, arch, tiles[0], dlse), "dq", "delta"), checked(backward_dkdv(p, arch, tiles[1]), "dk", "dv"),
-          checked(single_kernel(replace(p, return_lse=True), arch)[0], "o", "lse"))
+  return (checked(backward_dq(p, arch, tiles[0], dlse), arch, "dq", "delta"), checked(backward_dkdv(p, arch, tiles[1]), arch, "dk", "dv"),
+          checked(single_kernel(replace(p, return_lse=True), arch)[0], arch, "o", "lse"))
+
+def checked(program:Any, arch:Chip, *outputs:str) -> KernelFunction:
+  """A kernel that writes `outputs` and has no gradient."""
+  def kernel(*placeholders:UOp) -> CheckedKernel:
+    check_means(sink := program(*placeholders), arch)
+    return CheckedKernel(sink, outputs, gradient=no_second_derivative)
+  return kernel
 
 def written_by(fxn:KernelFunction, shapes:dict[str, tuple[tuple[int, ...], str]], t:dict[str, UOp], layout:str) -> dict[str, UOp]:
   """`t` with what a kernel that takes `shapes` writes: what of it t does not have."""
@@ -96,8 +100,25 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   t = written_by(dq_kernel, dq_arguments(p, "lse" in given), t, p.layout)
   t = written_by(dkdv_kernel, dkdv_arguments(p), t, p.layout)
   found = {name: t[f"d{name}"] for name in ("q", "k", "v")}
+  if "bias" in t: found["bias"] = bias_gradient(p, arch, t)
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "lse", "delta"))).uop
   return found
+
+@functools.cache
+def bias_kernel(p:Problem, arch:Chip, tile:BackwardTile, parts:int) -> KernelFunction:
+  """backward_dbias as a single object."""
+  return checked(backward_dbias(p, arch, tile, parts), arch, "dbias")
+
+def bias_gradient(p:Problem, arch:Chip, t:dict[str, UOp]) -> UOp:
+  """Of a bias: by one kernel, and where its work is divided into parts, or over devices that have the same bias, the sum of those in fp32."""
+  tile, parts = choose_bias_parts(p, arch)
+  over_devices = t["q"].axis is not None and t["bias"].axis is None
+  parts = max(parts, 1) if over_devices else parts
+  shape, dtype = dbias_arguments(p, parts)["dbias"]
+  axis = 0 if over_devices else None if t["bias"].axis is None else t["bias"].axis + (parts > 0)
+  to = empty(shape, FLOATS[dtype], t["q"].device, axis).uop
+  found = UOp.custom_kernel(to, *[t[name] for name in dbias_arguments(p, parts) if name != "dbias"], fxn=bias_kernel(p, arch, tile, parts))[0]
+  return Tensor(found).sum(0).cast(FLOATS[p.bias_dtype]).uop if parts else found
 
 def sink_gradient(sinks:Tensor, lse:Tensor, delta:Tensor) -> Tensor:
   """-exp(sink - lse) * delta, summed over all rows of a head: sinks (H), lse and delta (..., H, S). A row of no sequence has no sink."""
@@ -124,7 +145,7 @@ class AttentionGradient:
       check_not_forced(SHARED_KEYS)
       by_kernels = False
     found: dict[str, UOp] = {}
-    if not by_kernels or any(name in inputs for name in ("bias", "alibi_slopes")): found |= plain_gradients(self.problem, inputs, given)
+    if not by_kernels or "alibi_slopes" in inputs: found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)

@@ -6,6 +6,7 @@ from attn.chips import Chip
 from attn.choose.backward_tiles import choose_backward_tiles
 from attn.choose.dispatch import NO_UNIT, amd_refuses, asked
 from attn.choose.forced import BACKWARD_KERNELS, BY_TINYGRAD
+from attn.kernels.backward_dbias import BiasShare
 from attn.kernels.parts.tensors import check_backward
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import Problem
@@ -49,6 +50,14 @@ def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]
   except NotImplementedError as e: return str(e)
   if (need := max(tile.lds_bytes(p) for tile in tiles)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
   return tiles
+
+def choose_bias_parts(p:Problem, arch:Chip) -> tuple[BackwardTile, int]:
+  """The tile of backward_dbias, that of backward_dq, and into how many parts what it sums is divided, 0 for none: as many as fill the chip."""
+  tiles = can_differentiate(p, arch)
+  assert not isinstance(tiles, str)
+  share = BiasShare(p, tiles[0].block_m, tiles[0].block_n)
+  parts = min(share.trips, arch.cus//share.workgroups)
+  return tiles[0], parts if parts > 1 else 0
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
   """For a reason that ATTN_KERNEL cannot overcome."""

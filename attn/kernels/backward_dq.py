@@ -12,13 +12,11 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import exponent, gradients_of, weights_of
 from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.pipeline import Pipeline, TripState
-from attn.kernels.parts.products import OwnRows, Products, zeros
-from attn.kernels.parts.rows import GlobalRows, flat
-from attn.kernels.parts.scores import Row
+from attn.kernels.parts.own_queries import KeysState, OwnQueries
+from attn.kernels.parts.products import OwnRows, zeros
+from attn.kernels.parts.rows import flat
 from attn.kernels.parts.staging import StagedTile, column_layout, row_layout
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dq_arguments
@@ -38,21 +36,12 @@ def backward_dq(p:Problem, arch:Chip, tile:BackwardTile, dlse:bool=False) -> Cal
   return lambda *args: BackwardDq.of(p, arch, tile, args, dlse).program()
 
 @dataclass(frozen=True)
-class DqState(TripState):
-  k: StagedTile
-  v: StagedTile
+class DqState(KeysState):
   dq: UOp            # accumulators of dQ^T
 
 @dataclass(frozen=True)
-class BackwardDq(Pipeline[DqState]):
-  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
-  tile: BackwardTile
-  state: DqState
-  group: Workgroup
-  at: Lane
-  q: OwnRows
-  do: OwnRows
-
+class BackwardDq(OwnQueries[DqState]):
+  """The kernel of one problem: what is the same in all trips."""
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], dlse:bool) -> BackwardDq:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
@@ -66,11 +55,6 @@ class BackwardDq(Pipeline[DqState]):
              for name, in_lds in zip(("q", "do"), tile.own_in_lds))
     dq = new.registers(round_up(p.D, mat.M)//mat.M, ops.f32(mat.accumulator))
     return BackwardDq(tile, new, statements, DqState(k, v, dq), group, at, q, do)
-
-  @functools.cached_property
-  def row(self) -> Row: return self.group.row(self.q.in_block[0])
-  @property
-  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
 
   # ***** the algorithm *****
   def program(self) -> UOp:
@@ -86,28 +70,11 @@ class BackwardDq(Pipeline[DqState]):
 
   def work(self, s:DqState, t:UOp, masked:bool) -> UOp:
     """The part of dQ that a key tile has."""
-    mat, n = self.tile.matrix, self.tile.block_n//self.tile.matrix.M
-    k, v = (self.in_lds(s, t, name) for name in ("k", "v"))
-    scores = self.products.with_rows(k.rows, n, self.q, t, zeros(mat, 1, n))[0]
-    minus_delta = ops.splat(ops.mul(self.delta, -1.0), mat.accumulator)
-    dp = self.products.with_rows(v.rows, n, self.do, t, [[minus_delta]*n])[0]
-    exponents = [ops.splat(self.exponent, mat.accumulator)]*n
-    p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
-    weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in gradients_of(p, dp, slopes)])
+    k, v = (self.in_lds(s, t, name) for name in self.loaded)
+    ds = self.ds(k.rows, v.rows, t, masked, capped=True)
+    weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in ds])
     dq = self.products.with_columns(k.columns, self.tile.block_n, [weights], [[s.dq[i].load() for i in range(s.dq.max_numel())]])[0]
     return UOp.group(self.statements.do(amd.made_here(*dq)), *store_all(s.dq, dq))
-
-  @property
-  def loaded(self) -> dict[str, GlobalRows]: return {name: self.group.rows(name) for name in ("k", "v")}
-
-  # ***** what a query has *****
-  def number(self, name:str) -> UOp:
-    """Of lse or its like."""
-    rows = self.group.numbers(name, self.row.head)
-    return rows.buffer[(rows.base + self.row.index).valid(self.row.there)].load()
-
-  @functools.cached_property
-  def exponent(self) -> UOp: return exponent(self.number("lse"))
 
   @functools.cached_property
   def delta(self) -> UOp:

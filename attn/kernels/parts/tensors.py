@@ -34,6 +34,14 @@ def dkdv_arguments(p:Problem) -> Shapes:
   x = replace(p, return_lse=True).shapes
   return {"dk": x["k"], "dv": x["v"], "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"], "delta": x["lse"], "do": x["o"], **_extras(p, "sinks")}
 
+def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
+  """(shape, dtype) of the tensors that `backward_dbias` takes, by name and in order: dbias, which it writes, of the bias's shape and dtype or, with
+  `parts` > 0, float32 (parts, *that shape); q, k, v, lse, delta, do; the optional tensors."""
+  x = replace(p, return_lse=True).shapes
+  shape, dtype = x["bias"]
+  return {"dbias": ((parts, *shape), "float32") if parts else (shape, dtype), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
+          "delta": x["lse"], "do": x["o"], **_extras(p, "sinks")}
+
 def too_wide(p:Problem) -> str|None:
   """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""
   widths = (("D", p.D), ("Dv", p.Dv))

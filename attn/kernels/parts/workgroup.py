@@ -190,7 +190,7 @@ class Workgroup:
     return self.named(name, [*outputs, *self.cleared_gradients(names)], Estimates(ops=count, lds=nbytes, mem=nbytes))
 
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:
-    if not self.p.varlen: return []
+    if not self.p.varlen or not names: return []
     p, of_keys = self.p, names[0] in KEY_TENSORS
     block = (self.grid.block, ceildiv(p.Sk if of_keys else p.Sq, self.tile.block_m))
     def stores(row:UOp, column:UOp, there:UOp) -> list[UOp]:
