@@ -62,11 +62,11 @@ def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarr
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[BackwardTile], BackwardTile]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
   """dq, dk and dv of the kernels, from the textbook's o and lse, in the shape of q, k and v. `only` one of them: "dq", or "dkdv" or "dbias" from the
-  textbook's delta; dbias in so many `parts`."""
+  textbook's delta; they leave so many `parts`, which are added here."""
   chip, (o, lse) = get_chip(arch), forward_results(p, x, extras)
   dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, chip))
-  launches = {"dq": (dq_arguments(p, loss.dlse is not None), backward_dq(p, chip, dq_tile, loss.dlse is not None)),
-              "dkdv": (dkdv_arguments(p), backward_dkdv(p, chip, dkdv_tile))}
+  launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), backward_dq(p, chip, dq_tile, loss.dlse is not None, parts)),
+              "dkdv": (dkdv_arguments(p, parts), backward_dkdv(p, chip, dkdv_tile, parts))}
   if only == "dbias": launches[only] = dbias_arguments(p, parts), backward_dbias(p, chip, dq_tile, parts)
   with Context(DEV=f"EMU::{arch}"):
     done = {n: tensor(arrange(a, p.layout), p.dtype) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
@@ -79,7 +79,8 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     for names, fxn in [launches[only]] if only else launches.values():
       given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device="EMU") for n, (shape, dtype) in names.items()]
       done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
-    if only == "dbias": return {"dbias": array(done["dbias"].sum(0).cast(DTYPES[p.bias_dtype]) if parts else done["dbias"])}
+    if parts: done |= {n: done[n].sum(0).cast(DTYPES[p.bias_dtype if n == "dbias" else p.dtype]) for n in ("dq", "dk", "dv", "dbias") if n in done}
+    if only == "dbias": return {"dbias": array(done["dbias"])}
     found = {n: like for n, like in (("dq", x.q), ("dk", x.k), ("dv", x.v)) if n in done}
     Tensor.realize(*[done[n] for n in found])
     return {n: restore(array(done[n]), p.layout, like.shape) for n, like in found.items()}

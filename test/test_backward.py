@@ -108,6 +108,14 @@ def test_two_passes(arch:str, dv:int) -> None:
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
 
+PARTS: dict[str, dict[str, Any]] = {
+  "one head of keys for six": dict(H=6, Hkv=1, Sk=90, parts=12), "more parts than tiles": dict(B=2, causal=True, Sk=40, parts=5),
+  "a window": dict(H=4, Hkv=2, Sq=90, Sk=70, window=(20, 7), D=24, Dv=8, layout="bshd", dlse=True, parts=2),
+  "packed": {**CASES["packed"], "parts": 3}, "one part": dict(parts=1)}
+
+@one_in_turn("case", PARTS)
+def test_parts(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **PARTS[case]})
+
 # ***** planted faults: each is caught *****
 
 def wrong(monkeypatch:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: monkeypatch.setattr(of, name, make(getattr(of, name)))

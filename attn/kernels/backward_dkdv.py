@@ -28,14 +28,15 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp
 
-def backward_dkdv(p:Problem, arch:Chip, tile:BackwardTile) -> Callable[..., UOp]:
-  """The kernel that computes dk and dv, given the delta of `backward_dq`, as a function of its placeholders: those of `tensors.dkdv_arguments(p)` in
-  that order. A key that no query sees gets 0, and so does one beyond kv_lengths, or of no sequence.
+def backward_dkdv(p:Problem, arch:Chip, tile:BackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dk and dv, given the delta of `backward_dq`, as a function of its placeholders: those of
+  `tensors.dkdv_arguments(p, parts)` in that order. A key that no query sees gets 0, and so does one beyond kv_lengths, or of no sequence. With
+  `parts` > 0 the query heads that share keys, and their queries, are divided into so many parts, whose fp32 dk and dv are left to be added.
 
   Raises NotImplementedError for what `tensors.check_backward` names.
   """
   check_backward(p, tile)
-  return lambda *args: program(BackwardDkdv.of(p, arch, tile, args))
+  return lambda *args: program(BackwardDkdv.of(p, arch, tile, args, parts))
 
 def program(passes:list[BackwardDkdv]) -> UOp:
   """One pass after another: the next one stores to LDS when all waves have done with it."""
@@ -72,14 +73,14 @@ class BackwardDkdv(Pipeline[DkdvState]):
   head: UOp
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...]) -> list[BackwardDkdv]:
+  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], parts:int) -> list[BackwardDkdv]:
     """The passes, which share what they have in LDS."""
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, row_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = _columns(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
     numbers, statements = RowNumbers.of(mat, n, new, tile.buffers, at.thread), Statements.of(new)
-    group = Workgroup.of_keys(p, arch, tile, args, grid, at, dkdv_arguments(p))
+    group = Workgroup.of_keys(p, arch, tile, args, grid, at, dkdv_arguments(p, parts), parts)
     k, v = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds, tile.sparing, statements)
             for name, in_lds in zip(("k", "v"), tile.own_in_lds))
     def one(wanted:tuple[str, ...]) -> BackwardDkdv:
@@ -115,7 +116,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
 
   def over_heads(self, s:DkdvState) -> DkdvState:
     """All queries of all heads that share the keys."""
-    ratio, group = self.group.p.H//self.group.p.Hkv, self.group
+    ratio, group = self.group.walked_heads, self.group
     def over_queries(one:BackwardDkdv, s:DkdvState) -> DkdvState: return one.walk(s, group.walked, masked_first=group.scores.walk.back >= 0)
     if ratio == 1: return over_queries(self, s)
     r = self.new.range(ratio, AxisType.LOOP)

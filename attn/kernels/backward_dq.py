@@ -26,14 +26,15 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
-def backward_dq(p:Problem, arch:Chip, tile:BackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """The kernel that computes dq, and delta for `backward_dkdv`, as a function of its placeholders: those of `tensors.dq_arguments(p, dlse)` in that
-  order. A query that sees no key gets dq = 0, and so does a row of no sequence, with delta = 0.
+def backward_dq(p:Problem, arch:Chip, tile:BackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dq, and delta for `backward_dkdv`, as a function of its placeholders: those of `tensors.dq_arguments(p, dlse, parts)` in
+  that order. A query that sees no key gets dq = 0, and so does a row of no sequence, with delta = 0. With `parts` > 0 the keys are divided into so
+  many parts, whose fp32 dq is left to be added.
 
   Raises NotImplementedError for what `tensors.check_backward` names.
   """
   check_backward(p, tile)
-  return lambda *args: BackwardDq.of(p, arch, tile, args, dlse).program()
+  return lambda *args: BackwardDq.of(p, arch, tile, args, dlse, parts).program()
 
 @dataclass(frozen=True)
 class DqState(KeysState):
@@ -43,13 +44,13 @@ class DqState(KeysState):
 class BackwardDq(OwnQueries[DqState]):
   """The kernel of one problem: what is the same in all trips."""
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], dlse:bool) -> BackwardDq:
+  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], dlse:bool, parts:int) -> BackwardDq:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     k_rows, v_rows = (LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
     k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_rows, k_columns), (v_rows, None)))
-    group = Workgroup.of(p, arch, tile, args, grid, at, dq_arguments(p, dlse))
+    group = Workgroup.of(p, arch, tile, args, grid, at, dq_arguments(p, dlse, parts), parts)
     statements = Statements.of(new)
     q, do = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, new, in_lds, tile.sparing, statements)
              for name, in_lds in zip(("q", "do"), tile.own_in_lds))
@@ -64,7 +65,7 @@ class BackwardDq(OwnQueries[DqState]):
     s = self.walk(s, group.walked, masked_first=p.window[0] >= 0)
     columns = [(dt*mat.M + self.at.h*mat.accumulator, ops.mul(s.dq[dt].load(), p.softmax_scale)) for dt in range(dq.max_numel())]
     number = place_of_row(p, group.sequence, self.row)[0]
-    store_delta = flat(group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0))].store(delta)
+    store_delta = flat(group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0) & group.is_first_part)].store(delta)
     return group.gradient_kernel("backward_dq", ("dq", "delta"), [store_delta, *group.gradient("dq", self.row, columns)],
                                  p.flops//(p.D + p.Dv)*(2*p.D + p.Dv))
 
