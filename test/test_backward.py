@@ -8,8 +8,12 @@ import pytest
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
+from attn.chips import get_chip
+from attn.choose.backward import can_differentiate
+from attn.choose.backward_tiles import choose_backward_tiles
 from attn.kernels import backward_dq
-from attn.kernels.backward_dbias import BackwardDbias
+from attn.kernels.backward_dkdv import backward_dkdv
+from attn.kernels.backward_dbias import BackwardDbias, backward_dbias
 from attn.kernels.backward_dq import BackwardDq
 from attn.kernels.parts import gradients
 from attn.kernels.parts.allocator import Allocator
@@ -21,7 +25,7 @@ from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels
-from cases import ARCHS, Inputs, floats, ints, normal
+from cases import ARCHS, Inputs, floats, ints, normal, problem
 
 def one_in_turn(names:str, cases:Iterable[Any]) -> Any:
   """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`."""
@@ -62,6 +66,14 @@ def test_long_rows(arch:str) -> None: check_backward_kernels(arch, H=1, Sq=20, S
 @pytest.mark.parametrize("d", (64, 80, 192, 256))
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1, Sq=70, Sk=90, D=d, causal=True, dtype="bfloat16")
+
+@pytest.mark.parametrize("make", (backward_dq.backward_dq, backward_dkdv, backward_dbias))
+def test_a_variable_number_of_keys_is_refused(make:Callable[..., Any]) -> None:
+  p = problem(Sk=64, sk_variable=("n", 1, 64), extras=dict(bias=floats(1, 1, 1, 64)))
+  chip = get_chip("gfx942")
+  with pytest.raises(NotImplementedError, match=r"sk_variable=\('n', 1, 64\): the backward kernels have no Variable"):
+    make(p, chip, choose_backward_tiles(p, chip)[0])
+  assert "sk_variable" in str(can_differentiate(p, chip))
 
 # ***** inputs that break a wrong P or delta *****
 
