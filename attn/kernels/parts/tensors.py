@@ -70,5 +70,5 @@ def check_backward(p:Problem, tile:BackwardTile) -> None:
   Variable knows, and tensors beyond what a buffer descriptor addresses."""
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the gradient is of the whole, whatever the splits of forward")
   if p.sk_variable is not None:
-    raise NotImplementedError(f"sk_variable={p.sk_variable}: the backward kernels have no Variable for the number of keys; kv_lengths is a tensor of it")
+    raise NotImplementedError(f"sk_variable={p.sk_variable}: the backward kernels have no Variable for the number of keys, but a tensor, kv_lengths")
   check_range(p, tile)
