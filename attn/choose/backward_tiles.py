@@ -25,7 +25,7 @@ class BackwardCandidate:
 BOTH = (True, True)
 
 DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True))
-DKDV_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2))
+DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32), BackwardCandidate(128, 4, 32, fenced=4), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2))
 
 DQ: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": DQ_ON_CDNA, "cdna3": DQ_ON_CDNA, "cdna4": DQ_ON_CDNA,
@@ -39,7 +39,7 @@ DQ: dict[str, tuple[BackwardCandidate, ...]] = {
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
 }
 DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
-  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": DKDV_ON_CDNA,
+  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": (BackwardCandidate(128, 4, 32), DKDV_ON_CDNA[-1]),
   "rdna3": (
     BackwardCandidate(64, 4, 16),
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
