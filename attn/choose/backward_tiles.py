@@ -25,7 +25,8 @@ class BackwardCandidate:
 BOTH = (True, True)
 
 DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True))
-DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32), BackwardCandidate(128, 4, 32, fenced=4), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2))
+DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32), BackwardCandidate(128, 4, 32, fenced=4),
+                BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2))
 
 DQ: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": DQ_ON_CDNA, "cdna3": DQ_ON_CDNA, "cdna4": DQ_ON_CDNA,
