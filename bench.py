@@ -26,16 +26,20 @@ from attn.api.gradient import Launch, added, backward_kernels
 from attn.chips import Chip
 from attn.choose import tuned
 from attn.choose.backward import can_differentiate, choose_backward, choose_parts
-from attn.choose.candidates import Candidate
+from attn.choose.backward_tiles import backward_fits, backward_tile
+from attn.choose.candidates import BackwardCandidate, Candidate
 from attn.choose.dispatch import KERNELS, choose, single_kernel
 from attn.choose.tiles import amd_tile, fits
 from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
+from attn.kernels.backward_dkdv import backward_dkdv
+from attn.kernels.backward_dq import backward_dq
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.ops.renderers import render
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, exact_backward, judge, restore, rounded, same, same_backward
@@ -343,12 +347,64 @@ def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   return [{"kernel": kernel, "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
+BackwardSeconds = Callable[[str, BackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
+
+def backward_launch(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> Launch:
+  p = replace(p, return_lse=True)
+  if name == "dq": return Launch(backward_dq(p, arch, tile), dq_arguments(p))
+  return Launch(backward_dkdv(p, arch, tile), dkdv_arguments(p))
+
+def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
+  """The fastest of its runs on the device; without parts, which another tile would divide in another way."""
+  call = backward_of(s, arch)
+  call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
+  def seconds(name:str, tile:BackwardTile) -> float:
+    given = {n: t for n, t in call.tensors.items() if (name, n) != ("dq", "delta")}
+    schedule = compiled(*Backward([], given, {name: backward_launch(p, arch, name, tile)}).run(name).values())
+    return min(device_seconds(schedule) for _ in range(s.count))
+  return seconds
+
+def tune_backward(s:Settings, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
+  """Times a backward kernel with the table's tile and every other that doesn't spill; keeps the fastest. The rows of a table."""
+  from attn.choose.backward_search import backward_candidates
+  p, arch, keys = s.problem, replace(arch, tuned=False), name == "dkdv"
+  if isinstance(tiles := can_differentiate(p, arch), str): raise BadSetting(f"TUNE=1 with BWD=1: no kernels compute the gradients: {tiles}")
+  todo: dict[BackwardTile, BackwardCandidate|None] = {tiles[keys]: None}
+  for c in backward_candidates(arch, tuned.head_class(p), keys):
+    if backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c) is None: todo.setdefault(tile, c)
+  timed = []
+  for tile, found in tqdm(todo.items(), unit="tile"):
+    if found is None or not backward_spills(p, arch, name, tile): timed.append((seconds(name, tile), tile, found))
+  timed.sort(key=lambda x: x[0])
+  tuned.store(p, arch, timed[0][2], timed[0][0], f"backward_{name}")
+  products = 4 if keys else 3
+  return [{"kernel": f"backward_{name}", "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": products*p.flops/2/x/1e12,
+           "chosen by": "the table" if found is None else ""} for x, tile, found in timed]
+
+def backward_spills(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> bool:
+  """As `spills`."""
+  from attn.compilers import clang
+  from attn.isa import report
+  try: clang.toolchain()
+  except NoCompiler: return False
+  launch = backward_launch(p, arch, name, tile)
+  placeholders = [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(launch.shapes.values())]
+  r = report.analyse(clang.assembly(render(launch.kernel(*placeholders), arch.name), arch.name), arch.name).resources
+  return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
+
 def tune_all(todo:Sequence[Settings]) -> None:
   if Device.DEFAULT == "EMU":
     raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
                      "(python -m attn.tune)")
+  arch = device_arch()
+  if arch.family == "nvidia" and any(s.backward for s in todo):
+    raise BadSetting(f"TUNE=1 with BWD=1 on {arch.name}: it is for the tiles of AMD's kernels; those of NVIDIA were measured")
   for s in todo:
-    show(f"{describe(s)} on {device_arch().name}: the first is kept in {tuned.path()}", tune(s, device_arch(), device_timer(s)))
+    kept = f"{describe(s)} on {arch.name}: the first is kept in {tuned.path()}"
+    if not s.backward: show(kept, tune(s, arch, device_timer(s)))
+    else:
+      timer = backward_timer(s, arch)
+      for name in ("dq", "dkdv"): show(kept, tune_backward(s, arch, name, timer))
 
 # ***** the README's figures *****
 

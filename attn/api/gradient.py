@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Callable
-from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means
+from attn.api.checked_kernel import CheckedKernel, check_means
 from attn.api.placement import AXES, empty
 from attn.api.plain import plain_attention
 from attn.chips import Chip
@@ -59,7 +59,7 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
 @dataclass(frozen=True)
 class Launch:
   """A kernel, and the (shape, dtype) of each tensor that it takes, by name."""
-  kernel: KernelFunction
+  kernel: Callable[..., Any]
   shapes: Shapes
 
 @functools.cache

@@ -3,24 +3,12 @@
 Chosen by the registers that clang 22 needs; nothing of it was measured.
 """
 from __future__ import annotations
-from dataclasses import dataclass
 from attn.chips import Chip
+from attn.choose import tuned
+from attn.choose.candidates import BackwardCandidate
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import Problem
-
-@dataclass(frozen=True)
-class BackwardCandidate:
-  """A tile of a backward kernel for head dimensions up to `up_to`; the fields are those of BackwardTile."""
-  up_to: int
-  waves: int
-  block_n: int
-  own_in_lds: tuple[bool, bool] = (False, False)
-  fenced: int = 0
-  prefetch: int = 1
-  sparing: bool = False
-  passes: int = 1
-  matrix: int = 0        # index into Chip.matrix of the dtype
 
 BOTH = (True, True)
 
@@ -53,16 +41,24 @@ DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
 
 def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
   """The tiles of backward_dq and of backward_dkdv. Raises NotImplementedError where there is none."""
-  return _chosen("backward_dq", p, arch, DQ, p.Sq, False), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, True)
+  return _chosen("backward_dq", p, arch, DQ, False), _chosen("backward_dkdv", p, arch, DKDV, True)
 
-def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], rows:int, keys:bool) -> BackwardTile:
-  """`rows`: how many of its own a workgroup may have at most, for which it has no more waves than they fill."""
+def backward_tile(p:Problem, arch:Chip, c:BackwardCandidate, keys:bool) -> BackwardTile:
+  """The tile that a candidate makes of a problem: with no more waves than its own rows fill, queries or `keys`."""
+  mat = arch.matrix[p.dtype][c.matrix]
+  waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
+  return BackwardTile(mat, waves, c.block_n, c.own_in_lds, c.fenced, c.prefetch, c.sparing, keys, c.passes)
+
+def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) -> str|None:
+  """None if `tile` is for this problem on `arch`, else why not."""
+  if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
+  if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
+  return None
+
+def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool) -> BackwardTile:
   if arch.family not in table: raise NotImplementedError(f"{kernel}: {arch} has none of the matrix units {', '.join(table)}")
-  reasons = []
-  for c in table[arch.family]:
-    mat = arch.matrix[p.dtype][c.matrix]
-    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, c.prefetch, c.sparing, keys, c.passes)
-    if max(p.D, p.Dv) > c.up_to: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
-    elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
-    else: return tile
+  reasons, found = [], tuned.backward_winner(p, arch, kernel)
+  for c in (*([found] if found is not None else []), *table[arch.family]):
+    if (reason := backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c)) is None: return tile
+    reasons.append(reason)
   raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
