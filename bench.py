@@ -468,6 +468,7 @@ def task() -> Task:
   if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: one of them at a time")
   if x.backward and (x.figures or x.isa):
     raise BadSetting(f"BWD=1 with {chosen[0]}=1: it is for forward; python -m attn.isa has bounds of the backward kernels")
+  if x.backward and x.compare: raise BadSetting("BWD=1 with COMPARE=1: the comparison is of forward")
   if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
   if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"): raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
   if x.isa: importable("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")

@@ -78,6 +78,7 @@ def test_bounds() -> None:
   ({"BWD": "2"}, "BWD='2': must be one of 0, 1"),
   ({"BWD": "1", "LSE": "1"}, "LSE=1 with BWD=1: the gradient is that of o"),
   ({"BWD": "1", "ISA": "1"}, "BWD=1 with ISA=1: it is for forward"),
+  ({"BWD": "1", "COMPARE": "1"}, "BWD=1 with COMPARE=1: the comparison is of forward"),
   ({"BWD": "1", "N": "16384", "SK": "16384"}, "VERIFY=1 with BWD=1: a head of keys has 268435456 scores"),
   ({"BWD": "1", "D": "300"}, "D=300"),
   ({"CSV": "/no/such/folder/x.csv"}, "CSV='/no/such/folder/x.csv': must be a file"),
