@@ -22,7 +22,7 @@ import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn.api.checked_kernel import default_arch, device_arch
 from attn.api.custom_kernel import flash_attention_fn
-from attn.api.gradient import Launch, added, backward_kernels
+from attn.api.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
 from attn.choose import tuned
 from attn.choose.backward import can_differentiate, choose_backward, choose_parts
@@ -199,7 +199,7 @@ class Backward:
   """What the backward kernels of a problem are given, and each of them."""
   arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
   tensors: dict[str, Tensor]     # with o and lse
-  launches: dict[str, Launch]
+  launches: dict[str, BackwardLaunch]
   def run(self, name:str) -> dict[str, Tensor]:
     """The tensors with what one of them writes, not computed yet; a gradient in parts is added up."""
     shapes = self.launches[name].shapes
@@ -349,10 +349,10 @@ def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
 
 BackwardSeconds = Callable[[str, BackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
 
-def backward_launch(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> Launch:
+def backward_launch(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> BackwardLaunch:
   p = replace(p, return_lse=True)
-  if name == "dq": return Launch(backward_dq(p, arch, tile), dq_arguments(p))
-  return Launch(backward_dkdv(p, arch, tile), dkdv_arguments(p))
+  if name == "dq": return BackwardLaunch(backward_dq(p, arch, tile), dq_arguments(p))
+  return BackwardLaunch(backward_dkdv(p, arch, tile), dkdv_arguments(p))
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
   """The fastest of its runs on the device; without parts, which another tile would divide in another way."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.choose import splits
 from attn.choose.backward_tiles import choose_backward_tiles
-from attn.choose.dispatch import NO_UNIT, amd_refuses, asked
+from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for
 from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD
 from attn.kernels.backward_dbias import BiasShare
 from attn.kernels.parts.counts import ceildiv
@@ -78,13 +78,13 @@ def tiles_of(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
 def can_differentiate(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they don't compute its gradient: they cannot, or ATTN_KERNEL asks for another way.
   Raises NotImplementedError where it asks for them and they cannot."""
-  if asked().backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
+  if asked_for().backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
   if isinstance(found := kernel_tiles(p, arch), str): check_not_forced(found)
   return found
 
 def check_not_forced(reason:str) -> None:
   """Raises NotImplementedError, with the reason, where ATTN_KERNEL asks for the backward kernels, which don't compute a gradient."""
-  if (wanted := asked().backward) in BACKWARD_KERNELS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
+  if (wanted := asked_for().backward) in BACKWARD_KERNELS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @functools.cache
 def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]|str:

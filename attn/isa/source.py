@@ -10,7 +10,7 @@ from attn.choose.dispatch import KERNELS, MATRIX_DTYPES, choose
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
-from attn.isa.report import PRODUCTS, Products
+from attn.isa.report import PRODUCTS, LoopProducts
 from attn.kernels.backward_dkdv import PASSES, backward_dkdv
 from attn.kernels.backward_dq import backward_dq
 from attn.kernels.parts.counts import round_up
@@ -62,7 +62,7 @@ class Source:
   dv: int        # of v
   queries: int   # of a wave, in a trip
   block_m: int   # queries of a workgroup, or keys where it owns keys
-  products: Products = PRODUCTS
+  products: LoopProducts = PRODUCTS
 
 LENGTH, HEADS = 4096, 32   # whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
 
