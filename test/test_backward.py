@@ -15,7 +15,7 @@ from attn.kernels import backward_dq
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dbias import BackwardDbias, backward_dbias
 from attn.kernels.backward_dq import BackwardDq
-from attn.kernels.parts import gradients
+from attn.kernels.parts import gradients, own_queries
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.gradients import RowNumbers
 from attn.kernels.parts.scores import LOG2E, Scores
@@ -155,7 +155,7 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  for of in (gradients, backward_dq): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
+  for of in (gradients, own_queries): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
