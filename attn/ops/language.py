@@ -348,10 +348,12 @@ class Hip(Printer):
     self.declare(f"pack_bfloat({x.type})", f"{self.header}{out} pack_bfloat({x.type} x) {{\n{body}{result}\n}}")
     return self.call("pack_bfloat", out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """A difference that saturates at 0 (v_pk_sub_u16 with clamp), held to 1."""
-    difference = f"__builtin_elementwise_sub_sat(__builtin_bit_cast(ushort2, x), (ushort2)({least - 1}))"
-    self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n  ushort2 y = {difference};\n"
-                                                "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(y, (ushort2)(1)));\n}")
+    """A difference that saturates at 0 (v_pk_sub_u16 with clamp), held to 1 (v_pk_min_u16). Of a 1 that it knows clang would make comparisons of the
+    halves, one by one."""
+    self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
+                 '  unsigned ones = 0x00010001u;\n  asm("" : "+s"(ones));\n'
+                 f"  ushort2 above = __builtin_elementwise_sub_sat(__builtin_bit_cast(ushort2, x), (ushort2)({least - 1}));\n"
+                 "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
     return self.call(f"at_least_{least}", "unsigned", x)
   def sign_halves(self, x:Value) -> Value:
     """Selectors 8 and 9 of v_perm_b32 are the signs of the halves (MI300 ISA section 12.11)."""

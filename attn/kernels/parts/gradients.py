@@ -16,7 +16,7 @@ def exponent(log_sum:UOp, p:Problem) -> UOp:
   """What makes P = exp2(scores + exponent), scores in base 2, of an lse: -inf for a query that sees no key, whose P is 0. With dropout P is what is
   left of it in forward where it is kept, 1/(1 - dropout_p) times as large."""
   found = ops.mul(log_sum, -LOG2E)
-  if p.dropout_p: found = ops.sub(found, UOp.const(math.log2(p.kept), dtypes.float))
+  if p.dropout_p: found = ops.add(found, UOp.const(-math.log2(p.kept), dtypes.float))
   return log_sum.eq(NEG_INF).where(NEG_INF, found)
 
 def dp_start(delta:UOp, p:Problem) -> UOp:
