@@ -11,6 +11,8 @@ from attn.problem import Problem
 
 BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
 
+LEAST_KEPT = 2.0**-14     # of P, by dropout
+
 @dataclass(frozen=True)
 class BackwardChoice:
   """What computes the gradients: the BACKWARD_KERNELS with these tiles, or `three_pass`, and then why the kernels don't."""
@@ -32,6 +34,7 @@ def can_differentiate(p:Problem, arch:Chip|None) -> tuple[BackwardTile, Backward
   if arch is None: return NO_UNIT
   if arch.family == "nvidia": return f"{arch.name}: they are written for AMD's matrix units"
   if (reason := amd_refuses(p, arch)) is not None: return reason
+  if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
   p = replace(p, num_splits=1)
   try:
     tiles = choose_backward_tiles(p, arch)

@@ -14,7 +14,7 @@ from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.dropout import kept
-from attn.kernels.parts.gradients import RowNumbers, gradients_of, weights_of
+from attn.kernels.parts.gradients import RowNumbers, dp_start, gradients_of, weights_of
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -125,15 +125,15 @@ class BackwardDkdv(Pipeline[DkdvState]):
   def work(self, s:DkdvState, t:UOp, masked:bool) -> UOp:
     """The parts of dK and dV that a tile of queries has."""
     n, to = self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
-    q, do, (exponents, start) = s.q.number(to), s.do.number(to), s.numbers.number(to).load(self.at)
+    q, do, (exponents, minus_delta) = s.q.number(to), s.do.number(to), s.numbers.number(to).load(self.at)
     left = kept(self.scores, [self.row], t)
     scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
     p, slopes = weights_of(self.scores, scores, exponents, self.row, t, masked)
     found = {}
     if "dv" in self.wanted: found["dv"] = self.product(s, do.columns, [left.packed(x, i) for i, x in enumerate(self.packed(p))], "dv")
     if "dk" in self.wanted:
-      dp = self.products.with_rows(do.rows, n, self.v, t, [start])[0]
-      found["dk"] = self.product(s, q.columns, self.packed(gradients_of(p, dp, slopes, left, start)), "dk")
+      dp = self.products.with_rows(do.rows, n, self.v, t, [dp_start(minus_delta, left)])[0]
+      found["dk"] = self.product(s, q.columns, self.packed(gradients_of(p, dp, slopes, left, minus_delta)), "dk")
     made = [self.statements.do(amd.made_here(*found[name])) for name in self.wanted]
     return UOp.group(*made, *store_all(s.acc, [x for name in self.wanted for x in found[name]]))
 

@@ -13,7 +13,7 @@ from attn.chips import Chip
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.dropout import kept
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import dp_start, exponent, gradients_of, weights_of
+from attn.kernels.parts.gradients import dp_start, exponent, gradients_of, scaled_delta, weights_of
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -89,11 +89,11 @@ class BackwardDq(Pipeline[DqState]):
     mat, n, to = self.tile.matrix, self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
     k, v = s.k.number(to), s.v.number(to)
     scores = self.products.with_rows(k.rows, n, self.q, t, zeros(mat, 1, n))[0]
-    start = [ops.splat(dp_start(self.delta, self.group.p), mat.accumulator)]*n
-    dp = self.products.with_rows(v.rows, n, self.do, t, [start])[0]
+    left, minus_delta = kept(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
+    dp = self.products.with_rows(v.rows, n, self.do, t, [dp_start(minus_delta, left)])[0]
     exponents = [ops.splat(self.exponent, mat.accumulator)]*n
     p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
-    ds = gradients_of(p, dp, slopes, kept(self.group.scores, [self.row], t), start)
+    ds = gradients_of(p, dp, slopes, left, minus_delta)
     weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in ds])
     dq = self.products.with_columns(k.columns, self.tile.block_n, [weights], [[s.dq[i].load() for i in range(s.dq.max_numel())]])[0]
     return UOp.group(self.statements.do(amd.made_here(*dq)), *store_all(s.dq, dq))

@@ -103,17 +103,17 @@ def _drop_packed(c:Any, packed:Value, words:Value, *, places:tuple[tuple[int, in
     return c.element(packed, i) & c.sign_halves(c.element(words, word) << c.word(15 - place))
   return c.vector(*map(kept, range(len(places))))
 
-@compound("choose", suffix="_{first}")
-def _choose(c:Any, x:Value, words:Value, other:Value, *, places:tuple[tuple[int, int], ...], first:int) -> Value:
-  return c.vector(*[c.chosen(c.element(words, word), place, c.element(x, i), c.element(other, i)) for i, (word, place) in enumerate(places)])
+@compound("drop_numbers", suffix="_{first}")
+def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], ...], first:int) -> Value:
+  return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
   """Pairs of 16-bit numbers, 0 where they are not kept: `places` says of each pair which of the `words` has its bits, and where in both halves.
   `first` is the number of the vector among those of a lane, for which there are other places."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, first=first)
-def choose(x:UOp, words:UOp, other:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
-  """The fp32 numbers of x that are kept, those of `other` in place of the rest: `places` says of each which of the `words` has its bit, and where."""
-  return emit("choose", f32(length(x)), x, words, other, places=places, first=first)
+def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
+  """The same of fp32 numbers: `places` says of each which of the `words` has its bit, and where."""
+  return emit("drop_numbers", f32(length(x)), x, words, places=places, first=first)
 
 # ***** in tensor operations *****
 

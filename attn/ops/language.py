@@ -83,9 +83,9 @@ class Numbers:
     """All bits of each half of a dword as its highest one is."""
     halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
     return halves.view(np.uint32)
-  def chosen(self, word:Value, bit:int, x:Value, y:Value) -> Value:
-    """x where that bit of a dword is set, else y."""
-    return np.where(word >> np.uint32(bit) & np.uint32(1), x, y)
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value:
+    """x where that bit of a dword is set, else 0."""
+    return np.where(word >> np.uint32(bit) & np.uint32(1), x, np.float32(0))
   # registers: arrays of vectors
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
   def store(self, registers:Any, i:int, x:Value) -> None: self.lanes.store_register(registers, i, x, self.gate)
@@ -358,13 +358,11 @@ class Hip(Printer):
   def sign_halves(self, x:Value) -> Value:
     """Selectors 8 and 9 of v_perm_b32 are the signs of the halves (MI300 ISA section 12.11)."""
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
-  def chosen(self, word:Value, bit:int, x:Value, y:Value) -> Value:
-    """By a mask that is the bit extended (v_bfe_i32): one for all that goes by the same bit. The numbers are arguments of a function, as those of
-    `dot_ones`."""
-    self.declare("chosen(int, float, float)", f"{self.header}float chosen(int mask, float x, float y) {{\n  return __builtin_bit_cast(float, "
-                 "(__builtin_bit_cast(int, x) & mask) | (__builtin_bit_cast(int, y) & ~mask));\n}")
-    mask = Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int")
-    return self.call("chosen", "float", mask, x, y)
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value:
+    """By a mask that is the bit extended (v_bfe_i32). The number is an argument of a function, as that of `dot_ones`."""
+    self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
+                 "  return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & mask);\n}")
+    return self.call("masked", "float", Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int"), x)
   # lanes
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
@@ -484,8 +482,7 @@ class Cuda(Printer):
     self.declare("sign_halves(unsigned)", f"{self.header}unsigned sign_halves(unsigned x) {{\n  unsigned y;\n"
                                           '  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(y) : "r"(x));\n  return y;\n}')
     return self.call("sign_halves", "unsigned", x)
-  def chosen(self, word:Value, bit:int, x:Value, y:Value) -> Value:
-    return Term(self, f"({word.text} & {1 << bit}u ? {self.term(x).text} : {self.term(y).text})", "float")
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value: return Term(self, f"({word.text} & {1 << bit}u ? {x.text} : 0.0f)", "float")
   # lanes
   def any_lane(self, condition:Value) -> Value: return Term(self, f"__any_sync({WARP}, {bare(condition.text)})", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:

@@ -49,13 +49,13 @@ class Kept:
     words, places = self._of([(r, ((first + v)*len(pairs) + i)*2) for v in range(vectors) for r in rows for i in pairs])
     return bits.drop_packed(x, words, places, first)
 
-  def choose(self, tiles:list[UOp], others:list[UOp]) -> list[UOp]:
-    """Vectors of what belongs to a lane's scores, all of a tile, with those of `others` in place of what is dropped."""
+  def numbers(self, tiles:list[UOp]) -> list[UOp]:
+    """The same of fp32 numbers: all vectors of a tile."""
     if not self.words: return tiles
     found, part = [], self.at.matrix.row_part
-    for kt, (x, other) in enumerate(zip(tiles, others)):
+    for kt, x in enumerate(tiles):
       words, places = self._of([(r, kt*part + i) for r in range(len(self.words)) for i in range(part)])
-      found.append(bits.choose(x, words, other, places, kt))
+      found.append(bits.drop_numbers(x, words, places, kt))
     return found
 
 def alternate(at:Lane|MmaLane) -> bool:

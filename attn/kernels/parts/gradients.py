@@ -19,9 +19,13 @@ def exponent(log_sum:UOp, p:Problem) -> UOp:
   if p.dropout_p: found = ops.add(found, UOp.const(-math.log2(p.kept), dtypes.float))
   return log_sum.eq(NEG_INF).where(NEG_INF, found)
 
-def dp_start(delta:UOp, p:Problem) -> UOp:
-  """What dP begins with: -delta. With dropout, where P is larger, so much less of it."""
+def scaled_delta(delta:UOp, p:Problem) -> UOp:
+  """-delta, and with dropout so much less of it as P is larger than it should be beside it."""
   return ops.mul(delta, -p.kept)
+
+def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
+  """What dP begins with: -delta, or with dropout 0, for delta is not dropped."""
+  return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
 def weights_of(scores:Scores, raw:list[UOp], exponents:list[UOp], row:Row, tile:UOp, masked:bool) -> tuple[list[UOp], list[UOp]|None]:
   """P = exp2(scores + exponent) of raw scores, and the slope of the softcap at each where there is one."""
@@ -30,15 +34,15 @@ def weights_of(scores:Scores, raw:list[UOp], exponents:list[UOp], row:Row, tile:
   if masked: x = scores.mask(x, row, tile)
   return [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(x, exponents)], scores.cap_slopes(capped) if scores.p.softcap else None
 
-def gradients_of(p:list[UOp], dp:list[UOp], slopes:list[UOp]|None, kept:Kept, start:list[UOp]) -> list[UOp]:
-  """dS = P * (dP - delta), given that difference, times the slope of the softcap. What it lacks is softmax_scale. `start` is what `dp` began with,
-  which is what is left of it where P was dropped."""
-  ds = [ops.mul(y, d) for y, d in zip(p, kept.choose(dp, start))]
+def gradients_of(p:list[UOp], dp:list[UOp], slopes:list[UOp]|None, kept:Kept, minus_delta:list[UOp]) -> list[UOp]:
+  """dS = P * (dP - delta), given a dP that began with `dp_start`, times the slope of the softcap. What it lacks is softmax_scale."""
+  if kept.words: dp = [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)]
+  ds = [ops.mul(y, d) for y, d in zip(p, dp)]
   return ds if slopes is None else [ops.mul(y, slope) for y, slope in zip(ds, slopes)]
 
 @dataclass(frozen=True)
 class RowNumbers:
-  """The exponent and `dp_start` of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane side by
+  """The exponent and `scaled_delta` of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane side by
   side."""
   p: Problem
   matrix: Matrix
@@ -60,11 +64,11 @@ class RowNumbers:
 
   def store(self, parts:list[UOp], thread:UOp) -> list[UOp]:
     to, (log_sum, delta) = self.buffer.bitcast(dtypes.float), parts
-    values = (exponent(log_sum, self.p), dp_start(delta, self.p))
+    values = (exponent(log_sum, self.p), scaled_delta(delta, self.p))
     return [to[(self.base*4 + i*self.block_n + thread).valid(thread < self.block_n)].store(x) for i, x in enumerate(values)]
 
   def load(self, at:Lane) -> tuple[list[UOp], list[UOp]]:
-    """(exponents, what dP begins with) of a lane's column of C fragments."""
+    """(exponents, -delta) of a lane's column of C fragments."""
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units
