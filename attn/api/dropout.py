@@ -21,8 +21,8 @@ def drawn_seed(at:Placement) -> Tensor:
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
   """The first batch and the first head of the whole tensors that each device has: uint32 (2) on each, where `p` is what one of them has to do."""
-  i, (batch, head) = Tensor.arange(2*at.count, device=at.device[0]), ((p.B, 0) if at.shared == "batch" else (0, p.H))
-  return (i//2*(i % 2).eq(0).where(batch, head)).cast(dtypes.uint).contiguous().shard(tuple(at.device), 0)
+  i, (batch, head) = Tensor.arange(2*at.count), ((p.B, 0) if at.shared == "batch" else (0, p.H))
+  return (i//2*(i % 2).eq(0).where(batch, head)).cast(dtypes.uint).to(at.device[0]).contiguous().shard(tuple(at.device), 0)
 
 def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start:int=0, head_start:int=0) -> Tensor:
   """bool (B, H, Sq, Sk), on the seed's device: True for the elements of P that `attention` keeps with dropout_p=p and this dropout_seed, uint32 (2),
@@ -37,6 +37,6 @@ def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start
   for name, n in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk)): values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1")
   for name, n in (("batch_start", batch_start), ("head_start", head_start)): values.whole_number(name, n, 0, 2**31 - 1, "a whole number, at least 0")
   def along(n:int, start:int, axis:int) -> Tensor:
-    return (Tensor.arange(n, device=seed.device) + start).reshape(*[n if i == axis else 1 for i in range(4)])
+    return (Tensor.arange(n) + start).reshape(*[n if i == axis else 1 for i in range(4)])
   places = [along(n, start, axis) for axis, (n, start) in enumerate(((B, batch_start), (H, head_start), (Sq, 0), (Sk, 0)))]
   return kept_elements(seed, p, *places)

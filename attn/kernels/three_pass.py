@@ -99,7 +99,8 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
     batch, i, j = at.counted
     head = Tensor.arange(H).reshape(Hkv, H//Hkv, 1, 1)
     if dropout_start is not None: batch, head = batch + dropout_start[0], head + dropout_start[1]
-    p = kept_elements(dropout_seed, dropout_p, batch, head, i, j).where(p*(1/(1 - dropout_p)), 0.0)
+    mask = kept_elements(dropout_seed, dropout_p, batch, head, i, j).contiguous()     # in memory, as tinygrad's own dropout has it
+    p = mask.where(p*(1/(1 - dropout_p)), 0.0)
 
   # ***** O *****
   values = v.float().unsqueeze(2)

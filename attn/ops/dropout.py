@@ -129,7 +129,7 @@ class TensorWords:
 def kept_elements(seed:Tensor, p:float, batch:Tensor, head:Tensor, query:Tensor, key:Tensor) -> Tensor:
   """bool: which elements of P are kept, of places that broadcast; `seed` is uint32 (2)."""
   if not threshold(p): return (batch + head + query + key).const_like(1).cast(dtypes.bool)
-  counter = [x.cast(dtypes.uint) for x in (query, key//OCTET, head, batch)]
-  words, place = philox(TensorWords, counter, (seed[0], seed[1])), key % OCTET
-  word = functools.reduce(lambda found, i: (place//2).eq(i).where(words[i], found), range(1, len(words)), words[0])
-  return (place % 2).eq(1).where(word >> 16, word & 0xffff) >= threshold(p)
+  batch, head, query, key = (x.cast(dtypes.uint) for x in (batch, head, query, key))
+  words = philox(TensorWords, (query, key >> 3, head, batch), (seed[0], seed[1]))
+  word = functools.reduce(lambda found, i: (key >> 1 & 3).eq(i).where(words[i], found), range(1, len(words)), words[0])
+  return (key & 1).eq(1).where(word >> 16, word & 0xffff) >= threshold(p)
