@@ -12,5 +12,5 @@ from attn.compilers.renderer import register_renderers as _register_renderers  #
 _register_emulator()
 _register_renderers()
 
-__all__ = ["append_kv", "attention", "attention_with_kv_cache", "dropout_mask", "empty_kv_cache", "explain", "flash_attention", "flash_attention_fn", "install",
-           "installed", "scaled_dot_product_attention", "uninstall"]
+__all__ = ["append_kv", "attention", "attention_with_kv_cache", "dropout_mask", "empty_kv_cache", "explain", "flash_attention",
+           "flash_attention_fn", "install", "installed", "scaled_dot_product_attention", "uninstall"]

@@ -58,8 +58,8 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
   _refuse(block_table=block_table)
   values.truth("deterministic", deterministic)
   options = _options(dropout_p=dropout_p, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
-                     alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-                     return_attn_probs=return_attn_probs)
+                     alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+                     max_seqlen_k=max_seqlen_k, return_attn_probs=return_attn_probs)
   return _result(attention(q, k, v, layout="thd", **options), options["return_lse"])
 
 def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|None=None, v:Tensor|None=None, rotary_cos:Tensor|None=None,

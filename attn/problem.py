@@ -112,7 +112,8 @@ class Problem:
     for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"):
       put(name, values.whole_number(name, getattr(self, name), 1, None, "a whole number: every dimension is at least 1"))
     for name in ("total_q", "total_k"): put(name, values.whole_number(name, getattr(self, name), 0, None, "a number of rows"))
-    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "dropout_start"): put(name, values.truth(name, getattr(self, name)))
+    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "dropout_start"):
+      put(name, values.truth(name, getattr(self, name)))
     for name, check in (("layout", check_layout), ("window", check_window), ("softmax_scale", check_softmax_scale), ("softcap", check_softcap),
                         ("num_splits", check_splits), ("dropout_p", check_dropout_p)):
       put(name, check(name, getattr(self, name)))

@@ -141,8 +141,8 @@ def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, sca
     delta = rowsum(dO * O) - dLSE, with O as `same` rounds it to `out_dtype`
     dS = P * (dP - delta), dP = dO V^T
 
-  With dropout P is what is left of it before it is multiplied with V or dO, and so is dP. P and dS are rounded to `dtype` before they are multiplied with dO, K and Q; the gradients of q, k and v to `dtype`, that of the bias, a sum of dS
-  in fp32, to `bias_dtype`, that of the sinks stays in fp32."""
+  P and dS are rounded to `dtype` before they are multiplied with dO, K and Q; the gradients of q, k and v to `dtype`, that of the bias, a sum of dS
+  in fp32, to `bias_dtype`, that of the sinks stays in fp32. Dropout is of P as a factor of V and of dO, before it is rounded, and of dP."""
   found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, dtype, out_dtype)
   bias = None if found.bias is None else rounded(found.bias, bias_dtype)
   return Gradients(rounded(found.q, dtype), rounded(found.k, dtype), rounded(found.v, dtype), bias, found.sinks)

@@ -105,7 +105,8 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
     extras["dropout_seed"] = place("dropout_seed", check_seed("dropout_seed", options.dropout_seed), at)
   extras = {name: extras[name] for name in EXTRAS if name in extras}
   if at.shared == "keys":
-    if options.dropout_p: raise NotImplementedError(f"dropout_p={options.dropout_p} with k and v sharded along their rows: shard along batch or heads")
+    if options.dropout_p:
+      raise NotImplementedError(f"dropout_p={options.dropout_p} with k and v sharded along their rows: shard along batch or heads instead")
     for name in ("kv_lengths", "cu_seqlens_k"):
       if name in extras: raise NotImplementedError(f"{name} with k and v sharded along their rows: shard along batch or heads instead")
 
@@ -272,6 +273,7 @@ def explain(q:Tensor, k:Tensor, v:Tensor, *, backward:bool=False, **options:Any)
   prints what computes the gradients, `backward_choice_of(...)`, and returns that."""
   choice, backward = choice_of(q, k, v, **options), values.truth("backward", backward)
   print(choice)
+  if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
   device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
   if not backward: return choice

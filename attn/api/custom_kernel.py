@@ -10,8 +10,8 @@ from attn.problem import EXTRAS, problem_of
 from attn.tinygrad_compat import UOp
 
 def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
-                       softcap:float=0.0, dropout_p:float=0.0, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False, arch:str|None=None,
-                       extras:tuple[str, ...]=()) -> KernelFunction:
+                       softcap:float=0.0, dropout_p:float=0.0, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False,
+                       arch:str|None=None, extras:tuple[str, ...]=()) -> KernelFunction:
   """A kernel function for `Tensor.custom_kernel(o, q, k, v, fxn=...)`, or `(o, lse, q, k, v)` when `return_lse`. One object per set of options.
 
   causal:        False; True or "bottom-right" (query i sees keys j <= i + Sk - Sq); "top-left" (query i sees keys j <= i)

@@ -21,14 +21,15 @@ def drawn_seed(at:Placement) -> Tensor:
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
   """The first batch and the first head of the whole tensors that each device has: uint32 (2) on each, where `p` is what one of them has to do."""
-  i, (batch, head) = Tensor.arange(2*at.count), ((p.B, 0) if at.shared == "batch" else (0, p.H))
-  return (i//2*(i % 2).eq(0).where(batch, head)).cast(dtypes.uint).to(at.device[0]).contiguous().shard(tuple(at.device), 0)
+  batch, head = (p.B, 0) if at.shared == "batch" else (0, p.H)
+  firsts = [n for i in range(at.count) for n in (i*batch, i*head)]
+  return Tensor(firsts, dtype=dtypes.uint, device=at.device[0]).shard(tuple(at.device), 0)
 
 def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start:int=0, head_start:int=0) -> Tensor:
   """bool (B, H, Sq, Sk), on the seed's device: True for the elements of P that `attention` keeps with dropout_p=p and this dropout_seed, uint32 (2),
   those of batches and heads counted from `batch_start` and `head_start` on. In layout "thd" a batch is a sequence.
 
-  Element (b, h, i, j) goes by half j % 2 of word j % 8 // 2 of Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), with
+  Element (b, h, i, j) goes by half j % 2 of word j % 8 // 2 of Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") of
   the counter (i, j // 8, h, b) and the key `seed`: it is kept where that number of 16 bits is at least p * 2^16, rounded.
   Raises ValueError or NotImplementedError for arguments that are none of that.
   """

@@ -13,7 +13,7 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.dropout import kept
+from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import RowNumbers, dp_start, gradients_of, weights_of
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
@@ -126,7 +126,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
     """The parts of dK and dV that a tile of queries has."""
     n, to = self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
     q, do, (exponents, minus_delta) = s.q.number(to), s.do.number(to), s.numbers.number(to).load(self.at)
-    left = kept(self.scores, [self.row], t)
+    left = kept_scores(self.scores, [self.row], t)
     scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
     p, slopes = weights_of(self.scores, scores, exponents, self.row, t, masked)
     found = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.dropout import kept
+from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.epilogue import place_of_row
 from attn.kernels.parts.gradients import dp_start, exponent, gradients_of, scaled_delta, weights_of
 from attn.kernels.parts.lanes import Lane, fragment_operands
@@ -89,7 +89,7 @@ class BackwardDq(Pipeline[DqState]):
     mat, n, to = self.tile.matrix, self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
     k, v = s.k.number(to), s.v.number(to)
     scores = self.products.with_rows(k.rows, n, self.q, t, zeros(mat, 1, n))[0]
-    left, minus_delta = kept(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
+    left, minus_delta = kept_scores(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
     dp = self.products.with_rows(v.rows, n, self.do, t, [dp_start(minus_delta, left)])[0]
     exponents = [ops.splat(self.exponent, mat.accumulator)]*n
     p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)

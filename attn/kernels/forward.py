@@ -12,7 +12,7 @@ from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.dropout import Kept, kept
+from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.lanes import Lane, contraction, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -101,7 +101,7 @@ class Forward(Pipeline[ForwardState]):
     """S of a key tile, its softmax, and its part of O."""
     tiles = [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
     softmax = self.weigh(s.softmax, tiles)
-    left = [kept(self.group.scores, [row], t) for row in self.queries]
+    left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
     return self.add_to_o(softmax, s.v.number(t%self.tile.buffers).columns, left)
 
   def outputs(self, softmax:Softmax, qt:int, row:Row) -> list[UOp]:

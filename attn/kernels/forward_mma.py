@@ -13,7 +13,7 @@ from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.dropout import Kept, kept
+from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
@@ -143,7 +143,7 @@ class ForwardMma:
     tiles = [self.warps.group.scores.finished(x, rows, t, masked) for x, rows in zip(self.raw_scores(s, q_kept, t), self.queries)]
     s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
     s = self.fetch(s, t + self.tile.stages - 1)      # while the tensor cores work
-    left = [kept(self.warps.group.scores, rows, t) for rows in self.queries]
+    left = [kept_scores(self.warps.group.scores, rows, t) for rows in self.queries]
     for steps in self.parts:
       done = self.add_to_o(self.weigh(s, steps), t, steps, left)
       s = s.after(done)

@@ -50,6 +50,14 @@ def tanh(x:Tensor) -> Tensor:
   y = x*x
   return (x.abs() < 0.25).where(x*(1 + y*(-1/3 + y*(2/15 - y*(17/315)))), x.tanh())
 
+def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|None) -> Tensor:
+  """What dropout leaves of P (B, Hkv, heads of each, Sq, Sk)."""
+  (batch, i, j), (_, Hkv, group, _, _) = at.counted, p.shape
+  head = Tensor.arange(int(Hkv)*int(group)).reshape(Hkv, group, 1, 1)
+  if start is not None: batch, head = batch + start[0], head + start[1]
+  mask = kept_elements(seed, dropout_p, batch, head, i, j).contiguous()     # in memory, as tinygrad's own dropout has it
+  return mask.where(p*(1/(1 - dropout_p)), 0.0)
+
 def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
                softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None, dropout_p:float=0.0,
@@ -95,12 +103,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   if sinks is not None: total = total + (per_head(sinks) - m).exp()
   if at.member is not None: total = at.member.any(0).reshape(Sq, 1).where(total, 0.0)     # a row of no sequence has no sink
 
-  if dropout_seed is not None:
-    batch, i, j = at.counted
-    head = Tensor.arange(H).reshape(Hkv, H//Hkv, 1, 1)
-    if dropout_start is not None: batch, head = batch + dropout_start[0], head + dropout_start[1]
-    mask = kept_elements(dropout_seed, dropout_p, batch, head, i, j).contiguous()     # in memory, as tinygrad's own dropout has it
-    p = mask.where(p*(1/(1 - dropout_p)), 0.0)
+  if dropout_seed is not None: p = _dropped(p, at, dropout_p, dropout_seed, dropout_start)
 
   # ***** O *****
   values = v.float().unsqueeze(2)

@@ -24,7 +24,7 @@ SPREAD = 15                    # see `lane_bits`
 
 MULTIPLIERS = (0xd2511f53, 0xcd9e8d57)
 BUMPS = (0x9e3779b9, 0xbb67ae85)       # of the key, from round to round: the golden ratio and sqrt(3) - 1
-ROUNDS = 10
+PHILOX_ROUNDS = 10
 
 def threshold(p:float) -> int:
   """The least of the 16-bit numbers that are kept."""
@@ -34,7 +34,7 @@ def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
   """The four words of Philox4x32-10; `c` is any interpreter that has `wide_product`."""
   x0, x1, x2, x3 = counter
   k0, k1 = key
-  for i in range(ROUNDS):
+  for i in range(PHILOX_ROUNDS):
     if i: k0, k1 = k0 + c.word(BUMPS[0]), k1 + c.word(BUMPS[1])
     (low0, high0), (low1, high1) = c.wide_product(x0, MULTIPLIERS[0]), c.wide_product(x2, MULTIPLIERS[1])
     x0, x1, x2, x3 = high1 ^ x1 ^ k0, low1, high0 ^ x3 ^ k1, low0
@@ -78,8 +78,8 @@ def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:s
   return x
 
 def turned(x:UOp, own:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Eight lanes, number `own` of which has row `own` of four 8 x 8 matrices of bits, get their columns. The lanes' numbers differ in one bit over each
-  of `steps`. (Three exchanges of blocks, each half as large: Warren, Hacker's Delight, 7-3.)"""
+  """Eight lanes, number `own` of which has row `own` of four 8 x 8 matrices of bits, get their columns. A distance of `steps` is a bit of `own`. (By
+  exchanges of blocks of bits, each time half as large: Warren, Hacker's Delight, 7-3.)"""
   return emit("turned", dtypes.uint, x, own.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 @compound("lane_bits")
@@ -90,8 +90,8 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """The bits of the rows that a lane has, of which the first is bit `place`. Where they are `alternate` ones, two neighbours of them are one bit apart:
-  the second goes to the upper half."""
+  """The bits of the rows that a lane has, of which the first is bit `place`. Where those are `alternate` ones, two neighbours are a bit apart: the
+  second goes to the upper half."""
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
 
 # ***** what they are for *****
@@ -128,7 +128,7 @@ class TensorWords:
 
 def kept_elements(seed:Tensor, p:float, batch:Tensor, head:Tensor, query:Tensor, key:Tensor) -> Tensor:
   """bool: which elements of P are kept, of places that broadcast; `seed` is uint32 (2)."""
-  if not threshold(p): return (batch + head + query + key).const_like(1).cast(dtypes.bool)
+  if not threshold(p): return Tensor.full((batch + head + query + key).shape, True, device=seed.device)
   batch, head, query, key = (x.cast(dtypes.uint) for x in (batch, head, query, key))
   words = philox(TensorWords, (query, key >> 3, head, batch), (seed[0], seed[1]))
   word = functools.reduce(lambda found, i: (key >> 1 & 3).eq(i).where(words[i], found), range(1, len(words)), words[0])

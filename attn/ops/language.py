@@ -356,7 +356,7 @@ class Hip(Printer):
                  "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
     return self.call(f"at_least_{least}", "unsigned", x)
   def sign_halves(self, x:Value) -> Value:
-    """Selectors 8 and 9 of v_perm_b32 are the signs of the halves (MI300 ISA section 12.11)."""
+    """Selectors 8 and 9 of v_perm_b32 are the signs of the two halves of its second operand."""
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
     """By a mask that is the bit extended (v_bfe_i32). The number is an argument of a function, as that of `dot_ones`."""
@@ -402,7 +402,7 @@ class Hip(Printer):
 QUAD_PERM = {1: 0xb1, 2: 0x4e}     # of v_mov_b32_dpp: within four lanes, those whose number differs by this
 
 def exchange_neighbours(bits:str, step:int) -> str:
-  """The dword of the lane whose number differs in the bit `step`, of 1, 2 and 4: v_mov_b32_dpp (MI300 ISA section 13.3.9), ds_swizzle_b32 (12.15.2)."""
+  """The dword of the lane whose number differs in the bit `step`, of 1, 2 and 4: by v_mov_b32_dpp, or ds_swizzle_b32 in its mode of masks."""
   if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 

@@ -62,7 +62,7 @@ def alternate(at:Lane|MmaLane) -> bool:
   """Whether neighbouring scores of a lane are two rows apart."""
   return at.matrix.block == 1
 
-def kept(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
+def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   """Which scores of these rows of a lane dropout keeps in a tile of what is walked over."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # octets, or octets of queries, of a tile

@@ -42,8 +42,8 @@ def gradients_of(p:list[UOp], dp:list[UOp], slopes:list[UOp]|None, kept:Kept, mi
 
 @dataclass(frozen=True)
 class RowNumbers:
-  """The exponent and `scaled_delta` of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane side by
-  side."""
+  """The exponent and `scaled_delta` of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane
+  side by side."""
   p: Problem
   matrix: Matrix
   block_n: int
