@@ -194,7 +194,8 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
   "dK with too much delta": ("dkdv", gradients, "scaled_delta", whole_delta)}
 
 def hold_to_the_contract(kernel:str) -> None:
-  if kernel == "o": check_kernels("gfx1201", H=1, Sq=16, Sk=96, D=16, **with_seed())
+  rare = lambda tile: replace(tile, rescale_above=8.0)      # P is as a rule that of a trip's first look, and not of a correction
+  if kernel == "o": check_kernels("gfx1201", H=1, Sq=16, Sk=96, D=16, tile=rare, **with_seed())
   else: check_backward_kernels("gfx1201", H=1, Sq=40, Sk=40, D=16, only=kernel, **with_seed())
 
 @pytest.mark.parametrize("kernel", ["o", "dq", "dkdv"])
