@@ -74,8 +74,8 @@ SIGMAS = 5      # of 150 statistics here one would be beyond it by chance in 1 o
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_rate_and_independence(p:float) -> None:
-  """The rate of the whole, of each head, query and key, and of each of an octet's eight numbers; and the correlation over distances along each axis, of
-  neighbouring seeds, and of a query with the key of its number."""
+  """The rate of the whole, of each head, query and key, and of each of an octet's eight numbers; and the correlation over distances along each
+  axis, of neighbouring seeds, and of a query with the key of its number."""
   mask = kept_mask(SEED, p, 4, 4, 160, 160)
   q, n = round(p*65536)/65536, mask.size
   def held(name:str, mean:np.ndarray, count:int, variance:float) -> None:
@@ -333,10 +333,10 @@ def test_what_is_wrong_with_a_seed() -> None:
     with pytest.raises(ValueError, match=r"dropout_seed has shape \(3,\): must be \(2,\)"): call(dropout_seed=Tensor.zeros(3, dtype=dtypes.uint))
     with pytest.raises(NotImplementedError, match="dropout_seed has dtype int32: must be uint32"): call(dropout_seed=seed.cast(dtypes.int))
     with pytest.raises(ValueError, match="dropout_seed is on EMU:1"): call(dropout_seed=Tensor(SEED, device="EMU:1"))
-    with pytest.raises(NotImplementedError, match="dropout_p=0.3 with k and v sharded along their rows"):
+    with pytest.raises(NotImplementedError, match=r"dropout_p=0\.3 with k and v sharded along their rows"):
       attn.attention(q.shard(TWO, None), q.shard(TWO, 2), q.shard(TWO, 2), dropout_p=P)
     with pytest.raises(ValueError, match=r"dropout_p=0.3 with extras=\(\): must name dropout_seed"): attn.flash_attention_fn(dropout_p=P)
-    with pytest.raises(ValueError, match="dropout_seed with dropout_p=0.0"):
+    with pytest.raises(ValueError, match=r"dropout_seed with dropout_p=0\.0"):
       Tensor.empty_like(q).custom_kernel(q, q, q, seed, fxn=attn.flash_attention_fn(extras=("dropout_seed",)))
     with pytest.raises(ValueError, match="batch_start=-1"): attn.dropout_mask(seed, P, 1, 1, 1, 1, batch_start=-1)
     np.testing.assert_array_equal(array(attn.attention(q, q, q, dropout_seed=seed)), array(attn.attention(q, q, q)))

@@ -121,7 +121,8 @@ static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
   return r;
 }
 #define __builtin_amdgcn_mov_dpp(x, control, rows, banks, bound) (int)from((u32)(x), (this_lane & ~3) | ((control) >> 2*(this_lane & 3) & 3))
-#define __builtin_amdgcn_ds_swizzle(x, mode) (int)from((u32)(x), ((this_lane & (mode) & 31) | ((mode) >> 5 & 31)) ^ ((mode) >> 10 & 31) | (this_lane & ~31))
+// its mode of masks: (lane & and | or) ^ xor, within 32 lanes
+#define __builtin_amdgcn_ds_swizzle(x, m) (int)from((u32)(x), ((this_lane & (m) & 31 | (m) >> 5 & 31) ^ ((m) >> 10 & 31)) | (this_lane & ~31))
 """
 CUDA = r"""
 #define __device__
@@ -297,7 +298,8 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   (NVIDIA, "opaque_uniform"): lambda: ops.opaque_uniform(i()),
   **{(arch, name): make for arch, n in ((AMD, 8), (RDNA, 8), (NVIDIA, 4)) for name, make in of_dropout(n).items()},
   **{(arch, f"together over {steps} by {how}"): lambda steps=steps, how=how: dropout.together(u(), UOp.const(3, dtypes.uint), steps, how)
-     for arch, steps, how in ((AMD, (32,), "bpermute"), (NATIVE, (16, 32), "permlane_swap"), (RDNA, (16,), "permlanex16"), (NVIDIA, (1, 2), "shuffle"))},
+     for arch, steps, how in ((AMD, (32,), "bpermute"), (NATIVE, (16, 32), "permlane_swap"), (RDNA, (16,), "permlanex16"),
+                              (NVIDIA, (1, 2), "shuffle"))},
   **{(arch, f"turned by {how}"): lambda steps=steps, how=how: dropout.turned(u(1, 0), u(1, 1), steps, how)
      for arch, steps, how in ((AMD, (1, 2, 4), "neighbours"), (RDNA, (1, 2, 4), "neighbours"), (NVIDIA, (4, 8, 16), "shuffle"))},
 }

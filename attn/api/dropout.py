@@ -35,9 +35,8 @@ def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start
   """
   check_seed("seed", seed)
   p = check_dropout_p("p", p)
-  for name, n in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk)): values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1")
-  for name, n in (("batch_start", batch_start), ("head_start", head_start)): values.whole_number(name, n, 0, 2**31 - 1, "a whole number, at least 0")
-  def along(n:int, start:int, axis:int) -> Tensor:
-    return (Tensor.arange(n) + start).reshape(*[n if i == axis else 1 for i in range(4)])
-  places = [along(n, start, axis) for axis, (n, start) in enumerate(((B, batch_start), (H, head_start), (Sq, 0), (Sk, 0)))]
-  return kept_elements(seed, p, *places)
+  sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1") for name, n in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]
+  starts = [values.whole_number(name, n, 0, 2**31 - 1, "a whole number, at least 0")
+            for name, n in (("batch_start", batch_start), ("head_start", head_start))]
+  def along(axis:int, n:int, start:int) -> Tensor: return (Tensor.arange(n) + start).reshape(*[n if i == axis else 1 for i in range(4)])
+  return kept_elements(seed, p, *[along(axis, n, start) for axis, (n, start) in enumerate(zip(sizes, (*starts, 0, 0)))])

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import TRAINING, Tensor, dtypes
 def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
                scale:float|None) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
   """(q, k, v) as four dimensions, the options of `attention`, and the shape of the output."""
-  dropout_p = check_dropout_p("dropout_p", dropout_p) if TRAINING else 0.0     # tinygrad drops out in training only
+  dropout_p = check_dropout_p("dropout_p", dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
   if is_causal and mask is not None: raise RuntimeError("attn_mask with is_causal=True: cannot set attn_mask when is_causal=True")
   types = []
@@ -38,7 +38,7 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
     except (ValueError, RuntimeError) as e:
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {(*batch, h)}"
                        + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head")) from e
-  options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": dropout_p}
+  options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": dropout_p if TRAINING else 0.0}
   if mask is not None:
     seen = values.tensor("attn_mask", mask).dtype == dtypes.bool
     if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)
@@ -97,10 +97,11 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
                enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
   decision = Decision(None, "not installed any more: another library calls what it found in its place")
   if installation.active:
-    try: decision = _decide(self, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
+    dropped = dropout_p if TRAINING else 0.0   # tinygrad drops out in training only
+    try: decision = _decide(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale)
     except (ValueError, NotImplementedError) as e: decision = Decision(None, str(e))
     decisions.append(decision)
-    if decision.kernel is not None: return scaled_dot_product_attention(self, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale=scale)
+    if decision.kernel is not None: return scaled_dot_product_attention(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale=scale)
   if scale is not None: self = self*(scale*math.sqrt(self.shape[-1]))      # tinygrad's own has no such argument
   return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 
