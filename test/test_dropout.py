@@ -215,15 +215,14 @@ SMALL: dict[str, Any] = dict(B=2, H=4, Hkv=2, Sq=12, Sk=20, D=16)
 def test_attention(arch:str, kernel:str) -> None:
   check_attention(arch, kernel, causal=True, **{**SMALL, "Sk": 150} if kernel == "split_kv" else SMALL, **with_seed())
 
-@pytest.mark.parametrize("arch, kernel", [("gfx942", ""), ("sm_80", ""), ("gfx1201", "three_pass")])
-def test_gradients(arch:str, kernel:str) -> None:
-  check_gradients(arch, kernel, through=("o", "lse"), **SMALL, **with_seed(sinks=floats(4)))
+@pytest.mark.parametrize("arch", ["gfx942", "sm_80"])
+def test_gradients(arch:str) -> None: check_gradients(arch, through=("o", "lse"), B=2, H=2, Sq=6, Sk=9, **with_seed(sinks=floats(2)))
 
 def test_gradients_of_packed_sequences_in_tensor_operations() -> None:
-  check_gradients("gfx942", "three_pass", layout="thd", H=4, Hkv=2, Sq=20, Sk=30, causal=True,
-                  **with_seed(cu_seqlens_q=int32(2, 9, 18), cu_seqlens_k=int32(3, 16, 30)))
+  check_gradients("gfx942", "three_pass", layout="thd", H=2, Hkv=1, Sq=8, Sk=11, D=8,
+                  **with_seed(cu_seqlens_q=int32(1, 4, 7), cu_seqlens_k=int32(2, 6, 11)))
 
-def test_a_bias_has_its_gradient() -> None: check_gradients(B=1, H=2, Sq=8, Sk=12, **with_seed(bias=floats(1, 2, 8, 12)))
+def test_a_bias_has_its_gradient() -> None: check_gradients(H=1, Sq=4, Sk=9, D=8, **with_seed(bias=floats(1, 1, 4, 9)))
 
 TWO = ("EMU", "EMU:1")
 
@@ -232,13 +231,13 @@ def shards(of_q:int|None, of_k:int|None) -> Callable[[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize("of_q, of_k, heads", [(0, 0, 2), (1, 1, 2), (1, None, 1), (None, None, 2)])
 def test_shards_count_in_the_whole(of_q:int|None, of_k:int|None, heads:int) -> None:
-  """Along batch, along heads, those of a single head of keys, and not at all: o by the mask of the whole, and the gradients."""
+  """Along batch, along heads, those of a single head of keys, and not at all."""
   check_gradients(**{**SMALL, "Hkv": heads}, place=shards(of_q, of_k), **with_seed())
-  check_attention(**{**SMALL, "Hkv": heads}, place=shards(of_q, of_k), **with_seed())
 
 def test_shards_that_count_from_0_are_caught(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(api, "first_of_each", lambda at, p: Tensor([0]*4, dtype=dtypes.uint, device=TWO[0]).shard(TWO, 0))
-  with pytest.raises(AssertionError, match="max error"): check_attention(**SMALL, place=shards(1, 1), **with_seed())
+  for of in range(2):
+    with pytest.raises(AssertionError, match="max error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
 
 def drops(call:Callable[[], Tensor]) -> bool:
   """Whether two calls give different results."""
