@@ -1,6 +1,6 @@
 """Dropout: its bits, the same everywhere and random; P and its gradient dropped by them on every matrix unit; and the ways to ask for it."""
 from __future__ import annotations
-import itertools, os, sys
+import itertools, os, re, sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,16 +10,21 @@ from tinygrad import TinyJit
 import attn
 from attn import flash_attn
 from attn.api import attention as api
+from attn.chips import get_chip
+from attn.choose.dispatch import choose_tile
 from attn.kernels import backward_dkdv, backward_dq, forward
 from attn.kernels.parts import gradients
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.epilogue import finish
 from attn.kernels.parts.gradients import exponent, scaled_delta
+from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops.dropout import philox
 from attn.ops.language import Numbers
+from attn.ops.renderers import render
 from attn.problem import Problem
-from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
+from attn.values import FLOATS
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, int32, whole
 from backward_cases import check_backward_kernels
@@ -111,7 +116,7 @@ def showing(p:Problem) -> Inputs:
 def mask_of(arch:str, tile:Callable[[Any], Any]=lambda x: x, **parameters:Any) -> np.ndarray:
   """Which elements of P the kernels keep."""
   p = problem(**{**dict(B=2, H=2, Sq=70, Sk=104, D=8, Dv=104, lse=False), **with_seed(), **parameters})
-  o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED}, tile(api.choose(p, api.get_chip(arch)).work.tile))
+  o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED}, tile(choose_tile(p, get_chip(arch))))
   found = o != 0
   np.testing.assert_array_equal(o[found], np.float32(np.float16(1/104/(1 - P))))
   return found[..., :p.Sk]
@@ -206,6 +211,20 @@ def test_a_fault_is_caught(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
   kernel, *place = FAULTS[fault]
   monkeypatch.setattr(*place)
   with pytest.raises(AssertionError, match="max error"): hold_to_the_contract(kernel)
+
+# ***** machine code *****
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
+def test_comparisons_stay_packed(arch:str) -> None:
+  """Two numbers of 16 bits at a time, in two instructions; clang would make a comparison and a select of each."""
+  pytest.importorskip("ziglang")
+  from attn.compilers.clang import assembly
+  p, chip = problem(Sq=256, Sk=256, D=64, lse=False, **with_seed()), get_chip(arch)
+  shapes = arguments(p).values()
+  given = [UOp.placeholder(shape, dtypes.uint if dtype == "uint32" else FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes)]
+  text = assembly(render(forward.forward(p, chip, choose_tile(p, chip))(*given), arch), arch)
+  assert text.count("v_pk_min_u16") == text.count("v_pk_sub_u16") and text.count("v_pk_min_u16") % 4 == 0 < text.count("v_pk_min_u16")
+  assert not re.search(r"v_cmp_\w+_u16", text)
 
 # ***** attention *****
 
