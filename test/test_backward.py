@@ -155,7 +155,7 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  for of in (gradients, own_queries): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
+  for of in (gradients, own_queries): m.setattr(of, "exponent", lambda x, _: ops.mul(x, -LOG2E))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
@@ -215,7 +215,8 @@ BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and ke
   "of one head's rows": dict(bias=(0, 0, 1, 0), softcap=5.0, dlse=True, parts=4),
   "one for all": dict(bias=(0, 0, 0, 0), Sq=150, dlse=True),
   "of heads alone": dict(bias=(0, 1, 0, 0), bias_dtype="float16", layout="nsd", B=1, dlse=True),
-  "of scores, lengths": dict(bias=(0, 0, 1, 1), extras=dict(kv_lengths=ints(20, 65)), causal=True)}
+  "of scores, lengths": dict(bias=(0, 0, 1, 1), extras=dict(kv_lengths=ints(20, 65)), causal=True),
+  "with dropout": dict(bias=(0, 1, 0, 1), dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
 
 def cap_slope_of_bias(m:pytest.MonkeyPatch) -> None:
   wrong(m, BackwardDbias, "ds", lambda ds: lambda self, *args, capped: ds(self, *args, capped=True))

@@ -13,6 +13,8 @@ from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arg
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import MAX_SPLITS, Problem
 
+LEAST_KEPT = 2.0**-14     # of P, by dropout
+
 @dataclass(frozen=True)
 class BackwardChoice:
   """What computes the gradients: the kernels with these tiles, and into how many parts each divides what it sums (0: none); or `three_pass`, and then
@@ -92,6 +94,7 @@ def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]
   if arch is None: return NO_UNIT
   if arch.family == "nvidia": return f"{arch.name}: they are written for AMD's matrix units"
   if (reason := amd_refuses(p, arch)) is not None: return reason
+  if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
   p = replace(p, num_splits=1)
   try:
     tiles = choose_backward_tiles(p, arch)

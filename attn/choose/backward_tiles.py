@@ -47,7 +47,8 @@ def backward_tile(p:Problem, arch:Chip, c:BackwardCandidate, keys:bool) -> Backw
   """The tile that a candidate makes of a problem: with no more waves than its own rows fill, queries or `keys`."""
   mat = arch.matrix[p.dtype][c.matrix]
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
-  return BackwardTile(mat, waves, c.block_n, c.own_in_lds, c.fenced, c.prefetch, c.sparing, keys, c.passes)
+  prefetch = 0 if p.dropout_p and c.own_in_lds == BOTH else c.prefetch     # dropout takes the registers of a tile that would be on its way
+  return BackwardTile(mat, waves, c.block_n, c.own_in_lds, c.fenced, prefetch, c.sparing, keys, c.passes)
 
 def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""

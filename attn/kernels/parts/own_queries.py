@@ -3,7 +3,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import TypeVar
-from attn.kernels.parts.gradients import exponent, gradients_of, weights_of
+from attn.kernels.parts.dropout import kept_scores
+from attn.kernels.parts.gradients import dp_start, exponent, gradients_of, scaled_delta, weights_of
 from attn.kernels.parts.lanes import Lane
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -48,7 +49,7 @@ class OwnQueries(Pipeline[KS]):
     return rows.buffer[(rows.base + self.row.index).valid(self.row.there)].load()
 
   @functools.cached_property
-  def exponent(self) -> UOp: return exponent(self.number("lse"))
+  def exponent(self) -> UOp: return exponent(self.number("lse"), self.group.p)
 
   @functools.cached_property
   def delta(self) -> UOp: return self.number("delta")
@@ -58,8 +59,8 @@ class OwnQueries(Pipeline[KS]):
     """dS^T, a column of C fragments, of the scores before softcap (what it lacks is softmax_scale), or, where that is not `capped`, after it."""
     mat, n = self.tile.matrix, self.tile.block_n//self.tile.matrix.M
     scores = self.products.with_rows(k, n, self.q, t, zeros(mat, 1, n))[0]
-    minus_delta = ops.splat(ops.mul(self.delta, -1.0), mat.accumulator)
-    dp = self.products.with_rows(v, n, self.do, t, [[minus_delta]*n])[0]
+    kept, minus_delta = kept_scores(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
+    dp = self.products.with_rows(v, n, self.do, t, [dp_start(minus_delta, kept)])[0]
     exponents = [ops.splat(self.exponent, mat.accumulator)]*n
     p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
-    return gradients_of(p, dp, slopes if capped else None)
+    return gradients_of(p, dp, slopes if capped else None, kept, minus_delta)

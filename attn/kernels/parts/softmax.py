@@ -12,6 +12,7 @@ from typing import Any, Callable
 from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.statements import Carried
 from attn.ops import common as ops
@@ -79,9 +80,9 @@ class Softmax(Carried):
     """The row sums over the lane groups, kind by kind."""
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
-  def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
-    """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
-    return fragment_operands(at, [self.p[qt*k_tiles + kt].load() for kt in range(k_tiles)])
+  def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept) -> list[UOp]:
+    """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T: those that dropout keeps."""
+    return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)])
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
   """The sum of the elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""
