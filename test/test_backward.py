@@ -1,32 +1,36 @@
 """The backward kernels against float64, on every matrix unit, element by element (the contract of attn/reference.py)."""
 from __future__ import annotations
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 import numpy as np
 import pytest
 from attn.emulator import plan
-from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput
+from attn.emulator.checks import LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
-from attn.kernels import backward_dq
+from attn.kernels import backward_dkdv_mma, backward_dq, backward_dq_mma
+from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dq import BackwardDq
+from attn.kernels.backward_dq_mma import BackwardDqMma
 from attn.kernels.parts import gradients
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.gradients import RowNumbers
 from attn.kernels.parts.scores import LOG2E, Scores
 from attn.kernels.parts.workgroup import Workgroup
-from attn.ops import common as ops
+from attn.ops import common as ops, nvidia
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels
-from cases import ARCHS, Inputs, floats, ints, normal
+from cases import ARCHS, EVERY_ARCH, Inputs, floats, ints, normal
 
-def one_in_turn(names:str, cases:Iterable[Any]) -> Any:
-  """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`."""
+def one_in_turn(names:str, cases:Iterable[Any], on:Sequence[str]=ARCHS, always:Container[Any]=()) -> Any:
+  """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`. What is in `always` runs by mma.sync in
+  any case."""
+  def marks(i:int, case:Any, k:int, arch:str) -> Any: return () if i % len(on) == k or (arch == "sm_80" and case in always) else pytest.mark.thorough
   return pytest.mark.parametrize(f"{names}, arch", [
-    pytest.param(case, arch, marks=() if i % len(ARCHS) == k else pytest.mark.thorough, id=f"{getattr(case, '__name__', case)}-{arch}")
-    for i, case in enumerate(cases) for k, arch in enumerate(ARCHS)])
+    pytest.param(case, arch, marks=marks(i, case, k, arch), id=f"{getattr(case, '__name__', case)}-{arch}")
+    for i, case in enumerate(cases) for k, arch in enumerate(on)])
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -51,15 +55,16 @@ CASES: dict[str, dict[str, Any]] = {
   "scale, fp32 out": dict(softmax_scale=0.37, out_dtype="float32", size=1000.0),
 }
 
-@one_in_turn("case", CASES)
+BY_MMA = ("window, grouped heads", "D above Dv, fp16 out", "packed", "softcap", "bias of a query", "scale, fp32 out")
+@one_in_turn("case", CASES, EVERY_ARCH, BY_MMA)
 def test_gradients(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **CASES[case]})
 
-@pytest.mark.parametrize("arch", ("gfx942", "gfx1100", *(pytest.param(arch, marks=pytest.mark.thorough) for arch in ("gfx950", "gfx1201"))))
+@pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_86", *(pytest.param(arch, marks=pytest.mark.thorough) for arch in ("gfx950", "gfx1201"))))
 def test_long_rows(arch:str) -> None: check_backward_kernels(arch, H=1, Sq=20, Sk=40, D=128, causal=True)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("d", (64, 80, 192, 256))
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", (*EVERY_ARCH, "sm_86", "sm_90"))
 def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1, Sq=70, Sk=90, D=d, causal=True, dtype="bfloat16")
 
 # ***** inputs that break a wrong P or delta *****
@@ -89,9 +94,14 @@ def level(p:Problem) -> Inputs:
 
 ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 
-@one_in_turn("make", ADVERSARIAL)
+@one_in_turn("make", ADVERSARIAL, EVERY_ARCH, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), size=1000.0 if make is level else 1.0)
+
+@pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
+def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
+  """Their P would be exp(0 - lse), which overflows."""
+  check_backward_kernels(arch, deep, B=2, H=1, Sq=20, Sk=40, D=16, dtype="bfloat16", extras=dict(kv_lengths=ints(20, 0)), only="dkdv")
 
 # ***** tiles *****
 
@@ -103,6 +113,12 @@ def test_prefetch(arch:str, prefetch:int) -> None:
 def test_two_passes(arch:str, dv:int) -> None:
   check_backward_kernels(arch, H=2, Hkv=1, Sq=70, Sk=65, D=32, Dv=dv, causal=True, only="dkdv", tiles=lambda t: replace(t, passes=1 + t.keys))
 
+MMA_TILES: dict[str, dict[str, int]] = {"three stages": dict(stages=3, block_n=16, part_n=16), "two passes": dict(passes=2, block_n=16, part_n=16),
+                                        "parts": dict(row_tiles=2, block_n=48, part_n=16)}
+@pytest.mark.parametrize("fields", MMA_TILES)
+def test_tiles_of_mma(fields:str) -> None:
+  check_backward_kernels("sm_80", H=2, Hkv=1, Sq=100, Sk=70, D=16, Dv=24, window=(40, 20), tiles=lambda t: replace(t, **MMA_TILES[fields]))
+
 @one_in_turn("in_lds", ((True, True),))
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
@@ -111,9 +127,13 @@ def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
 
 def wrong(monkeypatch:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: monkeypatch.setattr(of, name, make(getattr(of, name)))
 
-def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(BackwardDq, "delta", UOp.const(0.0, dtypes.float))
+NOTHING = UOp.const(0.0, dtypes.float)
+def without_delta(m:pytest.MonkeyPatch) -> None:
+  m.setattr(BackwardDq, "delta", NOTHING)
+  m.setattr(BackwardDqMma, "delta", lambda self, in_block, row: NOTHING)
 def without_dlse(m:pytest.MonkeyPatch) -> None:
-  wrong(m, BackwardDq, "number", lambda number: lambda self, name: UOp.const(0.0, dtypes.float) if name == "dlse" else number(self, name))
+  for of in (BackwardDq, BackwardDqMma):
+    wrong(m, of, "number", lambda number: lambda self, name, *row: NOTHING if name == "dlse" else number(self, name, *row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
   """softmax_scale once more than it should be, or once less."""
   def plant(m:pytest.MonkeyPatch) -> None:
@@ -134,7 +154,7 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  for of in (gradients, backward_dq): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
+  for of in (gradients, backward_dq, backward_dq_mma, backward_dkdv_mma): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
@@ -144,6 +164,9 @@ def lanes_swapped(m:pytest.MonkeyPatch) -> None:
   """The numbers of queries in the order of the tile, not in that of a lane's elements."""
   wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, lse, delta, t, thread: [x.load_number(t*self.block_n, self.block_n, thread,
                                                                                                 thread < self.block_n) for x in (lse, delta)])
+def columns_swapped(m:pytest.MonkeyPatch) -> None:
+  """The numbers of a lane's columns in the order of its fragments, the other way round."""
+  wrong(m, BackwardDkdvMma, "columns", lambda columns: lambda self, *args: columns(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Scores, "mask", lambda mask: lambda self, x, row, tile: x if self.walk.over == over else mask(self, x, row, tile))
@@ -159,17 +182,20 @@ FAULTS: dict[Any, tuple[dict[str, Any], str]] = {   # what is planted: in which 
   diagonal("keys"): ({**SMALL, "causal": True}, "dq: "), diagonal("queries"): ({**SMALL, "causal": True}, "dk: "),
   unguarded: ({**SMALL, "Sk": 20, "causal": True}, "dq: NaN"),
   of_head_0("lse"): ({**SMALL, "H": 2}, "dq: "), of_head_0("delta"): ({**SMALL, "H": 2}, "dk: "),
-  lanes_swapped: (SMALL, "dk: "),
+  lanes_swapped: (SMALL, "dk: "), columns_swapped: (SMALL, "dk: "),
   unmasked("keys"): ({**SMALL, "make": deep}, "dq: "), unmasked("queries"): ({**SMALL, "extras": dict(bias=floats(1, 1, 1, 65) + 200)}, "dk: "),
   unwritten: ({**SMALL, **CASES["packed"]}, "never written"),
 }
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda f: f.__name__)
-def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:
+ONLY_ON = {lanes_swapped: "gfx942", columns_swapped: "sm_80"}
+
+@pytest.mark.parametrize("plant, arch", [pytest.param(plant, arch, id=f"{plant.__name__}-{arch}") for plant in FAULTS for arch in ("gfx942", "sm_80")
+                                         if ONLY_ON.get(plant, arch) == arch])
+def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], arch:str) -> None:
   parameters, text = FAULTS[plant]
   plant(monkeypatch)
   only = "dq" if text.startswith("dq") else "dkdv"
-  with pytest.raises(Exception, match=text) as found: check_backward_kernels("gfx942", only=only, **parameters)
+  with pytest.raises(Exception, match=text) as found: check_backward_kernels(arch, only=only, **parameters)
   assert found.type is (UnwrittenOutput if plant is unwritten else AssertionError), found.value
 
 @pytest.mark.parametrize("prefetch", (0, 1))
@@ -179,6 +205,16 @@ def test_without_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int) -> None:
   with pytest.raises((LdsRace, UninitialisedRead)):
     check_backward_kernels("gfx942", **{**SMALL, "Sq": 100}, tiles=lambda t: replace(t, prefetch=prefetch))
 
-def test_same_in_every_run() -> None:
-  first, second = (check_backward_kernels("gfx1201", **{**SMALL, "only": "dkdv"}) for _ in range(2))
+@pytest.mark.parametrize("fault", ("barrier", "wait"))
+def test_ring_without(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
+  """Of mma.sync: without its barriers, or without waiting for copies."""
+  if fault == "barrier":
+    monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
+    monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
+  else: monkeypatch.setattr(nvidia, "wait_copies", lambda order, but: nvidia.commit(order))
+  with pytest.raises((LdsRace, UninitialisedRead) if fault == "barrier" else NotWaitedFor): check_backward_kernels("sm_80", **{**SMALL, "Sq": 100})
+
+@pytest.mark.parametrize("arch", ("gfx1201", "sm_80"))
+def test_same_in_every_run(arch:str) -> None:
+  first, second = (check_backward_kernels(arch, **{**SMALL, "only": "dkdv"}) for _ in range(2))
   for name, x in first.items(): np.testing.assert_array_equal(x, second[name])

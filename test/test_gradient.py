@@ -226,9 +226,9 @@ def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
 
 # ***** what it costs, and what there is not *****
 
-def launches(*names:str, arch:str="gfx942", training:int=1, **more:Tensor) -> int:
+def launches(*names:str, kernel:str="", training:int=1, **more:Tensor) -> int:
   """Kernels that the gradients of sum(o * dO) take, forward among them."""
-  with emulated(arch), Context(TRAINING=training):
+  with emulated("gfx942", kernel), Context(TRAINING=training):
     t = dict(zip("qkv", three())) | {name: x.realize() for name, x in more.items()}
     gradients = attn.attention(**t).gradient(*[t[name] for name in names], gradient=draw(1, 2, 32, 16, seed=9))
     GlobalCounters.reset()
@@ -245,7 +245,7 @@ def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
 def test_forward_runs_again_for_its_lse_outside_of_training() -> None: assert launches("q", "k", "v", training=0) == 4
 
 def test_by_three_pass_forward_does_not_run_and_each_gradient_stands_alone() -> None:
-  assert launches("v", arch="sm_80") < launches("q", "k", "v", arch="sm_80")
+  assert launches("v", kernel="three_pass") < launches("q", "k", "v", kernel="three_pass")
 
 def test_no_second_derivative() -> None:
   with emulated("gfx942"):
@@ -271,10 +271,11 @@ def test_explain_tells_what_computes_the_gradient(capsys:pytest.CaptureFixture[s
     assert choice.kernels == ("backward_dq", "backward_dkdv") and "forward on gfx942" in (text := capsys.readouterr().out)
     assert re.search(r"gradient on gfx942.*: backward_dq tile \d+x\d+ .*, backward_dkdv tile \d+x\d+ ", text)
     assert "forward is three_pass" in attn.explain(q.float(), k.float(), v.float(), backward=True).refused
-    choice = attn.explain(q, k, v, arch="sm_80", backward=True)
-    assert choice.kernels == () and "sm_80: they are written for AMD's matrix units" in choice.refused
+    assert attn.explain(q, k, v, arch="sm_80", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma")
+    capsys.readouterr()
+    choice = attn.explain(q.float(), k.float(), v.float(), arch="sm_80", backward=True)
     text = capsys.readouterr().out
-    assert "three_pass, computed again" in text and f"not backward_dq and backward_dkdv: {choice.refused}" in text
+    assert choice.kernels == () and "three_pass, computed again" in text and f"not backward_dq and backward_dkdv: {choice.refused}" in text
     one = draw(1, 1, 32, 16)
     shared = q.shard(TWO, 1), one.shard(TWO, None), one.shard(TWO, None)
     assert "share a head of keys" in attn.explain(*shared, backward=True).refused

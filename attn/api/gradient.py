@@ -14,10 +14,8 @@ from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means
 from attn.api.placement import AXES, empty
 from attn.api.plain import plain_attention
 from attn.chips import Chip
-from attn.choose.backward import can_differentiate
+from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.dispatch import single_kernel
-from attn.kernels.backward_dkdv import backward_dkdv
-from attn.kernels.backward_dq import backward_dq
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
 from attn.problem import EXTRAS, Problem
 from attn.tinygrad_compat import Tensor, UOp, differentiated
@@ -65,7 +63,7 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool) -> tuple[KernelFunction, K
       check_means(sink := program(*placeholders), arch)
       return CheckedKernel(sink, outputs, gradient=no_second_derivative)
     return kernel
-  return (checked(backward_dq(p, arch, tiles[0], dlse), "dq", "delta"), checked(backward_dkdv(p, arch, tiles[1]), "dk", "dv"),
+  return (checked(dq_of(p, arch, tiles[0], dlse), "dq", "delta"), checked(dkdv_of(p, arch, tiles[1]), "dk", "dv"),
           checked(single_kernel(replace(p, return_lse=True), arch)[0], "o", "lse"))
 
 def written_by(fxn:KernelFunction, shapes:dict[str, tuple[tuple[int, ...], str]], t:dict[str, UOp], layout:str) -> dict[str, UOp]:

@@ -2,23 +2,39 @@
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
+from typing import Callable
 from attn.chips import Chip
-from attn.choose.backward_tiles import choose_backward_tiles
-from attn.choose.dispatch import NO_UNIT, amd_refuses
+from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
+from attn.choose.dispatch import NO_UNIT, amd_refuses, mma_refuses
+from attn.kernels.backward_dkdv import backward_dkdv
+from attn.kernels.backward_dkdv_mma import backward_dkdv_mma
+from attn.kernels.backward_dq import backward_dq
+from attn.kernels.backward_dq_mma import backward_dq_mma
 from attn.kernels.parts.tensors import check_backward
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import Problem
+from attn.tinygrad_compat import UOp
 
 BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
+
+def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
+  """The kernel of dq and delta that a tile is for."""
+  return backward_dq(p, arch, tile, dlse) if isinstance(tile, BackwardTile) else backward_dq_mma(p, arch, tile, dlse)
+
+def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
+  """The kernel of dk and dv that a tile is for."""
+  return backward_dkdv(p, arch, tile) if isinstance(tile, BackwardTile) else backward_dkdv_mma(p, arch, tile)
 
 @dataclass(frozen=True)
 class BackwardChoice:
   """What computes the gradients: the BACKWARD_KERNELS with these tiles, or `three_pass`, and then why the kernels don't."""
-  tiles: tuple[BackwardTile, BackwardTile]|None
+  tiles: tuple[AnyBackwardTile, AnyBackwardTile]|None
   arch: Chip|None
   refused: str|None = None
   @property
-  def kernels(self) -> tuple[str, ...]: return () if self.tiles is None else BACKWARD_KERNELS
+  def kernels(self) -> tuple[str, ...]:
+    if self.tiles is None: return ()
+    return tuple(name + ("" if isinstance(tile, BackwardTile) else "_mma") for name, tile in zip(BACKWARD_KERNELS, self.tiles))
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
     if self.tiles is None:
@@ -27,11 +43,10 @@ class BackwardChoice:
     return f"gradient on {where}: " + ", ".join(f"{name} tile {tile}" for name, tile in zip(self.kernels, self.tiles))
 
 @functools.cache
-def can_differentiate(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]|str:
+def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they cannot compute its gradient."""
   if arch is None: return NO_UNIT
-  if arch.family == "nvidia": return f"{arch.name}: they are written for AMD's matrix units"
-  if (reason := amd_refuses(p, arch)) is not None: return reason
+  if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
   p = replace(p, num_splits=1)
   try:
     tiles = choose_backward_tiles(p, arch)

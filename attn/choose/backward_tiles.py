@@ -1,10 +1,14 @@
 """Which tiles the backward kernels get for a problem on a chip: the first row that fits, of a table for each family of matrix units.
 
-Chosen by the registers that clang 22 needs; nothing of it was measured.
+AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those that nvcc 13 needs; nothing of it was measured.
 """
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.chips import Chip
+from attn.chips.matrix import MMA
+from attn.choose.candidates import Burden
+from attn.choose.tiles import burden
+from attn.kernels.parts.backward_mma import MmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import Problem
@@ -49,9 +53,47 @@ DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, passes=2)),
 }
 
-def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
-  """The tiles of backward_dq and of backward_dkdv. Raises NotImplementedError where there is none."""
+@dataclass(frozen=True)
+class MmaBackwardCandidate:
+  """A tile of a backward kernel on mma.sync for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers; the
+  other fields are those of MmaBackwardTile."""
+  up_to: int
+  row_tiles: int
+  block_n: int
+  part_n: int
+  waves: int = 4
+  passes: int = 1
+  burden: Burden = Burden.BIAS
+
+DQ_MMA = (
+  MmaBackwardCandidate(64, 2, 32, 32),
+  MmaBackwardCandidate(128, 1, 32, 32),
+  MmaBackwardCandidate(256, 1, 16, 16))
+DKDV_MMA = (
+  MmaBackwardCandidate(64, 2, 32, 16, burden=Burden.OPTIONS),
+  MmaBackwardCandidate(64, 1, 32, 32, waves=8),
+  MmaBackwardCandidate(128, 1, 32, 16),
+  MmaBackwardCandidate(256, 1, 16, 16, passes=2))
+
+AnyBackwardTile = BackwardTile|MmaBackwardTile
+
+def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
+  """The tiles of the kernel of dq and of that of dk and dv. Raises NotImplementedError where there is none."""
+  if arch.family == "nvidia":
+    return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False), _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
   return _chosen("backward_dq", p, arch, DQ, p.Sq, False), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, True)
+
+def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
+  """As `_chosen`."""
+  mat, reasons = MMA[p.dtype], []
+  for c in table:
+    row_tiles = min(c.row_tiles, ceildiv(rows, mat.M))
+    waves = min(c.waves, ceildiv(rows, row_tiles*mat.M))
+    tile = MmaBackwardTile(mat, waves, row_tiles, c.block_n, c.part_n, keys=keys, passes=c.passes)
+    if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
+    elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of shared memory, {arch.name} has {arch.lds}")
+    else: return tile
+  raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
 
 def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], rows:int, keys:bool) -> BackwardTile:
   """`rows`: how many of its own a workgroup may have at most, for which it has no more waves than they fill."""

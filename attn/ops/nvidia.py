@@ -49,11 +49,24 @@ instruction("commit", lambda lanes, _: lanes.commit_stores(), cuda=Body('asm vol
 instruction("wait", lambda lanes, _, but: lanes.wait_stores(but),
             cuda=lambda printer, out, but: Body('asm volatile("cp.async.wait_group %0;" :: "n"(BUT) : "memory");\nreturn 0.0f;', "", (("BUT", but),)))
 
+def _put(lanes:Any, to:Any, value:Array, gate:Array) -> Array:
+  lanes.store_bytes(to, np.zeros(len(gate), np.int64), np.ascontiguousarray(np.atleast_2d(value).T).view(np.uint8).T, gate & lanes.active)
+  return np.zeros(len(gate), np.float32)
+
+def _put_text(printer:Any, out:str, kind:str) -> Body:
+  return Body(f"if (gate) *({kind}*)to = x;\nreturn 0.0f;", "to x gate", name=f"put_{kind}")
+
+instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
+
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
   """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are
   INDEXes, each `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both
   addresses are aligned to 16 and the data are there after `wait_copies`. A statement."""
   return statement("copy", to, source, nbytes.cast(dtypes.int), gate, step=step, asynchronous=asynchronous)
+def put(to:UOp, value:UOp, gate:UOp) -> UOp:
+  """Stores a number, or a vector, to shared memory, an INDEX, where `gate` holds. (At a store that tinygrad sees it would add a barrier.) A
+  statement."""
+  return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(order:UOp) -> UOp:
   """The copies started since the last one make a group. A statement."""
   return statement("commit", order)

@@ -48,12 +48,20 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """NVIDIA's grid: the blocks of a group of heads run together, under a causal mask of as many as the cache holds."""
-  new, heads = Allocator(), heads_of(p, tile)
-  n = p.B*p.H//heads
+  heads = heads_of(p, tile)
   cached = CACHED*(p.H//p.Hkv//heads)//(p.itemsize*p.Sk*(p.D + p.Dv)) if p.window[1] >= 0 else 1
+  return _in_group_fastest(ceildiv(p.Sq*heads, tile.block_m), p.B*p.H//heads, cached, tile, mat)
+
+def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
+  """The same over blocks of keys and key/value heads, of whose queries the cache holds as many."""
+  cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if p.window[1] >= 0 else 1
+  return _in_group_fastest(ceildiv(p.Sk, tile.block_m), p.B*p.Hkv, cached, tile, mat)
+
+def _in_group_fastest(blocks:int, n:int, cached:int, tile:BlockTile, mat:Mma) -> Grid:
+  new = Allocator()
   together = max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, cached))
   group = new.range(n//together, AxisType.GLOBAL)
-  block = new.range(ceildiv(p.Sq*heads, tile.block_m), AxisType.GLOBAL)
+  block = new.range(blocks, AxisType.GLOBAL)
   in_group = new.range(together, AxisType.GLOBAL)
   lane = new.range(mat.wave, AxisType.WARP)
   wave = new.range(tile.waves, AxisType.WARP)
@@ -103,7 +111,8 @@ class Workgroup:
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, walked)
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane, names:Shapes) -> Workgroup:
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane,
+              names:Shapes) -> Workgroup:
     """The same of one that owns keys of a key/value head, and walks over the queries of those that share them. The first of these is `first_head`."""
     given = by_name(names, args)
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
@@ -182,11 +191,12 @@ class Workgroup:
     begin = to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in store_row(self.arch, to.buffer, p.dtype, to.width, begin, column, values, row.there)]
 
-  def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int) -> UOp:
+  def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
     """The kernel of so many operations that ends in these stores to the tensors `names`, and in those of 0 to the rows that are of no sequence."""
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"
+    if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
     return self.named(name, [*outputs, *self.cleared_gradients(names)], Estimates(ops=count, lds=nbytes, mem=nbytes))
 
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:
