@@ -8,12 +8,12 @@ import pytest
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
-from attn.kernels import backward_dkdv_mma, backward_dq, backward_dq_mma
+from attn.kernels import backward_dkdv_mma, backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dq import BackwardDq
-from attn.kernels.backward_dq_mma import BackwardDqMma
-from attn.kernels.parts import gradients
+from attn.kernels.parts import backward_warps, gradients
 from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.backward_warps import OwnQueries
 from attn.kernels.parts.gradients import RowNumbers
 from attn.kernels.parts.scores import LOG2E, Scores
 from attn.kernels.parts.workgroup import Workgroup
@@ -130,9 +130,9 @@ def wrong(monkeypatch:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any],
 NOTHING = UOp.const(0.0, dtypes.float)
 def without_delta(m:pytest.MonkeyPatch) -> None:
   m.setattr(BackwardDq, "delta", NOTHING)
-  m.setattr(BackwardDqMma, "delta", lambda self, in_block, row: NOTHING)
+  m.setattr(OwnQueries, "delta", lambda self, in_block, row: NOTHING)
 def without_dlse(m:pytest.MonkeyPatch) -> None:
-  for of in (BackwardDq, BackwardDqMma):
+  for of in (BackwardDq, OwnQueries):
     wrong(m, of, "number", lambda number: lambda self, name, *row: NOTHING if name == "dlse" else number(self, name, *row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
   """softmax_scale once more than it should be, or once less."""
@@ -154,7 +154,7 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  for of in (gradients, backward_dq, backward_dq_mma, backward_dkdv_mma): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
+  for of in (gradients, backward_dq, backward_warps, backward_dkdv_mma): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))

@@ -8,8 +8,12 @@ from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
 from attn.choose.dispatch import NO_UNIT, amd_refuses, mma_refuses
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dkdv_mma import backward_dkdv_mma
+from attn.kernels.backward_dkdv_wgmma import backward_dkdv_wgmma
 from attn.kernels.backward_dq import backward_dq
 from attn.kernels.backward_dq_mma import backward_dq_mma
+from attn.kernels.backward_dq_wgmma import backward_dq_wgmma
+from attn.kernels.parts.backward_mma import MmaBackwardTile
+from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.tensors import check_backward
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import Problem
@@ -17,13 +21,17 @@ from attn.tinygrad_compat import UOp
 
 BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
 
+SUFFIXES = {BackwardTile: "", MmaBackwardTile: "_mma", WgmmaBackwardTile: "_wgmma"}      # of the kernel that a tile is for
+
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
   """The kernel of dq and delta that a tile is for."""
-  return backward_dq(p, arch, tile, dlse) if isinstance(tile, BackwardTile) else backward_dq_mma(p, arch, tile, dlse)
+  if isinstance(tile, WgmmaBackwardTile): return backward_dq_wgmma(p, arch, tile, dlse)
+  return backward_dq_mma(p, arch, tile, dlse) if isinstance(tile, MmaBackwardTile) else backward_dq(p, arch, tile, dlse)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   """The kernel of dk and dv that a tile is for."""
-  return backward_dkdv(p, arch, tile) if isinstance(tile, BackwardTile) else backward_dkdv_mma(p, arch, tile)
+  if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile)
+  return backward_dkdv_mma(p, arch, tile) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile)
 
 @dataclass(frozen=True)
 class BackwardChoice:
@@ -34,7 +42,7 @@ class BackwardChoice:
   @property
   def kernels(self) -> tuple[str, ...]:
     if self.tiles is None: return ()
-    return tuple(name + ("" if isinstance(tile, BackwardTile) else "_mma") for name, tile in zip(BACKWARD_KERNELS, self.tiles))
+    return tuple(name + SUFFIXES[type(tile)] for name, tile in zip(BACKWARD_KERNELS, self.tiles))
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
     if self.tiles is None:

@@ -8,9 +8,12 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.choose.candidates import Burden
 from attn.choose.tiles import burden
+from attn.choose.dispatch import wgmma_refuses
 from attn.kernels.parts.backward_mma import MmaBackwardTile
+from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BackwardTile
+from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
 @dataclass(frozen=True)
@@ -75,13 +78,37 @@ DKDV_MMA = (
   MmaBackwardCandidate(128, 1, 32, 16),
   MmaBackwardCandidate(256, 1, 16, 16, passes=2))
 
-AnyBackwardTile = BackwardTile|MmaBackwardTile
+@dataclass(frozen=True)
+class WgmmaBackwardCandidate:
+  """A tile of a backward kernel on wgmma for head dimensions up to `up_to`; the other fields are those of WgmmaBackwardTile."""
+  up_to: int
+  groups: int
+  block_n: int
+
+DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80), WgmmaBackwardCandidate(128, 2, 80))
+DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 2, 64))
+
+AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile
 
 def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
   """The tiles of the kernel of dq and of that of dk and dv. Raises NotImplementedError where there is none."""
   if arch.family == "nvidia":
+    if wgmma_backward_refuses(p, arch) is None: return _chosen_wgmma(p, DQ_WGMMA, False), _chosen_wgmma(p, DKDV_WGMMA, True)
     return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False), _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
   return _chosen("backward_dq", p, arch, DQ, p.Sq, False), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, True)
+
+def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
+  """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""
+  if (reason := wgmma_refuses(p, arch)) is not None: return reason
+  if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
+  if (widest := max(p.D, p.Dv)) > (most := DQ_WGMMA[-1].up_to): return f"D={p.D}, Dv={p.Dv}: there are registers for {most}, not for {widest}"
+  if p.bias is not None: return "bias: it takes as many registers as the scores"
+  rows = wgmma.M
+  return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
+
+def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], keys:bool) -> WgmmaBackwardTile:
+  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to)
+  return WgmmaBackwardTile(MMA[p.dtype], c.groups, c.block_n, keys)
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
   """As `_chosen`."""

@@ -13,7 +13,7 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.gradients import RowNumbers, gradients_of, weights_of, where_known
+from attn.kernels.parts.gradients import PASSES, RowNumbers, gradients_of, weights_of, where_known
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -49,8 +49,6 @@ def _columns(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[Ld
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]
-
-PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
 
 @dataclass(frozen=True)
 class DkdvState(TripState):

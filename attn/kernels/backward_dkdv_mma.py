@@ -6,22 +6,19 @@ share the keys: S^T = K Q^T and dP^T = V dO^T, and P^T and dS^T in registers are
 and delta, which belong to the columns, come to shared memory with them. Nothing is summed across blocks: the result is the same in every run.
 """
 from __future__ import annotations
-import functools
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
-from attn.kernels.parts.gradients import exponent, gradients_of, weights_of_rows
+from attn.kernels.parts.backward_warps import OwnKeys, fragments
+from attn.kernels.parts.gradients import PASSES, exponent, gradients_of, weights_of_rows
 from attn.kernels.parts.rows import Rows
-from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
-
-PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
 
 def backward_dkdv_mma(p:Problem, arch:Chip, tile:MmaBackwardTile) -> Callable[..., UOp]:
   """The kernel that computes dk and dv, given the delta of `backward_dq_mma`, as a function of its placeholders: those of `tensors.dkdv_arguments(p)`
@@ -33,7 +30,7 @@ def backward_dkdv_mma(p:Problem, arch:Chip, tile:MmaBackwardTile) -> Callable[..
   def program(*args:UOp) -> UOp:
     warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p))
     widths, wanted = {"dk": p.D, "dv": p.Dv}, PASSES[tile.passes]
-    state = BackwardState.of(warps, tile, max(sum(MmaBackward.tiles_of(widths[name], tile) for name in names) for names in wanted))
+    state = BackwardState.of(warps, tile, max(sum(fragments(widths[name], tile.matrix) for name in names) for names in wanted))
     first, *rest = [BackwardDkdvMma(warps, tile, state, names, warps.group.first_head) for names in wanted]
     s, stores = first.computed(first.started(first.cleared(state), first.copies_of_own(state)))
     for one in rest:
@@ -43,21 +40,8 @@ def backward_dkdv_mma(p:Problem, arch:Chip, tile:MmaBackwardTile) -> Callable[..
   return program
 
 @dataclass(frozen=True)
-class BackwardDkdvMma(MmaBackward):
-  """One pass of the kernel of one problem, as a thread sees it: what is the same in all trips over the queries of `head`."""
-  head: UOp
-
-  @functools.cached_property
-  def keys(self) -> list[list[Row]]:
-    """A lane's keys of each tile."""
-    group, found = self.warps.group, list[list[Row]]()
-    for first in self.in_block:
-      keys = [group.first_row + first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
-      found.append([Row(group.batch, self.head, key, key < (group.sequence.n_k if self.p.varlen else self.p.Sk)) for key in keys])
-    return found
-  @property
-  def scores(self) -> Scores: return replace(super().scores, first=replace(self.warps.group.scores.first, head=self.head))
-
+class BackwardDkdvMma(MmaBackward, OwnKeys):
+  """One pass of the kernel of one problem, as a thread sees it."""
   # ***** the algorithm *****
   def copies_of_own(self, s:BackwardState) -> list[UOp]:
     group = self.warps.group
@@ -66,7 +50,7 @@ class BackwardDkdvMma(MmaBackward):
   def computed(self, s:BackwardState) -> tuple[BackwardState, list[UOp]]:
     """A pass, and the stores of what it computes."""
     s = self.over_heads(s)
-    return s, [x for name in self.wanted for x in self.gradient(s, name, self.keys, self.p.softmax_scale if name == "dk" else 1.0)]
+    return s, self.gradients(s.acc)
 
   def over_heads(self, s:BackwardState) -> BackwardState:
     """All queries of all heads that share the keys. When a head is done, so is all that was read and copied of it."""
@@ -106,7 +90,7 @@ class BackwardDkdvMma(MmaBackward):
     """The parts of dK and dV that some queries of a tile have."""
     number, exponents = t*self.parts + part, self.columns(s, t, part, 0)
     raw = self.with_rows(s, self.own("k"), self.walked("q", t), part, [[nv.zero(s.done)]*len(exponents) for _ in self.keys])
-    weights = [weights_of_rows(self.scores, x, [exponents]*nv.ROWS, rows, number, masked) for rows, x in zip(self.keys, raw)]
+    weights = [weights_of_rows(self.of_part(self.scores), x, [exponents]*nv.ROWS, rows, number, masked) for rows, x in zip(self.keys, raw)]
     if "dv" in self.wanted: s = self.add_product(s, "dv", [p for p, _ in weights], self.walked("do", t), part)
     if "dk" not in self.wanted: return s
     start = [ops.concat(x, x) for x in self.columns(s, t, part, 1)]

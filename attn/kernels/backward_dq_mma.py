@@ -6,17 +6,14 @@ ring in shared memory, with one barrier a trip. dS in registers is operand A of 
 blocks: the result is the same in every run.
 """
 from __future__ import annotations
-import functools
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
-from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import exponent, gradients_of, weights_of_rows
-from attn.kernels.parts.rows import flat
-from attn.kernels.parts.scores import Row
+from attn.kernels.parts.backward_warps import OwnQueries, fragments
+from attn.kernels.parts.gradients import gradients_of, weights_of_rows
 from attn.kernels.parts.tensors import check_backward, dq_arguments
-from attn.kernels.parts.warps import Warps, total_of
+from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
@@ -30,16 +27,12 @@ def backward_dq_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, dlse:bool=False)
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
     warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse))
-    accs = MmaBackward.tiles_of(p.D, tile)
-    return BackwardDqMma(warps, tile, BackwardState.of(warps, tile, accs), ("dq",)).program()
+    return BackwardDqMma(warps, tile, BackwardState.of(warps, tile, fragments(p.D, tile.matrix)), ("dq",)).program()
   return program
 
 @dataclass(frozen=True)
-class BackwardDqMma(MmaBackward):
+class BackwardDqMma(MmaBackward, OwnQueries):
   """The kernel of one problem, as a thread sees it."""
-  @functools.cached_property
-  def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
-
   # ***** the algorithm *****
   def program(self) -> UOp:
     group, p = self.warps.group, self.p
@@ -47,9 +40,9 @@ class BackwardDqMma(MmaBackward):
     s = self.cleared(self.state)
     s = self.started(s, [x for source, to in rows for x in self.warps.copies(source, s.shared, group.first_row, to)])
     s = self.walk(s, group.walked, masked_first=p.window[0] >= 0)
-    stores = [x for own, deltas in zip(self.queries, self.deltas) for row, delta in zip(own, deltas) for x in self.kept_delta(row, delta)]
-    return group.gradient_kernel("backward_dq_mma", ("dq", "delta"), [*stores, *self.gradient(s, "dq", self.queries, p.softmax_scale)],
-                                 p.flops//(p.D + p.Dv)*(2*p.D + p.Dv), self.tile.lds_bytes(p))
+    stores = [*self.kept_deltas(), *self.gradient(s.acc, "dq", self.queries, p.softmax_scale)]
+    return group.gradient_kernel("backward_dq_mma", ("dq", "delta"), stores, p.flops//(p.D + p.Dv)*(2*p.D + p.Dv),
+                                 self.tile.lds_bytes(p))
 
   def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
     return self.started(s, self.warps.copies_of_keys(s.shared, t, self.walked("k", t), self.walked("v", t)))
@@ -62,36 +55,6 @@ class BackwardDqMma(MmaBackward):
     dp = self.with_rows(s, self.own("do"), self.walked("v", t), part, start)
     ds = []
     for rows, exponents, x, y in zip(self.queries, self.exponents, raw, dp):
-      p, slopes = weights_of_rows(self.scores, x, [[ops.splat(e, 2)]*columns for e in exponents], rows, number, masked)
+      p, slopes = weights_of_rows(self.of_part(self.warps.group.scores), x, [[ops.splat(e, 2)]*columns for e in exponents], rows, number, masked)
       ds.append(gradients_of(p, y, slopes))
     return self.add_product(s, "dq", ds, self.walked("k", t), part)
-
-  # ***** what a query has *****
-  def number(self, name:str, row:Row) -> UOp:
-    """Of lse or its like."""
-    rows = self.warps.group.numbers(name, row.head)
-    return rows.buffer[(rows.base + row.index).valid(row.there)].load()
-
-  @functools.cached_property
-  def exponents(self) -> list[list[UOp]]: return [[exponent(self.number("lse", row)) for row in own] for own in self.queries]
-
-  @functools.cached_property
-  def deltas(self) -> list[list[UOp]]:
-    return [[self.delta(first + self.mat.c_row(self.warps.at.lane, r), row) for r, row in enumerate(own)]
-            for first, own in zip(self.in_block, self.queries)]
-
-  def delta(self, in_block:UOp, row:Row) -> UOp:
-    """rowsum(dO * O) - dLSE, over the lanes that share a query."""
-    group, mat = self.warps.group, self.mat
-    def quads(name:str, unit:UOp) -> list[UOp]:
-      return group.rows(name).load_quads(group.first_row, self.tile.block_m, in_block, unit, group.p.out_dtype)
-    total = ops.splat(0.0, 4)
-    for first in range(0, self.own("do").units, mat.groups):
-      for o, do in zip(*[quads(name, first + self.warps.at.h) for name in ("o", "do")]): total = ops.add(total, ops.mul(o, do))
-    while (n := ops.length(total)) > 1: total = ops.add(ops.slice_(total, 0, n//2), ops.slice_(total, n//2, n//2))
-    total = total_of(total, 0)
-    return ops.sub(total, self.number("dlse", row)) if "dlse" in group.given else total
-
-  def kept_delta(self, row:Row, delta:UOp) -> list[UOp]:
-    number = place_of_row(self.p, self.warps.group.sequence, row)[0]
-    return [flat(self.warps.group.given["delta"])[number.valid(row.there & self.warps.at.h.eq(0))].store(delta)]

@@ -7,17 +7,17 @@ over the elements of its rows, and, transposed by ldmatrix, as B of products tha
 operand A of those and never leave their lanes.
 """
 from __future__ import annotations
-import functools, itertools
+import itertools
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.kernels.parts.backward_warps import WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
 from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.gradients import where_known
 from attn.kernels.parts.layouts import SwizzledRows
-from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.warps import Warps
-from attn.ops import common as ops, nvidia as nv
+from attn.ops import nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
@@ -77,41 +77,16 @@ class BackwardState(InOrder):
                          new.registers(2*tile.carried), Statements.of(new))
 
 @dataclass(frozen=True)
-class MmaBackward:
-  """A backward kernel of one problem, as a thread sees it: what is the same in all trips. `wanted`: what it accumulates, in this order."""
-  warps: Warps
+class MmaBackward(WarpsBackward):
+  """A backward kernel by mma.sync."""
   tile: MmaBackwardTile
-  state: BackwardState      # at the start
-  wanted: tuple[str, ...]
+  state: BackwardState
 
-  # ***** sizes *****
-  @property
-  def mat(self) -> Mma: return self.tile.matrix
-  @property
-  def p(self) -> Problem: return self.warps.group.p
-  @property
-  def scores(self) -> Scores:
-    """Those of a part of a trip's rows, which `t*parts + i` is the number of."""
-    return replace(self.warps.group.scores, block_n=self.tile.part_n)
   @property
   def parts(self) -> int: return self.tile.block_n//self.tile.part_n
-  @functools.cached_property
-  def in_block(self) -> list[UOp]:
-    """The first rows of the warp's tiles."""
-    return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
-  def width(self, name:str) -> int: return self.warps.group.rows(name).width
-  @staticmethod
-  def tiles_of(width:int, tile:MmaBackwardTile) -> int:
-    """C fragments of a tile of rows that are so wide."""
-    return round_up(width, tile.matrix.K)//tile.matrix.N
-  def accs(self, name:str) -> int:
-    """Accumulators of a gradient, of a tile of rows."""
-    return self.tiles_of(self.width(name), self.tile)
-  def place(self, name:str, i:int) -> range:
-    """Where those of the i-th tile are."""
-    before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))
-    first = i*sum(map(self.accs, self.wanted)) + before
-    return range(first, first + self.accs(name))
+  def of_part(self, scores:Scores) -> Scores:
+    """Those of a part of a trip's rows, which `t*parts + i` is the number of."""
+    return replace(scores, block_n=self.tile.part_n)
 
   # ***** shared memory *****
   def own(self, name:str) -> SwizzledRows:
@@ -196,15 +171,3 @@ class MmaBackward:
       for i, half in itertools.product(range(self.tile.row_tiles), range(2)):
         accs[i][2*pair + half] = nv.mma(mat, packed[i][step], b, half, accs[i][2*pair + half])
     return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.place(name, i), xs)])
-
-  # ***** the end *****
-  def gradient(self, s:BackwardState, name:str, rows:list[list[Row]], scale:float) -> list[UOp]:
-    """The stores of a gradient: 0 of keys beyond kv_lengths."""
-    group, stores = self.warps.group, list[UOp]()
-    for i, own in enumerate(rows):
-      for r, row in enumerate(own):
-        known = row.index < group.sequence.n_k if self.tile.keys and self.p.kv_lengths else None
-        parts = [where_known(known, ops.slice_(s.acc[j].load(), 2*r, 2), scale) for j in self.place(name, i)]
-        columns = [(n*self.mat.N + self.warps.at.h*self.mat.block, part) for n, part in enumerate(parts)]
-        stores += group.gradient(name, row, columns)
-    return stores

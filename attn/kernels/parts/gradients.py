@@ -10,6 +10,8 @@ from attn.kernels.parts.scores import LOG2E, NEG_INF, Row, Scores
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp, dtypes
 
+PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
+
 def exponent(log_sum:UOp) -> UOp:
   """What makes P = exp2(scores + exponent), scores in base 2, of an lse: -inf for a query that sees no key, whose P is 0."""
   return log_sum.eq(NEG_INF).where(NEG_INF, ops.mul(log_sum, -LOG2E))
