@@ -84,9 +84,12 @@ class WgmmaBackwardCandidate:
   up_to: int
   groups: int
   block_n: int
+  passes: int = 1
 
-DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80), WgmmaBackwardCandidate(128, 2, 80))
-DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 2, 64))
+DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80), WgmmaBackwardCandidate(128, 2, 64), WgmmaBackwardCandidate(192, 2, 48),
+            WgmmaBackwardCandidate(256, 2, 32))
+DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 2, 64), WgmmaBackwardCandidate(192, 2, 48, passes=2),
+              WgmmaBackwardCandidate(256, 2, 32, passes=2))
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile
 
@@ -101,14 +104,13 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
-  if (widest := max(p.D, p.Dv)) > (most := DQ_WGMMA[-1].up_to): return f"D={p.D}, Dv={p.Dv}: there are registers for {most}, not for {widest}"
   if p.bias is not None: return "bias: it takes as many registers as the scores"
   rows = wgmma.M
   return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
 
 def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], keys:bool) -> WgmmaBackwardTile:
   c = next(c for c in table if max(p.D, p.Dv) <= c.up_to)
-  return WgmmaBackwardTile(MMA[p.dtype], c.groups, c.block_n, keys)
+  return WgmmaBackwardTile(MMA[p.dtype], c.groups, c.block_n, keys, c.passes)
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
   """As `_chosen`."""

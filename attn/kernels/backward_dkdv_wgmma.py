@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable, Self
 from attn.chips import Chip
-from attn.kernels.parts.backward_warps import OwnKeys
+from attn.kernels.parts.backward_warps import OwnKeys, fragments
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
-from attn.kernels.parts.gradients import exponent, gradients_of, weights_of_rows
+from attn.kernels.parts.gradients import PASSES, exponent, gradients_of, weights_of_rows
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
@@ -23,31 +23,37 @@ def backward_dkdv_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile) -> Callabl
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
     warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p))
-    return BackwardDkdvWgmma(warps, tile, WgmmaBackwardState.of(warps, tile, p.Dv, p.D), ("dv", "dk"), warps.group.first_head).program()
+    accs, wanted = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}, PASSES[tile.passes]
+    state = WgmmaBackwardState.of(warps, tile, max(sum(map(accs.__getitem__, names)) for names in wanted))
+    passes = [BackwardDkdvWgmma(warps, tile, state, names, warps.group.first_head) for names in wanted]
+    s, stores = passes[0].begun(state), list[UOp]()
+    for number, one in enumerate(passes):
+      s = one.accumulated(s, number)
+      stores += (found := one.gradients(s.acc))
+      s = s.after(UOp.group(*found))
+    return warps.group.gradient_kernel("backward_dkdv_wgmma", ("dk", "dv"), stores, 2*p.flops, tile.lds_bytes(p))
   return program
 
 @dataclass(frozen=True)
 class BackwardDkdvWgmma(WgmmaBackward, OwnKeys):
-  """The kernel of one problem, as a thread sees it."""
+  """One pass of the kernel of one problem, as a thread sees it."""
   @property
   def heads(self) -> int: return self.p.H//self.p.Hkv
   def of_head(self, r:UOp) -> Self: return replace(self, head=self.warps.group.first_head + r)
 
   # ***** the algorithm *****
-  def program(self) -> UOp:
-    s = self.over_heads(self.begun(self.state))
-    return self.warps.group.gradient_kernel("backward_dkdv_wgmma", ("dk", "dv"), self.gradients(s.acc), 2*self.p.flops, self.tile.lds_bytes(self.p))
-
   def work(self, s:WgmmaBackwardState, trip:Trip, masked:bool) -> WgmmaBackwardState:
+    of_v, of_k = [name in self.wanted for name in ("dv", "dk")]
     s = self.start(s, s.scores, "k", "q", trip)                             # S^T = K Q^T
-    s = self.start(s, s.dp, "v", "do", trip)                                # dP^T = V dO^T
+    if of_k: s = self.start(s, s.dp, "v", "do", trip)                       # dP^T = V dO^T
     exponents = [ops.build(*[exponent(ops.extract(x, i)) for i in range(2)]) for x in self.columns(s, trip, 0)]
-    s = s.do(wgmma.wait_products(s.scores, s.done, but=1))
+    s = s.do(wgmma.wait_products(s.scores, s.done, but=int(of_k)))
     s = self.fetch(s, self.next(trip))                                      # the products of the trip before are done, too
-    raw = [x.load() for x in map(s.scores.__getitem__, range(len(exponents)))]
+    raw = [s.scores[i].load() for i in range(len(exponents))]
     p, slopes = weights_of_rows(self.scores, raw, [exponents]*nv.ROWS, self.keys[0], trip.tile, masked)
-    s = self.add(s.store(self.packed(s.p, p)), "dv", s.p, "do", trip)       # dV += P^T dO
-    s = s.do(wgmma.wait_products(s.dp, s.done, but=1))
+    if of_v: s = self.add(s.store(self.packed(s.p, p)), "dv", s.p, "do", trip)       # dV += P^T dO
+    if not of_k: return s
+    s = s.do(wgmma.wait_products(s.dp, s.done, but=int(of_v)))
     deltas = self.columns(s, trip, 1)
     dp = [ops.sub(s.dp[i].load(), ops.concat(x, x)) for i, x in enumerate(deltas)]
     return self.add(s.store(self.packed(s.ds, gradients_of(p, dp, slopes))), "dk", s.ds, "q", trip)     # dK += dS^T Q
@@ -59,7 +65,7 @@ class BackwardDkdvWgmma(WgmmaBackward, OwnKeys):
 
   def copies_of(self, s:WgmmaBackwardState, trip:Trip, there:UOp) -> list[UOp]:
     group, n, i, floats = self.warps.group, self.tile.block_n, self.warps.at.thread, s.shared.bitcast(dtypes.float)
-    head = group.first_head + trip.head
+    head = group.first_head + trip.turn%self.heads
     copies = [self.warps.copies(group.rows(name, head).up_to(there), s.shared, trip.tile*n, self.ring(name, trip)) for name in ("q", "do")]
     first, row = self.numbers(trip)*4 + i, trip.tile*n + i
     rows = [group.numbers(name, head) for name in ("lse", "delta")]

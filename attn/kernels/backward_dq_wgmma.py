@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.parts.backward_warps import OwnQueries
+from attn.kernels.parts.backward_warps import OwnQueries, fragments
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
 from attn.kernels.parts.gradients import gradients_of, weights_of_rows
 from attn.kernels.parts.tensors import check_backward, dq_arguments
@@ -22,7 +22,7 @@ def backward_dq_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, dlse:bool=Fa
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
     warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse))
-    return BackwardDqWgmma(warps, tile, WgmmaBackwardState.of(warps, tile, p.D), ("dq",)).program()
+    return BackwardDqWgmma(warps, tile, WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix)), ("dq",)).program()
   return program
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class BackwardDqWgmma(WgmmaBackward, OwnQueries):
   # ***** the algorithm *****
   def program(self) -> UOp:
     p = self.p
-    s = self.over_heads(self.begun(self.state))
+    s = self.accumulated(self.begun(self.state))
     stores = [*self.kept_deltas(), *self.gradient(s.acc, "dq", self.queries, p.softmax_scale)]
     return self.warps.group.gradient_kernel("backward_dq_wgmma", ("dq", "delta"), stores, p.flops//(p.D + p.Dv)*(2*p.D + p.Dv),
                                             self.tile.lds_bytes(p))

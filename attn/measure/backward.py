@@ -15,8 +15,9 @@ from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
 from attn.measure.peers import CUDNN, FLASH, OURS, ROUND_SECONDS, ROUNDS
+from attn.ops import renderers
 from attn.problem import Problem
-from attn.tinygrad_compat import Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
+from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
 from attn.values import FLOATS
 
 SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, Sk, D
@@ -25,7 +26,8 @@ SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, 
 APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4}     # of the largest element: how far gradients may lie apart
 
 def name_of(p:Problem, causal:bool) -> str:
-  heads, keys = f"{p.H}" + f"/{p.Hkv}"*(p.H != p.Hkv), f"{p.Sq}" + f"x{p.Sk}"*(p.Sq != p.Sk)
+  heads = f"{p.H}" if p.H == p.Hkv else f"{p.H}/{p.Hkv}"
+  keys = f"{p.Sq}" if p.Sq == p.Sk else f"{p.Sq}x{p.Sk}"
   return f"{p.B}x{heads}x{keys}x{p.D} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
@@ -37,7 +39,7 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
     inputs = [x.detach().requires_grad_(True) for x in (q, k, v)]
     try:
       with sdpa_kernel(backend):
-        o = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal, scale=p.softmax_scale, enable_gqa=p.H != p.Hkv)
+        o = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal, scale=p.softmax_scale, enable_gqa=p.H > p.Hkv)
       def gradients(o:Any=o, inputs:Any=inputs) -> tuple[Any, ...]: return tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
       gradients()
       found[name] = gradients
@@ -82,6 +84,7 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
   bits = [x.cpu().view(torch.int16).numpy().view(np.uint16) for x in inputs]
   timers = {name: torch_seconds(run) for name, run in theirs_run.items()} if peers else {}
   with foreign_cuda_context() as theirs:
+    renderers.adapt(Device.DEFAULT)
     arch, have = device_arch(), {name: Tensor(x).bitcast(FLOATS[p.dtype]).realize() for name, x in zip(("q", "k", "v", "do"), bits)}
     dq_tile, dkdv_tile = tiles or choose_backward_tiles(p, arch)
     steps = {"forward": (p.shapes, single_kernel(p, arch)[0]), "dq": (dq_arguments(p), dq_of(p, arch, dq_tile)),

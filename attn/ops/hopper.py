@@ -91,7 +91,7 @@ def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, in
     lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {step and 2};",
               f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, a, b, p, 1, 1, 0, 0;"]
   statements = [_descriptor("of_q", "q"), _descriptor("of_k", "k"), _assembly(accs, ["a", "b"], lines, '"l"(of_q), "l"(of_k), "r"(0)')]
-  return Body("\n".join(statements), "acc q k", name="start_scores")
+  return Body("\n".join(statements), "acc q k", name=f"start_scores_{8*accs}x{K*steps}")
 
 def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str) -> Body:
   lines, c, ptx = [], 4*accs, PTX[dtype]
@@ -100,7 +100,7 @@ def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str
     lines += [f"add.s64 b, %{c}, {step*2*ATOM >> 4};",
               f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, {{{a}}}, b, 1, 1, 1, 1;"]
   p = ", ".join(f'"r"(p[{step}].{e})' for step in range(steps) for e in "xyzw")
-  return Body("\n".join([_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}')]), "acc p v", name="start_output")
+  return Body("\n".join([_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}')]), "acc p v", name=f"start_output_{8*accs}x{K*steps}")
 
 def _wait_text(printer:Any, out:str, accs:int, but:int) -> Body:
   return Body(f'asm volatile("wgmma.wait_group.sync.aligned {but};"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",

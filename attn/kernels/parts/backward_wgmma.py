@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.backward_warps import WarpsBackward, fragments
+from attn.kernels.parts.backward_warps import WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
@@ -30,6 +30,7 @@ class WgmmaBackwardTile:
   groups: int              # warpgroups of a block
   block_n: int             # rows of a trip
   keys: bool = False       # its own rows are keys
+  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
 
   pack_gqa: ClassVar[bool] = False
   row_tiles: ClassVar[int] = 1
@@ -67,10 +68,9 @@ class WgmmaBackwardState(InOrder):
   statements: Statements
 
   @staticmethod
-  def of(warps:Warps, tile:WgmmaBackwardTile, *widths:int) -> WgmmaBackwardState:
-    """With the accumulators of gradients that are so wide."""
+  def of(warps:Warps, tile:WgmmaBackwardTile, accs:int) -> WgmmaBackwardState:
+    """With so many accumulators."""
     new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
-    accs = sum(fragments(width, mat) for width in widths)
     return WgmmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4),
                               new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new))
   @property
@@ -80,9 +80,9 @@ class WgmmaBackwardState(InOrder):
 
 @dataclass(frozen=True)
 class Trip:
-  """A tile on the way over those of one head after another: its number, that of its head, and how many came before it."""
+  """A tile on the way over those of one head after another, in each pass: its number, the turn of its head, and how many came before it."""
   tile: UOp
-  head: UOp|int
+  turn: UOp|int
   index: UOp
 
 @dataclass(frozen=True)
@@ -97,6 +97,10 @@ class WgmmaBackward(WarpsBackward):
   def heads(self) -> int:
     """How many heads the block walks over, one after another."""
     return 1
+  @property
+  def turns(self) -> int:
+    """Walks over the tiles of a head, in all passes."""
+    return self.heads*self.tile.passes
 
   # ***** shared memory *****
   def own(self, name:str) -> SwizzledPanels:
@@ -124,51 +128,50 @@ class WgmmaBackward(WarpsBackward):
     raise NotImplementedError
 
   def begun(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    """Nothing is accumulated, and the own rows and the first tile are on their way."""
-    nothing = UOp.const(0.0, dtypes.float)
-    s = s.store([s.statements.do(nothing)], store_all(s.acc, [nv.zero(nothing)]*s.acc.max_numel()))
+    """The own rows and the first tile are on their way."""
+    s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))])
     s = s.do(wgmma.init(s.arrivals, self.warps.at.thread.eq(0), self.tile.threads))
     s = s.after(workgroup_barrier(s.done))
     return self.fetch(s.do(*self.copies_of_own(s)), self.trip_of(self.walked.begin, 0))
 
-  def trip_of(self, t:UOp, head:UOp|int) -> Trip: return Trip(t, head, head*(self.walked.end - self.walked.begin) + t - self.walked.begin)
+  def trip_of(self, t:UOp, turn:UOp|int) -> Trip: return Trip(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, trip:Trip) -> Trip:
     """The trip after this one."""
     t, index = trip.tile + 1, trip.index + 1
-    if self.heads == 1: return Trip(t, trip.head, index)
+    if self.turns == 1: return Trip(t, trip.turn, index)
     same = t < self.walked.end
-    return Trip(same.where(t, self.walked.begin), same.where(trip.head, trip.head + 1), index)
+    return Trip(same.where(t, self.walked.begin), same.where(trip.turn, trip.turn + 1), index)
 
   def fetch(self, s:WgmmaBackwardState, trip:Trip) -> WgmmaBackwardState:
     """Its tile, if there is one, is on its way; this thread arrives when its part is there."""
     there = (self.walked.end*self.tile.block_n).minimum(self.warps.group.scores.walk.count)
-    if self.heads > 1: there = (trip.index < self.heads*(self.walked.end - self.walked.begin)).where(there, 0)
+    if self.turns > 1: there = (trip.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
     s = s.do(*self.copies_of(s, trip, there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
-  def over_heads(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    """All trips, and what they have started is done."""
-    if self.heads == 1: s = self.walk(s, 0)
+  def accumulated(self, s:WgmmaBackwardState, number:int=0) -> WgmmaBackwardState:
+    """All trips of pass `number`, over one head after another, and what they have started is done."""
+    s = s.store(store_all(s.acc, [nv.zero(s.done)]*s.acc.max_numel()))
+    if self.heads == 1: s = self.walk(s, number)
     else:
       r = self.warps.group.grid.allocator.range(self.heads, AxisType.LOOP)
-      s = s.after(self.of_head(r).walk(s.after(r), r).done.end(r))
+      s = s.after(self.of_head(r).walk(s.after(r), number*self.heads + r).done.end(r))
     return s.do(wgmma.wait_products(s.acc, s.done))
   def of_head(self, r:UOp) -> Self:
     """The same in the r-th head's trips."""
     raise NotImplementedError
 
-  def walk(self, s:WgmmaBackwardState, head:UOp|int) -> WgmmaBackwardState:
+  def walk(self, s:WgmmaBackwardState, turn:UOp|int) -> WgmmaBackwardState:
     """Over the tiles of a head, those that no mask touches without masks."""
     tiles = self.walked
-    if self.warps.group.scores.walk.back >= 0: s = self.trips(s, head, tiles.begin, tiles.full_begin, masked=True)
-    s = self.trips(s, head, tiles.full_begin, tiles.full_end, masked=False)
-    return self.trips(s, head, tiles.full_end, tiles.end, masked=True)
+    if self.warps.group.scores.walk.back >= 0: s = self.trips(s, turn, tiles.begin, tiles.full_begin, masked=True)
+    s = self.trips(s, turn, tiles.full_begin, tiles.full_end, masked=False)
+    return self.trips(s, turn, tiles.full_end, tiles.end, masked=True)
 
-  def trips(self, s:WgmmaBackwardState, head:UOp|int, first:UOp, last:UOp, masked:bool) -> WgmmaBackwardState:
+  def trips(self, s:WgmmaBackwardState, turn:UOp|int, first:UOp, last:UOp, masked:bool) -> WgmmaBackwardState:
     if (count := trip_count(last - first)) is None: return s
     r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
-    trip = self.trip_of(first + r, head)
-    s = s.after(r)
+    trip, s = self.trip_of(first + r, turn), s.after(r)
     s = s.do(wgmma.arrived(s.arrivals, trip.index, s.done))
     return s.after(self.work(s, trip, masked).done.end(r))
 
