@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
-from attn.chips import get_chip
 from attn.choose.backward import dkdv_of, dq_of
 from attn.choose.backward_tiles import choose_backward_tiles
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Gradients, Options, arrange, exact_backward, judge, restore, rounded, same, same_backward
 from attn.tinygrad_compat import Context, Tensor
-from cases import DTYPES, Inputs, array, expected, normal, problem, tensor
+from cases import DTYPES, Inputs, array, chip, expected, normal, problem, tensor
 
 @dataclass(frozen=True)
 class Loss:
@@ -58,21 +58,23 @@ def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarr
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="") -> dict[str, np.ndarray]:
   """dq, dk and dv of the kernels, from the textbook's o and lse, in the shape of q, k and v. `only` one of them: "dq" or "dkdv", from the textbook's
-  delta."""
-  chip, (o, lse) = get_chip(arch), forward_results(p, x, extras)
-  dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, chip))
-  launches = {"dq": (dq_arguments(p, loss.dlse is not None), dq_of(p, chip, dq_tile, loss.dlse is not None)),
-              "dkdv": (dkdv_arguments(p), dkdv_of(p, chip, dkdv_tile))}
-  with Context(DEV=f"EMU::{arch}"):
-    done = {n: tensor(arrange(a, p.layout), p.dtype) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
-    done |= {n: tensor(arrange(a, p.layout), p.out_dtype) for n, a in (("o", o), ("do", loss.do))}
+  delta. On the emulator, or for the `arch` "CUDA" on that device."""
+  on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
+  dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, on))
+  launches = {"dq": (dq_arguments(p, loss.dlse is not None), dq_of(p, on, dq_tile, loss.dlse is not None)),
+              "dkdv": (dkdv_arguments(p), dkdv_of(p, on, dkdv_tile))}
+  with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
+    adapt(device)
+    done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
+    done |= {n: tensor(arrange(a, p.layout), p.out_dtype, device) for n, a in (("o", o), ("do", loss.do))}
     rows = {"lse": lse} if loss.dlse is None else {"lse": lse, "dlse": loss.dlse}
     if only == "dkdv": rows["delta"] = (loss.do*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
-    done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32") for n, a in rows.items()}
-    for n, a in extras.items(): done[n] = Tensor(a, device="EMU") if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32")
+    done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32", device) for n, a in rows.items()}
+    for n, a in extras.items():
+      done[n] = Tensor(a, device=device) if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
     for t in done.values(): t.realize()
     for names, fxn in [launches[only]] if only else launches.values():
-      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device="EMU") for n, (shape, dtype) in names.items()]
+      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
       done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
     found = {n: like for n, like in (("dq", x.q), ("dk", x.k), ("dv", x.v)) if n in done}
     Tensor.realize(*[done[n] for n in found])

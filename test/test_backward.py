@@ -6,23 +6,25 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.emulator import plan
-from attn.emulator.checks import LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
+from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
 from attn.kernels import backward_dkdv_mma, backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
+from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
 from attn.kernels.backward_dq import BackwardDq
-from attn.kernels.parts import backward_warps, gradients
+from attn.kernels.parts import backward_warps, backward_wgmma, gradients
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.backward_warps import OwnQueries
+from attn.kernels.parts.backward_wgmma import WgmmaBackward
 from attn.kernels.parts.gradients import RowNumbers
 from attn.kernels.parts.scores import LOG2E, Scores
 from attn.kernels.parts.workgroup import Workgroup
-from attn.ops import common as ops, nvidia
+from attn.ops import common as ops, hopper, nvidia
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels
-from cases import ARCHS, EVERY_ARCH, Inputs, floats, ints, normal
+from cases import ARCHS, EVERY_ARCH, GPU, Inputs, floats, ints, normal
 
 def one_in_turn(names:str, cases:Iterable[Any], on:Sequence[str]=ARCHS, always:Container[Any]=()) -> Any:
   """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`. What is in `always` runs by mma.sync in
@@ -123,9 +125,59 @@ def test_tiles_of_mma(fields:str) -> None:
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
 
-# ***** planted faults: each is caught *****
+# ***** wgmma *****
+
+LONG: dict[str, Any] = dict(H=1, Sq=100, Sk=133, D=16)      # a warpgroup has 64 rows
+
+BY_WGMMA: dict[str, dict[str, Any]] = {
+  "full": dict(dtype="bfloat16", dlse=True), "causal": dict(Sq=200, Sk=200, causal=True),
+  "more queries, causal": dict(Sq=230, Sk=70, causal=True), "top-left, bshd": dict(B=2, causal="top-left", layout="bshd", dtype="bfloat16"),
+  "window, grouped heads": dict(H=6, Hkv=2, Sq=150, window=(40, 20), layout="nsd"),
+  "D above Dv": dict(D=24, Dv=8, H=2, Hkv=1), "softcap, kv_lengths": dict(B=3, H=2, Hkv=1, softcap=100.0, extras=dict(kv_lengths=ints(40, 0, 133))),
+  "packed": dict(layout="thd", H=2, Hkv=1, Sq=130, Sk=190, causal=True, dlse=True,
+                 extras=dict(cu_seqlens_q=ints(3, 20, 20, 110), cu_seqlens_k=ints(2, 30, 41, 180))),
+  "alibi": dict(H=4, Hkv=2, causal=True, extras=dict(alibi_slopes=floats(4)**2)), "sinks": dict(H=2, extras=dict(sinks=floats(2))),
+  "long rows": dict(D=128, causal=True, dtype="bfloat16"), "two passes": dict(H=2, Hkv=1, D=136, Dv=40, window=(50, 9)),
+}
+
+RARE = ("two passes", "sinks", "more queries, causal", "long rows")     # or what others have the same of
+@pytest.mark.parametrize("arch", ("sm_90", GPU))
+@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in BY_WGMMA])
+def test_wgmma(arch:str, case:str) -> None: check_backward_kernels(arch, **{**LONG, **BY_WGMMA[case]})
+
+@pytest.mark.parametrize("make", ADVERSARIAL)
+def test_wgmma_adversarial(make:Callable[[Problem], Inputs]) -> None:
+  check_backward_kernels("sm_90", make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), size=1000.0 if make is level else 1.0)
+
+@pytest.mark.parametrize("groups, block_n, passes", ((1, 32, 2), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((3, 16, 1), (2, 128, 1)))))
+def test_tiles_of_wgmma(groups:int, block_n:int, passes:int) -> None:
+  check_backward_kernels("sm_90", H=2, Hkv=1, Sq=110, Sk=130, D=16, window=(90, 30),
+                         tiles=lambda t: replace(t, groups=groups, block_n=block_n, passes=passes if t.keys else 1))
 
 def wrong(monkeypatch:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: monkeypatch.setattr(of, name, make(getattr(of, name)))
+
+def a_ring_of_two(m:pytest.MonkeyPatch) -> None: m.setattr(backward_wgmma, "RING", 2)
+def before_a_tile_is_there(m:pytest.MonkeyPatch) -> None:
+  wrong(m, BackwardDkdvWgmma, "work", lambda work: lambda self, s, trip, masked: work(self, s, replace(trip, index=trip.index + 1), masked))
+def waits_for_one_less(m:pytest.MonkeyPatch) -> None:
+  wrong(m, hopper, "wait_products", lambda wait: lambda acc, order, but=0: wait(acc, order, but + 1))
+def numbers_of_the_next_tile(m:pytest.MonkeyPatch) -> None:
+  wrong(m, BackwardDkdvWgmma, "columns", lambda columns: lambda self, s, trip, kind: columns(self, s, self.next(trip), kind))
+def another_head(m:pytest.MonkeyPatch) -> None:
+  wrong(m, WgmmaBackward, "next", lambda next_: lambda self, trip: replace(next_(self, trip), turn=trip.turn))
+def mask_of_first_head(m:pytest.MonkeyPatch) -> None: m.setattr(BackwardDkdvWgmma, "of_head", lambda self, r: self)
+
+@pytest.mark.parametrize("plant, error, text", ((a_ring_of_two, LdsRace, "with no barrier between"), (another_head, AssertionError, "dk: "),
+                                                (before_a_tile_is_there, UninitialisedRead, "LDS that nobody has written"),
+                                                (waits_for_one_less, NotWaitedFor, "was not waited for"),
+                                                (numbers_of_the_next_tile, EmulatorError, "not waited for|nobody has written"),
+                                                (mask_of_first_head, AssertionError, "dk: ")))
+def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception], text:str) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error, match=text):
+    check_backward_kernels("sm_90", H=2, Hkv=1, Sq=350, Sk=70, D=16, causal=True, only="dkdv", extras=dict(alibi_slopes=floats(2)**2))
+
+# ***** planted faults: each is caught *****
 
 NOTHING = UOp.const(0.0, dtypes.float)
 def without_delta(m:pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, 
 APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4}     # of the largest element: how far gradients may lie apart
 
 def name_of(p:Problem, causal:bool) -> str:
-  heads = f"{p.H}" if p.H == p.Hkv else f"{p.H}/{p.Hkv}"
+  heads = f"{p.H}/{p.Hkv}" if p.Hkv < p.H else f"{p.H}"
   keys = f"{p.Sq}" if p.Sq == p.Sk else f"{p.Sq}x{p.Sk}"
   return f"{p.B}x{heads}x{keys}x{p.D} {'causal' if causal else 'full'} {p.dtype}"
 
@@ -39,7 +39,7 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
     inputs = [x.detach().requires_grad_(True) for x in (q, k, v)]
     try:
       with sdpa_kernel(backend):
-        o = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal, scale=p.softmax_scale, enable_gqa=p.H > p.Hkv)
+        o = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal, scale=p.softmax_scale, enable_gqa=p.Hkv < p.H)
       def gradients(o:Any=o, inputs:Any=inputs) -> tuple[Any, ...]: return tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
       gradients()
       found[name] = gradients

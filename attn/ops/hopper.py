@@ -100,7 +100,8 @@ def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str
     lines += [f"add.s64 b, %{c}, {step*2*ATOM >> 4};",
               f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, {{{a}}}, b, 1, 1, 1, 1;"]
   p = ", ".join(f'"r"(p[{step}].{e})' for step in range(steps) for e in "xyzw")
-  return Body("\n".join([_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}')]), "acc p v", name=f"start_output_{8*accs}x{K*steps}")
+  statements = [_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}')]
+  return Body("\n".join(statements), "acc p v", name=f"start_output_{8*accs}x{K*steps}")
 
 def _wait_text(printer:Any, out:str, accs:int, but:int) -> Body:
   return Body(f'asm volatile("wgmma.wait_group.sync.aligned {but};"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",
