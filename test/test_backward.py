@@ -14,7 +14,7 @@ from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
 from attn.kernels.backward_dq import BackwardDq
 from attn.kernels.parts import backward_warps, backward_wgmma, gradients
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.backward_warps import OwnQueries
+from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.backward_wgmma import WgmmaBackward
 from attn.kernels.parts.gradients import RowNumbers
 from attn.kernels.parts.scores import LOG2E, Scores
@@ -28,11 +28,11 @@ from cases import ARCHS, EVERY_ARCH, GPU, Inputs, floats, ints, normal
 
 def one_in_turn(names:str, cases:Iterable[Any], on:Sequence[str]=ARCHS, always:Container[Any]=()) -> Any:
   """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`. What is in `always` runs by mma.sync in
-  any case."""
+  any case, on the GPU, too."""
   def marks(i:int, case:Any, k:int, arch:str) -> Any: return () if i % len(on) == k or (arch == "sm_80" and case in always) else pytest.mark.thorough
   return pytest.mark.parametrize(f"{names}, arch", [
     pytest.param(case, arch, marks=marks(i, case, k, arch), id=f"{getattr(case, '__name__', case)}-{arch}")
-    for i, case in enumerate(cases) for k, arch in enumerate(on)])
+    for i, case in enumerate(cases) for k, arch in enumerate(on)] + [pytest.param(case, *GPU.values, marks=GPU.marks) for case in always])
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -182,9 +182,9 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
 NOTHING = UOp.const(0.0, dtypes.float)
 def without_delta(m:pytest.MonkeyPatch) -> None:
   m.setattr(BackwardDq, "delta", NOTHING)
-  m.setattr(OwnQueries, "delta", lambda self, in_block, row: NOTHING)
+  m.setattr(QueriesOfWarps, "delta", lambda self, in_block, row: NOTHING)
 def without_dlse(m:pytest.MonkeyPatch) -> None:
-  for of in (BackwardDq, OwnQueries):
+  for of in (BackwardDq, QueriesOfWarps):
     wrong(m, of, "number", lambda number: lambda self, name, *row: NOTHING if name == "dlse" else number(self, name, *row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
   """softmax_scale once more than it should be, or once less."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
-from attn.kernels.parts.backward_warps import OwnKeys, fragments
+from attn.kernels.parts.backward_warps import KeysOfWarps, fragments
 from attn.kernels.parts.gradients import PASSES, exponent, gradients_of, weights_of_rows
 from attn.kernels.parts.rows import Rows
 from attn.kernels.parts.statements import store_all
@@ -40,7 +40,7 @@ def backward_dkdv_mma(p:Problem, arch:Chip, tile:MmaBackwardTile) -> Callable[..
   return program
 
 @dataclass(frozen=True)
-class BackwardDkdvMma(MmaBackward, OwnKeys):
+class BackwardDkdvMma(MmaBackward, KeysOfWarps):
   """One pass of the kernel of one problem, as a thread sees it."""
   # ***** the algorithm *****
   def copies_of_own(self, s:BackwardState) -> list[UOp]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable, Self
 from attn.chips import Chip
-from attn.kernels.parts.backward_warps import OwnKeys, fragments
+from attn.kernels.parts.backward_warps import KeysOfWarps, fragments
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
 from attn.kernels.parts.gradients import PASSES, exponent, gradients_of, weights_of_rows
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
@@ -35,7 +35,7 @@ def backward_dkdv_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile) -> Callabl
   return program
 
 @dataclass(frozen=True)
-class BackwardDkdvWgmma(WgmmaBackward, OwnKeys):
+class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps):
   """One pass of the kernel of one problem, as a thread sees it."""
   @property
   def heads(self) -> int: return self.p.H//self.p.Hkv

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
-from attn.kernels.parts.backward_warps import OwnQueries, fragments
+from attn.kernels.parts.backward_warps import QueriesOfWarps, fragments
 from attn.kernels.parts.gradients import gradients_of, weights_of_rows
 from attn.kernels.parts.tensors import check_backward, dq_arguments
 from attn.kernels.parts.warps import Warps
@@ -31,7 +31,7 @@ def backward_dq_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, dlse:bool=False)
   return program
 
 @dataclass(frozen=True)
-class BackwardDqMma(MmaBackward, OwnQueries):
+class BackwardDqMma(MmaBackward, QueriesOfWarps):
   """The kernel of one problem, as a thread sees it."""
   # ***** the algorithm *****
   def program(self) -> UOp:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.parts.backward_warps import OwnQueries, fragments
+from attn.kernels.parts.backward_warps import QueriesOfWarps, fragments
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
 from attn.kernels.parts.gradients import gradients_of, weights_of_rows
 from attn.kernels.parts.tensors import check_backward, dq_arguments
@@ -26,7 +26,7 @@ def backward_dq_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, dlse:bool=Fa
   return program
 
 @dataclass(frozen=True)
-class BackwardDqWgmma(WgmmaBackward, OwnQueries):
+class BackwardDqWgmma(WgmmaBackward, QueriesOfWarps):
   """The kernel of one problem, as a thread sees it."""
   # ***** the algorithm *****
   def program(self) -> UOp:

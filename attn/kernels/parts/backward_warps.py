@@ -63,7 +63,7 @@ class WarpsBackward:
     return stores
 
 @dataclass(frozen=True)
-class OwnQueries(WarpsBackward):
+class QueriesOfWarps(WarpsBackward):
   """Whose own rows are queries."""
   @functools.cached_property
   def queries(self) -> list[list[Row]]:
@@ -102,7 +102,7 @@ class OwnQueries(WarpsBackward):
     return [to[place_of_row(self.p, x, row)[0].valid(row.there & first)].store(delta) for row, delta in both]
 
 @dataclass(frozen=True)
-class OwnKeys(WarpsBackward):
+class KeysOfWarps(WarpsBackward):
   """Whose own rows are keys, in a walk over the queries of `head`."""
   head: UOp
 
