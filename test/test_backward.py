@@ -137,6 +137,7 @@ BY_WGMMA: dict[str, dict[str, Any]] = {
   "packed": dict(layout="thd", H=2, Hkv=1, Sq=130, Sk=190, causal=True, dlse=True,
                  extras=dict(cu_seqlens_q=ints(3, 20, 20, 110), cu_seqlens_k=ints(2, 30, 41, 180))),
   "alibi": dict(H=4, Hkv=2, causal=True, extras=dict(alibi_slopes=floats(4)**2)), "sinks": dict(H=2, extras=dict(sinks=floats(2))),
+  "bias": dict(H=2, Hkv=1, softcap=4.0, extras=dict(bias=floats(1, 2, 100, 133))),
   "long rows": dict(D=128, causal=True, dtype="bfloat16"), "two passes": dict(H=2, Hkv=1, D=136, Dv=40, window=(50, 9)),
 }
 

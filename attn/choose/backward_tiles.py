@@ -1,6 +1,6 @@
 """Which tiles the backward kernels get for a problem on a chip: the first row that fits, of a table for each family of matrix units.
 
-AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those that nvcc 13 needs; nothing of it was measured.
+AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those that nvcc 13 needs, and not measured.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -80,14 +80,16 @@ DKDV_MMA = (
 
 @dataclass(frozen=True)
 class WgmmaBackwardCandidate:
-  """A tile of a backward kernel on wgmma for head dimensions up to `up_to`; the other fields are those of WgmmaBackwardTile."""
+  """A tile of a backward kernel on wgmma for head dimensions up to `up_to`; the other fields are those of WgmmaBackwardTile, measured on an H200
+  (docs/nvidia.md)."""
   up_to: int
   groups: int
   block_n: int
   passes: int = 1
+  capped: bool = True      # whether there are registers for a softcap
 
-DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80), WgmmaBackwardCandidate(128, 2, 64), WgmmaBackwardCandidate(192, 2, 48),
-            WgmmaBackwardCandidate(256, 2, 32))
+DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80, capped=False), WgmmaBackwardCandidate(64, 3, 64), WgmmaBackwardCandidate(128, 2, 64),
+            WgmmaBackwardCandidate(192, 2, 48), WgmmaBackwardCandidate(256, 2, 32))
 DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 2, 64), WgmmaBackwardCandidate(192, 2, 48, passes=2),
               WgmmaBackwardCandidate(256, 2, 32, passes=2))
 
@@ -104,12 +106,11 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
-  if p.bias is not None: return "bias: it takes as many registers as the scores"
   rows = wgmma.M
   return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
 
 def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], keys:bool) -> WgmmaBackwardTile:
-  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to)
+  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.capped or not p.softcap))
   return WgmmaBackwardTile(MMA[p.dtype], c.groups, c.block_n, keys, c.passes)
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
