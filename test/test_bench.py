@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import bench
+from attn.measure import backward
 from attn.problem import Problem
 from attn.reference import exact
 from attn.tinygrad_compat import Context
@@ -130,3 +131,10 @@ def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
 def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setitem(sys.modules, "torch", None)
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
+
+def test_problems_of_the_backward() -> None:
+  """What `python -m attn.measure.backward` measures, by words."""
+  both = backward.problems(["32/8", "bfloat16"])
+  assert [(p.H, p.Hkv, p.D, causal) for p, causal in both] == [(32, 8, 128, False), (32, 8, 128, True)]
+  assert [backward.name_of(*x) for x in both] == ["4x32/8x4096x128 full bfloat16", "4x32/8x4096x128 causal bfloat16"]
+  assert backward.name_of(*backward.problems(["65536"])[0]).startswith("1x8x64x65536x128 full") and len(backward.problems([])) == 32

@@ -80,6 +80,8 @@ def test_splits_with_sinks() -> None: check_gradients(through=("o", "lse"), Sk=1
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "sm_80", pytest.param("sm_90", marks=pytest.mark.thorough)])
 def test_every_kind_of_chip(arch:str) -> None: check_gradients(arch, through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=12, Sk=16)
 
+def test_warpgroups() -> None: check_gradients("sm_90", through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=66, Sk=70)
+
 @pytest.mark.parametrize("dtype, D", [("float32", 16), ("float16", 264)])
 def test_where_forward_is_three_pass(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
 

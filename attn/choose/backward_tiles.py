@@ -98,7 +98,7 @@ AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile
 def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
   """The tiles of the kernel of dq and of that of dk and dv. Raises NotImplementedError where there is none."""
   if arch.family == "nvidia":
-    if wgmma_backward_refuses(p, arch) is None: return _chosen_wgmma(p, DQ_WGMMA, False), _chosen_wgmma(p, DKDV_WGMMA, True)
+    if wgmma_backward_refuses(p, arch) is None: return _chosen_wgmma(p, DQ_WGMMA, p.Sq, False), _chosen_wgmma(p, DKDV_WGMMA, p.Sk, True)
     return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False), _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
   return _chosen("backward_dq", p, arch, DQ, p.Sq, False), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, True)
 
@@ -109,9 +109,10 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   rows = wgmma.M
   return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
 
-def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], keys:bool) -> WgmmaBackwardTile:
+def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], rows:int, keys:bool) -> WgmmaBackwardTile:
+  """As `_chosen`; every problem has one."""
   c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.capped or not p.softcap))
-  return WgmmaBackwardTile(MMA[p.dtype], c.groups, c.block_n, keys, c.passes)
+  return WgmmaBackwardTile(MMA[p.dtype], min(c.groups, ceildiv(rows, wgmma.M)), c.block_n, keys, c.passes)
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
   """As `_chosen`."""
