@@ -7,9 +7,11 @@ DTYPE      float16, bfloat16             OUT_DTYPE  the same or float32         
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds from the machine code                                                CSV      a file for the table
-TUNE       1: on a GPU, times every tile that the forward kernel may have instead, and keeps the fastest for dispatch in the user's cache directory
+TUNE       1: on a GPU, times every tile that the kernel, with BWD=1 each of the two, may have instead, and keeps the fastest for dispatch in the
+           user's cache directory
 COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over a list of shapes
 PLOT       with COMPARE=1, a picture of it (needs matplotlib)
+BWD        1: the gradients of q, k and v: their rate counts 2.5 times the operations of forward, and beside it all seven products that are computed
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
 """
 from __future__ import annotations
@@ -20,21 +22,27 @@ import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn.api.checked_kernel import default_arch, device_arch
 from attn.api.custom_kernel import flash_attention_fn
+from attn.api.gradient import Launch, added, backward_kernels
 from attn.chips import Chip
 from attn.choose import tuned
-from attn.choose.candidates import Candidate
+from attn.choose.backward import can_differentiate, choose_backward, choose_parts
+from attn.choose.backward_tiles import backward_fits, backward_tile
+from attn.choose.candidates import BackwardCandidate, Candidate
 from attn.choose.dispatch import KERNELS, choose, single_kernel
 from attn.choose.tiles import amd_tile, fits
 from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
+from attn.kernels.backward_dkdv import backward_dkdv
+from attn.kernels.backward_dq import backward_dq
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.ops.renderers import render
 from attn.problem import Problem, problem_of
-from attn.reference import LSE_ULPS, Verdict, arrange, exact, judge, restore, rounded, same
+from attn.reference import LSE_ULPS, Verdict, arrange, exact, exact_backward, judge, restore, rounded, same, same_backward
 from attn.tinygrad_compat import UOp, compiled, device_seconds
 from attn.values import FLOATS
 with needs("bench", "bench.py", __name__):
@@ -53,6 +61,7 @@ SWEEP: list[dict[str, Any]] = [
   {"D": 64}, {"D": 128}, {"D": 256}, {"D": 80}, {"CAUSAL": "1"}, {"CAUSAL": "top-left", "N": 100, "SK": 333}, {"N": 1, "SK": 777}, {"H": 8, "HKV": 2},
   {"H": 7, "HKV": 1, "CAUSAL": "1"}, {"WINDOW": "64,0"}, {"LAYOUT": "bshd"}, {"DTYPE": "bfloat16"}, {"DTYPE": "bfloat16", "OUT_DTYPE": "float32"}]
 SAMPLE = 1 << 24   # scores that VERIFY=1 computes in float64, at most
+MOST_SCORES = 1 << 26     # of one head of keys, that are in memory for the gradients in float64
 
 class BadSetting(Exception): pass
 
@@ -66,6 +75,7 @@ class Settings:
   count: int
   seed: int
   verify: int
+  backward: bool = False
 
 def number(name:str, default:int, least:int=1) -> int:
   try: value = int(text := getenv(name, str(default)))
@@ -95,8 +105,13 @@ def settings(default:Mapping[str, Any]) -> Settings:
   if H % HKV: raise BadSetting(f"HKV={HKV}: must divide H={H}")
   q, k, v, o, lse_shape = shapes(B, H, HKV, N, SK, D, DV, layout)
   p = problem_of(o, q, k, v, dtypes=[out, *[dtype]*3, "float32"], lse=lse_shape if lse else None, causal=causal, window=window, layout=layout)
-  return Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0),
-                  choice("VERIFY", "1", {"0": 0, "1": 1, "2": 2}))
+  found = Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0),
+                   choice("VERIFY", "1", {"0": 0, "1": 1, "2": 2}), flag("BWD"))
+  if found.backward and lse: raise BadSetting("LSE=1 with BWD=1: the gradient is that of o, for which lse is written in any case")
+  if found.backward and found.verify and (scores := H//HKV*N*SK) > MOST_SCORES:
+    raise BadSetting(f"VERIFY={found.verify} with BWD=1: a head of keys has {scores} scores, of which {MOST_SCORES} at most are computed again; "
+                     "VERIFY=0 checks none")
+  return found
 
 def find_device() -> str:
   """DEV, or AMD where there is such a GPU, or the emulator."""
@@ -122,7 +137,7 @@ def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> l
 def shapes_of(p:Problem) -> list[tuple[int, ...]]: return shapes(p.B, p.H, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, p.layout)
 
 def to_tensor(x:np.ndarray, dtype:str) -> Tensor:
-  if dtype == "float16": return Tensor(np.ascontiguousarray(x, np.float16)).realize()
+  if dtype != "bfloat16": return Tensor(np.ascontiguousarray(x, np.float16 if dtype == "float16" else np.float32)).realize()
   return Tensor((np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)).bitcast(dtypes.bfloat16).realize()
 
 def to_array(t:Tensor) -> np.ndarray:
@@ -176,6 +191,76 @@ def bench(s:Settings) -> dict[str, Any]:
   verdict, part = verify(p, inputs, [restore(o, p.layout, (p.B, p.H, p.Sq, p.Dv)), *(x.reshape(p.B, p.H, p.Sq) for x in lse)], s.verify > 1)
   verdict_text = "ok" if verdict.ok else verdict.pattern or "WRONG"
   return row | {"error": verdict.error, "limit": verdict.limit, "rows checked": f"{100*part:.0f}%", "verdict": verdict_text}
+
+# ***** the gradients of one problem *****
+
+@dataclass(frozen=True)
+class Backward:
+  """What the backward kernels of a problem are given, and each of them."""
+  arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
+  tensors: dict[str, Tensor]     # with o and lse
+  launches: dict[str, Launch]
+  def run(self, name:str) -> dict[str, Tensor]:
+    """The tensors with what one of them writes, not computed yet; a gradient in parts is added up."""
+    shapes = self.launches[name].shapes
+    given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype]) for n, (shape, dtype) in shapes.items()]
+    found = {n: t for n, t in zip(shapes, Tensor.custom_kernel(*given, fxn=self.launches[name].kernel)) if n not in self.tensors}
+    return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENTS else t for n, t in found.items()}
+
+def backward_of(s:Settings, arch:Chip) -> Backward:
+  """Runs forward. Raises BadSetting where no kernels compute the gradients."""
+  p, (inputs, tensors, _) = replace(s.problem, return_lse=True), operands(s)
+  if isinstance(reason := can_differentiate(p, arch), str): raise BadSetting(f"BWD=1: no kernels compute the gradients of {describe(s)}: {reason}")
+  do = rounded(np.random.default_rng(s.seed + 1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32), p.dtype)
+  found = Backward([*inputs, do], dict(zip(("q", "k", "v"), tensors)), backward_kernels(p, arch, False, choose_parts(p, arch)))
+  found.tensors["do"] = to_tensor(arrange(do, p.layout), p.out_dtype)
+  found.tensors.update({n: t.realize() for n, t in found.run("forward").items()})
+  return found
+
+GRADIENTS = ("dq", "dk", "dv")
+
+def bench_backward(s:Settings) -> dict[str, Any]:
+  """Runs forward and both backward kernels of one problem; a row of the table."""
+  p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
+  call, start, seconds, lowering = backward_of(s, arch), time.perf_counter(), dict[str, float](), 0.0
+  for name in ("dq", "dkdv"):
+    start = time.perf_counter()
+    outputs = call.run(name)
+    schedule = compiled(*outputs.values())
+    lowering += time.perf_counter() - start
+    times = []
+    for _ in range(s.count):
+      start = time.perf_counter()
+      on_device = device_seconds(schedule)
+      times.append(time.perf_counter() - start if emulated else on_device)
+    seconds[name] = statistics.median(times)
+    call.tensors.update({n: t.realize() for n, t in outputs.items()})
+  choice, total = choose_backward(p, arch, "forward"), sum(seconds.values())
+  row: dict[str, Any] = {"shape": describe(s), "arch": arch.name, "tiles": "; ".join(map(str, choice.tiles or ())), "lowering s": lowering}
+  if emulated: row["emulated s"] = total
+  else:
+    row |= {f"ms {name}": 1e3*x for name, x in seconds.items()}
+    row |= {"TFLOP/s": 2.5*p.flops/total/1e12, "of seven products": 3.5*p.flops/total/1e12}
+  if s.verify == 0: return row
+  verdict, part = verify_backward(p, call.arrays, [restore(to_array(call.tensors[n]), p.layout, (p.B, h, rows, width)) for n, h, rows, width in
+                                                   (("dq", p.H, p.Sq, p.D), ("dk", p.Hkv, p.Sk, p.D), ("dv", p.Hkv, p.Sk, p.Dv))], s.verify > 1)
+  verdict_text = "ok" if verdict.ok else verdict.pattern or "WRONG"
+  return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text}
+
+def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
+  """Holds dq, dk and dv to the contract, a head of keys after another; all arrays begin (B, H). The worst verdict, and the part of the heads that was
+  looked at."""
+  group = p.H//p.Hkv
+  heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
+  step = 1 if everything else max(1, math.ceil(len(heads)*group*p.Sq*p.Sk/SAMPLE))
+  verdicts = []
+  for b, h in heads[::step]:
+    of_q, of_k = slice(h*group, (h + 1)*group), slice(h, h + 1)
+    q, k, v, do = (x[b:b+1, at] for x, at in zip(inputs, (of_q, of_k, of_k, of_q)))
+    want = exact_backward(q, k, v, do, None, p.softmax_scale, p.window, p.offset)
+    text = same_backward(q, k, v, do, None, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
+    verdicts += [judge(g[b:b+1, at], getattr(want, n), getattr(text, n)) for g, at, n in zip(gradients, (of_q, of_k, of_k), ("q", "k", "v"))]
+  return max(verdicts, key=lambda x: (not x.ok, x.error/x.limit)), len(heads[::step])/len(heads)
 
 def describe(s:Settings) -> str:
   p = s.problem
@@ -262,12 +347,64 @@ def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   return [{"kernel": kernel, "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
+BackwardSeconds = Callable[[str, BackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
+
+def backward_launch(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> Launch:
+  p = replace(p, return_lse=True)
+  if name == "dq": return Launch(backward_dq(p, arch, tile), dq_arguments(p))
+  return Launch(backward_dkdv(p, arch, tile), dkdv_arguments(p))
+
+def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
+  """The fastest of its runs on the device; without parts, which another tile would divide in another way."""
+  call = backward_of(s, arch)
+  call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
+  def seconds(name:str, tile:BackwardTile) -> float:
+    given = {n: t for n, t in call.tensors.items() if (name, n) != ("dq", "delta")}
+    schedule = compiled(*Backward([], given, {name: backward_launch(p, arch, name, tile)}).run(name).values())
+    return min(device_seconds(schedule) for _ in range(s.count))
+  return seconds
+
+def tune_backward(s:Settings, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
+  """Times a backward kernel with the table's tile and every other that doesn't spill; keeps the fastest. The rows of a table."""
+  from attn.choose.backward_search import backward_candidates
+  p, arch, keys = s.problem, replace(arch, tuned=False), name == "dkdv"
+  if isinstance(tiles := can_differentiate(p, arch), str): raise BadSetting(f"TUNE=1 with BWD=1: no kernels compute the gradients: {tiles}")
+  todo: dict[BackwardTile, BackwardCandidate|None] = {tiles[keys]: None}
+  for c in backward_candidates(arch, tuned.head_class(p), keys):
+    if backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c) is None: todo.setdefault(tile, c)
+  timed = []
+  for tile, found in tqdm(todo.items(), unit="tile"):
+    if found is None or not backward_spills(p, arch, name, tile): timed.append((seconds(name, tile), tile, found))
+  timed.sort(key=lambda x: x[0])
+  tuned.store(p, arch, timed[0][2], timed[0][0], f"backward_{name}")
+  products = 4 if keys else 3
+  return [{"kernel": f"backward_{name}", "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": products*p.flops/2/x/1e12,
+           "chosen by": "the table" if found is None else ""} for x, tile, found in timed]
+
+def backward_spills(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> bool:
+  """As `spills`."""
+  from attn.compilers import clang
+  from attn.isa import report
+  try: clang.toolchain()
+  except NoCompiler: return False
+  launch = backward_launch(p, arch, name, tile)
+  placeholders = [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(launch.shapes.values())]
+  r = report.analyse(clang.assembly(render(launch.kernel(*placeholders), arch.name), arch.name), arch.name).resources
+  return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
+
 def tune_all(todo:Sequence[Settings]) -> None:
   if Device.DEFAULT == "EMU":
     raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
                      "(python -m attn.tune)")
+  arch = device_arch()
+  if arch.family == "nvidia" and any(s.backward for s in todo):
+    raise BadSetting(f"TUNE=1 with BWD=1 on {arch.name}: it is for the tiles of AMD's kernels; those of NVIDIA were measured")
   for s in todo:
-    show(f"{describe(s)} on {device_arch().name}: the first is kept in {tuned.path()}", tune(s, device_arch(), device_timer(s)))
+    kept = f"{describe(s)} on {arch.name}: the first is kept in {tuned.path()}"
+    if not s.backward: show(kept, tune(s, arch, device_timer(s)))
+    else:
+      timer = backward_timer(s, arch)
+      for name in ("dq", "dkdv"): show(kept, tune_backward(s, arch, name, timer))
 
 # ***** the README's figures *****
 
@@ -322,12 +459,16 @@ class Task:
   isa: bool
   csv: str
   plot: str
+  backward: bool
 
 def task() -> Task:
   """As the environment has it. Raises BadSetting for what can't be done, before anything is."""
-  x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"))
+  x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"), flag("BWD"))
   chosen = [name for name in ("FIGURES", "TUNE", "COMPARE", "ISA") if getattr(x, name.lower())]
   if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: one of them at a time")
+  if x.backward and (x.figures or x.isa):
+    raise BadSetting(f"BWD=1 with {chosen[0]}=1: it is for forward; python -m attn.isa has bounds of the backward kernels")
+  if x.backward and x.compare: raise BadSetting("BWD=1 with COMPARE=1: the comparison is of forward")
   if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
   if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"): raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
   if x.isa: importable("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")
@@ -358,9 +499,10 @@ def main() -> int:
     if todo_with.tune:
       tune_all(todo)
       return 0
-    rows = compare_all(todo_with) if todo_with.compare else [bench(x) for x in tqdm(todo, unit="shape", disable=not todo_with.sweep)]
+    measured = bench_backward if todo_with.backward else bench
+    rows = compare_all(todo_with) if todo_with.compare else [measured(x) for x in tqdm(todo, unit="shape", disable=not todo_with.sweep)]
     compiled_by = f", {in_use(default_arch())}" if Device.DEFAULT == "AMD" else ""
-    show(f"flash attention forward, DEV={device}{compiled_by}", rows)
+    show(f"flash attention {'backward' if todo_with.backward else 'forward'}, DEV={device}{compiled_by}", rows)
     for s in todo if todo_with.isa else []: show_bounds(s)
   if todo_with.csv:
     with open(todo_with.csv, "w", newline="") as f:

@@ -4,21 +4,25 @@
     python -m attn.tune --check                the same, and fails where the table has something else
     python -m attn.tune --write                rewrites the table
     python -m attn.tune --arch gfx942 --d 128  one class only; with --all also every tile that compiles, best first
+    python -m attn.tune --gradient dkdv        the tiles of a backward kernel, beside those of attn/choose/backward_tiles.py, which is written by hand
 """
 from __future__ import annotations
-import os
+import multiprocessing, os
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from attn.extras import needs
 with needs("isa", "python -m attn.tune", __name__):
   import click
   from rich.console import Console
   from rich.table import Table
+  from attn.choose.backward_search import ranked_backward
   from attn.choose.search import TABLE_FILE, Class, differences, merged_rows, search, table_rows_in, table_text
 from attn.chips import SEARCHED, get_chip
+from attn.choose.backward_tiles import backward_tile, choose_backward_tiles
 from attn.choose.tiles import amd_tile
 from attn.choose.tuned import CLASSES
 from attn.compilers.clang import toolchain
-from attn.isa.source import Spec, problem_of_spec
+from attn.isa.source import BACKWARD, Spec, problem_of_spec
 
 def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "serial", "issued", "overlap", "waves/SIMD",
@@ -31,6 +35,22 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
                     *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
   return table
 
+def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Table:
+  """The leading tiles of a backward kernel, or all of them; a star at the one in use."""
+  chip, p = get_chip(arch), problem_of_spec(Spec(arch, d))
+  in_use = choose_backward_tiles(p, chip)[BACKWARD.index(kernel)]
+  with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)
+  tiles = [backward_tile(p, chip, x.candidate, kernel == "dkdv") for x in found]
+  table = Table("tile", "options", "useful", "issued", "overlap", "waves/SIMD", "in use",
+                title=f"{arch}, D up to {d}, {kernel}: bounds, not measured; {toolchain().version}")
+  for i, (x, tile) in enumerate(zip(found, tiles)):
+    if not everything and i >= SHOWN and tile != in_use: continue
+    table.add_row(str(tile), tile.options, *(f"{v/2}%" for v in (x.bound.serial, x.bound.issued, x.bound.overlap)), str(x.bound.waves),
+                  "*"*(tile == in_use))
+  return table
+
+SHOWN = 5     # tiles of a backward kernel
+
 @click.command()
 @click.option("--arch", "archs", multiple=True, type=click.Choice(SEARCHED), help="Only these. [default: one chip of each family]")
 @click.option("--d", "classes", multiple=True, type=click.Choice([str(d) for d in CLASSES]), help="Only this class. [default: all of them]")
@@ -38,9 +58,15 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
 @click.option("--all", "everything", is_flag=True, help="Print every tile that compiles without spills, by its bf16 causal kernel.")
 @click.option("--write", is_flag=True, help="Rewrite the table, of what was searched.")
 @click.option("--check", is_flag=True, help="Fail where the table has something else.")
-def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool) -> None:
+@click.option("--gradient", type=click.Choice(BACKWARD), help="Of a backward kernel, whose table is written by hand.")
+def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool, gradient:str|None) -> None:
   """Choose the tiles of the forward kernel by a search over bounds from machine code. Nothing is measured, and no GPU is needed."""
   if write and check: raise click.UsageError("--write or --check: one of them")
+  if gradient is not None:
+    if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: attn/choose/backward_tiles.py is written by hand")
+    tables = [backward_table(arch, int(d), gradient, jobs, everything) for arch in archs or SEARCHED for d in classes or map(str, CLASSES)]
+    for table in tables: Console(width=None if Console().is_terminal else 160).print(table)
+    return
   found = list(search(archs or SEARCHED, [int(d) for d in classes] or CLASSES, jobs))
   Console(width=None if Console().is_terminal else 160).print(bounds_table(found, everything))
   if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:

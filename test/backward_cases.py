@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from attn.choose.backward import dkdv_of, dq_of
 from attn.choose.backward_tiles import choose_backward_tiles
-from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.backward_dbias import backward_dbias
+from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Gradients, Options, arrange, exact_backward, judge, restore, rounded, same, same_backward
@@ -44,31 +45,33 @@ def options_of(p:Problem, extras:dict[str, np.ndarray]) -> Options:
   return Options(softcap=p.softcap, top_left=p.top_left, **{n: extras[n] for n in ("alibi_slopes", "bias", "sinks", "kv_lengths") if n in extras})
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """(exact, by the textbook) of dq, dk and dv: 0 in rows of no sequence."""
+  """(exact, by the textbook) of dq, dk and dv, and of dbias where there is a bias: 0 in rows of no sequence."""
   zeros = [Gradients(*[np.zeros(a.shape, kind) for a in (x.q, x.k, x.v)]) for kind in (np.float64, np.float32)]
   for qs, ks in packed_sequences(p, extras):
     q, k, v, do = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks], loss.do[:, :, qs]
     offset = p.offset if not p.varlen else 0 if p.top_left else k.shape[2] - q.shape[2]
     args = (q, k, v, do, None if loss.dlse is None else loss.dlse[:, :, qs], p.softmax_scale, p.window, offset, options_of(p, extras))
-    for to, found in zip(zeros, (exact_backward(*args), same_backward(*args, dtype=p.dtype, out_dtype=p.out_dtype))):
-      to.q[:, :, qs], to.k[:, :, ks], to.v[:, :, ks] = found.q, found.k, found.v
+    both = exact_backward(*args), same_backward(*args, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
+    for to, found in zip(zeros, both): to.q[:, :, qs], to.k[:, :, ks], to.v[:, :, ks] = found.q, found.k, found.v
   want, text = zeros
-  return {"dq": (want.q, text.q), "dk": (want.k, text.k), "dv": (want.v, text.v)}
+  of_bias = {"dbias": (both[0].bias, both[1].bias)} if p.bias is not None else {}
+  return {"dq": (want.q, text.q), "dk": (want.k, text.k), "dv": (want.v, text.v), **of_bias}
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
-                 tiles:Callable[[Any], Any]=lambda tile: tile, only:str="") -> dict[str, np.ndarray]:
-  """dq, dk and dv of the kernels, from the textbook's o and lse, in the shape of q, k and v. `only` one of them: "dq" or "dkdv", from the textbook's
-  delta. On the emulator, or for the `arch` "CUDA" on that device."""
+                 tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
+  """dq, dk and dv of the kernels, from the textbook's o and lse, in the shape of q, k and v. `only` one of them: "dq", or "dkdv" or "dbias" from the
+  textbook's delta; they leave so many `parts`, which are added here. On the emulator, or for the `arch` "CUDA" on that device."""
   on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
   dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, on))
-  launches = {"dq": (dq_arguments(p, loss.dlse is not None), dq_of(p, on, dq_tile, loss.dlse is not None)),
-              "dkdv": (dkdv_arguments(p), dkdv_of(p, on, dkdv_tile))}
+  launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
+              "dkdv": (dkdv_arguments(p, parts), dkdv_of(p, on, dkdv_tile, parts))}
+  if only == "dbias": launches[only] = dbias_arguments(p, parts), backward_dbias(p, on, dq_tile, parts)
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     adapt(device)
     done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
     done |= {n: tensor(arrange(a, p.layout), p.out_dtype, device) for n, a in (("o", o), ("do", loss.do))}
     rows = {"lse": lse} if loss.dlse is None else {"lse": lse, "dlse": loss.dlse}
-    if only == "dkdv": rows["delta"] = (loss.do*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
+    if only in ("dkdv", "dbias"): rows["delta"] = (loss.do*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
     done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32", device) for n, a in rows.items()}
     for n, a in extras.items():
       done[n] = Tensor(a, device=device) if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
@@ -76,20 +79,22 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     for names, fxn in [launches[only]] if only else launches.values():
       given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
       done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
+    if parts: done |= {n: done[n].sum(0).cast(DTYPES[p.bias_dtype if n == "dbias" else p.dtype]) for n in ("dq", "dk", "dv", "dbias") if n in done}
+    if only == "dbias": return {"dbias": array(done["dbias"])}
     found = {n: like for n, like in (("dq", x.q), ("dk", x.k), ("dv", x.v)) if n in done}
     Tensor.realize(*[done[n] for n in found])
     return {n: restore(array(done[n]), p.layout, like.shape) for n, like in found.items()}
 
 def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
-                           size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="",
+                           size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0,
                            **parameters:Any) -> dict[str, np.ndarray]:
   """Poses the problem, with any of its options, runs both kernels, and holds dq, dk and dv to the contract. A query that sees no key, a
-  key that none sees, and a row of no sequence have exactly 0. `size` is that of dO, `tiles` changes the chosen ones, `only` as in
-  `run_backward`."""
+  key that none sees, and a row of no sequence have exactly 0. `size` is that of dO, `tiles` changes the chosen ones, `only` and `parts` as
+  in `run_backward`."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   x, loss = make(p), loss_of(p, dlse, size)
-  got = run_backward(p, x, loss, arch, extras, tiles, only)
+  got = run_backward(p, x, loss, arch, extras, tiles, only, parts)
   want = expected_gradients(p, x, loss, extras)
   for name, out in got.items(): assert (verdict := judge(out, *want[name])).ok, f"{name}: {verdict}"
   blind, unseen = np.isneginf(forward_results(p, x, extras)[1]), (want["dv"][0] == 0).all(-1)

@@ -8,9 +8,14 @@ import pytest
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
+from attn.chips import get_chip
+from attn.choose.backward import can_differentiate
+from attn.choose.backward_tiles import choose_backward_tiles
 from attn.kernels import backward_dkdv_mma, backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
+from attn.kernels.backward_dkdv import backward_dkdv
+from attn.kernels.backward_dbias import BackwardDbias, backward_dbias
 from attn.kernels.backward_dq import BackwardDq
 from attn.kernels.parts import backward_warps, backward_wgmma, gradients
 from attn.kernels.parts.allocator import Allocator
@@ -24,7 +29,7 @@ from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels
-from cases import ARCHS, EVERY_ARCH, GPU, Inputs, floats, ints, normal
+from cases import ARCHS, EVERY_ARCH, GPU, Inputs, floats, ints, normal, problem
 
 def one_in_turn(names:str, cases:Iterable[Any], on:Sequence[str]=ARCHS, always:Container[Any]=()) -> Any:
   """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`. What is in `always` runs by mma.sync in
@@ -68,6 +73,14 @@ def test_long_rows(arch:str) -> None: check_backward_kernels(arch, H=1, Sq=20, S
 @pytest.mark.parametrize("d", (64, 80, 192, 256))
 @pytest.mark.parametrize("arch", (*EVERY_ARCH, "sm_86", "sm_90"))
 def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1, Sq=70, Sk=90, D=d, causal=True, dtype="bfloat16")
+
+@pytest.mark.parametrize("make", (backward_dq.backward_dq, backward_dkdv, backward_dbias))
+def test_a_variable_number_of_keys_is_refused(make:Callable[..., Any]) -> None:
+  p = problem(Sk=64, sk_variable=("n", 1, 64), extras=dict(bias=floats(1, 1, 1, 64)))
+  chip = get_chip("gfx942")
+  with pytest.raises(NotImplementedError, match=r"sk_variable=\('n', 1, 64\): the backward kernels have no Variable"):
+    make(p, chip, choose_backward_tiles(p, chip)[0])
+  assert "sk_variable" in str(can_differentiate(p, chip))
 
 # ***** inputs that break a wrong P or delta *****
 
@@ -124,6 +137,14 @@ def test_tiles_of_mma(fields:str) -> None:
 @one_in_turn("in_lds", ((True, True),))
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
+
+PARTS: dict[str, dict[str, Any]] = {
+  "one head of keys for six": dict(H=6, Hkv=1, Sk=90, parts=12), "more parts than tiles": dict(B=2, causal=True, Sk=40, parts=5),
+  "a window": dict(H=4, Hkv=2, Sq=90, Sk=70, window=(20, 7), D=24, Dv=8, layout="bshd", dlse=True, parts=2),
+  "packed": {**CASES["packed"], "parts": 3}, "one part": dict(parts=1)}
+
+@one_in_turn("case", PARTS)
+def test_parts(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **PARTS[case]})
 
 # ***** wgmma *****
 
@@ -215,8 +236,8 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
   """The numbers of queries in the order of the tile, not in that of a lane's elements."""
-  wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, lse, delta, t, thread: [x.load_number(t*self.block_n, self.block_n, thread,
-                                                                                                thread < self.block_n) for x in (lse, delta)])
+  wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
+                                                                                   self.thread < self.block_n) for x in (rows.lse, rows.delta)])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
   """The numbers of a lane's columns in the order of its fragments, the other way round."""
   wrong(m, BackwardDkdvMma, "columns", lambda columns: lambda self, *args: columns(self, *args)[::-1])
@@ -276,3 +297,41 @@ def test_ring_without(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
 def test_same_in_every_run(arch:str) -> None:
   first, second = (check_backward_kernels(arch, **{**SMALL, "only": "dkdv"}) for _ in range(2))
   for name, x in first.items(): np.testing.assert_array_equal(x, second[name])
+
+# ***** the gradient of a bias *****
+
+BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and keys have a bias of their own
+  "of every score": dict(bias=(1, 1, 1, 1), causal=True, softcap=3.0),
+  "of heads": dict(bias=(0, 1, 1, 1), H=4, Hkv=2, window=(30, 9), parts=2),
+  "of batches": dict(bias=(1, 0, 1, 1), H=5, Hkv=1, D=24, Dv=8, layout="bshd", bias_dtype="bfloat16", parts=3),
+  "of keys": dict(bias=(1, 0, 0, 1), H=1, Hkv=1, Sq=150, causal=True, parts=2),
+  "of rows": dict(bias=(1, 1, 1, 0), Sk=77, causal="top-left", dlse=True),
+  "of one head's rows": dict(bias=(0, 0, 1, 0), softcap=5.0, dlse=True, parts=4),
+  "one for all": dict(bias=(0, 0, 0, 0), Sq=150, dlse=True),
+  "of heads alone": dict(bias=(0, 1, 0, 0), bias_dtype="float16", layout="nsd", B=1, dlse=True),
+  "of scores, lengths": dict(bias=(0, 0, 1, 1), extras=dict(kv_lengths=ints(20, 65)), causal=True)}
+
+def cap_slope_of_bias(m:pytest.MonkeyPatch) -> None:
+  wrong(m, BackwardDbias, "ds", lambda ds: lambda self, *args, capped: ds(self, *args, capped=True))
+def without_first_trip(m:pytest.MonkeyPatch) -> None:
+  wrong(m, BackwardDbias, "trip_over", lambda over: lambda self, i: over(self, i.maximum(1)))
+
+@pytest.mark.parametrize("plant, parameters", ((cap_slope_of_bias, dict(softcap=3.0, extras=dict(bias=floats(1, 1, 40, 65)))),
+                                               (without_first_trip, dict(H=3, Hkv=1, extras=dict(bias=floats(1, 1, 40, 65))))))
+def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], parameters:dict[str, Any]) -> None:
+  plant(monkeypatch)
+  with pytest.raises(AssertionError, match="dbias: "): check_backward_kernels("gfx942", only="dbias", **{**SMALL, **parameters})
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_of_long_rows(arch:str) -> None:
+  """Own rows come from global memory in every trip, where forward has no registers for them."""
+  check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
+
+@one_in_turn("case", BIASES)
+def test_gradient_of_a_bias(arch:str, case:str) -> None:
+  """By itself, and in parts."""
+  parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
+  sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
+  extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)
+  for n in (0, parts): check_backward_kernels(arch, only="dbias", parts=n, extras=extras, **parameters)

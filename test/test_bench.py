@@ -40,6 +40,15 @@ def test_settings(settings:dict[str, str], shape:str, tile:str, tmp_path:Path) -
   assert row["shape"] == shape and tile in row["tile"] and row["verdict"] == "ok" and 0 < float(row["error"]) <= float(row["limit"])
   assert float(row["lowering s"]) > 0 and float(row["emulated s"]) > 0
 
+@pytest.mark.parametrize("settings", (
+  {"HKV": "1", "CAUSAL": "1", "DTYPE": "bf16"}, {"DEV": "EMU::gfx1201", "OUT_DTYPE": "float", "LAYOUT": "bshd", "SK": "40", "DV": "48"}))
+def test_backward(settings:dict[str, str], tmp_path:Path) -> None:
+  result = run(**SMALL | settings, BWD="1", CSV=str(tmp_path/"table.csv"))
+  assert result.returncode == 0 and "flash attention backward" in result.stdout, result.stdout + result.stderr
+  row, = rows(tmp_path/"table.csv")
+  assert row["verdict"] == "ok" and 0 < float(row["error"]) <= float(row["limit"]) and row["tiles"].count("waves") == 2
+  assert row["heads checked"] == "100%"
+
 def test_sweep_shows_progress(tmp_path:Path) -> None:
   """What is set holds for every shape of the list; here that leaves few different ones."""
   result = run(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
@@ -67,6 +76,12 @@ def test_bounds() -> None:
   ({"CNT": "0"}, "CNT=0: must be at least 1"),
   ({"SEED": "-1"}, "SEED=-1: must be at least 0"),
   ({"LSE": "2"}, "LSE='2': must be one of 0, 1"),
+  ({"BWD": "2"}, "BWD='2': must be one of 0, 1"),
+  ({"BWD": "1", "LSE": "1"}, "LSE=1 with BWD=1: the gradient is that of o"),
+  ({"BWD": "1", "ISA": "1"}, "BWD=1 with ISA=1: it is for forward"),
+  ({"BWD": "1", "COMPARE": "1"}, "BWD=1 with COMPARE=1: the comparison is of forward"),
+  ({"BWD": "1", "N": "16384", "SK": "16384"}, "VERIFY=1 with BWD=1: a head of keys has 268435456 scores"),
+  ({"BWD": "1", "D": "300"}, "D=300"),
   ({"CSV": "/no/such/folder/x.csv"}, "CSV='/no/such/folder/x.csv': must be a file"),
 ])
 def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.MonkeyPatch) -> None:
@@ -96,8 +111,9 @@ bench.to_array = lambda t: right(t)*1.01
 sys.exit(bench.main())
 """
 
-def test_a_wrong_result_fails() -> None:
-  result = run("-c", WRONG, **SMALL)
+@pytest.mark.parametrize("backward", ("0", "1"))
+def test_a_wrong_result_fails(backward:str) -> None:
+  result = run("-c", WRONG, **SMALL, BWD=backward)
   assert result.returncode == 1 and "WRONG" in result.stdout, result.stdout + result.stderr
 
 def problem(**sizes:int) -> Problem:

@@ -5,9 +5,13 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 from tinygrad import TinyJit
+from tinygrad.device import Buffer
 import attn
 from attn import flash_attn
+from attn.api import gradient
 from attn.api.placement import AXES
+from attn.chips import get_chip
+from attn.choose.backward import Parts, choose_parts, memory_of
 from attn.problem import Problem
 from attn.reference import arrange, judge, restore, rounded
 from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
@@ -60,6 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "window, scale": dict(window=(5, 3), softmax_scale=0.7), "softcap": dict(softcap=2.0),
   "alibi": dict(extras=dict(alibi_slopes=np.abs(floats(2))/4)),
   "bias": dict(B=2, Sq=8, Sk=12, extras=dict(bias=floats(2, 2, 8, 12))),
+  "bias of heads": dict(B=2, H=4, Hkv=2, Sq=8, Sk=12, softcap=2.0, extras=dict(bias=floats(1, 4, 1, 1))),
   "bias of keys": dict(B=2, H=4, Hkv=2, Sq=8, Sk=12, bias_dtype="float16", extras=dict(bias=rounded(floats(1, 4, 1, 12), "float16"))),
   "sinks": dict(extras=dict(sinks=floats(2))), "kv_lengths, causal": dict(B=2, causal=True, extras=dict(kv_lengths=int32(25, 0))),
   "all of the scores": dict(B=2, H=4, Hkv=2, Sq=8, Sk=12, causal=True, softcap=3.0, extras=dict(
@@ -226,11 +231,48 @@ def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
     return t.shard(TWO, None if (axis := axes[name]) is None else AXES["bhsd" if name == "lse" else layout].index(axis))
   check_gradients(B=2, H=4, Hkv=heads, Sq=12, Sk=16, layout=layout, through=("o", "lse"), place=place, extras=dict(sinks=floats(4)))
 
+@pytest.mark.parametrize("shape, shared, axis", [((1, 4, 1, 16), "batch", None), ((1, 4, 12, 16), "heads", 1)])
+def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) -> None:
+  """One bias of several devices gets the sum over them."""
+  def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, axis if name == "bias" else ("batch", "heads").index(shared))
+  check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
+
+# ***** ATTN_KERNEL *****
+
+BOTH = ("backward_dq", "backward_dkdv")
+
+@pytest.mark.parametrize("kernel, names", [("forward,backward_dq", BOTH), ("backward_dkdv", BOTH), ("backward_three_pass", ()), ("three_pass", ()),
+                                           ("backward_three_pass, forward", ())])
+def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
+  with emulated("gfx942", kernel):
+    choice = attn.explain(*three(), backward=True)
+    assert choice.kernels == names
+    if kernel.startswith("backward_t"): assert choice.refused == "ATTN_KERNEL=backward_three_pass forces another"
+
+def test_named_kernels_are_those_that_run() -> None: check_gradients("gfx942", "backward_three_pass", Sq=8, Sk=8, training=0)
+
+def test_launches_of_named_kernels() -> None:
+  assert launches("v", kernel="backward_dq") == 3 < launches("q", "k", "v", kernel="backward_three_pass")
+
+def test_backward_kernels_that_cannot_be_forced() -> None:
+  with emulated("gfx942", "backward_dq"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: forward is three_pass"):
+    attn.attention(*[t.float() for t in three()])
+  with emulated("gfx942", "backward_dkdv"):
+    q, one = draw(1, 4, 12, 16), draw(1, 1, 12, 16)
+    rows = q.shard(TWO), *[one.shard(TWO, 2)]*2
+    with pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: k and v are sharded"): attn.attention(*rows)
+
+@pytest.mark.parametrize("kernel, said", [("backward_dx", "'backward_dx': must be one of split_kv,.*or of the backward.*backward_dq, backward_dkdv"),
+  ("forward,", "'' must be one of"), ("forward,three_pass", "forward and three_pass exclude each other"),
+  ("backward_dq,backward_three_pass", "backward_dq and backward_three_pass exclude each other")])
+def test_words_that_name_no_kernel(kernel:str, said:str) -> None:
+  with emulated("gfx942", kernel), pytest.raises(ValueError, match=said): attn.attention(*three())
+
 # ***** what it costs, and what there is not *****
 
-def launches(*names:str, kernel:str="", training:int=1, **more:Tensor) -> int:
+def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **more:Tensor) -> int:
   """Kernels that the gradients of sum(o * dO) take, forward among them."""
-  with emulated("gfx942", kernel), Context(TRAINING=training):
+  with emulated(arch, kernel), Context(TRAINING=training):
     t = dict(zip("qkv", three())) | {name: x.realize() for name, x in more.items()}
     gradients = attn.attention(**t).gradient(*[t[name] for name in names], gradient=draw(1, 2, 32, 16, seed=9))
     GlobalCounters.reset()
@@ -242,7 +284,54 @@ def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
   assert launches("q") == 2 and launches("k") == launches("v") == launches("q", "k", "v") == 3
   with emulated("gfx942"): sinks, bias = Tensor(floats(2), device="EMU"), draw(1, 2, 32, 32, seed=4)
   assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
-  assert launches("q", "bias", bias=bias) > 3
+  assert launches("q", "bias", bias=bias) == 3
+
+# ***** in parts *****
+
+def in_parts(monkeypatch:pytest.MonkeyPatch, *parts:int) -> None: monkeypatch.setattr(gradient, "choose_parts", lambda p, arch: Parts(*parts))
+
+@pytest.mark.parametrize("parts, parameters", [
+  ((2, 4, 0), dict(H=4, Hkv=1, Sk=70, causal=True)), ((2, 0, 2), dict(B=2, extras=dict(bias=floats(1, 2, 20, 40))))])
+def test_parts_are_added(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...], parameters:dict[str, Any]) -> None:
+  in_parts(monkeypatch, *parts)
+  check_gradients(through=("o", "lse"), **parameters)
+
+def test_each_sum_of_parts_is_one_kernel_more(monkeypatch:pytest.MonkeyPatch) -> None:
+  in_parts(monkeypatch, 2, 2, 0)
+  assert launches("q") == 3 and launches("v") == 4 and launches("q", "k", "v") == 6
+
+@pytest.mark.parametrize("parts", [(0, 0, 0), (2, 4, 0)])
+def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
+  """Beside inputs and outputs: lse and delta, 8 bytes a row, and the parts; as `explain` says."""
+  in_parts(monkeypatch, *parts)
+  found, allocate = list[int](), Buffer.allocate
+  def counted(self:Buffer, *args:Any, **more:Any) -> Buffer:
+    if self._base is None: found.append(self.nbytes)
+    return allocate(self, *args, **more)
+  with emulated("gfx942"), Context(TRAINING=1):
+    q, k, v, do = (draw(1, heads, 256, 32, seed=i) for i, heads in enumerate((4, 1, 1, 4)))
+    gradients = attn.attention(q, k, v).gradient(q, k, v, gradient=do)
+    monkeypatch.setattr(Buffer, "allocate", counted)
+    Tensor.realize(*gradients)
+    monkeypatch.setattr(Buffer, "allocate", allocate)
+  p, outputs = problem(H=4, Hkv=1, Sq=256, D=32), 2*(2*q.numel() + 2*k.numel())       # bytes of o, dq, dk and dv
+  assert memory_of(p, Parts(*parts)) == 8*4*256 + 4*(parts[0]*q.numel() + parts[1]*2*k.numel())
+  assert sum(found) == outputs + memory_of(p, Parts(*parts))
+
+def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str]) -> None:
+  """MQA, and few queries against many keys; a large grid has none."""
+  def chosen(B:int, H:int, Hkv:int, Sq:int, Sk:int, arch:str="gfx942") -> Parts:
+    return choose_parts(problem(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=128), get_chip(arch))
+  for arch in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
+    mqa, few, large = chosen(1, 32, 1, 4096, 2048, arch), chosen(1, 8, 8, 64, 65536, arch), chosen(4, 16, 16, 4096, 4096, arch)
+    assert mqa.dkdv > 1 and few.dq > 1 and large == Parts(0, 0, 0)
+    own = get_chip(arch).cus*256*4*256*4            # bytes: of 256 rows of dK and dV, or fewer, of as many workgroups as fill the chip
+    assert memory_of(problem(H=32, Hkv=1, Sq=4096, Sk=2048, D=128), mqa) - 8*32*4096 <= 5*own
+  with emulated("gfx942"):
+    q, k = Tensor.empty(1, 32, 4096, 128, dtype=dtypes.half), Tensor.empty(1, 1, 4096, 128, dtype=dtypes.half)
+    choice = attn.explain(q, k, k, backward=True)
+  text = capsys.readouterr().out
+  assert f"in {choice.parts[1]} parts" in text and f"memory beside inputs and outputs: {choice.memory} bytes" in text and choice.parts[1] > 1
 
 def test_forward_runs_again_for_its_lse_outside_of_training() -> None: assert launches("q", "k", "v", training=0) == 4
 
@@ -278,8 +367,8 @@ def test_explain_tells_what_computes_the_gradient(capsys:pytest.CaptureFixture[s
     choice = attn.explain(q.float(), k.float(), v.float(), arch="sm_80", backward=True)
     text = capsys.readouterr().out
     assert choice.kernels == () and "three_pass, computed again" in text and f"not backward_dq and backward_dkdv: {choice.refused}" in text
-    one = draw(1, 1, 32, 16)
+    one, bias = draw(1, 1, 32, 16), draw(1, 1, 32, 32)
     shared = q.shard(TWO, 1), one.shard(TWO, None), one.shard(TWO, None)
-    assert "share a head of keys" in attn.explain(*shared, backward=True).refused
+    assert attn.explain(*shared, bias=bias, backward=True).kernels == (*BOTH, "backward_dbias")
     assert "sharded along their rows" in attn.explain(q.shard(TWO), k.shard(TWO, 2), v.shard(TWO, 2), backward=True).refused
     with pytest.raises(ValueError, match="backward='nonsense'"): attn.explain(q, k, v, backward="nonsense")

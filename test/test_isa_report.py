@@ -1,5 +1,6 @@
 """Reading machine code: the classes of instructions, the graph and its loops, the usual path, the counts and bounds, the command line."""
 import json, os, sys
+from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 from attn.chips import CHIPS, MODELLED, SEARCHED
@@ -250,9 +251,34 @@ def test_a_kernel_by_options_and_by_its_word(ours):
   assert by_options == json.loads(run("gfx942/64/float16/causal", "--json"))
   assert by_options[0]["name"] == "gfx942/64/float16/causal" and by_options[0]["loop"]["queries"] == 32
 
+def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
+  monkeypatch.setattr(costs, "report_of", lambda spec: costs.analyse(assembly(sample("gfx942"), "gfx942"), "gfx942", 64, title=str(spec)))
+  by_options = run("--arch", "gfx942", "--d", 64, "--causal", "--gradient", "dq", "--json")
+  assert by_options == run("gfx942/64/float16/causal/dq", "--json") and json.loads(by_options)[0]["name"] == "gfx942/64/float16/causal/dq"
+  assert str(source.Spec.parse("gfx942/64/float16/full/dkdv")) == "gfx942/64/float16/full/dkdv"
+  with pytest.raises(ValueError, match="kernel 'dv' is not one of forward, dq, dkdv"): run("gfx942/64/float16/full/dv", ok=False)
+  assert "two numbers" in run("--products", "5", "gfx942/64", ok=False)
+
+@pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
+def test_hot_loops_of_the_backward(kernel, passes, exponentials):
+  """Of a trip a wave has its own rows times those it walks over, whatever the products; two passes compute P twice."""
+  spec = source.Spec("gfx1100", 32, "float16", "causal", kernel)
+  _, tile = source.chosen(spec)
+  found = source.kernel_source(spec, replace(tile, passes=passes))
+  loop = costs.report_of_text(spec, found, assembly(found.text, spec.arch)).loop
+  assert loop.scores == tile.matrix.N*tile.block_n and loop.exp_per_score == exponentials
+  assert sum(loop.matrix.values()) == 2*{("dq", 1): 3, ("dkdv", 1): 4, ("dkdv", 2): 5}[kernel, passes]*loop.scores/256
+
+def test_useful_is_of_both_backward_kernels():
+  """The dense rate's cycles of five products over those of all that both kernels do: with the seven products they have, at most 5/7."""
+  reports = costs.reports_of([source.Spec("gfx1201", 32, kernel=kernel) for kernel in ("dq", "dkdv")])
+  cycles = [sum(r.loop.cycles[x] for x in ("matrix", "vector", "transcendental"))/r.loop.scores for r in reports]
+  matrix = [r.loop.cycles["matrix"]/r.loop.scores for r in reports]
+  for r in reports: assert r.loop.useful == pytest.approx(5/7*sum(matrix)/sum(cycles)) and r.loop.useful < 5/7
+
 def test_the_table_names_every_figure(ours):
   shown = run("gfx942/64", "gfx1100/64")
-  for name in ("VGPR", "waves/SIMD by LDS", "32 x mfma_f32_32x32x8_f16", "VALU/elt", "bound, not measured", "overlap %", "serial %"):
+  for name in ("VGPR", "waves/SIMD by LDS", "32 x mfma_f32_32x32x8_f16", "VALU/elt", "bound, not measured", "overlap %", "serial %", "useful %"):
     assert name in shown
   assert len(run("--brief", "gfx942/64", "gfx1100/64").splitlines()) == 6
 

@@ -1,6 +1,6 @@
 """Every kernel that dispatch chooses, on every chip, compiled: no spill, no slow idiom, and what it costs stands in docs/costs.txt."""
 from __future__ import annotations
-import re
+import functools, re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ from attn.isa import costs
 from attn.compilers.clang import assembly
 from attn.isa.instruction import VECTOR, Instruction, matrix_shape
 from attn.isa.parse import parse
-from attn.isa.report import analyse, hot_loop
-from attn.isa.source import Spec, kernel_source, problem_of_spec
+from attn.isa.report import Report, hot_loop
+from attn.isa.source import BACKWARD, FORWARD, MASKS, Spec, kernel_source, problem_of_spec
 from cases import ARCHS
 from isa_sample import PARKED
 
 FILE = Path(__file__).parent.parent/"docs"/"costs.txt"
 
 # every kernel of one chip of each family; of the others, whose source is the same but for names, one: `python -m attn.isa costs --check` has all
-COMPILED = [s for s in costs.SPECS if s.arch in SEARCHED or (s.d, s.dtype, s.mask) == (128, "bfloat16", "causal")]
+COMPILED = [s for s in costs.SPECS if s.kernel == FORWARD and (s.arch in SEARCHED or (s.d, s.dtype, s.mask) == (128, "bfloat16", "causal"))]
+GRADIENTS = [replace(s, kernel=BACKWARD[0]) for s in COMPILED]
 
 def test_the_file_has_every_kernel() -> None:
   assert [line.split(" ")[0] for line in FILE.read_text().splitlines()[2:]] == [str(s) for s in costs.SPECS]
@@ -30,7 +31,7 @@ def test_the_file_has_every_kernel() -> None:
 def test_kernel(spec:Spec) -> None:
   arch, kernel = get_chip(spec.arch), kernel_source(spec)
   text = assembly(kernel.text, spec.arch)
-  report = analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
+  report = costs.report_of_text(spec, kernel, text)
   r, matrix = report.resources, choose_tile(problem_of_spec(spec), arch).matrix
   assert (r.sgpr_spills, r.scratch) == (0, 0) and (r.vgpr_spills == 0 or (spec.arch, spec.d, spec.dtype) in PARKED)
   assert r.lds is not None and r.lds <= arch.lds
@@ -79,3 +80,47 @@ def test_lazy_and_eager(arch:str) -> None:
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))
   share = tile.q_tiles*tile.matrix.N*tile.block_n/tile.matrix.wave
   assert 0.3*share < valu(0.0) - valu(8.0) < 0.7*share
+
+# ***** the backward kernels *****
+
+@functools.cache
+def both(spec:Spec) -> list[tuple[Report, list[str]]]:
+  """The reports on the two kernels that compute the gradients of a problem, and their slow idioms."""
+  sources = [kernel_source(x) for x in spec.together]
+  texts = [assembly(source.text, spec.arch) for source in sources]
+  reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]
+  return [(costs.with_useful(r, reports), costs.defects(parse(text)[0])) for r, text in zip(reports, texts)]
+
+# compiled by default; the others take ten minutes
+SAMPLE = {("gfx942", 128, "bfloat16", "causal"), ("gfx950", 64, "float16", "causal"), ("gfx1100", 128, "bfloat16", "causal"),
+          ("gfx1100", 256, "bfloat16", "full"), ("gfx1201", 64, "float16", "full")}
+def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
+  return pytest.param(Spec(arch, d, dtype, mask, BACKWARD[0]), id=f"{arch}/{d}/{dtype}/{mask}",
+                      marks=() if (arch, d, dtype, mask) in SAMPLE else pytest.mark.thorough)
+
+@pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
+def test_gradients(spec:Spec) -> None:
+  """No spill up to D=128, none in a hot loop beyond."""
+  for r, slow in both(spec):
+    held, loop = r.resources, r.loop
+    assert loop is not None and loop.kinds["scratch"] == 0 and slow == []
+    assert spec.d > 128 or (held.vgpr_spills, held.sgpr_spills, held.scratch) == (0, 0, 0)
+    assert held.lds is not None and held.lds <= get_chip(spec.arch).lds
+    assert loop.cycles["lds"] < sum(loop.cycles[pipe] for pipe in ("matrix", "vector", "transcendental"))
+  changes = costs.costs().compare(FILE.read_text(), [costs.line_of(r) for r, _ in both(spec)])
+  assert changes == [], "the costs changed: look, and if it is meant: python -m attn.isa costs --write docs/costs.txt"
+
+# VALU instructions per score of both kernels together, at most, and `useful`, at least: no public kernel without atomics has less
+TARGETS = {("gfx942", 128, "float16"): (8, 55), ("gfx942", 128, "bfloat16"): (12, 52), ("gfx942", 64, "float16"): (8.5, 43),
+           ("gfx942", 64, "bfloat16"): (12.5, 40), ("gfx950", 128, "float16"): (6.5, 51), ("gfx950", 64, "float16"): (6.5, 40),
+           ("gfx950", 128, "bfloat16"): (6.5, 51), ("gfx950", 64, "bfloat16"): (6.5, 40),
+           ("gfx1100", 128, "float16"): (16, 63), ("gfx1100", 64, "float16"): (18, 55), ("gfx1100", 128, "bfloat16"): (20, 62),
+           ("gfx1100", 64, "bfloat16"): (22, 53), ("gfx1201", 128, "float16"): (12, 60), ("gfx1201", 64, "float16"): (13, 50),
+           ("gfx1201", 128, "bfloat16"): (15, 58), ("gfx1201", 64, "bfloat16"): (16, 48)}
+
+@pytest.mark.parametrize("spec", [sampled(*x, mask) for x in TARGETS for mask in MASKS])
+def test_targets(spec:Spec) -> None:
+  valu, useful = TARGETS[spec.arch, spec.d, spec.dtype]
+  loops = [r.loop for r, _ in both(spec)]
+  assert sum(x.valu_per_score or 0 for x in loops if x is not None) <= valu
+  assert all(x is not None and x.useful is not None and 100*x.useful >= useful for x in loops)

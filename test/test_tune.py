@@ -13,13 +13,14 @@ import bench
 from attn import tune
 from attn.chips import get_chip
 from attn.chips.families import FAMILIES
-from attn.choose import search, tuned
-from attn.choose.candidates import EVERY, Candidate
+from attn.choose import backward_search, search, tuned
+from attn.choose.backward_tiles import choose_backward_tiles
+from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
 from attn.choose.dispatch import choose, choose_tile
 from attn.choose.search import Bound, RankedTile, best
 from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
 from attn.isa.source import Spec, problem_of_spec
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
@@ -280,6 +281,40 @@ def test_tuning_leaves_out_what_spills(monkeypatch:pytest.MonkeyPatch) -> None:
   s, arch, seen = settings(monkeypatch, H="2", N="512", D="128"), replace(get_chip("gfx1201"), tuned=True), list[Tile]()
   bench.tune(s, arch, lambda program, tile: float(len(seen.append(tile) or seen)))    # type: ignore[func-returns-value]
   assert [c.q_tiles for c in search.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
+
+def test_tuning_the_backward_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch) -> None:
+  space = {"waves": (4,), "block_n": (32,), "own_in_lds": ((False, False),), "fenced": (0, 4), "prefetch": (1,), "sparing": (False,), "passes": (1,),
+           "matrix": (0,)}
+  monkeypatch.setattr(backward_search, "BACKWARD_SPACE", space)
+  with Context(DEV="EMU::gfx942"):
+    s = settings(monkeypatch, H="2", N="128", D="64", BWD="1")
+    run = bench.backward_timer(s, get_chip("gfx942"))
+    def seconds(name:str, tile:BackwardTile) -> float:
+      assert run(name, tile) >= 0
+      return 1e-3 if tile.fenced == 4 else 2e-3
+    for name in ("dq", "dkdv"):
+      table = bench.tune_backward(s, REAL, name, seconds)
+      assert table[0] | {"kernel": f"backward_{name}", "options": "fenced=4", "ms": 1.0, "chosen by": ""} == table[0] and len(table) == 2
+      assert tuned.backward_winner(s.problem, REAL, f"backward_{name}") == BackwardCandidate(64, 4, 32, fenced=4)
+    assert [tile.fenced for tile in choose_backward_tiles(s.problem, REAL)] == [4, 4]
+    assert [tile.fenced for tile in choose_backward_tiles(s.problem, get_chip("gfx942"))] == [0, 0] and tuned.winner(s.problem, REAL) is None
+
+def test_bounds_of_the_backwards_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
+  pytest.importorskip("ziglang")
+  few = {"waves": (4,), "block_n": (16,), "own_in_lds": ((False, False),), "fenced": (0,), "prefetch": (1, 0), "sparing": (False,), "matrix": (0,)}
+  monkeypatch.setattr(backward_search, "BACKWARD_SPACE", {**backward_search.BACKWARD_SPACE, **few})
+  monkeypatch.setattr(backward_search, "VARIANTS", [("float16", "full")])
+  first, second = backward_search.ranked_backward("gfx1201", 32, "dq")
+  assert (first.candidate.prefetch, second.candidate.prefetch) == (1, 0)
+  assert first.bound.serial < 200*5/3       # of five products three are computed, at the full rate at most
+
+@pytest.mark.parametrize("d, keys", ((64, False), (128, True), (256, True)))
+def test_the_backwards_space(d:int, keys:bool) -> None:
+  """Has the tiles that are in use, but for some options, and no more of them than a search can look at."""
+  for arch in ("gfx942", "gfx1201"):
+    found = backward_search.backward_candidates(get_chip(arch), d, keys)
+    own = choose_backward_tiles(problem_of_spec(Spec(arch, d)), get_chip(arch))[keys]
+    assert any((c.waves, c.block_n, c.passes) == (own.waves, own.block_n, own.passes) for c in found) and len(found) < 500
 
 def test_the_emulator_is_not_timed() -> None:
   env = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LANG", "VIRTUAL_ENV", "XDG_CACHE_HOME")} | {"DEV": "EMU::gfx942"}

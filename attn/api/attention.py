@@ -6,12 +6,12 @@ from typing import Any, Iterable
 from attn import values
 from attn.api.checked_kernel import (CheckedKernel, KernelFunction, arch_of, check_device, check_means, dtype_of, static_shape,
                                      whole_buffer)
-from attn.api.gradient import INPUTS, gradient_of, keys_are_shared, lse_axes, with_gradient
+from attn.api.gradient import INPUTS, SHARED_KEYS, gradient_of, keys_are_shared, lse_axes, with_gradient
 from attn.api.options import AttentionOptions, options_of
 from attn.api.placement import AXES, Placement, empty, local_shape, merge_devices, on_device, place, placement_of
 from attn.api.plain import bhs, bhsd, from_bhs, from_bhsd, plain_attention
 from attn.chips import Chip, get_chip
-from attn.choose.backward import BackwardChoice, can_differentiate, choose_backward
+from attn.choose.backward import BackwardChoice, by_tinygrad, can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, choose, program_of
 from attn.compilers.choice import compiled_on, in_use
 from attn.kernels.combine import combine, combine_arguments
@@ -20,6 +20,7 @@ from attn.problem import EXTRAS, LAYOUTS, Problem, problem_of
 from attn.tinygrad_compat import TRAINING, DType, Tensor, UOp, capturing, dtypes
 from attn.values import FLOATS
 
+SHARDED_ROWS = "k and v are sharded along their rows"
 WRITTEN = ("o", "lse", "o_partial", "lse_partial")
 
 @dataclass(frozen=True)
@@ -172,11 +173,13 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
     t = dict(zip(names, Tensor.custom_kernel(*given, fxn=fxn))) | t      # the inputs stay what they were: their gradients go there
   return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if c.problem.return_lse else [])]
 
-def run_three_pass(c:CheckedCall, _:Choice) -> list[Tensor]:
+def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
+  choose_backward(c.problem, c.arch, choice.kernel)      # where ATTN_KERNEL asks for backward kernels: why there can be none
   return deliver(c, *plain_attention(c.problem, c.tensors))
 
 def run_sharded_keys(c:CheckedCall) -> list[Tensor]:
   """Each device its own keys, and the merge. The devices' parts are realized, so the gradient is that of the whole."""
+  by_tinygrad(c.arch, SHARDED_ROWS)
   layout = c.problem.layout
   parts = [run(c.on(i)) for i in range(c.at.count)]
   o, lse = merge_devices([(bhsd(o, layout), bhs(lse, layout)) for o, lse in parts])
@@ -245,9 +248,9 @@ def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
 def backward_choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> BackwardChoice:
   """What computes the gradients of `attention` with these arguments, and why not the backward kernels."""
   call = prepare(q, k, v, options_of("attention", options))
-  if call.at.shared == "keys": return BackwardChoice(None, call.arch, "k and v are sharded along their rows")
-  if keys_are_shared({name: t.uop for name, t in call.tensors.items()}):
-    return BackwardChoice(None, call.arch, "query heads of several devices share a head of keys")
+  if call.at.shared == "keys": return by_tinygrad(call.arch, SHARDED_ROWS)
+  if keys_are_shared({name: t.uop for name, t in call.tensors.items()}) and call.arch is not None and call.arch.family == "nvidia":
+    return by_tinygrad(call.arch, SHARED_KEYS)
   return choose_backward(call.problem, call.arch, call.choice().kernel)
 
 def explain(q:Tensor, k:Tensor, v:Tensor, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:

@@ -1,28 +1,30 @@
 """The gradient of attention, as the grad_fxn of the kernels that compute it.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute that, `backward_dq` with delta and then `backward_dkdv`. Where they don't take
-a problem (attn/choose/backward.py says why), and for a bias and slopes, tinygrad differentiates `three_pass` of the same inputs. Either way each
-gradient is an expression of its own: what nobody asks for is never computed.
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute that, `backward_dq` with delta and then `backward_dkdv`, and a third, which is
+`backward_dbias`, the gradient of a bias. Where they don't take a problem (attn/choose/backward.py says why), and for slopes, tinygrad differentiates
+`three_pass` of the same inputs. Either way each gradient is an expression of its own: what nobody asks for is never computed.
 """
 from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
-from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means
+from typing import Any, Callable
+from attn.api.checked_kernel import CheckedKernel, check_means
 from attn.api.placement import AXES, empty
 from attn.api.plain import plain_attention
 from attn.chips import Chip
-from attn.choose.backward import can_differentiate, dkdv_of, dq_of
+from attn.choose.backward import Parts, can_differentiate, check_not_forced, choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.dispatch import single_kernel
-from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.backward_dbias import backward_dbias
+from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import EXTRAS, Problem
 from attn.tinygrad_compat import Tensor, UOp, differentiated
 from attn.values import FLOATS
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
-SHARDED_LIKE = {"dq": "q", "dk": "k", "dv": "v", "o": "q"}     # whose axis a buffer is sharded along
+SHARDED_LIKE = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "o": "q"}     # whose axis a buffer is sharded along
 
 def no_second_derivative(*args:UOp, **kwargs:Any) -> Any:
   raise NotImplementedError("attention has no second derivative: its gradient cannot be differentiated again. ATTN_KERNEL=three_pass has one")
@@ -53,28 +55,40 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
 
 # ***** by the kernels *****
 
+@dataclass(frozen=True)
+class Launch:
+  """A kernel, and the (shape, dtype) of each tensor that it takes, by name."""
+  kernel: Callable[..., Any]
+  shapes: Shapes
+
 @functools.cache
-def backward_kernels(p:Problem, arch:Chip, dlse:bool) -> tuple[KernelFunction, KernelFunction, KernelFunction]:
-  """backward_dq, backward_dkdv and a forward that writes lse: as single objects, for tinygrad's schedule cache goes by identity."""
-  tiles = can_differentiate(p, arch)
-  assert not isinstance(tiles, str)
-  def checked(program:Any, *outputs:str) -> KernelFunction:
+def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, Launch]:
+  """backward_dq, backward_dkdv, backward_dbias where there is a bias, and a forward that writes lse: as single objects, for tinygrad's schedule cache
+  goes by identity."""
+  dq, dkdv = tiles_of(p, arch)
+  def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> Launch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders), arch)
       return CheckedKernel(sink, outputs, gradient=no_second_derivative)
-    return kernel
-  return (checked(dq_of(p, arch, tiles[0], dlse), "dq", "delta"), checked(dkdv_of(p, arch, tiles[1]), "dk", "dv"),
-          checked(single_kernel(replace(p, return_lse=True), arch)[0], "o", "lse"))
+    return Launch(kernel, shapes)
+  found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], "o", "lse"),
+           "dq": launch(dq_arguments(p, dlse, parts.dq), dq_of(p, arch, dq, dlse, parts.dq), "dq", "delta"),
+           "dkdv": launch(dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv, parts.dkdv), "dk", "dv")}
+  if p.bias is not None and isinstance(dq, BackwardTile):
+    found["dbias"] = launch(dbias_arguments(p, parts.dbias), backward_dbias(p, arch, dq, parts.dbias), "dbias")
+  return found
 
-def written_by(fxn:KernelFunction, shapes:dict[str, tuple[tuple[int, ...], str]], t:dict[str, UOp], layout:str) -> dict[str, UOp]:
-  """`t` with what a kernel that takes `shapes` writes: what of it t does not have."""
+def written_by(launch:Launch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
+  """`t` with what a kernel writes: what of its tensors t does not have."""
   def buffer(name:str) -> UOp:
-    shape, dtype = shapes[name]
-    axis = t[SHARDED_LIKE.get(name, "q")].axis
+    shape, dtype = launch.shapes[name]
+    lies = t[SHARDED_LIKE.get(name, "q")]
+    axis = lies.axis
     if name in ("lse", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
+    if len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # a gradient in parts
     return empty(shape, FLOATS[dtype], t["q"].device, axis).uop
-  srcs = [t[name] if name in t else buffer(name) for name in shapes]
-  return dict(zip(shapes, UOp.custom_kernel(*srcs, fxn=fxn))) | t
+  srcs = [t[name] if name in t else buffer(name) for name in launch.shapes]
+  return dict(zip(launch.shapes, UOp.custom_kernel(*srcs, fxn=launch.kernel))) | t
 
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
 
@@ -84,18 +98,29 @@ def like(g:UOp, out:UOp) -> UOp:
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Of q, k, v and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse where forward wrote it; where not, forward runs again."""
+  """Of q, k, v, bias and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse where forward wrote it; where not, forward runs
+  again."""
   p = replace(p, num_splits=1, return_lse=True)
-  dq_kernel, dkdv_kernel, forward = backward_kernels(p, arch, "lse" in given)
+  kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
   t = inputs | outputs
-  if "lse" not in t: t["lse"] = written_by(forward, p.shapes, inputs, p.layout)["lse"]
+  if "lse" not in t: t["lse"] = written_by(kernels["forward"], inputs, p.layout)["lse"]
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
-  t = written_by(dq_kernel, dq_arguments(p, "lse" in given), t, p.layout)
-  t = written_by(dkdv_kernel, dkdv_arguments(p), t, p.layout)
-  found = {name: t[f"d{name}"] for name in ("q", "k", "v")}
+  for name in ("dq", "dkdv", "dbias"):
+    if name in kernels: t = written_by(kernels[name], t, p.layout)
+  found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", "bias") if f"d{name}" in t}
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "lse", "delta"))).uop
   return found
+
+def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
+  """The parts of each device: one at least where several have the same keys or the same bias, whose gradients are then added."""
+  def least(name:str, chosen:int) -> int:
+    return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
+  return replace(parts, dkdv=least("k", parts.dkdv), dbias=least("bias", parts.dbias))
+
+def added(gradient:UOp, of:UOp) -> UOp:
+  """The sum of its parts, where it is in parts."""
+  return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, lse:Tensor, delta:Tensor) -> Tensor:
   """-exp(sink - lse) * delta, summed over all rows of a head: sinks (H), lse and delta (..., H, S). A row of no sequence has no sink."""
@@ -117,13 +142,17 @@ class AttentionGradient:
     tensors = dict(zip(self.names, call.src[1:]))
     inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, OUTPUTS))
     given = of_outputs(gradients, outputs)
-    by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str) and not keys_are_shared(inputs)
+    tiles = None if self.arch is None else can_differentiate(self.problem, self.arch)
+    of_amd = isinstance(tiles, tuple) and isinstance(tiles[0], BackwardTile)       # which leave parts to be added, and have a kernel for a bias
+    by_kernels = isinstance(tiles, tuple) and (of_amd or not keys_are_shared(inputs))
+    if not by_kernels: check_not_forced(SHARED_KEYS)
     found: dict[str, UOp] = {}
-    if not by_kernels or any(name in inputs for name in ("bias", "alibi_slopes")): found |= plain_gradients(self.problem, inputs, given)
+    if not by_kernels or "alibi_slopes" in inputs or ("bias" in inputs and not of_amd): found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)
 
+SHARED_KEYS = "query heads of several devices share a head of keys"
 def keys_are_shared(inputs:dict[str, UOp]) -> bool:
   """Whether query heads of several devices have the same keys, whose gradient is a sum over devices."""
   return inputs["q"].axis is not None and inputs["k"].axis is None

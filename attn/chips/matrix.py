@@ -55,7 +55,7 @@ class Matrix:
   def c_row(self, h:Int, i:Int) -> Int:
     """The row of C that lane group h holds as element i."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
-  def key_of(self, h:Int, n:int) -> Int:
+  def key_of(self, h:Int, n:Int) -> Int:
     """The key that lane group h holds as its n-th score, over a column of S^T tiles."""
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:

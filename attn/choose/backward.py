@@ -1,11 +1,14 @@
 """How the gradient of a problem is computed on a chip: by the backward kernels, or by tinygrad from `three_pass`. Every no carries its reason."""
 from __future__ import annotations
-import functools
+import functools, math
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
+from attn.choose import splits
 from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
-from attn.choose.dispatch import NO_UNIT, amd_refuses, mma_refuses
+from attn.choose.dispatch import NO_UNIT, amd_refuses, asked, mma_refuses
+from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD
+from attn.kernels.backward_dbias import BiasShare
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dkdv_mma import backward_dkdv_mma
 from attn.kernels.backward_dkdv_wgmma import backward_dkdv_wgmma
@@ -14,44 +17,102 @@ from attn.kernels.backward_dq_mma import backward_dq_mma
 from attn.kernels.backward_dq_wgmma import backward_dq_wgmma
 from attn.kernels.parts.backward_mma import MmaBackwardTile
 from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
-from attn.kernels.parts.tensors import check_backward
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile
-from attn.problem import Problem
+from attn.problem import MAX_SPLITS, Problem
 from attn.tinygrad_compat import UOp
-
-BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
 
 SUFFIXES = {BackwardTile: "", MmaBackwardTile: "_mma", WgmmaBackwardTile: "_wgmma"}      # of the kernel that a tile is for
 
-def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """The kernel of dq and delta that a tile is for."""
+def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
+  """The kernel of dq and delta that a tile is for; those of NVIDIA leave no parts."""
   if isinstance(tile, WgmmaBackwardTile): return backward_dq_wgmma(p, arch, tile, dlse)
-  return backward_dq_mma(p, arch, tile, dlse) if isinstance(tile, MmaBackwardTile) else backward_dq(p, arch, tile, dlse)
+  return backward_dq_mma(p, arch, tile, dlse) if isinstance(tile, MmaBackwardTile) else backward_dq(p, arch, tile, dlse, parts)
 
-def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """The kernel of dk and dv that a tile is for."""
+def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """The kernel of dk and dv that a tile is for; those of NVIDIA leave no parts."""
   if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile)
-  return backward_dkdv_mma(p, arch, tile) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile)
+  return backward_dkdv_mma(p, arch, tile) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile, parts)
 
 @dataclass(frozen=True)
 class BackwardChoice:
-  """What computes the gradients: the BACKWARD_KERNELS with these tiles, or `three_pass`, and then why the kernels don't."""
-  tiles: tuple[AnyBackwardTile, AnyBackwardTile]|None
+  """What computes the gradients: the kernels with these tiles, and into how many parts each divides what it sums (0: none); or `three_pass`, and then
+  why the kernels don't. `memory`: bytes beside inputs and outputs."""
+  tiles: tuple[AnyBackwardTile, ...]|None
   arch: Chip|None
   refused: str|None = None
+  parts: tuple[int, ...] = ()
+  memory: int = 0
   @property
   def kernels(self) -> tuple[str, ...]:
     if self.tiles is None: return ()
-    return tuple(name + SUFFIXES[type(tile)] for name, tile in zip(BACKWARD_KERNELS, self.tiles))
+    return tuple(name + SUFFIXES[type(tile)] for name, tile in zip((*BACKWARD_KERNELS, BIAS_KERNEL), self.tiles))
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
     if self.tiles is None:
       return (f"gradient on {where}: three_pass, computed again and differentiated by tinygrad, with its score matrix in memory\n"
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
-    return f"gradient on {where}: " + ", ".join(f"{name} tile {tile}" for name, tile in zip(self.kernels, self.tiles))
+    each = [" ".join([f"{name} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
+            for name, tile, parts in zip(self.kernels, self.tiles, self.parts, strict=True)]
+    return f"gradient on {where}: {', '.join(each)}\n  memory beside inputs and outputs: {self.memory} bytes"
+
+FULL_GRIDS = 4
+
+@dataclass(frozen=True)
+class Parts:
+  """Into how many parts the backward kernels divide what they sum, 0 for none: fp32, added by one more kernel each, always in the same order."""
+  dq: int
+  dkdv: int
+  dbias: int
+
+def choose_parts(p:Problem, arch:Chip) -> Parts:
+  """As many as make up for a grid that leaves compute units idle, by the model of `splits.split_heuristic`. Their workgroups, each of which leaves
+  fp32 numbers for its own rows, are never more than the kernel's own and FULL_GRIDS that fill the chip: that bounds their memory."""
+  dq, dkdv = tiles_of(p, arch)
+  if not isinstance(dq, BackwardTile) or not isinstance(dkdv, BackwardTile): return Parts(0, 0, 0)
+  group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head
+  rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
+  def parts(tile:BackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
+    workgroups, places = p.B*heads*ceildiv(own, tile.block_m), splits.places_of(p, arch, tile)
+    most = min(ceildiv(walked, tile.block_n)*(p.H//heads), 1 + FULL_GRIDS*places//workgroups)
+    choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= most]
+    found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers)
+    return found if found > 1 else 0
+  of_bias = 0
+  if p.bias is not None:
+    share = BiasShare(p, dq.block_m, dq.block_n)
+    of_bias = min(share.trips, arch.cus//share.workgroups)
+  return Parts(parts(dq, p.Sq, p.H, p.Sk, ceildiv(visible//p.Sq, dq.block_n), rows*p.H*p.D),
+               parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)), of_bias if of_bias > 1 else 0)
+
+def memory_of(p:Problem, parts:Parts) -> int:
+  """Bytes that the gradients take beside inputs and outputs: lse and delta of each row, and the parts."""
+  of = {"dq": dq_arguments(p, parts=parts.dq), "dkdv": dkdv_arguments(p, parts.dkdv)} | \
+       ({"dbias": dbias_arguments(p, parts.dbias)} if p.bias is not None else {})
+  names = {"dq": ("dq",), "dkdv": ("dk", "dv"), "dbias": ("dbias",)}
+  left = sum(4*math.prod(of[kernel][name][0]) for kernel in of if getattr(parts, kernel) for name in names[kernel])
+  return 8*p.rows + left
+
+def tiles_of(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
+  """Of the backward kernels, which compute the gradient of `p`."""
+  found = can_differentiate(p, arch)
+  assert not isinstance(found, str)
+  return found
+
+def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
+  """The tiles of the backward kernels for `p` on `arch`, or why they don't compute its gradient: they cannot, or ATTN_KERNEL asks for another way.
+  Raises NotImplementedError where it asks for them and they cannot."""
+  if asked().backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
+  if isinstance(found := kernel_tiles(p, arch), str): check_not_forced(found)
+  return found
+
+def check_not_forced(reason:str) -> None:
+  """Raises NotImplementedError, with the reason, where ATTN_KERNEL asks for the backward kernels, which don't compute a gradient."""
+  if (wanted := asked().backward) in BACKWARD_KERNELS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @functools.cache
-def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
+def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they cannot compute its gradient."""
   if arch is None: return NO_UNIT
   if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
@@ -63,8 +124,16 @@ def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBa
   if (need := max(tile.lds_bytes(p) for tile in tiles)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
   return tiles
 
+def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
+  """For a reason that ATTN_KERNEL cannot overcome."""
+  check_not_forced(reason)
+  return BackwardChoice(None, arch, reason)
+
 def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   """What differentiates `p` where the kernel `forward` computed it."""
-  if forward == "three_pass": return BackwardChoice(None, arch, "forward is three_pass, which tinygrad differentiates")
+  if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
-  return BackwardChoice(None, arch, found) if isinstance(found, str) else BackwardChoice(found, arch)
+  if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
+  parts = choose_parts(p, arch)
+  bias = p.bias is not None and isinstance(found[0], BackwardTile)
+  return BackwardChoice((*found, *found[:1]*bias), arch, None, (parts.dq, parts.dkdv, *(parts.dbias,)*bias), memory_of(p, parts))

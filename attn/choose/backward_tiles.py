@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.choose.candidates import Burden
+from attn.choose import tuned
+from attn.choose.candidates import BackwardCandidate, Burden
 from attn.choose.tiles import burden
 from attn.choose.dispatch import wgmma_refuses
 from attn.kernels.parts.backward_mma import MmaBackwardTile
@@ -16,44 +17,33 @@ from attn.kernels.parts.tiles import BackwardTile
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
-@dataclass(frozen=True)
-class BackwardCandidate:
-  """A tile of a backward kernel for head dimensions up to `up_to`; the fields are those of BackwardTile."""
-  up_to: int
-  waves: int
-  block_n: int
-  own_in_lds: tuple[bool, bool] = (False, False)
-  fenced: int = 0
-  prefetch: int = 1
-  matrix: int = 0        # index into Chip.matrix of the dtype
-  passes: int = 1
-
 BOTH = (True, True)
 
-DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8))
-DKDV_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, passes=2))
+DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True))
+DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32), BackwardCandidate(128, 4, 32, fenced=4),
+                BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2))
 
 DQ: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": DQ_ON_CDNA, "cdna3": DQ_ON_CDNA, "cdna4": DQ_ON_CDNA,
   "rdna3": (
     BackwardCandidate(64, 4, 16),
     BackwardCandidate(128, 4, 16, (True, False), fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
   "rdna4": (
     BackwardCandidate(64, 4, 32, fenced=8),
     BackwardCandidate(128, 4, 16, fenced=8),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
 }
 DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
-  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": DKDV_ON_CDNA,
+  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": (BackwardCandidate(128, 4, 32), DKDV_ON_CDNA[-1]),
   "rdna3": (
     BackwardCandidate(64, 4, 16),
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, passes=2)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
   "rdna4": (
     BackwardCandidate(64, 4, 32, fenced=8),
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, passes=2)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
 }
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBac
   if arch.family == "nvidia":
     if wgmma_backward_refuses(p, arch) is None: return _chosen_wgmma(p, DQ_WGMMA, p.Sq, False), _chosen_wgmma(p, DKDV_WGMMA, p.Sk, True)
     return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False), _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
-  return _chosen("backward_dq", p, arch, DQ, p.Sq, False), _chosen("backward_dkdv", p, arch, DKDV, p.Sk, True)
+  return _chosen("backward_dq", p, arch, DQ, False), _chosen("backward_dkdv", p, arch, DKDV, True)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""
@@ -126,14 +116,22 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandida
     else: return tile
   raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
 
-def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], rows:int, keys:bool) -> BackwardTile:
-  """`rows`: how many of its own a workgroup may have at most, for which it has no more waves than they fill."""
+def backward_tile(p:Problem, arch:Chip, c:BackwardCandidate, keys:bool) -> BackwardTile:
+  """The tile that a candidate makes of a problem: with no more waves than its own rows fill, queries or `keys`."""
+  mat = arch.matrix[p.dtype][c.matrix]
+  waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
+  return BackwardTile(mat, waves, c.block_n, c.own_in_lds, c.fenced, c.prefetch, c.sparing, keys, c.passes)
+
+def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) -> str|None:
+  """None if `tile` is for this problem on `arch`, else why not."""
+  if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
+  if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
+  return None
+
+def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool) -> BackwardTile:
   if arch.family not in table: raise NotImplementedError(f"{kernel}: {arch} has none of the matrix units {', '.join(table)}")
-  reasons = []
-  for c in table[arch.family]:
-    mat = arch.matrix[p.dtype][c.matrix]
-    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, c.prefetch, keys, c.passes)
-    if max(p.D, p.Dv) > c.up_to: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
-    elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
-    else: return tile
+  reasons, found = [], tuned.backward_winner(p, arch, kernel)
+  for c in (*([found] if found is not None else []), *table[arch.family]):
+    if (reason := backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c)) is None: return tile
+    reasons.append(reason)
   raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")

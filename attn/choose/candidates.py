@@ -19,6 +19,19 @@ class Candidate:
   fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
   llvm: int = EVERY      # the newest release of LLVM that it is for: of a class those rows count that have the least such number for the compiler
 
+@dataclass(frozen=True)
+class BackwardCandidate:
+  """A tile of a backward kernel for head dimensions up to `up_to`; the fields are those of BackwardTile."""
+  up_to: int
+  waves: int
+  block_n: int
+  own_in_lds: tuple[bool, bool] = (False, False)
+  fenced: int = 0
+  prefetch: int = 1
+  sparing: bool = False
+  passes: int = 1
+  matrix: int = 0        # index into Chip.matrix of the dtype
+
 class Burden(IntEnum):
   """What the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next."""
   PLAIN = 0

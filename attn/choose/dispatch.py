@@ -1,12 +1,13 @@
 """Which kernel a problem gets on a chip. Two questions are asked of each: can it compute the problem, and is no other faster? Every no carries its
 reason."""
 from __future__ import annotations
-import functools, os
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.chips import CHIPS, Chip
 from attn.chips.matrix import MMA
 from attn.choose import splits, tuned
+from attn.choose.forced import Forced, forced
 from attn.choose.splits import AnyTile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, wgmma_tile
 from attn.choose.tiles_table import CANDIDATES
@@ -183,21 +184,24 @@ def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
     raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
   return program_of(choice, p), choice.work.tile
 
+def asked() -> Forced:
+  """What ATTN_KERNEL asks for."""
+  return forced(tuple(KERNELS))
+
 def choose(p:Problem, arch:Chip|None) -> Choice:
   """The first kernel that takes `p` on `arch` (None: a chip without a matrix unit), or the one that ATTN_KERNEL names, even where another is faster.
 
   Raises NotImplementedError, with every reason, when none can or that one can't, and ValueError for an ATTN_KERNEL that does not exist."""
-  return _choose(p, arch, os.environ.get("ATTN_KERNEL", ""))
+  return _choose(p, arch, asked().forward)
 
 @functools.cache
-def _choose(p:Problem, arch:Chip|None, forced:str) -> Choice:
-  if forced and forced not in KERNELS: raise ValueError(f"ATTN_KERNEL={forced!r}: must be one of {', '.join(KERNELS)}")
+def _choose(p:Problem, arch:Chip|None, wanted:str) -> Choice:
   refused = []
   for name, kernel in KERNELS.items():
     work, slower = can(name, p, arch), None
     if isinstance(work, str): refused.append((name, work))
-    elif forced and name != forced: refused.append((name, f"ATTN_KERNEL={forced} forces another"))
-    elif not forced and arch is not None and (slower := kernel.slower(p, arch)) is not None: refused.append((name, slower))
+    elif wanted and name != wanted: refused.append((name, f"ATTN_KERNEL={wanted} forces another"))
+    elif not wanted and arch is not None and (slower := kernel.slower(p, arch)) is not None: refused.append((name, slower))
     else: return Choice(name, work, arch, tuple(refused))
-  if forced: raise NotImplementedError(f"ATTN_KERNEL={forced}: {dict(refused)[forced]}")
+  if wanted: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {dict(refused)[wanted]}")
   raise NotImplementedError(f"no kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in refused)}")

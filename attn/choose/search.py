@@ -27,7 +27,7 @@ from attn.isa.report import Report, analyse
 from attn.isa.source import MASKS, Spec, kernel_source, problem_of_spec
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm
 
@@ -100,14 +100,14 @@ def tile_report(spec:Spec, tile:Tile) -> Report|None:
   try: return analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
   except CompileError: return None
 
-def waves_of(report:Report, tile:Tile, chip:Chip) -> int:
+def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   """Waves per SIMD, as many as whole workgroups make."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
   simds = chip.pipes.simds
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
-def bound_of(report:Report|None, tile:Tile) -> Bound|None:
+def bound_of(report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
   """None where the kernel doesn't compile, or spills."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)

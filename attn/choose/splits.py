@@ -4,12 +4,13 @@ Where B*H heads of Sq queries make fewer workgroups than the chip has compute un
 pytorch.org/blog/flash-decoding). The ranges' results are merged by attn/kernels/combine.py.
 """
 from __future__ import annotations
+from collections.abc import Iterable
 from dataclasses import replace
 from attn.chips import Chip
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.tiles import Tile, heads_of
+from attn.kernels.parts.tiles import BlockTile, Tile, heads_of
 from attn.problem import MAX_SPLITS, Problem
 
 PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys
@@ -36,13 +37,20 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
 
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
-  places = arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//tile.lds_bytes(p)))
   trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
-  def time(splits:int) -> float:
-    merge = COMBINE + 4*splits*p.rows*(p.Dv + 1)/COMBINE_BYTES if splits > 1 else 0
-    return ceildiv(workgroups(p, tile)*splits, places)*(ceildiv(trips, splits)*tile.block_n + PROLOGUE) + merge
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
-  return min(choices or [1], key=lambda splits: (time(splits), splits))
+  return quickest(choices or [1], workgroups(p, tile), trips, tile.block_n, places_of(p, arch, tile), p.rows*(p.Dv + 1))
+
+def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
+  """How many workgroups a chip works on at a time."""
+  return arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//tile.lds_bytes(p)))
+
+def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int) -> int:
+  """The one of `choices`, numbers of parts, that takes the least time by the model of `split_heuristic`; a part leaves `numbers` fp32 numbers."""
+  def time(parts:int) -> float:
+    merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
+    return ceildiv(workgroups*parts, places)*(ceildiv(trips, parts)*block_n + PROLOGUE) + merge
+  return min(choices, key=lambda parts: (time(parts), parts))
 
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
   """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one held to the number of key tiles."""

@@ -1,16 +1,18 @@
 """The tiles that TUNE=1 of bench.py found fastest by time, kept in the user's cache directory. Dispatch asks here on real devices only.
 
-The file is {chip: {problem class: {"tile": fields of a Candidate, or null where no tile beat what dispatch does without, "seconds": its time,
-"stamp": the versions it was found with}}}. It is input: what is not valid, or of other versions, is ignored with one warning that names the file.
+The file is {chip: {problem class, and the name of a backward kernel: {"tile": fields of a Candidate or BackwardCandidate, or null where no tile beat
+what dispatch does without, "seconds": its time, "stamp": the versions it was found with}}}. It is input: what is not valid, or of other versions, is
+ignored with one warning that names the file.
 """
 from __future__ import annotations
-import functools, importlib.metadata, json, warnings
+import functools, importlib.metadata, itertools, json, warnings
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from attn import user_cache, values
 from attn.chips import Chip
-from attn.choose.candidates import EVERY, Candidate
+from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
 from attn.kernels.parts.lanes import contraction
 from attn.problem import Problem
 from attn.tinygrad_compat import Device
@@ -44,21 +46,32 @@ def stamp() -> dict[str, str]:
   compiler = Device[Device.DEFAULT].renderer.compiler
   return {"attn": own, "tinygrad": TINYGRAD_VERSION, "compiler": str(getattr(compiler, "version", type(compiler).__name__))}
 
-LIMITS = {"up_to": CLASSES, "waves": (1, 2, 4, 8), "q_tiles": (1, 2), "block_n": (16, 32, 64, 128), "q_in_lds": (False, True),
-          "fenced": (False, True), "prefetch": (0, 1, 2), "matrix": (0, 1), "fills": range(1 << 16), "llvm": (EVERY,)}
+LIMITS: dict[str, tuple[Any, ...]|range] = {
+  "up_to": CLASSES, "waves": (1, 2, 4, 8), "q_tiles": (1, 2), "block_n": (16, 32, 64, 128), "q_in_lds": (False, True),
+  "fenced": (False, True), "prefetch": (0, 1, 2), "matrix": (0, 1), "fills": range(1 << 16), "llvm": (EVERY,)}
+BACKWARD_LIMITS: dict[str, tuple[Any, ...]|range] = {
+  "up_to": CLASSES, "waves": (1, 2, 4, 8), "block_n": (16, 32, 64), "own_in_lds": tuple(itertools.product((False, True), repeat=2)),
+  "fenced": (0, 2, 4, 8), "prefetch": (0, 1, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1)}
+
+C = TypeVar("C", Candidate, BackwardCandidate)
 
 def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
+  """The tile of forward that an entry of the file says, as in `tile_of`."""
+  return tile_of(found, arch, p, Candidate, LIMITS)
+
+def tile_of(found:Any, arch:Chip, p:Problem, kind:type[C], limits:Mapping[str, tuple[Any, ...]|range]) -> C|None:
   """The tile that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this chip."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile")
   if (tile := found["tile"]) is None: return None
   if not isinstance(tile, dict): raise ValueError(f"tile={values.shown(tile)}: must be null, or the fields of a tile")
-  if unknown := tile.keys() - LIMITS.keys(): raise ValueError(f"{min(unknown)}: a tile has no such field")
-  for f in fields(Candidate):
+  if unknown := tile.keys() - limits.keys(): raise ValueError(f"{min(unknown)}: a tile has no such field")
+  tile = {name: tuple(x) if isinstance(x, list) else x for name, x in tile.items()}      # which JSON has no tuples for
+  for f in fields(kind):
     if f.name not in tile:
       if f.default is MISSING: raise ValueError(f"a tile without {f.name}")
-    elif type(value := tile[f.name]) is not type(LIMITS[f.name][0]) or value not in LIMITS[f.name]:
-      raise ValueError(f"{f.name}={values.shown(value)}: must be one of {', '.join(map(str, LIMITS[f.name][:9]))}")
-  c = Candidate(**tile)
+    elif type(value := tile[f.name]) is not type(limits[f.name][0]) or value not in limits[f.name]:
+      raise ValueError(f"{f.name}={values.shown(value)}: must be one of {', '.join(map(str, limits[f.name][:9]))}")
+  c = kind(**tile)
   matrices = arch.matrix.get(p.dtype, ())
   if c.matrix >= len(matrices): raise ValueError(f"matrix={c.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat = matrices[c.matrix]
@@ -95,20 +108,33 @@ def load() -> dict[str, Any]:
 
 def winner(p:Problem, arch:Chip) -> Candidate|None:
   """The tile that was fastest for the class of `p` on this chip, if it is known and `arch` is a real device's."""
-  if not arch.tuned or (kind := problem_class(p)) is None: return None
+  return _winner(p, arch, "", candidate_of)
+
+def backward_winner(p:Problem, arch:Chip, kernel:str) -> BackwardCandidate|None:
+  """The same of a backward kernel."""
+  return _winner(p, arch, kernel, lambda found, arch, p: tile_of(found, arch, p, BackwardCandidate, BACKWARD_LIMITS))
+
+W = TypeVar("W")
+
+def _winner(p:Problem, arch:Chip, kernel:str, read:Callable[[Any, Chip, Problem], W|None]) -> W|None:
+  if not arch.tuned or (kind := entry_of(p, kernel)) is None: return None
   if (entry := load().get(arch.name, {}).get(kind)) is None: return None
   try:
-    found = candidate_of(entry, arch, p)
+    found = read(entry, arch, p)
     check_stamp(entry.get("stamp"))
   except ValueError as e:
     warn(str(path()), f"{arch.name}, {kind}: {e}")
     return None
   return found
 
-def store(p:Problem, arch:Chip, tile:Candidate|None, seconds:float) -> Path:
+def entry_of(p:Problem, kernel:str) -> str|None:
+  """The name of an entry of the file: of a problem's class, of forward ("") or of a backward kernel."""
+  return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
+
+def store(p:Problem, arch:Chip, tile:Candidate|BackwardCandidate|None, seconds:float, kernel:str="") -> Path:
   """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no class for it, OSError where the
   file can't be written."""
-  file, kind = path(), problem_class(p)
+  file, kind = path(), entry_of(p, kernel)
   if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class of which a winner is kept")
   found = load()
   found[arch.name] = {**found.get(arch.name, {}), kind: {"tile": asdict(tile) if tile is not None else None, "seconds": seconds, "stamp": stamp()}}

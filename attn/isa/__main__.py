@@ -1,6 +1,6 @@
 """python -m attn.isa: the machine code of kernels and what it costs. See docs/isa.md for the meaning of every figure."""
 from __future__ import annotations
-import json
+import json, re
 from pathlib import Path
 from typing import Any
 from attn.compilers import clang
@@ -10,7 +10,7 @@ from attn.extras import needs
 from attn.isa import sass, source
 from attn.chips import MODELLED
 from attn.isa.disassemble import disassemble
-from attn.isa.report import Report, analyse
+from attn.isa.report import Products, Report, analyse
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.isa", __name__):
   import click
@@ -45,14 +45,20 @@ def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Repo
   if spec.arch not in MODELLED: raise ValueError(f"{word}: {amd}; `asm {word}` prints the kernel")
   return costs.report_of(spec)
 
-def _specs(arch:str|None, d:int|None, dtype:str, causal:bool) -> list[str]:
-  return [str(source.Spec(arch, d, dtype, source.MASKS[causal]))] if arch is not None and d is not None else []
+def _products(text:str) -> Products:
+  found = re.fullmatch(r"([1-9]),(\d)", text)
+  if found is None: raise click.BadParameter(f"{text!r}: must be two numbers, such as 2,1 for a loop with S and dQ, which go over D, and dP")
+  return (int(found[1]), int(found[2])),
+
+def _specs(arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None) -> list[str]:
+  return [str(source.Spec(arch, d, dtype, source.MASKS[causal], gradient or source.FORWARD))] if arch is not None and d is not None else []
 
 KERNEL_OPTIONS = [
   click.option("--arch", type=click.Choice(source.KNOWN), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
   click.option("--d", type=int, help="Head dimension."),
   click.option("--dtype", type=click.Choice(source.MATRIX_DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
+  click.option("--gradient", type=click.Choice(source.BACKWARD), help="The backward kernel that computes it. [default: forward]"),
 ]
 def kernel_options(command:Any) -> Any:
   for option in reversed(KERNEL_OPTIONS): command = option(command)
@@ -63,7 +69,8 @@ def kernel_options(command:Any) -> Any:
 def main() -> None:
   """The machine code of kernels, without a GPU and without ROCm.
 
-  A kernel of ours is named by options or by a word, ARCH/D[/DTYPE[/MASK]]: `--arch gfx942 --d 128 --causal` is gfx942/128/float16/causal.
+  A kernel of ours is named by options or by a word, ARCH/D[/DTYPE[/MASK[/KERNEL]]]: `--arch gfx942 --d 128 --causal` is
+  gfx942/128/float16/causal, and `--gradient dkdv` with it gfx942/128/float16/causal/dkdv. Backward takes two kernels, dq and dkdv.
   """
 
 @main.command()
@@ -74,18 +81,22 @@ def main() -> None:
 @click.option("--queries", type=int, help="Queries of a wave, for a file.")
 @click.option("--lds", type=int, help="LDS bytes given at launch, for a file.")
 @click.option("--threads", type=int, help="Threads of a workgroup, for a file.")
+@click.option("--products", default="1,1", show_default=True, callback=lambda _, __, text: _products(text),
+              help="Of the hot loop of a file: how many products go over D and how many over Dv. Forward has 1,1, a backward up to 3,2.")
 @click.option("--loop", type=int, default=0, help="Which loop, 0 for the one with the most matrix work.")
 @click.option("--every-block", is_flag=True, help="Count every block of the loop and not only its usual path.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--brief", is_flag=True, help="One line a kernel.")
 @click.option("--diff", is_flag=True, help="Compare two.")
-def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, dv:int|None, kernel:str|None, queries:int|None, lds:int|None,
-           threads:int|None, loop:int, every_block:bool, as_json:bool, brief:bool, diff:bool) -> None:
+def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None, dv:int|None, kernel:str|None,
+           queries:int|None, lds:int|None, threads:int|None, products:Products, loop:int, every_block:bool, as_json:bool, brief:bool,
+           diff:bool) -> None:
   """Registers, hot loop and bounds of WHAT: .s files, llvm-objdump output, code objects, or kernels of ours."""
-  words = list(what) or _specs(arch, d, dtype, causal)
+  words = list(what) or _specs(arch, d, dtype, causal, gradient)
   if not words: raise click.UsageError("name a file, a kernel such as gfx942/128/float16/causal, or --arch and --d")
   if diff and len(words) != 2: raise click.UsageError("--diff compares two")
-  options = {"dv": dv, "kernel_name": kernel, "queries": queries, "lds": lds, "threads": threads, "rank": loop, "every_block": every_block}
+  options = {"dv": dv, "kernel_name": kernel, "queries": queries, "lds": lds, "threads": threads, "rank": loop, "every_block": every_block,
+             "products": products}
   reports = [_report(w, arch, d, options) for w in words]
   if as_json: click.echo(json.dumps([r.json() for r in reports], indent=1))
   else: Console(width=None if Console().is_terminal else 200).print(table.brief(reports) if brief else table.full(reports, change=diff))
@@ -94,7 +105,7 @@ def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bo
 @click.argument("what", required=False)
 @kernel_options
 @click.option("--hip", "--cuda", "source_alone", is_flag=True, help="The source alone: HIP, or CUDA for sm_xx.")
-def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, source_alone:bool) -> None:
+def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None, source_alone:bool) -> None:
   """Print the machine code of a kernel of ours, WHAT being its word, or the assembly of a HIP file for --arch.
 
   For sm_xx that is its CUDA source, and the SASS after it where a CUDA toolkit is there (nvcc, and cuobjdump or nvdisasm).
@@ -104,7 +115,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, source
     if arch not in MODELLED: raise click.UsageError(f"a file is compiled as HIP: --arch is one of {', '.join(MODELLED)}")
     click.echo(clang.assembly(Path(what).read_text(), arch))
     return
-  words = [what] if what is not None else _specs(arch, d, dtype, causal)
+  words = [what] if what is not None else _specs(arch, d, dtype, causal, gradient)
   if not words: raise click.UsageError("name a kernel, such as gfx942/128/float16/causal, or --arch and --d")
   spec = source.Spec.parse(words[0])
   if spec.arch in MODELLED:

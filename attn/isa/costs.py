@@ -8,7 +8,7 @@ from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from attn.chips import MODELLED
 from attn.compilers.clang import Toolchain, assembly, toolchain
 from attn.compilers.found import OLDEST, OLDEST_FOR
@@ -17,26 +17,38 @@ from attn.isa.instruction import Instruction
 from attn.isa.parse import Kernel
 from attn.isa.report import Report, analyse
 from attn.choose.dispatch import MATRIX_DTYPES
-from attn.isa.source import MASKS, Source, Spec, chosen
+from attn.isa.source import BACKWARD, FORWARD, MASKS, Source, Spec, chosen
 from attn.isa.table import BRIEF, brief_cells
 
 HEAD_DIMENSIONS = (64, 128, 256)
-SPECS = [Spec(arch, d, dtype, mask) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS]
+SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS
+         for kernel in (FORWARD, *BACKWARD)]
 
-def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report:
-  return analyse(assembly(kernel.text, spec.arch, tools=tools), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
+def report_of_text(spec:Spec, kernel:Source, text:str) -> Report:
+  """The report on a kernel of ours, by itself, whose machine code is `text`."""
+  return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products)
+
+def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, tools:Toolchain|None=None) -> Report:
   """The report on a kernel of ours, with the tile that it has under this compiler."""
-  tools = tools or toolchain()
-  return _report(spec, source.kernel_source(spec, llvm=tools.llvm), tools)
+  return reports_of([spec], tools)[0]
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Renders here, one after the other (tinygrad's lowering is Python), while clang compiles on every core."""
+  """Renders here, one after the other (tinygrad's lowering is Python), while clang compiles on every core. `useful` is of all kernels that do the
+  work together."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
-    jobs = [pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools) for spec in specs]
-    return [job.result() for job in jobs]
+    jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
+            for spec in dict.fromkeys(x for spec in specs for x in spec.together)}
+    found = {spec: job.result() for spec, job in jobs.items()}
+  return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
+
+def with_useful(report:Report, together:Sequence[Report]) -> Report:
+  """The report with the `useful` of several kernels, one after another: their times add up."""
+  shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
+  if report.loop is None or len(shares) < len(together): return report
+  return replace(report, loop=replace(report.loop, useful=1/sum(1/x for x in shares)))
 
 # ***** files *****
 

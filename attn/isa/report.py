@@ -4,7 +4,8 @@
     print(report.loop.serial)
 
 The hot loop is the innermost one with the most matrix work. What is counted is its usual path (`flow.usual_path`): a causal kernel's loop without the
-mask, no rare side blocks. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks.
+mask, no rare side blocks. A kernel that walks over the same tiles twice has two, of which a trip each is counted together. Not modelled: LDS bank
+conflicts, caches and memory, latencies, barriers, clocks.
 """
 from __future__ import annotations
 import dataclasses, re
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 from collections.abc import Sequence
 from attn.chips import Chip, modelled
-from attn.isa.flow import blocks_of, matrix_loops, usual_path
+from attn.isa.flow import Block, Loop, blocks_of, matrix_loops, usual_path
 from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matrix_shape
 from attn.isa.parse import Kernel, parse
+
+Products = tuple[tuple[int, int], ...]   # of each hot loop of a kernel: how many products it has that go over D, and over Dv
+PRODUCTS: Products = ((1, 1),)           # forward: S and O
+GRADIENTS = (3, 2)                       # all that a backward needs: S, dQ and dK, and dP and dV
 
 @dataclass(frozen=True)
 class Resources:
@@ -56,6 +61,7 @@ class HotLoop:
   valu_per_score: float|None        # of a lane's share
   exp_per_score: float|None
   lds_bytes_per_score: float|None
+  useful: float|None                # cycles of the products that attention needs, forward or backward, at the chip's dense rate / those of `serial`
 
   @property
   def valu(self) -> int: return sum(self.kinds[k] for k in VECTOR)
@@ -119,7 +125,8 @@ def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float,
     cycles += cu.matrix.get(shape, flops*cu.simds/cu.flops)
   return cycles, unknown
 
-def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None) -> HotLoop:
+def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
+            products:Products=PRODUCTS) -> HotLoop:
   """Counts and bounds of the instructions of one trip."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
@@ -127,7 +134,7 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   n = {k: len(v) for k, v in by_kind.items()}
   valu, transcendentals = sum(n[k] for k in VECTOR), n["exp"] + n["transcendental"]
   matrix, unpublished = matrix_cycles(by_kind["matrix"], chip)
-  products, _ = matrix_cycles([x for x in by_kind["matrix"] if matrix_shape(x.op)[1]], chip)     # but not sums
+  of_products, _ = matrix_cycles([x for x in by_kind["matrix"] if matrix_shape(x.op)[1]], chip)     # but not sums
   def moved(*kinds:str) -> int:   # less than a dword still takes a whole bank
     return sum(max(4, access_bytes(x.op)) for k in kinds for x in by_kind[k])
   read, written = moved("lds_read"), moved("lds_write", "load_to_lds")
@@ -137,15 +144,16 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   if cu.coissue: busiest = max(matrix, vector + slow + n["matrix"]*cu.matrix_issue, lds)
   else: busiest = max(matrix + vector + transcendentals*cu.valu, slow, lds)   # transcendentals have a unit of their own and take one issue slot
   flops = sum(matrix_shape(x.op)[1] for x in by_kind["matrix"])
-  scores = flops/(2*(d + (dv or d))) if d else None
+  scores = flops/sum(_flops_of_score(x, d, dv) for x in products) if d else None
   share = scores/chip.wave if scores else None
+  needed = _flops_of_score(PRODUCTS[0] if products == PRODUCTS else GRADIENTS, d, dv)*cu.simds/cu.flops if d else 0
   def per_score(x:float) -> float|None: return x/share if share else None
   return HotLoop(label, len(trip), in_all, n, dict(Counter(x.name.removeprefix("v_") for x in by_kind["matrix"])), _widths(by_kind["lds_read"]),
                  _widths(by_kind["lds_write"]), _widths(by_kind["load"] + by_kind["load_to_lds"]),
                  sum(x.dpp for k in VECTOR for x in by_kind[k]), sum(x.op.startswith("v_cvt") for k in VECTOR for x in by_kind[k]), flops,
-                 {"matrix": matrix, "vector": vector, "transcendental": slow, "lds": lds}, dict(unpublished), products/busiest,
-                 products/(matrix + vector + slow), scores, queries, scores/queries if scores and queries else None, per_score(valu),
-                 per_score(n["exp"]), per_score(read + written))
+                 {"matrix": matrix, "vector": vector, "transcendental": slow, "lds": lds}, dict(unpublished), of_products/busiest,
+                 of_products/(matrix + vector + slow), scores, queries, scores/queries if scores and queries else None, per_score(valu),
+                 per_score(n["exp"]), per_score(read + written), scores*needed/(matrix + vector + slow) if scores else None)
 
 def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
   """The kernel whose name contains `name`, else the one with the most matrix instructions."""
@@ -154,23 +162,37 @@ def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
     raise ValueError(f"no kernel named {name!r}: there are {', '.join(k.name for k in kernels)}")
   return found
 
+def _flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 2*(products[0]*d + products[1]*(dv or d))
+
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
-             rank:int=0) -> tuple[str, list[Instruction], int, int]|None:
-  """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the `rank`-th most matrix work."""
+             rank:int=0, products:Products=PRODUCTS) -> tuple[str, list[Instruction], int, int]|None:
+  """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the `rank`-th most matrix work; where
+  `products` has several loops, of one after another, each with its part of that work."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
-  if rank >= len(loops): return None
-  loop = loops[rank]
-  path = sorted(loop.body) if every_block else usual_path(blocks, loop, 2.0*(d + (dv or d))*chip.wave if d else 0)
-  return (" ".join(blocks[loop.header].labels), [x for b in path for x in blocks[b].instructions],
-          sum(len(blocks[b].instructions) for b in loop.body), len(loops))
+  labels, trip, in_all = [], list[Instruction](), 0
+  for one in products:
+    same = loops if len(products) == 1 else _with_part(blocks, loops, *(_flops_of_score(x, d or 1, dv) for x in (one, max(products))))
+    if rank >= len(same): return None
+    loop = same[rank]
+    path = sorted(loop.body) if every_block else usual_path(blocks, loop, float(_flops_of_score(one, d, dv))*chip.wave if d else 0)
+    labels += blocks[loop.header].labels
+    trip += [x for b in path for x in blocks[b].instructions]
+    in_all += sum(len(blocks[b].instructions) for b in loop.body)
+  return " ".join(labels), trip, in_all, len(loops)
+
+def _with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
+  """The loops with `part`/`most` of the matrix work of the first one."""
+  flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
+  return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]
 
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
-            threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None) -> Report:
-  """The report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded), `queries` a wave's."""
+            threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:Products=PRODUCTS) -> Report:
+  """The report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded), `queries` a wave's,
+  `products` says what its hot loops compute."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])
-  found = hot_loop(kernel, chip, d, dv, every_block, rank)
-  loop = measure(found[0], found[1], found[2], chip, d, dv, queries) if found is not None else None
+  found = hot_loop(kernel, chip, d, dv, every_block, rank, products)
+  loop = measure(found[0], found[1], found[2], chip, d, dv, queries, products) if found is not None else None
   return Report(title or kernel.name, kernel.arch, d, resources_of(kernel, chip, lds, threads), found[3] if found is not None else 0, loop)

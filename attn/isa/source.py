@@ -1,21 +1,29 @@
-"""Our kernels by name: which source a word such as gfx942/128/float16/causal stands for. The one place where attn.isa meets the kernels."""
+"""Our kernels by name: which source a word such as gfx942/128/float16/causal stands for, or gfx942/128/float16/causal/dq of the backward kernels. The
+one place where attn.isa meets the kernels."""
 from __future__ import annotations
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from attn.chips import CHIPS, MODELLED, Chip, get_chip
+from attn.choose.backward import can_differentiate
 from attn.choose.dispatch import KERNELS, MATRIX_DTYPES, choose
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
+from attn.isa.report import PRODUCTS, Products
+from attn.kernels.backward_dkdv import PASSES, backward_dkdv
+from attn.kernels.backward_dq import backward_dq
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS
 
 MASKS = ("full", "causal")
+FORWARD, BACKWARD = "forward", ("dq", "dkdv")    # which kernel of a problem
 KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.family == "nvidia"))   # NVIDIA's have a source, and no report
 
 @dataclass(frozen=True, order=True)
@@ -25,18 +33,25 @@ class Spec:
   d: int
   dtype: str = "float16"
   mask: str = "full"
+  kernel: str = FORWARD
 
   def __post_init__(self) -> None:
-    for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS)):
+    for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS),
+                               ("kernel", self.kernel, (FORWARD, *BACKWARD))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
 
-  def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}"
+  def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
+  @property
+  def together(self) -> tuple[Spec, ...]:
+    """The kernels that do the work together: forward by itself, the two backward kernels both."""
+    return (self,) if self.kernel == FORWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
   def parse(cls, word:str) -> Spec:
-    """gfx942/128[/float16[/causal]]"""
+    """gfx942/128[/float16[/causal[/dq]]]"""
     arch, d, *rest = word.split("/")
-    if not d.isdigit() or len(rest) > 2: raise ValueError(f"{word!r} is no kernel: expected ARCH/D[/DTYPE[/MASK]], as gfx942/128/bfloat16/causal")
+    if not d.isdigit() or len(rest) > 3:
+      raise ValueError(f"{word!r} is no kernel: expected ARCH/D[/DTYPE[/MASK[/KERNEL]]], as gfx942/128/bfloat16/causal or .../causal/dq")
     return cls(arch, int(d), *rest)
 
 @dataclass(frozen=True)
@@ -45,8 +60,9 @@ class Source:
   text: str
   d: int         # head dimension of q and k as computed (padded)
   dv: int        # of v
-  queries: int   # of a wave
-  block_m: int   # queries of a workgroup
+  queries: int   # of a wave, in a trip
+  block_m: int   # queries of a workgroup, or keys where it owns keys
+  products: Products = PRODUCTS
 
 LENGTH, HEADS = 4096, 32   # whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
 
@@ -54,7 +70,8 @@ def problem_of_spec(spec:Spec) -> Problem:
   return Problem(1, HEADS, HEADS, LENGTH, LENGTH, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype,
                  window=(-1, 0 if spec.mask == "causal" else -1), softmax_scale=spec.d**-0.5)
 
-def _tensors(p:Problem) -> list[UOp]: return [UOp.placeholder((p.B, p.H, p.Sq, p.D), FLOATS[p.dtype], slot) for slot in range(4)]
+def _placeholders(shapes:Shapes) -> list[UOp]:
+  return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
   """The chip of a kernel, compiled by this release of LLVM or by that of the clang for reports. Where there is none its source can be printed all the
@@ -64,15 +81,22 @@ def _chip(spec:Spec, llvm:int|None=None) -> Chip:
   except NoCompiler: return get_chip(spec.arch)
 
 @functools.cache
-def _text(spec:Spec, kernel:str, tile:AnyTile) -> str:
-  p = problem_of_spec(spec)
+def _text(spec:Spec, kernel:str, tile:AnyTile|BackwardTile) -> str:
+  p, arch = problem_of_spec(spec), get_chip(spec.arch)
+  if isinstance(tile, BackwardTile):
+    if spec.kernel == "dq": return render(backward_dq(p, arch, tile)(*_placeholders(dq_arguments(p))), spec.arch)
+    return render(backward_dkdv(p, arch, tile)(*_placeholders(dkdv_arguments(p))), spec.arch)
   program = KERNELS[kernel].program
   assert program is not None
-  return render(program(p, get_chip(spec.arch), tile)(*_tensors(p)), spec.arch)
+  return render(program(p, arch, tile)(*_placeholders(p.shapes)), spec.arch)
 
-def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile]:
+def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|BackwardTile]:
   """The kernel and tile that dispatch chooses for the clang of reports, or for this release of LLVM."""
-  choice = choose(replace(problem_of_spec(spec), num_splits=1), _chip(spec, llvm))
+  p, arch = replace(problem_of_spec(spec), num_splits=1), _chip(spec, llvm)
+  if spec.kernel != FORWARD:
+    if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
+    return f"backward_{spec.kernel}", found[BACKWARD.index(spec.kernel)]
+  choice = choose(p, arch)
   assert choice.work.tile is not None
   return choice.kernel, choice.work.tile
 
@@ -80,8 +104,17 @@ def text_of(spec:Spec) -> str:
   """The HIP or CUDA that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
   return _text(spec, *chosen(spec))
 
-def kernel_source(spec:Spec, tile:Tile|None=None, llvm:int|None=None) -> Source:
-  """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for the forward kernel with `tile`."""
-  name, used = ("forward", tile) if tile is not None else chosen(spec, llvm)
-  assert isinstance(used, Tile)
-  return Source(_text(spec, name, used), contraction(used.matrix, spec.d), round_up(spec.d, used.matrix.M), used.q_tiles*used.matrix.N, used.block_m)
+def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None) -> Source:
+  """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for forward or the backward kernel of `spec` with
+  `tile`."""
+  name, used = (spec.kernel, tile) if tile is not None else chosen(spec, llvm)
+  assert isinstance(used, Tile|BackwardTile)
+  d, dv, text = contraction(used.matrix, spec.d), round_up(spec.d, used.matrix.M), _text(spec, name, used)
+  if isinstance(used, Tile): return Source(text, d, dv, used.q_tiles*used.matrix.N, used.block_m)
+  loops = [("dq",)] if spec.kernel == "dq" else PASSES[used.passes]
+  return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, tuple(products_of(wanted) for wanted in loops))
+
+def products_of(wanted:Iterable[str]) -> tuple[int, int]:
+  """Of a loop of the backward that computes some gradients, the products that go over D, which are S, dQ and dK, and over Dv, which are dP and dV."""
+  of_scores = {"dq", "dk"}.intersection(wanted)       # those that take dS, and with it dP
+  return 1 + len(of_scores), bool(of_scores) + ("dv" in wanted)

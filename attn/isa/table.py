@@ -36,6 +36,7 @@ BOUNDS: dict[str, Callable[[HotLoop], Cell]] = {
   "matrix cycles": _cycles("matrix"), "vector cycles": _cycles("vector"), "transcendental cycles": _cycles("transcendental"),
   "LDS cycles": _cycles("lds"),
   "overlap %": lambda x: 100*x.overlap, "serial %": lambda x: 100*x.serial,
+  "useful %": lambda x: 100*x.useful if x.useful is not None else None,
 }
 
 def show(value:Cell) -> str:
@@ -70,7 +71,7 @@ def brief(reports:Sequence[Report]) -> Table:
   for r in reports: table.add_row(r.name, r.arch, *brief_cells(r))
   return table
 
-BRIEF = ("regs", "spill", "LDS", "waves", "by LDS", "mat", "VALU/elt", "exp/elt", "LDSB/elt", "overlap", "serial")
+BRIEF = ("regs", "spill", "LDS", "waves", "by LDS", "mat", "VALU/elt", "exp/elt", "LDSB/elt", "overlap", "serial", "useful")
 
 def brief_cells(r:Report) -> list[str]:
   """The cells under BRIEF: waves per SIMD by registers and by LDS, the others as docs/isa.md has them."""
@@ -80,7 +81,8 @@ def brief_cells(r:Report) -> list[str]:
   if x is None: return cells + ["no loop"] + [""]*(len(BRIEF) - len(cells) - 1)
   names = {name.removeprefix("mfma_f32_").removeprefix("wmma_f32_"): n for name, n in x.matrix.items()}
   return cells + [_listed(names), *(f"{v:.2f}" if v is not None else "?" for v in (x.valu_per_score, x.exp_per_score)),
-                  f"{x.lds_bytes_per_score:.1f}" if x.lds_bytes_per_score is not None else "?", f"{100*x.overlap:.0f}%", f"{100*x.serial:.0f}%"]
+                  f"{x.lds_bytes_per_score:.1f}" if x.lds_bytes_per_score is not None else "?", f"{100*x.overlap:.0f}%", f"{100*x.serial:.0f}%",
+                  f"{100*x.useful:.0f}%" if x.useful is not None else "?"]
 
 def bounds(p:Problem, tile:Tile, report:Report) -> Table:
   """What a problem may reach on each card that has the chip of `report`, and what others measured for that shape there."""

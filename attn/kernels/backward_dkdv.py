@@ -9,11 +9,11 @@ the same in every run.
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Any, Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.gradients import PASSES, RowNumbers, gradients_of, weights_of, where_known
+from attn.kernels.parts.gradients import PASSES, NumbersOfRows, RowNumbers, gradients_of, weights_of, where_known
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -28,14 +28,15 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp
 
-def backward_dkdv(p:Problem, arch:Chip, tile:BackwardTile) -> Callable[..., UOp]:
-  """The kernel that computes dk and dv, given the delta of `backward_dq`, as a function of its placeholders: those of `tensors.dkdv_arguments(p)` in
-  that order. A key that no query sees gets 0, and so does one beyond kv_lengths, or of no sequence.
+def backward_dkdv(p:Problem, arch:Chip, tile:BackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dk and dv, given the delta of `backward_dq`, as a function of its placeholders: those of
+  `tensors.dkdv_arguments(p, parts)` in that order. A key that no query sees gets 0, and so does one beyond kv_lengths, or of no sequence. With
+  `parts` > 0 the query heads that share keys, and their queries, are divided into so many parts, whose fp32 dk and dv are left to be added.
 
   Raises NotImplementedError for what `tensors.check_backward` names.
   """
   check_backward(p, tile)
-  return lambda *args: program(BackwardDkdv.of(p, arch, tile, args))
+  return lambda *args: program(BackwardDkdv.of(p, arch, tile, args, parts))
 
 def program(passes:list[BackwardDkdv]) -> UOp:
   """One pass after another: the next one stores to LDS when all waves have done with it."""
@@ -60,30 +61,31 @@ class DkdvState(TripState):
 @dataclass(frozen=True)
 class BackwardDkdv(Pipeline[DkdvState]):
   """One pass of the kernel of one problem, as a thread sees it: what is the same in all trips over the queries of `head`."""
-  group: Workgroup
   tile: BackwardTile
+  state: DkdvState
+  group: Workgroup
   at: Lane
   k: OwnRows
   v: OwnRows
-  state: DkdvState   # at the start
   wanted: tuple[str, ...]
   head: UOp
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...]) -> list[BackwardDkdv]:
+  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], parts:int) -> list[BackwardDkdv]:
     """The passes, which share what they have in LDS."""
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, row_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = _columns(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
-    numbers, statements = RowNumbers.of(mat, n, new, tile.buffers), Statements.of(new)
-    group = Workgroup.of_keys(p, arch, tile, args, grid, at, dkdv_arguments(p))
-    k, v = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds) for name, in_lds in zip(("k", "v"), tile.own_in_lds))
+    numbers, statements = RowNumbers.of(mat, n, new, tile.buffers, at.thread), Statements.of(new)
+    group = Workgroup.of_keys(p, arch, tile, args, grid, at, dkdv_arguments(p, parts), parts)
+    k, v = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds, tile.sparing, statements)
+            for name, in_lds in zip(("k", "v"), tile.own_in_lds))
     def one(wanted:tuple[str, ...]) -> BackwardDkdv:
       q = StagedTile.of(mat, n, tile.threads, at.thread, q_rows, q_columns if "dk" in wanted else None)
       do = StagedTile.of(mat, n, tile.threads, at.thread, do_rows if "dk" in wanted else None, do_columns if "dv" in wanted else None)
       acc = new.registers(sum(round_up(group.rows(name).width, mat.M)//mat.M for name in wanted), ops.f32(mat.accumulator))
-      return BackwardDkdv(tile.prefetch, new, statements, group, tile, at, k, v, DkdvState(q, do, numbers, acc), wanted, group.first_head)
+      return BackwardDkdv(tile, new, statements, DkdvState(q, do, numbers, acc), group, at, k, v, wanted, group.first_head)
     return [one(wanted) for wanted in PASSES[tile.passes]]
 
   @functools.cached_property
@@ -112,7 +114,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
 
   def over_heads(self, s:DkdvState) -> DkdvState:
     """All queries of all heads that share the keys."""
-    ratio, group = self.group.p.H//self.group.p.Hkv, self.group
+    ratio, group = self.group.walked_heads, self.group
     def over_queries(one:BackwardDkdv, s:DkdvState) -> DkdvState: return one.walk(s, group.walked, masked_first=group.scores.walk.back >= 0)
     if ratio == 1: return over_queries(self, s)
     r = self.new.range(ratio, AxisType.LOOP)
@@ -121,8 +123,8 @@ class BackwardDkdv(Pipeline[DkdvState]):
 
   def work(self, s:DkdvState, t:UOp, masked:bool) -> UOp:
     """The parts of dK and dV that a tile of queries has."""
-    n, to = self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
-    q, do, (exponents, minus_delta) = s.q.number(to), s.do.number(to), s.numbers.number(to).load(self.at)
+    n, (q, do, numbers) = self.tile.block_n//self.tile.matrix.M, (self.in_lds(s, t, name) for name in self.loaded)
+    exponents, minus_delta = numbers.load(self.at)
     scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
     p, slopes = weights_of(self.scores, scores, exponents, self.row, t, masked)
     found = {}
@@ -145,12 +147,8 @@ class BackwardDkdv(Pipeline[DkdvState]):
     columns = [(i*mat.M + self.at.h*mat.accumulator, where_known(known, x, factor)) for i, x in enumerate(found)]
     return self.group.gradient(name, self.row, columns)
 
-  # ***** global -> registers -> LDS *****
-  def fetch(self, t:UOp) -> tuple[list[UOp], ...]:
+  @property
+  def loaded(self) -> dict[str, Any]:
     group, head = self.group, self.head
-    numbers = self.state.numbers.fetch(group.numbers("lse", head), group.numbers("delta", head), t, self.at.thread)
-    return self.state.q.fetch(group.rows("q", head), t), self.state.do.fetch(group.operand_rows("do", head), t), numbers
-
-  def to_lds(self, s:DkdvState, t:UOp, *parts:list[UOp]) -> UOp:
-    to, (q, do, numbers) = t%self.tile.buffers, parts
-    return UOp.group(*s.q.number(to).store(q), *s.do.number(to).store(do), *s.numbers.number(to).store(numbers, self.at.thread))
+    return {"q": group.rows("q", head), "do": group.operand_rows("do", head),
+            "numbers": NumbersOfRows(group.numbers("lse", head), group.numbers("delta", head))}

@@ -12,13 +12,11 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import exponent, gradients_of, weights_of
-from attn.kernels.parts.lanes import Lane, fragment_operands
+from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.pipeline import Pipeline, TripState
-from attn.kernels.parts.products import OwnRows, Products, zeros
+from attn.kernels.parts.own_queries import KeysState, OwnQueries
+from attn.kernels.parts.products import OwnRows, zeros
 from attn.kernels.parts.rows import flat
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.staging import StagedTile, column_layout, row_layout
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dq_arguments
@@ -28,48 +26,36 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
-def backward_dq(p:Problem, arch:Chip, tile:BackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """The kernel that computes dq, and delta for `backward_dkdv`, as a function of its placeholders: those of `tensors.dq_arguments(p, dlse)` in that
-  order. A query that sees no key gets dq = 0, and so does a row of no sequence, with delta = 0.
+def backward_dq(p:Problem, arch:Chip, tile:BackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dq, and delta for `backward_dkdv`, as a function of its placeholders: those of `tensors.dq_arguments(p, dlse, parts)` in
+  that order. A query that sees no key gets dq = 0, and so does a row of no sequence, with delta = 0. With `parts` > 0 the keys are divided into so
+  many parts, whose fp32 dq is left to be added.
 
   Raises NotImplementedError for what `tensors.check_backward` names.
   """
   check_backward(p, tile)
-  return lambda *args: BackwardDq.of(p, arch, tile, args, dlse).program()
+  return lambda *args: BackwardDq.of(p, arch, tile, args, dlse, parts).program()
 
 @dataclass(frozen=True)
-class DqState(TripState):
-  k: StagedTile
-  v: StagedTile
+class DqState(KeysState):
   dq: UOp            # accumulators of dQ^T
 
 @dataclass(frozen=True)
-class BackwardDq(Pipeline[DqState]):
-  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
-  group: Workgroup
-  tile: BackwardTile
-  at: Lane
-  state: DqState     # at the start
-  q: OwnRows
-  do: OwnRows
-
+class BackwardDq(OwnQueries[DqState]):
+  """The kernel of one problem: what is the same in all trips."""
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], dlse:bool) -> BackwardDq:
+  def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], dlse:bool, parts:int) -> BackwardDq:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     k_rows, v_rows = (LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
     k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_rows, k_columns), (v_rows, None)))
-    group = Workgroup.of(p, arch, tile, args, grid, at, dq_arguments(p, dlse))
-    q, do = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, new, in_lds)
+    group = Workgroup.of(p, arch, tile, args, grid, at, dq_arguments(p, dlse, parts), parts)
+    statements = Statements.of(new)
+    q, do = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, new, in_lds, tile.sparing, statements)
              for name, in_lds in zip(("q", "do"), tile.own_in_lds))
     dq = new.registers(round_up(p.D, mat.M)//mat.M, ops.f32(mat.accumulator))
-    return BackwardDq(tile.prefetch, new, Statements.of(new), group, tile, at, DqState(k, v, dq), q, do)
-
-  @functools.cached_property
-  def row(self) -> Row: return self.group.row(self.q.in_block[0])
-  @property
-  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
+    return BackwardDq(tile, new, statements, DqState(k, v, dq), group, at, q, do)
 
   # ***** the algorithm *****
   def program(self) -> UOp:
@@ -79,49 +65,29 @@ class BackwardDq(Pipeline[DqState]):
     s = self.walk(s, group.walked, masked_first=p.window[0] >= 0)
     columns = [(dt*mat.M + self.at.h*mat.accumulator, ops.mul(s.dq[dt].load(), p.softmax_scale)) for dt in range(dq.max_numel())]
     number = place_of_row(p, group.sequence, self.row)[0]
-    store_delta = flat(group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0))].store(delta)
+    store_delta = flat(group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0) & group.is_first_part)].store(delta)
     return group.gradient_kernel("backward_dq", ("dq", "delta"), [store_delta, *group.gradient("dq", self.row, columns)],
                                  p.flops//(p.D + p.Dv)*(2*p.D + p.Dv))
 
   def work(self, s:DqState, t:UOp, masked:bool) -> UOp:
     """The part of dQ that a key tile has."""
-    mat, n, to = self.tile.matrix, self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
-    k, v = s.k.number(to), s.v.number(to)
-    scores = self.products.with_rows(k.rows, n, self.q, t, zeros(mat, 1, n))[0]
-    minus_delta = ops.splat(ops.mul(self.delta, -1.0), mat.accumulator)
-    dp = self.products.with_rows(v.rows, n, self.do, t, [[minus_delta]*n])[0]
-    exponents = [ops.splat(self.exponent, mat.accumulator)]*n
-    p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
-    weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in gradients_of(p, dp, slopes)])
+    k, v = (self.in_lds(s, t, name) for name in self.loaded)
+    ds = self.ds(k.rows, v.rows, t, masked, capped=True)
+    weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in ds])
     dq = self.products.with_columns(k.columns, self.tile.block_n, [weights], [[s.dq[i].load() for i in range(s.dq.max_numel())]])[0]
     return UOp.group(self.statements.do(amd.made_here(*dq)), *store_all(s.dq, dq))
-
-  # ***** global -> registers -> LDS *****
-  def fetch(self, t:UOp) -> tuple[list[UOp], ...]: return self.state.k.fetch(self.group.rows("k"), t), self.state.v.fetch(self.group.rows("v"), t)
-
-  def to_lds(self, s:DqState, t:UOp, *parts:list[UOp]) -> UOp:
-    to = t%self.tile.buffers
-    return UOp.group(*s.k.number(to).store(parts[0]), *s.v.number(to).store(parts[1]))
-
-  # ***** what a query has *****
-  def number(self, name:str) -> UOp:
-    """Of lse or its like."""
-    rows = self.group.numbers(name, self.row.head)
-    return rows.buffer[(rows.base + self.row.index).valid(self.row.there)].load()
-
-  @functools.cached_property
-  def exponent(self) -> UOp: return exponent(self.number("lse"))
 
   @functools.cached_property
   def delta(self) -> UOp:
     """rowsum(dO * O) - dLSE, over the lanes that share a query."""
     group, mat = self.group, self.tile.matrix
-    def floats(name:str, unit:UOp) -> UOp:
-      return group.rows(name).load_floats(group.first_row, self.tile.block_m, self.do.in_block[0], unit, mat.unit, group.p.out_dtype)
-    total = ops.splat(0.0, mat.unit)
-    for u in self.do.units: total = ops.add(total, ops.mul(floats("o", u), floats("do", u)))
-    while (n := ops.length(total)) > 1: total = ops.add(ops.slice_(total, 0, n//2), ops.slice_(total, n//2, n//2))
-    for step in () if mat.duplicated else mat.group_steps:
-      pair = amd.pair(total, step, mat)
-      total = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
+    rows, total = [group.rows(name) for name in ("o", "do")], ops.splat(0.0, mat.unit)
+    kept = [x.kept.buffer for x in (self.q, self.do) if x.lds is not None]
+    for some in self.do.together:
+      fence = [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
+      for u in some:
+        o, do = (x.after(*fence).load_floats(group.first_row, self.tile.block_m, self.do.in_block[0], u, mat.unit, group.p.out_dtype) for x in rows)
+        total = ops.add(total, ops.mul(o, do))
+    total = element_sum(total)
+    if not mat.duplicated: total = sum_over_groups(total, mat)
     return ops.sub(total, self.number("dlse")) if "dlse" in group.given else total

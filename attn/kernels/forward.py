@@ -16,6 +16,7 @@ from attn.kernels.parts.lanes import Lane, contraction, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import FENCE_UNITS, OwnRows, Products, zeros
+from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.staging import StagedTile
@@ -49,11 +50,11 @@ class ForwardState(TripState):
 @dataclass(frozen=True)
 class Forward(Pipeline[ForwardState]):
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
-  group: Workgroup
   tile: Tile
+  state: ForwardState
+  group: Workgroup
   at: Lane
   sums: Sums
-  state: ForwardState      # at the start
   q_lds: LdsTile
 
   @staticmethod
@@ -66,7 +67,7 @@ class Forward(Pipeline[ForwardState]):
     sums = Sums.of(arch, p.dtype, p.writes_lse)
     softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, sums, new)
     group = Workgroup.of(p, arch, tile, args, grid, at)
-    return Forward(tile.prefetch, new, statements, group, tile, at, sums, ForwardState(softmax, k, v), q_lds)
+    return Forward(tile, new, statements, ForwardState(softmax, k, v), group, at, sums, q_lds)
 
   # ***** sizes *****
   @property
@@ -100,7 +101,7 @@ class Forward(Pipeline[ForwardState]):
     """S of a key tile, its softmax, and its part of O."""
     tiles = [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
     softmax = self.weigh(s.softmax, tiles)
-    return self.add_to_o(softmax, s.v.number(t%self.tile.buffers).columns)
+    return self.add_to_o(softmax, self.in_lds(s, t, "v").columns)
 
   def outputs(self, softmax:Softmax, qt:int, row:Row) -> list[UOp]:
     """O = O^T / l, LSE = m + ln l."""
@@ -109,19 +110,13 @@ class Forward(Pipeline[ForwardState]):
     o = [(dt*mat.M + self.at.h*mat.accumulator, ops.mul(softmax.acc[qt*self.d_tiles + dt].load(), factor)) for dt in range(self.d_tiles)]
     return self.group.outputs(row, o, log_sum)
 
-  # ***** global -> registers -> LDS *****
-  def fetch(self, t:UOp) -> tuple[list[UOp], ...]:
-    """This thread's parts of the K and the V tile."""
-    return self.state.k.fetch(self.group.rows("k"), t), self.state.v.fetch(self.group.rows("v"), t)
-
-  def to_lds(self, s:ForwardState, t:UOp, *parts:list[UOp]) -> UOp:
-    to = t%self.tile.buffers
-    return UOp.group(*s.k.number(to).store(parts[0]), *s.v.number(to).store(parts[1]))
+  @property
+  def loaded(self) -> dict[str, GlobalRows]: return {name: self.group.rows(name) for name in ("k", "v")}
 
   # ***** one trip *****
   def raw_scores(self, s:ForwardState, t:UOp) -> list[list[UOp]]:
     """S^T = K Q^T of a key tile: for each query tile a column of C fragments."""
-    k_tile = s.k.number(t%self.tile.buffers).rows
+    k_tile = self.in_lds(s, t, "k").rows
     return self.products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weigh(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:

@@ -44,29 +44,38 @@ def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
+class NumbersOfRows:
+  """Two numbers of each query in global memory."""
+  lse: GlobalRows
+  delta: GlobalRows
+  def after(self, *deps:UOp) -> NumbersOfRows: return NumbersOfRows(self.lse.after(*deps), self.delta.after(*deps))
+
+@dataclass(frozen=True)
 class RowNumbers:
   """The exponent and -delta of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane side by
   side."""
   matrix: Matrix
   block_n: int
   buffer: UOp        # units
+  thread: UOp
   base: UOp|int = 0
 
   @staticmethod
-  def of(mat:Matrix, block_n:int, new:Allocator, buffers:int) -> RowNumbers: return RowNumbers(mat, block_n, new.lds(buffers*block_n//2))
+  def of(mat:Matrix, block_n:int, new:Allocator, buffers:int, thread:UOp) -> RowNumbers:
+    return RowNumbers(mat, block_n, new.lds(buffers*block_n//2), thread)
   def after(self, *deps:UOp) -> RowNumbers: return replace(self, buffer=self.buffer.after(*deps))
   def number(self, i:UOp) -> RowNumbers: return replace(self, base=i*(self.block_n//2))
 
-  def fetch(self, lse:GlobalRows, delta:GlobalRows, t:UOp, thread:UOp) -> list[UOp]:
-    """The numbers of the query that thread `thread` carries."""
-    mat, gate = self.matrix, thread < self.block_n
+  def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:
+    """The lse and the delta of the query that the thread carries."""
+    mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
-    return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in (lse, delta)]
+    return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in (rows.lse, rows.delta)]
 
-  def store(self, parts:list[UOp], thread:UOp) -> list[UOp]:
+  def store(self, parts:list[UOp]) -> list[UOp]:
     to, (log_sum, delta) = self.buffer.bitcast(dtypes.float), parts
     values = (exponent(log_sum), ops.mul(delta, -1.0))
-    return [to[(self.base*4 + i*self.block_n + thread).valid(thread < self.block_n)].store(x) for i, x in enumerate(values)]
+    return [to[(self.base*4 + i*self.block_n + self.thread).valid(self.thread < self.block_n)].store(x) for i, x in enumerate(values)]
 
   def load(self, at:Lane) -> tuple[list[UOp], list[UOp]]:
     """(exponents, -delta) of a lane's column of C fragments."""

@@ -30,6 +30,20 @@ class MmaLane:
   @property
   def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
 
+# ***** sums *****
+
+def element_sum(x:UOp) -> UOp:
+  """The sum of a vector's elements, as a tree: of its halves, until two are left."""
+  while (n := ops.length(x)) > 2: x = ops.add(ops.slice_(x, 0, n//2), ops.slice_(x, n//2, n//2))
+  return ops.add(ops.extract(x, 0), ops.extract(x, 1))
+
+def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
+  """The sum of a number over the lanes, one of each group, that share a column of the matrix tile."""
+  for step in matrix.group_steps:
+    pair = amd.pair(x, step, matrix)
+    x = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
+  return x
+
 # ***** matrix operands *****
 # A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit; where lanes are duplicated each lane reads all of them.
 

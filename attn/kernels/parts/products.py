@@ -10,9 +10,10 @@ from attn.kernels.parts.rows import Rows
 from attn.kernels.parts.staging import row_layout
 from attn.kernels.parts.statements import Statements
 from attn.ops import amd, common as ops
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import UOp, dtypes
 
 FENCE_UNITS = 8  # units of a contraction that are read together
+WAITED_FOR = 4   # units of own rows that come from global memory together, where registers are short
 
 @dataclass(frozen=True)
 class OwnRows:
@@ -25,30 +26,48 @@ class OwnRows:
   in_block: list[UOp]      # a lane's rows, counted from there
   units: list[UOp]
   lds: LdsTile|None
+  anew: bool = False                    # they are not kept either, but read from global memory in every trip
+  statements: Statements|None = None    # where so few registers are left that no more than WAITED_FOR are on their way at a time
 
   @staticmethod
-  def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool) -> OwnRows:
+  def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
     """One tile of rows for each wave."""
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
-    lds = LdsTile.of(new, layout) if in_lds else None
-    return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units_of(mat, contraction(mat, rows.width), at.h), lds)
+    lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
+    return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units, lds, statements=statements if sparing else None)
+
+  def load(self, units:list[UOp], in_block:list[UOp], *after:UOp) -> list[list[UOp]]:
+    rows = self.rows.after(*after) if after else self.rows
+    return [[rows.load_units(self.first, self.block_m, i, u) for u in units] for i in in_block]
 
   @functools.cached_property
-  def loaded(self) -> list[list[UOp]]:
-    return [[self.rows.load_units(self.first, self.block_m, i, u) for u in self.units] for i in self.in_block]
+  def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
+
+  def held(self, row:UOp) -> UOp:
+    """A row of the block that the compiler, and tinygrad, know nothing of."""
+    return row.cast(dtypes.weakint).maximum(0).minimum(self.block_m - 1)
+
+  @property
+  def together(self) -> list[list[UOp]]:
+    """The units in parts that may be on their way at a time."""
+    n = WAITED_FOR if self.statements is not None else len(self.units)
+    return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 
   @functools.cached_property
   def kept(self) -> LdsTile:
     assert self.lds is not None
-    own = self.at.h.eq(0) if self.at.matrix.duplicated else UOp.const(True)
-    stores = [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, self.loaded) for u, x in zip(self.units, xs)]
+    own, stores = self.at.h.eq(0) if self.at.matrix.duplicated else UOp.const(True), list[UOp]()
+    for units in self.together:
+      fence = [self.statements.do(amd.sched_barrier(), *stores)] if self.statements is not None and stores else []
+      stores += [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, self.load(units, self.in_block, *fence)) for u, x in zip(units, xs)]
     return self.lds.after(UOp.group(*stores))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
     """The operands of each tile for some of the units of the contraction, in trip t."""
     mat = self.at.matrix
-    if self.lds is None: return [operands(mat, units[steps]) for units in self.loaded]
+    if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
+    if self.anew: return [operands(mat, units) for units in self.load(self.units[steps], [self.held(i) for i in rows], *after)]
     return [operands(mat, [self.kept.after(*after).load(row, u) for u in self.units[steps]]) for row in rows]
 
 @dataclass(frozen=True)

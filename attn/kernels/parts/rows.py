@@ -31,6 +31,10 @@ class GlobalRows:
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
 
+  def after(self, *deps:UOp) -> Self:
+    """To be loaded after these."""
+    return replace(self, buffer=self.buffer.after(*deps))
+
   @property
   def regular(self) -> bool:
     """Whether neighbouring rows are `stride` apart."""
@@ -117,6 +121,7 @@ class ConvertedRows:
   @property
   def width(self) -> int: return self.given.width
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
+  def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Where `gate` does not hold what is loaded is never stored."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])

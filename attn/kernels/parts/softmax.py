@@ -12,9 +12,9 @@ from typing import Any, Callable
 from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.lanes import Lane, fragment_operands
+from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.statements import Carried
-from attn.ops import amd, common as ops
+from attn.ops import common as ops
 from attn.ops.softmax import DOT, LANE, LOWEST, ONES, RowLanes, correct, rounded_sum
 from attn.tinygrad_compat import UOp
 
@@ -77,14 +77,7 @@ class Softmax(Carried):
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
     """The row sums over the lane groups, kind by kind."""
-    q_tiles, found = self.m.max_numel(), []
-    for i in range(qt, self.l.max_numel(), q_tiles):
-      total = self.l[i].load()
-      for step in matrix.group_steps:
-        pair = amd.pair(total, step, matrix)
-        total = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
-      found.append(total)
-    return found
+    return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
   def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
     """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
@@ -92,9 +85,8 @@ class Softmax(Carried):
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
   """The sum of the elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""
-  def halved(x:list[UOp]) -> list[UOp]: return [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
-  while len(x) > 1: x = halved(x)
-  while (n := ops.length(x[0])) > 2 or len(x) > 1:
-    if len(x) > 1: x = halved(x)
-    else: x = [ops.slice_(x[0], i, 2) for i in range(0, n, 2)] if pairs else [ops.slice_(x[0], i, n//2) for i in (0, n//2)]
-  return ops.add(ops.extract(x[0], 0), ops.extract(x[0], 1))
+  def tree(x:list[UOp]) -> UOp:
+    while len(x) > 1: x = [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
+    return x[0]
+  total = tree(x)
+  return element_sum(tree([ops.slice_(total, i, 2) for i in range(0, ops.length(total), 2)]) if pairs else total)

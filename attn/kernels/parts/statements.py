@@ -23,9 +23,9 @@ class Statements:
   @staticmethod
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, deps=(*self.deps, *deps))
-  def do(self, statement:UOp) -> UOp:
-    """Executes a statement: its store."""
-    return self.register[0].store(statement)
+  def do(self, statement:UOp, *after:UOp) -> UOp:
+    """Executes a statement, when these are done: its store."""
+    return (self.register.after(*after) if after else self.register)[0].store(statement)
   def begin(self, statement:UOp) -> Statements:
     """Executes a statement that is given `done`, and that only further statements come after."""
     return self.ran(self.do(statement))

@@ -21,18 +21,30 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 def _extras(p:Problem, *but:str) -> Shapes: return {name: p.shapes[name] for name in EXTRAS if name in p.shapes and name not in but}
 
-def dq_arguments(p:Problem, dlse:bool=False) -> Shapes:
-  """(shape, dtype) of the tensors that `backward_dq` takes, by name and in order: dq and delta, which it writes; q, k, v, o, lse, do; the optional
-  tensors; with `dlse` the gradient of lse."""
-  x = replace(p, return_lse=True).shapes
-  return {"dq": x["q"], "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], "lse": x["lse"], "do": x["o"], **_extras(p, "sinks"),
-          **({"dlse": x["lse"]} if dlse else {})}
+def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
+  """(shape, dtype) of a gradient as a kernel writes it: with `parts` > 0 as so many fp32 tensors that are still to be added."""
+  return ((parts, *tensor[0]), "float32") if parts else tensor
 
-def dkdv_arguments(p:Problem) -> Shapes:
-  """(shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order: dk and dv, which it writes; q, k, v, lse, delta, do; the optional
-  tensors."""
+def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
+  """(shape, dtype) of the tensors that `backward_dq` takes, by name and in order: dq, `in_parts`, and delta, which it writes; q, k, v, o, lse,
+  do; the optional tensors; with `dlse` the gradient of lse."""
   x = replace(p, return_lse=True).shapes
-  return {"dk": x["k"], "dv": x["v"], "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"], "delta": x["lse"], "do": x["o"], **_extras(p, "sinks")}
+  return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], "lse": x["lse"], "do": x["o"],
+          **_extras(p, "sinks"), **({"dlse": x["lse"]} if dlse else {})}
+
+def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
+  """(shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order: dk and dv, `in_parts`, which it writes; q, k, v, lse, delta,
+  do; the optional tensors."""
+  x = replace(p, return_lse=True).shapes
+  return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
+          "delta": x["lse"], "do": x["o"], **_extras(p, "sinks")}
+
+def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
+  """(shape, dtype) of the tensors that `backward_dbias` takes, by name and in order: dbias, `in_parts`, which it writes; q, k, v,
+  lse, delta, do; the optional tensors."""
+  x = replace(p, return_lse=True).shapes
+  return {"dbias": in_parts(x["bias"], parts), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
+          "delta": x["lse"], "do": x["o"], **_extras(p, "sinks")}
 
 def too_wide(p:Problem) -> str|None:
   """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""

@@ -47,6 +47,8 @@ class Tile:
     mat = self.matrix
     return row_layout(mat, self.block_m, p.D), row_layout(mat, self.block_n, p.D), column_layout(mat, self.block_n, p.Dv)
   @property
+  def in_turn(self) -> bool: return False
+  @property
   def buffers(self) -> int:
     """K tiles in LDS, and as many V tiles."""
     return max(1, self.prefetch)
@@ -69,6 +71,7 @@ class BackwardTile:
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every trip instead of being kept in registers
   fenced: int = 0                                  # work on so many units of a row is done before the next ones are read from LDS; 0: no fences
   prefetch: int = 1
+  sparing: bool = False    # what is waited for comes a few units at a time, own rows and what a trip loads for itself: fewer registers
   keys: bool = False       # its own rows are keys
   passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
 
@@ -80,10 +83,21 @@ class BackwardTile:
   def pack_gqa(self) -> bool: return False
   @property
   def buffers(self) -> int: return max(1, self.prefetch)
+  @property
+  def in_turn(self) -> bool:
+    """Whether of the tensors that a trip loads for itself one comes after another."""
+    return self.prefetch == 0 and self.sparing
   def lds_bytes(self, p:Problem) -> int:
     rows = [row_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
     columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
     own = [row_layout(self.matrix, self.block_m, width).size for width, in_lds in zip((p.D, p.Dv), self.own_in_lds) if in_lds]
     numbers = 2*4*self.block_n//UNIT_BYTES if self.keys else 0
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
+  @property
+  def options(self) -> str:
+    """What is not by default, in words."""
+    kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
+    numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1))
+               if value != usual]
+    return " ".join([f"{' and '.join(kept)} in LDS"]*bool(kept) + numbers + ["sparing"]*self.sparing)
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"

@@ -73,6 +73,14 @@ def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   return dict(zip(names, args))
 
+def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
+  """A range over so many parts, if there are several."""
+  return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
+
+def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
+  """The number of a part, where a sum is left in parts, one of them perhaps."""
+  return None if not parts else split[0] if split else UOp.const(0)
+
 @dataclass(frozen=True)
 class Workgroup:
   """A workgroup's part of a problem, as a thread sees it."""
@@ -89,15 +97,17 @@ class Workgroup:
   sequence: Extent
   scores: Scores
   walked: Blocks              # the tiles of keys, or of queries, that it walks over
+  part: UOp|None = None       # of a gradient whose sum is divided: the number of the part, in fp32, that it leaves
+  walked_heads: int = 1       # query heads that it walks over
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane,
-         names:Shapes|None=None) -> Workgroup:
+         names:Shapes|None=None, parts:int=0) -> Workgroup:
     """The part of the workgroup at this place of the grid that owns queries; `args` are the kernel's placeholders, of the tensors `names` (by default
-    those of `arguments`), `at` is the thread's place in a matrix."""
+    those of `arguments`), `at` is the thread's place in a matrix; the keys are divided into `parts`, if any."""
     heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
     groups = p.H//heads
-    split = (grid.allocator.range(p.num_splits, AxisType.GLOBAL),) if p.num_splits > 1 else ()
+    split = ranges_of(grid, number := max(p.num_splits, parts))
     batch, first_head = grid.head//groups, grid.head%groups*heads
     blocks = ceildiv(p.Sq*heads, tile.block_m)
     first_row = (blocks - 1 - grid.block if p.window[1] >= 0 else grid.block)*tile.block_m   # under a causal mask the long blocks start first
@@ -107,20 +117,24 @@ class Workgroup:
     walk = over_keys(p, sequence)
     scores = Scores(p, at, tile.block_n, walk, first, given.get("alibi_slopes"), given.get("bias"))
     walked = blocks_seen(walk, first_query, last_query, tile.block_n)
-    for n in split: walked = walked.share(n, p.num_splits)
-    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, walked)
+    for n in split: walked = walked.share(n, number)
+    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, walked,
+                     part_of(split, parts))
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane,
-              names:Shapes) -> Workgroup:
-    """The same of one that owns keys of a key/value head, and walks over the queries of those that share them. The first of these is `first_head`."""
-    given = by_name(names, args)
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane, names:Shapes, parts:int=0) -> Workgroup:
+    """The same of one that owns keys of a key/value head, and walks over the queries of those that share them. The first of these is `first_head`.
+    What it walks over is divided into `parts`, heads first."""
+    given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
-    first_head, sequence = kv_head*(p.H//p.Hkv), extent(p, batch, given)
+    of_heads = math.gcd(group, max(parts, 1))
+    heads, part = group//of_heads, part_of(split, parts)
+    first_head, sequence = kv_head*group + (0 if part is None else part%of_heads*heads), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
     scores = Scores(p, at, tile.block_n, walk, first, given.get("alibi_slopes"), given.get("bias"))
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n)
-    return Workgroup(p, arch, tile, given, grid, (), batch, first_head, kv_head, first_key, sequence, scores, walked)
+    if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
+    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence, scores, walked, part, heads)
 
   @property
   def heads(self) -> int: return heads_of(self.p, self.tile)
@@ -187,9 +201,16 @@ class Workgroup:
   # ***** gradients *****
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
     """The stores of the parts of a row of a gradient that this lane has: (first column, values)."""
-    to, p = self.rows(name), self.p
-    begin = to.start(UOp.const(0), row.index)
-    return [x for column, values in columns for x in store_row(self.arch, to.buffer, p.dtype, to.width, begin, column, values, row.there)]
+    to = self.rows(name)
+    begin = self.in_part(name) + to.start(UOp.const(0), row.index)
+    return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
+
+  def in_part(self, name:str) -> UOp|int:
+    """Where its part of a gradient begins."""
+    return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
+
+  def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
+    return store_row(self.arch, to.buffer, self.p.dtype if self.part is None else "float32", to.width, begin, column, values, there)
 
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
     """The kernel of so many operations that ends in these stores to the tensors `names`, and in those of 0 to the rows that are of no sequence."""
@@ -199,20 +220,26 @@ class Workgroup:
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
     return self.named(name, [*outputs, *self.cleared_gradients(names)], Estimates(ops=count, lds=nbytes, mem=nbytes))
 
+  @property
+  def is_first_part(self) -> UOp:
+    """What all parts know the first one stores."""
+    return UOp.const(True) if self.part is None else self.part.eq(0)
+
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:
-    if not self.p.varlen: return []
+    if not self.p.varlen or not names: return []
     p, of_keys = self.p, names[0] in KEY_TENSORS
     block = (self.grid.block, ceildiv(p.Sk if of_keys else p.Sq, self.tile.block_m))
     def stores(row:UOp, column:UOp, there:UOp) -> list[UOp]:
       found = []
       for name in names:
         if name == "delta":
+          there = there & self.is_first_part
           number = place_of_row(p, replace(self.sequence, q_start=0), Row(self.batch, self.first_head, row, there))[0]
           found.append(flat(self.given[name])[number.valid(there & column.eq(0))].store(UOp.const(0.0, dtypes.float)))
         else:
           to = self.rows(name)
           head = (self.kv_head if of_keys else self.first_head)*to.width
-          found += store_row(self.arch, to.buffer, p.dtype, to.width, row*to.stride + head, column, ops.splat(0.0, vec), there)
+          found += self.store_gradient(to, self.in_part(name) + row*to.stride + head, column, ops.splat(0.0, vec), there)
       return found
     vec = math.gcd(p.D, p.Dv, 4) if of_keys else math.gcd(p.D, 4)
     columns = (max(p.D, p.Dv) if of_keys else p.D)//vec

@@ -1,0 +1,75 @@
+"""The tiles that the backward kernels might have, and their bounds from machine code: what `python -m attn.tune --gradient dq` ranks, and what TUNE=1
+with BWD=1 of bench.py times. The tables of attn/choose/backward_tiles.py are written by hand, from such a list."""
+from __future__ import annotations
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from attn.chips import Chip, get_chip
+from attn.choose.backward_tiles import backward_fits, backward_tile
+from attn.choose.candidates import BackwardCandidate
+from attn.choose.dispatch import MATRIX_DTYPES
+from attn.choose.search import RESERVE, VARIANTS, Bound, Each, bound_of, conflict
+from attn.compilers.clang import assembly
+from attn.isa.costs import report_of_text
+from attn.isa.source import Spec, kernel_source, problem_of_spec
+from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.lanes import contraction
+from attn.kernels.parts.tiles import BackwardTile
+from attn.tinygrad_compat import CompileError
+
+BACKWARD_SPACE: dict[str, tuple[object, ...]] = {
+  "waves": (4, 2, 8), "block_n": (32, 16, 64), "own_in_lds": ((False, False), (True, False), (True, True)), "fenced": (0, 4, 8),
+  "prefetch": (1, 0, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1)}
+
+MOST_HELD = {64: 512, 32: 256}     # registers of a lane, by the lanes of a wave: one wave has all of a SIMD of CDNA
+
+@dataclass(frozen=True)
+class RankedBackwardTile:
+  candidate: BackwardCandidate
+  bound: Bound
+
+def backward_held(tile:BackwardTile, d:int) -> int:
+  """Vector registers of a lane that the tile takes at least: accumulators, S and dP, own rows, and what is on its way."""
+  mat = tile.matrix
+  row = contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  accumulators = (2 if tile.keys and tile.passes == 1 else 1)*round_up(d, mat.M)//mat.groups
+  on_the_way = 2*tile.block_n*d*mat.size//(4*tile.threads) if tile.prefetch else 0
+  return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
+
+def backward_candidates(arch:Chip, d:int, keys:bool) -> list[BackwardCandidate]:
+  """The tiles of BACKWARD_SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank conflicts.
+  Own rows lie in LDS, and come sparingly, and passes are two, only where else most registers would be taken."""
+  found, p = [], problem_of_spec(Spec(arch.name, d))
+  for values in itertools.product(*BACKWARD_SPACE.values()):
+    c = BackwardCandidate(d, **dict(zip(BACKWARD_SPACE, values)))       # type: ignore[arg-type]
+    if c.matrix >= len(arch.matrix[MATRIX_DTYPES[0]]) or (c.passes > 1 and not keys): continue
+    tile = backward_tile(p, arch, c, keys)
+    mat = tile.matrix
+    divides = c.block_n%mat.M == 0 and c.block_n%contraction(mat, 1) == 0
+    plain = backward_tile(p, arch, BackwardCandidate(d, c.waves, c.block_n, matrix=c.matrix), keys)
+    needed = backward_held(plain, d) > MOST_HELD[arch.wave]*3//4 or not (any(c.own_in_lds) or c.sparing or c.passes > 1)
+    smooth = not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), c.block_n))
+    if divides and needed and smooth and backward_fits(p, arch, tile, c) is None and backward_held(tile, d) <= MOST_HELD[arch.wave]: found.append(c)
+  return found
+
+def backward_bound(arch:str, c:BackwardCandidate, kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
+  """The bound of one tile for one variant of the kernel "dq" or "dkdv"; None where it doesn't compile, or spills."""
+  spec = Spec(arch, c.up_to, dtype, mask, kernel)
+  tile = backward_tile(problem_of_spec(spec), get_chip(arch), c, kernel == "dkdv")
+  source = kernel_source(spec, tile)
+  try: report = report_of_text(spec, source, assembly(source.text, spec.arch))
+  except CompileError: return None
+  if (found := bound_of(report, tile)) is None or (loop := report.loop) is None or loop.useful is None: return None
+  needed = loop.useful/loop.serial       # of the products that are computed: a second pass computes S again
+  return found._replace(serial=round(found.serial*needed), issued=round(found.issued*needed))
+
+def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
+  """The tiles of a class that don't spill in any variant, by the worst of their bounds, the greatest first."""
+  found = candidates = backward_candidates(get_chip(arch), d, kernel == "dkdv")
+  worst: dict[BackwardCandidate, Bound] = {}
+  for dtype, mask in VARIANTS:
+    bounds:Iterable[Bound|None] = each(backward_bound, [arch]*len(found), found, [kernel]*len(found), [dtype]*len(found), [mask]*len(found))
+    kept = {c: x for c, x in zip(found, bounds, strict=True) if x is not None}
+    worst = {c: x if c not in worst else Bound(*map(min, zip(x, worst[c], strict=True))) for c, x in kept.items()}
+    found = [c for c in candidates if c in kept]
+  return sorted((RankedBackwardTile(c, x) for c, x in worst.items()), key=lambda x: x.bound, reverse=True)

@@ -1,0 +1,65 @@
+"""What the backward kernels that own queries share: a lane's query, and dS of a tile of keys."""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass
+from typing import TypeVar
+from attn.kernels.parts.gradients import exponent, gradients_of, weights_of
+from attn.kernels.parts.lanes import Lane
+from attn.kernels.parts.layouts import LdsTile
+from attn.kernels.parts.pipeline import Pipeline, TripState
+from attn.kernels.parts.products import OwnRows, Products, zeros
+from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.scores import Row
+from attn.kernels.parts.staging import StagedTile
+from attn.kernels.parts.tiles import BackwardTile
+from attn.kernels.parts.workgroup import Workgroup
+from attn.ops import common as ops
+from attn.tinygrad_compat import UOp
+
+@dataclass(frozen=True)
+class KeysState(TripState):
+  """What crosses the trips of all of them."""
+  k: StagedTile
+  v: StagedTile
+
+K = TypeVar("K", bound=KeysState)
+
+@dataclass(frozen=True)
+class OwnQueries(Pipeline[K]):
+  """A kernel whose lanes are queries and that walks over keys, as a thread sees it."""
+  tile: BackwardTile
+  state: K
+  group: Workgroup
+  at: Lane
+  q: OwnRows
+  do: OwnRows
+
+  @functools.cached_property
+  def row(self) -> Row: return self.group.row(self.q.in_block[0])
+  @property
+  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
+  @property
+  def loaded(self) -> dict[str, GlobalRows]: return {name: self.group.rows(name) for name in ("k", "v")}
+
+  # ***** what a query has *****
+  def number(self, name:str) -> UOp:
+    """Of lse or its like."""
+    rows = self.group.numbers(name, self.row.head)
+    return rows.buffer[(rows.base + self.row.index).valid(self.row.there)].load()
+
+  @functools.cached_property
+  def exponent(self) -> UOp: return exponent(self.number("lse"))
+
+  @functools.cached_property
+  def delta(self) -> UOp: return self.number("delta")
+
+  # ***** a tile of keys *****
+  def ds(self, k:LdsTile, v:LdsTile, t:UOp, masked:bool, capped:bool) -> list[UOp]:
+    """dS^T, a column of C fragments, of the scores before softcap (what it lacks is softmax_scale), or, where that is not `capped`, after it."""
+    mat, n = self.tile.matrix, self.tile.block_n//self.tile.matrix.M
+    scores = self.products.with_rows(k, n, self.q, t, zeros(mat, 1, n))[0]
+    minus_delta = ops.splat(ops.mul(self.delta, -1.0), mat.accumulator)
+    dp = self.products.with_rows(v, n, self.do, t, [[minus_delta]*n])[0]
+    exponents = [ops.splat(self.exponent, mat.accumulator)]*n
+    p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
+    return gradients_of(p, dp, slopes if capped else None)
