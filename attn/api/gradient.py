@@ -56,21 +56,21 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
 # ***** by the kernels *****
 
 @dataclass(frozen=True)
-class Launch:
+class BackwardLaunch:
   """A kernel, and the (shape, dtype) of each tensor that it takes, by name."""
   kernel: Callable[..., Any]
   shapes: Shapes
 
 @functools.cache
-def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, Launch]:
+def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, BackwardLaunch]:
   """backward_dq, backward_dkdv, backward_dbias where there is a bias, and a forward that writes lse: as single objects, for tinygrad's schedule cache
   goes by identity."""
   dq, dkdv = tiles_of(p, arch)
-  def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> Launch:
+  def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders), arch)
       return CheckedKernel(sink, outputs, gradient=no_second_derivative)
-    return Launch(kernel, shapes)
+    return BackwardLaunch(kernel, shapes)
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], "o", "lse"),
            "dq": launch(dq_arguments(p, dlse, parts.dq), dq_of(p, arch, dq, dlse, parts.dq), "dq", "delta"),
            "dkdv": launch(dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv, parts.dkdv), "dk", "dv")}
@@ -78,7 +78,7 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, 
     found["dbias"] = launch(dbias_arguments(p, parts.dbias), backward_dbias(p, arch, dq, parts.dbias), "dbias")
   return found
 
-def written_by(launch:Launch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
+def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
   """`t` with what a kernel writes: what of its tensors t does not have."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]

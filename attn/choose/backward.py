@@ -6,7 +6,7 @@ from typing import Callable
 from attn.chips import Chip
 from attn.choose import splits
 from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
-from attn.choose.dispatch import NO_UNIT, amd_refuses, asked, mma_refuses
+from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for, mma_refuses
 from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD
 from attn.kernels.backward_dbias import BiasShare
 from attn.kernels.backward_dkdv import backward_dkdv
@@ -53,7 +53,7 @@ class BackwardChoice:
     if self.tiles is None:
       return (f"gradient on {where}: three_pass, computed again and differentiated by tinygrad, with its score matrix in memory\n"
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
-    each = [" ".join([f"{name} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
+    each = [" ".join([f"{name} tile {tile}", *[x for x in [getattr(tile, "options", "")] if x], *[f"in {parts} parts"]*(parts > 1)])
             for name, tile, parts in zip(self.kernels, self.tiles, self.parts, strict=True)]
     return f"gradient on {where}: {', '.join(each)}\n  memory beside inputs and outputs: {self.memory} bytes"
 
@@ -103,13 +103,13 @@ def tiles_of(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
 def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they don't compute its gradient: they cannot, or ATTN_KERNEL asks for another way.
   Raises NotImplementedError where it asks for them and they cannot."""
-  if asked().backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
+  if asked_for().backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
   if isinstance(found := kernel_tiles(p, arch), str): check_not_forced(found)
   return found
 
 def check_not_forced(reason:str) -> None:
   """Raises NotImplementedError, with the reason, where ATTN_KERNEL asks for the backward kernels, which don't compute a gradient."""
-  if (wanted := asked().backward) in BACKWARD_KERNELS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
+  if (wanted := asked_for().backward) in BACKWARD_KERNELS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @functools.cache
 def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:

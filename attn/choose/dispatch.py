@@ -184,7 +184,7 @@ def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
     raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
   return program_of(choice, p), choice.work.tile
 
-def asked() -> Forced:
+def asked_for() -> Forced:
   """What ATTN_KERNEL asks for."""
   return forced(tuple(KERNELS))
 
@@ -192,7 +192,7 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
   """The first kernel that takes `p` on `arch` (None: a chip without a matrix unit), or the one that ATTN_KERNEL names, even where another is faster.
 
   Raises NotImplementedError, with every reason, when none can or that one can't, and ValueError for an ATTN_KERNEL that does not exist."""
-  return _choose(p, arch, asked().forward)
+  return _choose(p, arch, asked_for().forward)
 
 @functools.cache
 def _choose(p:Problem, arch:Chip|None, wanted:str) -> Choice:

@@ -10,7 +10,7 @@ from attn.extras import needs
 from attn.isa import sass, source
 from attn.chips import MODELLED
 from attn.isa.disassemble import disassemble
-from attn.isa.report import Products, Report, analyse
+from attn.isa.report import LoopProducts, Report, analyse
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.isa", __name__):
   import click
@@ -45,7 +45,7 @@ def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Repo
   if spec.arch not in MODELLED: raise ValueError(f"{word}: {amd}; `asm {word}` prints the kernel")
   return costs.report_of(spec)
 
-def _products(text:str) -> Products:
+def _products(text:str) -> LoopProducts:
   found = re.fullmatch(r"([1-9]),(\d)", text)
   if found is None: raise click.BadParameter(f"{text!r}: must be two numbers, such as 2,1 for a loop with S and dQ, which go over D, and dP")
   return (int(found[1]), int(found[2])),
@@ -89,7 +89,7 @@ def main() -> None:
 @click.option("--brief", is_flag=True, help="One line a kernel.")
 @click.option("--diff", is_flag=True, help="Compare two.")
 def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None, dv:int|None, kernel:str|None,
-           queries:int|None, lds:int|None, threads:int|None, products:Products, loop:int, every_block:bool, as_json:bool, brief:bool,
+           queries:int|None, lds:int|None, threads:int|None, products:LoopProducts, loop:int, every_block:bool, as_json:bool, brief:bool,
            diff:bool) -> None:
   """Registers, hot loop and bounds of WHAT: .s files, llvm-objdump output, code objects, or kernels of ours."""
   words = list(what) or _specs(arch, d, dtype, causal, gradient)

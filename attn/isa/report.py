@@ -18,8 +18,8 @@ from attn.isa.flow import Block, Loop, blocks_of, matrix_loops, usual_path
 from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matrix_shape
 from attn.isa.parse import Kernel, parse
 
-Products = tuple[tuple[int, int], ...]   # of each hot loop of a kernel: how many products it has that go over D, and over Dv
-PRODUCTS: Products = ((1, 1),)           # forward: S and O
+LoopProducts = tuple[tuple[int, int], ...]   # of each hot loop of a kernel: how many products it has that go over D, and over Dv
+PRODUCTS: LoopProducts = ((1, 1),)           # forward: S and O
 GRADIENTS = (3, 2)                       # all that a backward needs: S, dQ and dK, and dP and dV
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float,
   return cycles, unknown
 
 def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
-            products:Products=PRODUCTS) -> HotLoop:
+            products:LoopProducts=PRODUCTS) -> HotLoop:
   """Counts and bounds of the instructions of one trip."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
@@ -165,7 +165,7 @@ def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
 def _flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 2*(products[0]*d + products[1]*(dv or d))
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
-             rank:int=0, products:Products=PRODUCTS) -> tuple[str, list[Instruction], int, int]|None:
+             rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int]|None:
   """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the `rank`-th most matrix work; where
   `products` has several loops, of one after another, each with its part of that work."""
   blocks = blocks_of(kernel.code)
@@ -187,7 +187,7 @@ def _with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int)
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]
 
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
-            threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:Products=PRODUCTS) -> Report:
+            threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
   """The report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded), `queries` a wave's,
   `products` says what its hot loops compute."""
   kernel = pick_kernel(parse(text, arch), kernel_name)

@@ -1,5 +1,6 @@
 """The backward kernels against their peers on the same NVIDIA GPU, in one process and on the same inputs: the backward of PyTorch's SDPA with the
-FlashAttention-2 and the cuDNN backend. `DEV=CUDA python -m attn.measure.backward [WORD ...]` prints a table of the rows whose name has each WORD.
+FlashAttention-2 and the cuDNN backend. `DEV=CUDA COMPARE=1 BWD=1 python bench.py`, with SWEEP=1 for the shapes below, CSV=path and PLOT=path; and
+`DEV=CUDA python -m attn.measure.backward [WORD ...]` prints the rows whose name has each WORD.
 
 Rates count 2.5 times the forward's operations, five products, whatever a kernel computes; ours compute seven. Device time by events, median over
 rounds in which the peers take turns.
@@ -25,10 +26,12 @@ SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, 
   (2, 16, 16, 4096, 4096, 256), (1, 32, 1, 4096, 4096, 128), (1, 8, 8, 64, 65536, 128))
 APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4}     # of the largest element: how far gradients may lie apart
 
-def name_of(p:Problem, causal:bool) -> str:
+def shape_of(p:Problem) -> str:
   heads = f"{p.H}/{p.Hkv}" if p.Hkv < p.H else f"{p.H}"
   keys = f"{p.Sq}" if p.Sq == p.Sk else f"{p.Sq}x{p.Sk}"
-  return f"{p.B}x{heads}x{keys}x{p.D} {'causal' if causal else 'full'} {p.dtype}"
+  return f"{p.B}x{heads}x{keys}x{p.D}"
+
+def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
   """By name: a function that computes dq, dk and dv; a backend that refuses the problem is left out."""
@@ -100,11 +103,11 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
   times = {name: statistics.median(r[name] for r in rounds) for name in all_timers}
   times[OURS] = times["dq"] + times["dkdv"]
   products = p.flops/2      # operations of one
-  row = {"problem": name_of(p, causal), "dq": f"{3*products/times['dq']/1e12:.0f}", "dkdv": f"{4*products/times['dkdv']/1e12:.0f}",
-         "all 7": f"{7*products/times[OURS]/1e12:.0f}", "forward": f"{2*products/times['forward']/1e12:.0f}"}
-  row |= {f"TFLOP/s {name}": f"{5*products/times[name]/1e12:.0f}" for name in (OURS, *timers)}
-  row |= {f"x {name}": f"{times[name]/times[OURS]:.2f}" for name in timers}
-  return row | {"apart": f"{apart:.1e}", "verdict": "ok" if apart <= APART[p.dtype] else "WRONG", "tiles": f"{dq_tile}; {dkdv_tile}"}
+  row: dict[str, Any] = {"shape": shape_of(p), "causal": causal, "dtype": p.dtype, "tiles": f"{dq_tile}; {dkdv_tile}"}
+  row |= {name: count*products/times[name]/1e12 for name, count in (("dq", 3), ("dkdv", 4), ("forward", 2))}
+  row |= {f"TFLOP/s {name}": 5*products/times[name]/1e12 for name in (OURS, *timers)} | {"of seven products": 7*products/times[OURS]/1e12}
+  row |= {f"x {name}": times[name]/times[OURS] for name in timers}
+  return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems(words:list[str]) -> list[tuple[Problem, bool]]:
   """Those whose name has every word."""
@@ -116,6 +119,8 @@ def problems(words:list[str]) -> list[tuple[Problem, bool]]:
   return found
 
 def main(words:list[str]) -> None:
-  for p, causal in problems(words): print("  ".join(f"{name} {x}" for name, x in compare_backward(p, causal).items()), flush=True)
+  for p, causal in problems(words):
+    row = compare_backward(p, causal)
+    print("  ".join(f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()), flush=True)
 
 if __name__ == "__main__": main(sys.argv[1:])

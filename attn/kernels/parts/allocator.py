@@ -4,7 +4,7 @@ import itertools
 from attn.ops import common as ops
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
-UNIT = ops.u32(4)
+LDS_UNIT = ops.u32(4)
 
 class Allocator:
   """Gives each range of one kernel its id and each placeholder its slot, in the order in which they are asked for. tinygrad nests ranges by their
@@ -14,6 +14,6 @@ class Allocator:
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
     """n values of each thread."""
     return UOp.placeholder((n,), dtype, next(self._slots), AddrSpace.REG)
-  def lds(self, units:int, dtype:DType=UNIT) -> UOp:
+  def lds(self, units:int, dtype:DType=LDS_UNIT) -> UOp:
     """So many units of 16 bytes, as vectors of four dwords, that a workgroup shares."""
     return UOp.placeholder((units,), dtype, next(self._slots), AddrSpace.LOCAL)

@@ -22,13 +22,13 @@ class KeysState(TripState):
   k: StagedTile
   v: StagedTile
 
-K = TypeVar("K", bound=KeysState)
+KS = TypeVar("KS", bound=KeysState)
 
 @dataclass(frozen=True)
-class OwnQueries(Pipeline[K]):
+class OwnQueries(Pipeline[KS]):
   """A kernel whose lanes are queries and that walks over keys, as a thread sees it."""
   tile: BackwardTile
-  state: K
+  state: KS
   group: Workgroup
   at: Lane
   q: OwnRows
