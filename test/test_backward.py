@@ -17,7 +17,7 @@ from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dbias import BackwardDbias, backward_dbias
 from attn.kernels.backward_dq import BackwardDq
-from attn.kernels.parts import backward_warps, backward_wgmma, gradients
+from attn.kernels.parts import backward_warps, backward_wgmma, gradients, own_queries
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.backward_wgmma import WgmmaBackward
@@ -228,7 +228,7 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  for of in (gradients, backward_dq, backward_warps, backward_dkdv_mma): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
+  for of in (gradients, own_queries, backward_warps, backward_dkdv_mma): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
