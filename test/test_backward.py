@@ -1,10 +1,15 @@
 """The backward kernels against float64, on every matrix unit, element by element (the contract of attn/reference.py)."""
 from __future__ import annotations
+import itertools, re, shutil, subprocess
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
+from attn.chips import get_chip
+from attn.choose.backward import dkdv_of, dq_of
+from attn.choose.backward_tiles import choose_backward_tiles
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
@@ -23,13 +28,15 @@ from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.backward_wgmma import WgmmaBackward
 from attn.kernels.parts.gradients import RowNumbers
 from attn.kernels.parts.scores import LOG2E, Scores
+from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, hopper, nvidia
+from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels
-from cases import ARCHS, EVERY_ARCH, GPU, Inputs, floats, ints, normal, problem
+from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, floats, ints, normal, problem
 
 def one_in_turn(names:str, cases:Iterable[Any], on:Sequence[str]=ARCHS, always:Container[Any]=()) -> Any:
   """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`. What is in `always` runs by mma.sync in
@@ -292,6 +299,23 @@ def test_ring_without(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
     monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
   else: monkeypatch.setattr(nvidia, "wait_copies", lambda order, but: nvidia.commit(order))
   with pytest.raises((LdsRace, UninitialisedRead) if fault == "barrier" else NotWaitedFor): check_backward_kernels("sm_80", **SMALL, only="dkdv")
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("kernel, d, arch", [
+  pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) == ("dkdv", 128, "sm_90") else pytest.mark.thorough)
+  for kernel, d, arch in itertools.product(("dq", "dkdv"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120"))])
+def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
+  """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
+  target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
+  for dtype, causal in (("float16", False), ("bfloat16", True)):
+    p, on = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal), get_chip(arch)
+    names, of = (dq_arguments(p), dq_of) if kernel == "dq" else (dkdv_arguments(p), dkdv_of)
+    placeholders = [UOp.placeholder(shape, DTYPES[kind], i) for i, (shape, kind) in enumerate(names.values())]
+    source = tmp_path/"kernel.cu"
+    source.write_text(render(of(p, on, choose_backward_tiles(p, on)[kernel == "dkdv"])(*placeholders), arch))
+    command = ["nvcc", f"-gencode=arch=compute_{target},code=sm_{target}", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "serialized" not in text, text
 
 @pytest.mark.parametrize("arch", ("gfx1201", "sm_80"))
 def test_same_in_every_run(arch:str) -> None:

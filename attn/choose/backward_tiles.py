@@ -48,8 +48,8 @@ DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
 
 @dataclass(frozen=True)
 class MmaBackwardCandidate:
-  """A tile of a backward kernel on mma.sync for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers; the
-  other fields are those of MmaBackwardTile."""
+  """A tile of a backward kernel on mma.sync for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers, as
+  it does on the chips `spills_on`; the other fields are those of MmaBackwardTile."""
   up_to: int
   row_tiles: int
   block_n: int
@@ -57,13 +57,14 @@ class MmaBackwardCandidate:
   waves: int = 4
   passes: int = 1
   burden: Burden = Burden.BIAS
+  spills_on: tuple[str, ...] = ()
 
 DQ_MMA = (
   MmaBackwardCandidate(64, 2, 32, 32),
   MmaBackwardCandidate(128, 1, 32, 32),
   MmaBackwardCandidate(256, 1, 16, 16))
 DKDV_MMA = (
-  MmaBackwardCandidate(64, 2, 32, 16, burden=Burden.OPTIONS),
+  MmaBackwardCandidate(64, 2, 32, 16, burden=Burden.OPTIONS, spills_on=("sm_120",)),
   MmaBackwardCandidate(64, 1, 32, 32, waves=8),
   MmaBackwardCandidate(128, 1, 32, 16),
   MmaBackwardCandidate(256, 1, 16, 16, passes=2))
@@ -111,7 +112,8 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandida
     row_tiles = min(c.row_tiles, ceildiv(rows, mat.M))
     waves = min(c.waves, ceildiv(rows, row_tiles*mat.M))
     tile = MmaBackwardTile(mat, waves, row_tiles, c.block_n, c.part_n, keys=keys, passes=c.passes)
-    if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
+    spills = burden(p) > c.burden or arch.name in c.spills_on
+    if max(p.D, p.Dv) > c.up_to or spills: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
     elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of shared memory, {arch.name} has {arch.lds}")
     else: return tile
   raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
