@@ -13,9 +13,7 @@ from attn.choose.backward_tiles import choose_backward_tiles
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
-from attn.chips import get_chip
 from attn.choose.backward import can_differentiate
-from attn.choose.backward_tiles import choose_backward_tiles
 from attn.kernels import backward_dkdv_mma, backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
