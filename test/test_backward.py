@@ -148,7 +148,7 @@ PARTS: dict[str, dict[str, Any]] = {
   "a window": dict(H=4, Hkv=2, Sq=90, Sk=70, window=(20, 7), D=24, Dv=8, layout="bshd", dlse=True, parts=2),
   "packed": {**CASES["packed"], "parts": 3}, "one part": dict(parts=1)}
 
-@one_in_turn("case", PARTS)
+@one_in_turn("case", PARTS, EVERY_ARCH, ("one head of keys for six",))
 def test_parts(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **PARTS[case]})
 
 # ***** wgmma *****
@@ -164,6 +164,7 @@ BY_WGMMA: dict[str, dict[str, Any]] = {
                  extras=dict(cu_seqlens_q=ints(3, 20, 20, 110), cu_seqlens_k=ints(2, 30, 41, 180))),
   "alibi": dict(H=4, Hkv=2, causal=True, extras=dict(alibi_slopes=floats(4)**2)), "sinks": dict(H=2, extras=dict(sinks=floats(2))),
   "bias": dict(H=2, Hkv=1, softcap=4.0, extras=dict(bias=floats(1, 2, 100, 133))),
+  "in parts": dict(H=6, Hkv=2, causal=True, parts=6),
   "long rows": dict(D=128, causal=True, dtype="bfloat16"), "two passes": dict(H=2, Hkv=1, D=136, Dv=40, window=(50, 9)),
 }
 

@@ -6,7 +6,7 @@ from typing import Any, Iterable
 from attn import values
 from attn.api.checked_kernel import (CheckedKernel, KernelFunction, arch_of, check_device, check_means, dtype_of, static_shape,
                                      whole_buffer)
-from attn.api.gradient import INPUTS, SHARED_KEYS, gradient_of, keys_are_shared, lse_axes, with_gradient
+from attn.api.gradient import INPUTS, gradient_of, lse_axes, with_gradient
 from attn.api.options import AttentionOptions, options_of
 from attn.api.placement import AXES, Placement, empty, local_shape, merge_devices, on_device, place, placement_of
 from attn.api.plain import bhs, bhsd, from_bhs, from_bhsd, plain_attention
@@ -249,8 +249,6 @@ def backward_choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> BackwardC
   """What computes the gradients of `attention` with these arguments, and why not the backward kernels."""
   call = prepare(q, k, v, options_of("attention", options))
   if call.at.shared == "keys": return by_tinygrad(call.arch, SHARDED_ROWS)
-  if keys_are_shared({name: t.uop for name, t in call.tensors.items()}) and call.arch is not None and call.arch.family == "nvidia":
-    return by_tinygrad(call.arch, SHARED_KEYS)
   return choose_backward(call.problem, call.arch, call.choice().kernel)
 
 def explain(q:Tensor, k:Tensor, v:Tensor, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:

@@ -14,7 +14,7 @@ from attn.api.checked_kernel import CheckedKernel, check_means
 from attn.api.placement import AXES, empty
 from attn.api.plain import plain_attention
 from attn.chips import Chip
-from attn.choose.backward import Parts, can_differentiate, check_not_forced, choose_parts, dkdv_of, dq_of, tiles_of
+from attn.choose.backward import Parts, can_differentiate, choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.dispatch import single_kernel
 from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
@@ -143,19 +143,13 @@ class AttentionGradient:
     inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, OUTPUTS))
     given = of_outputs(gradients, outputs)
     tiles = None if self.arch is None else can_differentiate(self.problem, self.arch)
-    of_amd = isinstance(tiles, tuple) and isinstance(tiles[0], BackwardTile)       # which leave parts to be added, and have a kernel for a bias
-    by_kernels = isinstance(tiles, tuple) and (of_amd or not keys_are_shared(inputs))
-    if not by_kernels: check_not_forced(SHARED_KEYS)
+    by_kernels = isinstance(tiles, tuple)
+    of_bias = isinstance(tiles, tuple) and isinstance(tiles[0], BackwardTile)      # backward_dbias is written for AMD's matrix units
     found: dict[str, UOp] = {}
-    if not by_kernels or "alibi_slopes" in inputs or ("bias" in inputs and not of_amd): found |= plain_gradients(self.problem, inputs, given)
+    if not by_kernels or "alibi_slopes" in inputs or ("bias" in inputs and not of_bias): found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)
-
-SHARED_KEYS = "query heads of several devices share a head of keys"
-def keys_are_shared(inputs:dict[str, UOp]) -> bool:
-  """Whether query heads of several devices have the same keys, whose gradient is a sum over devices."""
-  return inputs["q"].axis is not None and inputs["k"].axis is None
 
 @functools.cache
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:

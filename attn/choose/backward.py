@@ -26,14 +26,14 @@ from attn.tinygrad_compat import UOp
 SUFFIXES = {BackwardTile: "", MmaBackwardTile: "_mma", WgmmaBackwardTile: "_wgmma"}      # of the kernel that a tile is for
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
-  """The kernel of dq and delta that a tile is for; those of NVIDIA leave no parts."""
-  if isinstance(tile, WgmmaBackwardTile): return backward_dq_wgmma(p, arch, tile, dlse)
-  return backward_dq_mma(p, arch, tile, dlse) if isinstance(tile, MmaBackwardTile) else backward_dq(p, arch, tile, dlse, parts)
+  """The kernel of dq and delta that a tile is for."""
+  if isinstance(tile, WgmmaBackwardTile): return backward_dq_wgmma(p, arch, tile, dlse, parts)
+  return backward_dq_mma(p, arch, tile, dlse, parts) if isinstance(tile, MmaBackwardTile) else backward_dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """The kernel of dk and dv that a tile is for; those of NVIDIA leave no parts."""
-  if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile)
-  return backward_dkdv_mma(p, arch, tile) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile, parts)
+  """The kernel of dk and dv that a tile is for."""
+  if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile, parts)
+  return backward_dkdv_mma(p, arch, tile, parts) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile, parts)
 
 @dataclass(frozen=True)
 class BackwardChoice:
@@ -70,17 +70,16 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
   """As many as make up for a grid that leaves compute units idle, by the model of `splits.split_heuristic`. Their workgroups, each of which leaves
   fp32 numbers for its own rows, are never more than the kernel's own and FULL_GRIDS that fill the chip: that bounds their memory."""
   dq, dkdv = tiles_of(p, arch)
-  if not isinstance(dq, BackwardTile) or not isinstance(dkdv, BackwardTile): return Parts(0, 0, 0)
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
-  def parts(tile:BackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
+  def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
     workgroups, places = p.B*heads*ceildiv(own, tile.block_m), splits.places_of(p, arch, tile)
     most = min(ceildiv(walked, tile.block_n)*(p.H//heads), 1 + FULL_GRIDS*places//workgroups)
     choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= most]
     found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers)
     return found if found > 1 else 0
   of_bias = 0
-  if p.bias is not None:
+  if p.bias is not None and isinstance(dq, BackwardTile):
     share = BiasShare(p, dq.block_m, dq.block_n)
     of_bias = min(share.trips, arch.cus//share.workgroups)
   return Parts(parts(dq, p.Sq, p.H, p.Sk, ceildiv(visible//p.Sq, dq.block_n), rows*p.H*p.D),
@@ -89,7 +88,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
 def memory_of(p:Problem, parts:Parts) -> int:
   """Bytes that the gradients take beside inputs and outputs: lse and delta of each row, and the parts."""
   of = {"dq": dq_arguments(p, parts=parts.dq), "dkdv": dkdv_arguments(p, parts.dkdv)} | \
-       ({"dbias": dbias_arguments(p, parts.dbias)} if p.bias is not None else {})
+       ({"dbias": dbias_arguments(p, parts.dbias)} if p.bias is not None and parts.dbias else {})
   names = {"dq": ("dq",), "dkdv": ("dk", "dv"), "dbias": ("dbias",)}
   left = sum(4*math.prod(of[kernel][name][0]) for kernel in of if getattr(parts, kernel) for name in names[kernel])
   return 8*p.rows + left

@@ -20,15 +20,16 @@ from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
-def backward_dkdv_mma(p:Problem, arch:Chip, tile:MmaBackwardTile) -> Callable[..., UOp]:
-  """The kernel that computes dk and dv, given the delta of `backward_dq_mma`, as a function of its placeholders: those of `tensors.dkdv_arguments(p)`
-  in that order. A key that no query sees gets 0, and so does one beyond kv_lengths, or of no sequence.
+def backward_dkdv_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dk and dv, given the delta of `backward_dq_mma`, as a function of its placeholders: those of
+  `tensors.dkdv_arguments(p, parts)` in that order. A key that no query sees gets 0, and so does one beyond kv_lengths, or of no sequence. `parts` as
+  in `backward_dkdv.backward_dkdv`.
 
   Raises NotImplementedError for what `tensors.check_backward` names.
   """
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
-    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p))
+    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p, parts), parts)
     widths, wanted = {"dk": p.D, "dv": p.Dv}, PASSES[tile.passes]
     state = BackwardState.of(warps, tile, max(sum(fragments(widths[name], tile.matrix) for name in names) for names in wanted))
     first, *rest = [BackwardDkdvMma(warps, tile, state, names, warps.group.first_head) for names in wanted]
@@ -57,7 +58,7 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps):
     group = self.warps.group
     def over_queries(one:BackwardDkdvMma, s:BackwardState) -> BackwardState:
       return one.arrived(one.walk(s, group.walked, masked_first=group.scores.walk.back >= 0), 0)
-    if (ratio := self.p.H//self.p.Hkv) == 1: return over_queries(self, s)
+    if (ratio := group.walked_heads) == 1: return over_queries(self, s)
     r = group.grid.allocator.range(ratio, AxisType.LOOP)
     return s.after(over_queries(replace(self, head=group.first_head + r), s.after(r)).done.end(r))
 

@@ -18,11 +18,11 @@ from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
-def backward_dkdv_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile) -> Callable[..., UOp]:
+def backward_dkdv_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
   """The kernel that computes dk and dv, given delta, as a function of its placeholders: called as `backward_dkdv_mma.backward_dkdv_mma`."""
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
-    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p))
+    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p, parts), parts)
     accs, wanted = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}, PASSES[tile.passes]
     state = WgmmaBackwardState.of(warps, tile, max(sum(map(accs.__getitem__, names)) for names in wanted))
     passes = [BackwardDkdvWgmma(warps, tile, state, names, warps.group.first_head) for names in wanted]
@@ -38,7 +38,7 @@ def backward_dkdv_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile) -> Callabl
 class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps):
   """One pass of the kernel of one problem, as a thread sees it."""
   @property
-  def heads(self) -> int: return self.p.H//self.p.Hkv
+  def heads(self) -> int: return self.warps.group.walked_heads
   def of_head(self, r:UOp) -> Self: return replace(self, head=self.warps.group.first_head + r)
 
   # ***** the algorithm *****

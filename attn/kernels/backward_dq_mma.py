@@ -18,15 +18,16 @@ from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
-def backward_dq_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """The kernel that computes dq, and delta for `backward_dkdv_mma`, as a function of its placeholders: those of `tensors.dq_arguments(p, dlse)` in
-  that order. A query that sees no key gets dq = 0, and so does a row of no sequence, with delta = 0.
+def backward_dq_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dq, and delta for `backward_dkdv_mma`, as a function of its placeholders: those of
+  `tensors.dq_arguments(p, dlse, parts)` in that order. A query that sees no key gets dq = 0, and so does a row of no sequence, with delta = 0.
+  `parts` as in `backward_dq.backward_dq`.
 
   Raises NotImplementedError for what `tensors.check_backward` names.
   """
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
-    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse))
+    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse, parts), parts)
     return BackwardDqMma(warps, tile, BackwardState.of(warps, tile, fragments(p.D, tile.matrix)), ("dq",)).program()
   return program
 

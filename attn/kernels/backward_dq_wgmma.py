@@ -17,11 +17,11 @@ from attn.ops import common as ops, hopper as wgmma
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
-def backward_dq_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
+def backward_dq_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """The kernel that computes dq and delta, as a function of its placeholders: called as `backward_dq_mma.backward_dq_mma`."""
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
-    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse))
+    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse, parts), parts)
     return BackwardDqWgmma(warps, tile, WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix)), ("dq",)).program()
   return program
 

@@ -97,7 +97,8 @@ class QueriesOfWarps(WarpsBackward):
 
   def kept_deltas(self) -> list[UOp]:
     """Their stores."""
-    to, x, first = flat(self.warps.group.given["delta"]), self.warps.group.sequence, self.warps.at.h.eq(0)
+    group = self.warps.group
+    to, x, first = flat(group.given["delta"]), group.sequence, self.warps.at.h.eq(0) & group.is_first_part
     both = [pair for own, deltas in zip(self.queries, self.deltas) for pair in zip(own, deltas)]
     return [to[place_of_row(self.p, x, row)[0].valid(row.there & first)].store(delta) for row, delta in both]
 

@@ -27,18 +27,18 @@ class Warps:
   at: MmaLane
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes|None=None) -> Warps:
-    """A block that owns queries; `names` as in `Workgroup.of`."""
+  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes|None=None, parts:int=0) -> Warps:
+    """A block that owns queries; `names` and `parts` as in `Workgroup.of`."""
     grid = head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
-    return Warps(Workgroup.of(p, arch, tile, args, grid, at, names), at)
+    return Warps(Workgroup.of(p, arch, tile, args, grid, at, names, parts), at)
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes) -> Warps:
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes, parts:int=0) -> Warps:
     """A block that owns keys."""
     grid = kv_head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
-    return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names), at)
+    return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
 
   def queries(self, first:UOp) -> list[Row]:
     """A lane's rows of the 16 that begin at `first` of the block."""
