@@ -369,7 +369,9 @@ def tune_backward(s:Settings, arch:Chip, name:str, seconds:BackwardSeconds) -> l
   from attn.choose.backward_search import backward_candidates
   p, arch, keys = s.problem, replace(arch, tuned=False), name == "dkdv"
   if isinstance(tiles := can_differentiate(p, arch), str): raise BadSetting(f"TUNE=1 with BWD=1: no kernels compute the gradients: {tiles}")
-  todo: dict[BackwardTile, BackwardCandidate|None] = {tiles[keys]: None}
+  own = tiles[keys]
+  if not isinstance(own, BackwardTile): raise BadSetting(f"TUNE=1 with BWD=1: it is for the tiles of AMD's kernels, not for {own}")
+  todo: dict[BackwardTile, BackwardCandidate|None] = {own: None}
   for c in backward_candidates(arch, tuned.head_class(p), keys):
     if backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c) is None: todo.setdefault(tile, c)
   timed = []
@@ -434,6 +436,7 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   if not torch.cuda.is_available(): raise BadSetting("COMPARE=1 needs a PyTorch with CUDA")
   if x.plot: importable("PLOT", "matplotlib", "pip install matplotlib")
   from attn.measure import peers
+  if x.backward: return compare_all_backward(x, torch.cuda.get_device_name())
   todo = [settings({**ON_A_GPU, **sizes}) for sizes in (peers.SWEEP if x.sweep else [{}])]
   for s in todo:
     p = s.problem
@@ -445,6 +448,20 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
     heads = f"{p.H}/{p.Hkv}" if p.H//p.Hkv > 1 else f"{p.H}"
     rows.append(peers.compare_problem(p, bool(s.causal), s.seed, f"B{p.B} H{heads} {p.Sq} D{p.D}"))
   if x.plot: peers.plot(rows, x.plot, f"attention forward on one {torch.cuda.get_device_name()}")
+  return rows
+
+def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
+  """The same of the gradients."""
+  from attn.measure import backward, peers
+  if x.sweep: todo = backward.problems([])
+  else:
+    s = settings(ON_A_GPU)
+    if s.problem.layout != "bhsd" or s.problem.Dv != s.problem.D or s.window != (-1, -1) or s.problem.dtype != s.problem.out_dtype:
+      raise BadSetting(f"COMPARE=1 BWD=1 of {describe(s)}: the peers have layout bhsd, D = DV and no WINDOW or OUT_DTYPE")
+    if s.causal and s.problem.Sq != s.problem.Sk: raise BadSetting(f"COMPARE=1 BWD=1 of {describe(s)}: the peers' CAUSAL needs N = SK")
+    todo = [(replace(s.problem, top_left=bool(s.causal), num_splits=1, return_lse=True), bool(s.causal))]
+  rows = [backward.compare_backward(p, causal) for p, causal in tqdm(todo, unit="shape", disable=not x.sweep)]
+  if x.plot: peers.plot(rows, x.plot, f"attention backward on one {card}, 2.5 times the operations of forward")
   return rows
 
 # ***** what to do *****
@@ -468,7 +485,6 @@ def task() -> Task:
   if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: one of them at a time")
   if x.backward and (x.figures or x.isa):
     raise BadSetting(f"BWD=1 with {chosen[0]}=1: it is for forward; python -m attn.isa has bounds of the backward kernels")
-  if x.backward and x.compare: raise BadSetting("BWD=1 with COMPARE=1: the comparison is of forward")
   if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
   if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"): raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
   if x.isa: importable("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")

@@ -4,17 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
-from attn.chips import get_chip
+from attn.choose.backward import dkdv_of, dq_of
 from attn.choose.backward_tiles import choose_backward_tiles
 from attn.kernels.backward_dbias import backward_dbias
-from attn.kernels.backward_dkdv import backward_dkdv
-from attn.kernels.backward_dq import backward_dq
 from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile
+from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Gradients, Options, arrange, exact_backward, judge, restore, rounded, same, same_backward
 from attn.tinygrad_compat import Context, Tensor
-from cases import DTYPES, SCORE_OPTIONS, Inputs, array, dropped, expected, normal, problem, tensor
+from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, expected, normal, problem, tensor
 
 @dataclass(frozen=True)
 class Loss:
@@ -64,25 +62,26 @@ def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarr
   return {"dq": (want.q, text.q), "dk": (want.k, text.k), "dv": (want.v, text.v), **of_bias}
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
-                 tiles:Callable[[BackwardTile], BackwardTile]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
+                 tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
   """dq, dk and dv of the kernels, from the textbook's o and lse, in the shape of q, k and v. `only` one of them: "dq", or "dkdv" or "dbias" from the
-  textbook's delta; they leave so many `parts`, which are added here."""
-  chip, (o, lse) = get_chip(arch), forward_results(p, x, extras)
-  dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, chip))
-  launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), backward_dq(p, chip, dq_tile, loss.dlse is not None, parts)),
-              "dkdv": (dkdv_arguments(p, parts), backward_dkdv(p, chip, dkdv_tile, parts))}
-  if only == "dbias": launches[only] = dbias_arguments(p, parts), backward_dbias(p, chip, dq_tile, parts)
-  with Context(DEV=f"EMU::{arch}"):
-    done = {n: tensor(arrange(a, p.layout), p.dtype) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
-    done |= {n: tensor(arrange(a, p.layout), p.out_dtype) for n, a in (("o", o), ("do", loss.do))}
+  textbook's delta; they leave so many `parts`, which are added here. On the emulator, or for the `arch` "CUDA" on that device."""
+  on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
+  dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, on))
+  launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
+              "dkdv": (dkdv_arguments(p, parts), dkdv_of(p, on, dkdv_tile, parts))}
+  if only == "dbias": launches[only] = dbias_arguments(p, parts), backward_dbias(p, on, dq_tile, parts)
+  with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
+    adapt(device)
+    done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
+    done |= {n: tensor(arrange(a, p.layout), p.out_dtype, device) for n, a in (("o", o), ("do", loss.do))}
     rows = {"lse": lse} if loss.dlse is None else {"lse": lse, "dlse": loss.dlse}
     if only in ("dkdv", "dbias"): rows["delta"] = (loss.do*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
-    done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32") for n, a in rows.items()}
+    done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32", device) for n, a in rows.items()}
     for n, a in extras.items():
-      done[n] = Tensor(a, device="EMU") if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32")
+      done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
     for t in done.values(): t.realize()
     for names, fxn in [launches[only]] if only else launches.values():
-      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device="EMU") for n, (shape, dtype) in names.items()]
+      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
       done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
     if parts: done |= {n: done[n].sum(0).cast(DTYPES[p.bias_dtype if n == "dbias" else p.dtype]) for n in ("dq", "dk", "dv", "dbias") if n in done}
     if only == "dbias": return {"dbias": array(done["dbias"])}
@@ -91,7 +90,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     return {n: restore(array(done[n]), p.layout, like.shape) for n, like in found.items()}
 
 def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
-                           size:float=1.0, tiles:Callable[[BackwardTile], BackwardTile]=lambda tile: tile, only:str="", parts:int=0,
+                           size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0,
                            **parameters:Any) -> dict[str, np.ndarray]:
   """Poses the problem, with any of its options, runs both kernels, and holds dq, dk and dv to the contract. A query that sees no key, a
   key that none sees, and a row of no sequence have exactly 0. `size` is that of dO, `tiles` changes the chosen ones, `only` and `parts` as

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import bench
+from attn.measure import backward
 from attn.problem import Problem
 from attn.reference import exact
 from attn.tinygrad_compat import Context
@@ -78,7 +79,7 @@ def test_bounds() -> None:
   ({"BWD": "2"}, "BWD='2': must be one of 0, 1"),
   ({"BWD": "1", "LSE": "1"}, "LSE=1 with BWD=1: the gradient is that of o"),
   ({"BWD": "1", "ISA": "1"}, "BWD=1 with ISA=1: it is for forward"),
-  ({"BWD": "1", "COMPARE": "1"}, "BWD=1 with COMPARE=1: the comparison is of forward"),
+  ({"BWD": "1", "COMPARE": "1"}, "COMPARE=1 on EMU: it is for DEV=CUDA"),
   ({"BWD": "1", "N": "16384", "SK": "16384"}, "VERIFY=1 with BWD=1: a head of keys has 268435456 scores"),
   ({"BWD": "1", "D": "300"}, "D=300"),
   ({"CSV": "/no/such/folder/x.csv"}, "CSV='/no/such/folder/x.csv': must be a file"),
@@ -146,3 +147,28 @@ def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
 def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setitem(sys.modules, "torch", None)
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
+
+def test_problems_of_the_backward() -> None:
+  """What `python -m attn.measure.backward` measures, by words."""
+  both = backward.problems(["32/8", "bfloat16"])
+  assert [(p.H, p.Hkv, p.D, causal) for p, causal in both] == [(32, 8, 128, False), (32, 8, 128, True)]
+  assert [backward.name_of(*x) for x in both] == ["4x32/8x4096x128 full bfloat16", "4x32/8x4096x128 causal bfloat16"]
+  assert backward.name_of(*backward.problems(["65536"])[0]).startswith("1x8x64x65536x128 full") and len(backward.problems([])) == 32
+
+def test_the_backwards_peers_take_every_setting_before_anything_runs(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Without PyTorch: what is compared, and what is refused."""
+  compared: list[tuple[Problem, bool]] = []
+  from attn.measure import backward
+  monkeypatch.setattr(backward, "compare_backward", lambda p, causal: compared.append((p, causal)) or {"shape": "one"})
+  def rows_of(sweep:bool=False, **environment:str) -> list[dict[str, object]]:
+    for name, value in {"BWD": "1", **environment}.items(): monkeypatch.setenv(name, value)
+    bench.getenv.cache_clear()
+    task = bench.Task(False, sweep, False, True, False, "", "", True)
+    try: return bench.compare_all_backward(task, "a card")
+    finally:
+      bench.getenv.cache_clear()
+      for name in environment: monkeypatch.delenv(name)
+  assert rows_of(CAUSAL="1", VERIFY="0") == [{"shape": "one"}] and compared[0][1] and compared[0][0].return_lse
+  assert len(rows_of(sweep=True)) == len(backward.problems([])) == 4*len(backward.SIZES)
+  for settings, said in (({"WINDOW": "3,0"}, "no WINDOW"), ({"DV": "64"}, "D = DV"), ({"CAUSAL": "1", "SK": "100"}, "needs N = SK")):
+    with pytest.raises(bench.BadSetting, match=said): rows_of(**settings, VERIFY="0")

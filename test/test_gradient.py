@@ -85,6 +85,8 @@ def test_splits_with_sinks() -> None: check_gradients(through=("o", "lse"), Sk=1
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "sm_80", pytest.param("sm_90", marks=pytest.mark.thorough)])
 def test_every_kind_of_chip(arch:str) -> None: check_gradients(arch, through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=12, Sk=16)
 
+def test_warpgroups() -> None: check_gradients("sm_90", through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=66, Sk=70)
+
 @pytest.mark.parametrize("dtype, D", [("float32", 16), ("float16", 264)])
 def test_where_forward_is_three_pass(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
 
@@ -334,7 +336,7 @@ def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str])
 def test_forward_runs_again_for_its_lse_outside_of_training() -> None: assert launches("q", "k", "v", training=0) == 4
 
 def test_by_three_pass_forward_does_not_run_and_each_gradient_stands_alone() -> None:
-  assert launches("v", arch="sm_80") < launches("q", "k", "v", arch="sm_80")
+  assert launches("v", kernel="three_pass") < launches("q", "k", "v", kernel="three_pass")
 
 def test_no_second_derivative() -> None:
   with emulated("gfx942"):
@@ -360,10 +362,11 @@ def test_explain_tells_what_computes_the_gradient(capsys:pytest.CaptureFixture[s
     assert choice.kernels == ("backward_dq", "backward_dkdv") and "forward on gfx942" in (text := capsys.readouterr().out)
     assert re.search(r"gradient on gfx942.*: backward_dq tile \d+x\d+ .*, backward_dkdv tile \d+x\d+ ", text)
     assert "forward is three_pass" in attn.explain(q.float(), k.float(), v.float(), backward=True).refused
-    choice = attn.explain(q, k, v, arch="sm_80", backward=True)
-    assert choice.kernels == () and "sm_80: they are written for AMD's matrix units" in choice.refused
+    assert attn.explain(q, k, v, arch="sm_80", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma")
+    capsys.readouterr()
+    choice = attn.explain(q.float(), k.float(), v.float(), arch="sm_80", backward=True)
     text = capsys.readouterr().out
-    assert "three_pass, computed again" in text and f"not backward_dq and backward_dkdv: {choice.refused}" in text
+    assert choice.kernels == () and "three_pass, computed again" in text and f"not backward_dq and backward_dkdv: {choice.refused}" in text
     one, bias = draw(1, 1, 32, 16), draw(1, 1, 32, 32)
     shared = q.shard(TWO, 1), one.shard(TWO, None), one.shard(TWO, None)
     assert attn.explain(*shared, bias=bias, backward=True).kernels == (*BOTH, "backward_dbias")

@@ -14,12 +14,11 @@ from attn.api.checked_kernel import CheckedKernel, check_means
 from attn.api.placement import AXES, empty
 from attn.api.plain import plain_attention
 from attn.chips import Chip
-from attn.choose.backward import Parts, can_differentiate, choose_parts, tiles_of
+from attn.choose.backward import Parts, can_differentiate, choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.dispatch import single_kernel
 from attn.kernels.backward_dbias import backward_dbias
-from attn.kernels.backward_dkdv import backward_dkdv
-from attn.kernels.backward_dq import backward_dq
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import EXTRAS, Problem
 from attn.tinygrad_compat import Tensor, UOp, differentiated
 from attn.values import FLOATS
@@ -73,9 +72,10 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, 
       return CheckedKernel(sink, outputs, gradient=no_second_derivative)
     return BackwardLaunch(kernel, shapes)
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], "o", "lse"),
-           "dq": launch(dq_arguments(p, dlse, parts.dq), backward_dq(p, arch, dq, dlse, parts.dq), "dq", "delta"),
-           "dkdv": launch(dkdv_arguments(p, parts.dkdv), backward_dkdv(p, arch, dkdv, parts.dkdv), "dk", "dv")}
-  if p.bias is not None: found["dbias"] = launch(dbias_arguments(p, parts.dbias), backward_dbias(p, arch, dq, parts.dbias), "dbias")
+           "dq": launch(dq_arguments(p, dlse, parts.dq), dq_of(p, arch, dq, dlse, parts.dq), "dq", "delta"),
+           "dkdv": launch(dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv, parts.dkdv), "dk", "dv")}
+  if p.bias is not None and isinstance(dq, BackwardTile):
+    found["dbias"] = launch(dbias_arguments(p, parts.dbias), backward_dbias(p, arch, dq, parts.dbias), "dbias")
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
@@ -108,7 +108,7 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
   for name in ("dq", "dkdv", "dbias"):
     if name in kernels: t = written_by(kernels[name], t, p.layout)
-  found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", "bias") if name in inputs}
+  found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", "bias") if f"d{name}" in t}
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "lse", "delta"))).uop
   return found
 
@@ -142,9 +142,11 @@ class AttentionGradient:
     tensors = dict(zip(self.names, call.src[1:]))
     inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, OUTPUTS))
     given = of_outputs(gradients, outputs)
-    by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
+    tiles = None if self.arch is None else can_differentiate(self.problem, self.arch)
+    by_kernels = isinstance(tiles, tuple)
+    of_bias = isinstance(tiles, tuple) and isinstance(tiles[0], BackwardTile)      # backward_dbias is written for AMD's matrix units
     found: dict[str, UOp] = {}
-    if not by_kernels or "alibi_slopes" in inputs: found |= plain_gradients(self.problem, inputs, given)
+    if not by_kernels or "alibi_slopes" in inputs or ("bias" in inputs and not of_bias): found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)

@@ -2,16 +2,38 @@
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
+from typing import Callable
 from attn.chips import Chip
 from attn.choose import splits
-from attn.choose.backward_tiles import choose_backward_tiles
-from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for
+from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
+from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for, mma_refuses
 from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD
 from attn.kernels.backward_dbias import BiasShare
+from attn.kernels.backward_dkdv import backward_dkdv
+from attn.kernels.backward_dkdv_mma import backward_dkdv_mma
+from attn.kernels.backward_dkdv_wgmma import backward_dkdv_wgmma
+from attn.kernels.backward_dq import backward_dq
+from attn.kernels.backward_dq_mma import backward_dq_mma
+from attn.kernels.backward_dq_wgmma import backward_dq_wgmma
+from attn.kernels.parts.backward_mma import MmaBackwardTile
+from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import MAX_SPLITS, Problem
+from attn.tinygrad_compat import UOp
+
+SUFFIXES = {BackwardTile: "", MmaBackwardTile: "_mma", WgmmaBackwardTile: "_wgmma"}      # of the kernel that a tile is for
+
+def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
+  """The kernel of dq and delta that a tile is for."""
+  if isinstance(tile, WgmmaBackwardTile): return backward_dq_wgmma(p, arch, tile, dlse, parts)
+  return backward_dq_mma(p, arch, tile, dlse, parts) if isinstance(tile, MmaBackwardTile) else backward_dq(p, arch, tile, dlse, parts)
+
+def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """The kernel of dk and dv that a tile is for."""
+  if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile, parts)
+  return backward_dkdv_mma(p, arch, tile, parts) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile, parts)
 
 LEAST_KEPT = 2.0**-14     # of P, by dropout
 
@@ -19,19 +41,21 @@ LEAST_KEPT = 2.0**-14     # of P, by dropout
 class BackwardChoice:
   """What computes the gradients: the kernels with these tiles, and into how many parts each divides what it sums (0: none); or `three_pass`, and then
   why the kernels don't. `memory`: bytes beside inputs and outputs."""
-  tiles: tuple[BackwardTile, ...]|None
+  tiles: tuple[AnyBackwardTile, ...]|None
   arch: Chip|None
   refused: str|None = None
   parts: tuple[int, ...] = ()
   memory: int = 0
   @property
-  def kernels(self) -> tuple[str, ...]: return () if self.tiles is None else (*BACKWARD_KERNELS, BIAS_KERNEL)[:len(self.tiles)]
+  def kernels(self) -> tuple[str, ...]:
+    if self.tiles is None: return ()
+    return tuple(name + SUFFIXES[type(tile)] for name, tile in zip((*BACKWARD_KERNELS, BIAS_KERNEL), self.tiles))
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
     if self.tiles is None:
       return (f"gradient on {where}: three_pass, computed again and differentiated by tinygrad, with its score matrix in memory\n"
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
-    each = [" ".join([f"{name} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
+    each = [" ".join([f"{name} tile {tile}", *[x for x in [getattr(tile, "options", "")] if x], *[f"in {parts} parts"]*(parts > 1)])
             for name, tile, parts in zip(self.kernels, self.tiles, self.parts, strict=True)]
     return f"gradient on {where}: {', '.join(each)}\n  memory beside inputs and outputs: {self.memory} bytes"
 
@@ -50,14 +74,14 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
   dq, dkdv = tiles_of(p, arch)
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
-  def parts(tile:BackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
+  def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
     workgroups, places = p.B*heads*ceildiv(own, tile.block_m), splits.places_of(p, arch, tile)
     most = min(ceildiv(walked, tile.block_n)*(p.H//heads), 1 + FULL_GRIDS*places//workgroups)
     choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= most]
     found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers)
     return found if found > 1 else 0
   of_bias = 0
-  if p.bias is not None:
+  if p.bias is not None and isinstance(dq, BackwardTile):
     share = BiasShare(p, dq.block_m, dq.block_n)
     of_bias = min(share.trips, arch.cus//share.workgroups)
   return Parts(parts(dq, p.Sq, p.H, p.Sk, ceildiv(visible//p.Sq, dq.block_n), rows*p.H*p.D),
@@ -66,18 +90,18 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
 def memory_of(p:Problem, parts:Parts) -> int:
   """Bytes that the gradients take beside inputs and outputs: lse and delta of each row, and the parts."""
   of = {"dq": dq_arguments(p, parts=parts.dq), "dkdv": dkdv_arguments(p, parts.dkdv)} | \
-       ({"dbias": dbias_arguments(p, parts.dbias)} if p.bias is not None else {})
+       ({"dbias": dbias_arguments(p, parts.dbias)} if p.bias is not None and parts.dbias else {})
   names = {"dq": ("dq",), "dkdv": ("dk", "dv"), "dbias": ("dbias",)}
   left = sum(4*math.prod(of[kernel][name][0]) for kernel in of if getattr(parts, kernel) for name in names[kernel])
   return 8*p.rows + left
 
-def tiles_of(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
+def tiles_of(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
   """Of the backward kernels, which compute the gradient of `p`."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
-def can_differentiate(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]|str:
+def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they don't compute its gradient: they cannot, or ATTN_KERNEL asks for another way.
   Raises NotImplementedError where it asks for them and they cannot."""
   if asked_for().backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
@@ -89,11 +113,10 @@ def check_not_forced(reason:str) -> None:
   if (wanted := asked_for().backward) in BACKWARD_KERNELS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @functools.cache
-def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[BackwardTile, BackwardTile]|str:
+def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they cannot compute its gradient."""
   if arch is None: return NO_UNIT
-  if arch.family == "nvidia": return f"{arch.name}: they are written for AMD's matrix units"
-  if (reason := amd_refuses(p, arch)) is not None: return reason
+  if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
   if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
   p = replace(p, num_splits=1)
   try:
@@ -114,5 +137,5 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
   parts = choose_parts(p, arch)
-  bias = p.bias is not None
+  bias = p.bias is not None and isinstance(found[0], BackwardTile)
   return BackwardChoice((*found, *found[:1]*bias), arch, None, (parts.dq, parts.dkdv, *(parts.dbias,)*bias), memory_of(p, parts))

@@ -1,13 +1,20 @@
 """Which tiles the backward kernels get for a problem on a chip: the first row that fits, of a table for each family of matrix units.
 
-Chosen by the registers that clang 22 needs; nothing of it was measured.
+AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those that nvcc 13 needs, and not measured.
 """
 from __future__ import annotations
+from dataclasses import dataclass
 from attn.chips import Chip
+from attn.chips.matrix import MMA
 from attn.choose import tuned
-from attn.choose.candidates import BackwardCandidate
+from attn.choose.candidates import BackwardCandidate, Burden
+from attn.choose.tiles import burden
+from attn.choose.dispatch import wgmma_refuses
+from attn.kernels.parts.backward_mma import MmaBackwardTile
+from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BackwardTile
+from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
 BOTH = (True, True)
@@ -39,9 +46,77 @@ DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
 }
 
-def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[BackwardTile, BackwardTile]:
-  """The tiles of backward_dq and of backward_dkdv. Raises NotImplementedError where there is none."""
+@dataclass(frozen=True)
+class MmaBackwardCandidate:
+  """A tile of a backward kernel on mma.sync for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers, as
+  it does on the chips `spills_on`; the other fields are those of MmaBackwardTile."""
+  up_to: int
+  row_tiles: int
+  block_n: int
+  part_n: int
+  waves: int = 4
+  passes: int = 1
+  burden: Burden = Burden.BIAS
+  spills_on: tuple[str, ...] = ()
+
+DQ_MMA = (
+  MmaBackwardCandidate(64, 2, 32, 32),
+  MmaBackwardCandidate(128, 1, 32, 32),
+  MmaBackwardCandidate(256, 1, 16, 16))
+DKDV_MMA = (
+  MmaBackwardCandidate(64, 2, 32, 16, burden=Burden.OPTIONS, spills_on=("sm_120",)),
+  MmaBackwardCandidate(64, 1, 32, 32, waves=8),
+  MmaBackwardCandidate(128, 1, 32, 16),
+  MmaBackwardCandidate(256, 1, 16, 16, passes=2))
+
+@dataclass(frozen=True)
+class WgmmaBackwardCandidate:
+  """A tile of a backward kernel on wgmma for head dimensions up to `up_to`; the other fields are those of WgmmaBackwardTile, measured on an H200
+  (docs/nvidia.md)."""
+  up_to: int
+  groups: int
+  block_n: int
+  passes: int = 1
+  capped: bool = True      # whether there are registers for a softcap
+
+DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80, capped=False), WgmmaBackwardCandidate(64, 3, 64), WgmmaBackwardCandidate(128, 2, 64),
+            WgmmaBackwardCandidate(192, 2, 48), WgmmaBackwardCandidate(256, 2, 32))
+DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 2, 64), WgmmaBackwardCandidate(192, 2, 48, passes=2),
+              WgmmaBackwardCandidate(256, 2, 32, passes=2))
+
+AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile
+
+def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
+  """The tiles of the kernel of dq and of that of dk and dv. Raises NotImplementedError where there is none."""
+  if arch.family == "nvidia":
+    if wgmma_backward_refuses(p, arch) is None: return _chosen_wgmma(p, DQ_WGMMA, p.Sq, False), _chosen_wgmma(p, DKDV_WGMMA, p.Sk, True)
+    return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False), _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
   return _chosen("backward_dq", p, arch, DQ, False), _chosen("backward_dkdv", p, arch, DKDV, True)
+
+def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
+  """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""
+  if (reason := wgmma_refuses(p, arch)) is not None: return reason
+  if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
+  rows = wgmma.M
+  return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
+
+def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], rows:int, keys:bool) -> WgmmaBackwardTile:
+  """As `_chosen`; every problem has one."""
+  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.capped or not p.softcap))
+  return WgmmaBackwardTile(MMA[p.dtype], min(c.groups, ceildiv(rows, wgmma.M)), c.block_n, keys, c.passes)
+
+def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
+  """As `_chosen`."""
+  mat, reasons = MMA[p.dtype], []
+  for c in table:
+    row_tiles = min(c.row_tiles, ceildiv(rows, mat.M))
+    waves = min(c.waves, ceildiv(rows, row_tiles*mat.M))
+    tile = MmaBackwardTile(mat, waves, row_tiles, c.block_n, c.part_n, keys=keys, passes=c.passes)
+    spills = burden(p) > c.burden or arch.name in c.spills_on
+    if max(p.D, p.Dv) > c.up_to or spills: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
+    elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of shared memory, {arch.name} has {arch.lds}")
+    else: return tile
+  raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
 
 def backward_tile(p:Problem, arch:Chip, c:BackwardCandidate, keys:bool) -> BackwardTile:
   """The tile that a candidate makes of a problem: with no more waves than its own rows fill, queries or `keys`."""

@@ -278,8 +278,8 @@ class Frame:
     new = warpgroup_product(rows, columns, old)
     self.under_way.product(acc.array, {index: new[4*i:4*i + 4] for i, index in enumerate(indices)}, operands)
     return np.zeros(self.T, np.float32)
-  def wait_products(self) -> Array:
-    self.under_way.wait_products()
+  def wait_products(self, but:int) -> Array:
+    self.under_way.wait_products(but)
     return np.zeros(self.T, np.float32)
   def warpgroup_operand(self, a:Array) -> Array: return warpgroup_operand(a)
   def probe(self, name:str, x:Array) -> Array:

@@ -91,24 +91,32 @@ class UnderWay:
       shadow.hold(at if active is None else at[active], product.number)
     for registers, i in operands.registers: registers.held[i] = product
 
-  def wait_products(self) -> None:
-    """The active threads wait for all that they have started."""
-    left, active = [], self.f.active
-    for product in self.products:
-      done = product.threads & active
-      product.threads = product.threads & ~active
+  def wait_products(self, but:int) -> None:
+    """The active threads wait for all that they have started, the last so many of each excepted."""
+    left, active, later = [], self.f.active, np.zeros(self.f.T, np.int32)     # how many of them a thread has started since
+    waited:list[Array] = []
+    for product in reversed(self.products):
+      waited.append(product.threads & active & (later >= but))
+      later += product.threads
+    for product, done in zip(self.products, reversed(waited)):
+      product.threads = product.threads & ~done
+      if done.any(): self._finish(product, done)
       if product.threads.any(): left.append(product)
       else: self._release(product)
-      if done.any():
-        for i, value in product.results.items(): product.accumulators.put(i, value, done)
     self.products = left
 
+  def _finish(self, product:Product, done:Array) -> None:
+    """It is done for these threads."""
+    for i, value in product.results.items(): product.accumulators.put(i, value, done)
+    for shadow, at, active in product.operands.lds:
+      mine = done if active is None else done & active
+      shadow.release(at[mine], product.number)
+      shadow.note_read(at, mine)            # it may have read up to now: who writes next has to be a barrier later
+
   def _release(self, product:Product) -> None:
+    """It is done for all."""
     for i in product.results:
       if product.accumulators.coming.get(i) is product: del product.accumulators.coming[i]
     for registers, i in product.operands.registers:
       if registers.held.get(i) is product: del registers.held[i]
-    for shadow, at, active in product.operands.lds:
-      shadow.release(at if active is None else at[active], product.number)
-      shadow.note_read(at, active)          # it may have read up to now: who writes next has to be a barrier later
-      shadow.holding -= 1
+    for shadow, _, _ in product.operands.lds: shadow.holding -= 1

@@ -5,15 +5,17 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from attn.chips import CHIPS, MODELLED, Chip, get_chip
-from attn.choose.backward import can_differentiate
+from attn.choose.backward import can_differentiate, dkdv_of, dq_of
+from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import KERNELS, MATRIX_DTYPES, choose
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
 from attn.isa.report import PRODUCTS, LoopProducts
-from attn.kernels.backward_dkdv import PASSES, backward_dkdv
-from attn.kernels.backward_dq import backward_dq
+from attn.kernels.forward_mma import MmaTile
+from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.gradients import PASSES
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile
@@ -81,16 +83,16 @@ def _chip(spec:Spec, llvm:int|None=None) -> Chip:
   except NoCompiler: return get_chip(spec.arch)
 
 @functools.cache
-def _text(spec:Spec, kernel:str, tile:AnyTile|BackwardTile) -> str:
+def _text(spec:Spec, kernel:str, tile:AnyTile|AnyBackwardTile) -> str:
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
-  if isinstance(tile, BackwardTile):
-    if spec.kernel == "dq": return render(backward_dq(p, arch, tile)(*_placeholders(dq_arguments(p))), spec.arch)
-    return render(backward_dkdv(p, arch, tile)(*_placeholders(dkdv_arguments(p))), spec.arch)
+  if not isinstance(tile, Tile|MmaTile|WgmmaTile):
+    if spec.kernel == "dq": return render(dq_of(p, arch, tile)(*_placeholders(dq_arguments(p))), spec.arch)
+    return render(dkdv_of(p, arch, tile)(*_placeholders(dkdv_arguments(p))), spec.arch)
   program = KERNELS[kernel].program
   assert program is not None
   return render(program(p, arch, tile)(*_placeholders(p.shapes)), spec.arch)
 
-def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|BackwardTile]:
+def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
   """The kernel and tile that dispatch chooses for the clang of reports, or for this release of LLVM."""
   p, arch = replace(problem_of_spec(spec), num_splits=1), _chip(spec, llvm)
   if spec.kernel != FORWARD:

@@ -14,7 +14,7 @@ from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.gradients import NumbersOfRows, RowNumbers, dp_start, gradients_of, weights_of
+from attn.kernels.parts.gradients import PASSES, NumbersOfRows, RowNumbers, dp_start, gradients_of, weights_of, where_known
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -51,8 +51,6 @@ def _columns(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[Ld
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]
-
-PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
 
 @dataclass(frozen=True)
 class DkdvState(TripState):
@@ -147,10 +145,10 @@ class BackwardDkdv(Pipeline[DkdvState]):
     return self.products.with_columns(columns, self.tile.block_n, [operands], [[s.acc[i].load() for i in self.part(name)]])[0]
 
   def gradient(self, name:str, found:list[UOp]) -> list[UOp]:
-    """The stores of dk or dv: 0 beyond the keys that there are."""
-    mat, known = self.tile.matrix, self.row.index < self.group.sequence.n_k
-    factor = known.where(UOp.const(self.group.p.softmax_scale if name == "dk" else 1.0, ops.f32(1)), UOp.const(0.0, ops.f32(1)))
-    columns = [(i*mat.M + self.at.h*mat.accumulator, ops.mul(x, factor)) for i, x in enumerate(found)]
+    """The stores of dk or dv: 0 of keys beyond kv_lengths."""
+    mat, known = self.tile.matrix, self.row.index < self.group.sequence.n_k if self.group.p.kv_lengths else None
+    factor = self.group.p.softmax_scale if name == "dk" else 1.0
+    columns = [(i*mat.M + self.at.h*mat.accumulator, where_known(known, x, factor)) for i, x in enumerate(found)]
     return self.group.gradient(name, self.row, columns)
 
   @property

@@ -19,7 +19,11 @@ def _byte_perm(lanes:Any, hi:Array, lo:Array, selector:int) -> Array:
   words = [source[selector >> 8*i & 7] << np.uint32(8*i) for i in range(4)]
   return np.asarray(words[0] | words[1] | words[2] | words[3], np.uint32)
 
-instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)")
+def _byte_perm_cuda(printer:Any, out:str, selector:int) -> str:
+  picked = sum((selector >> 8*i & 7) << 4*i for i in range(4))      # four bits for each byte
+  return f"__byte_perm({{1}}, {{0}}, 0x{picked:04x}u)"
+
+instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)", _byte_perm_cuda)
 
 def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
   """Four bytes picked from the eight of (hi, lo): byte value 0-3 of `selector` takes from lo, 4-7 from hi (v_perm_b32)."""

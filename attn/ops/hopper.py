@@ -7,8 +7,8 @@ having rows 16*w on; so is its part of A.
 Tiles in shared memory are panels of 64 columns: rows of 128 bytes whose 16-byte units are permuted by xor with the number of the row modulo 8 (the
 128-byte swizzle of 9.7.15.5.1), from an address that is a multiple of 1024 bytes.
 
-What is asynchronous the emulator takes strictly: from `scores` or `output` on until `wait_products` nobody may touch their accumulators, nor write
-what they read, in shared memory or in registers.
+What is asynchronous the emulator takes strictly: from `scores` or `output` on until `wait_products` has waited for it nobody may touch their
+accumulators, nor write what they read, in shared memory or in registers.
 """
 from __future__ import annotations
 from typing import Any, Callable
@@ -91,7 +91,7 @@ def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, in
     lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {step and 2};",
               f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, a, b, p, 1, 1, 0, 0;"]
   statements = [_descriptor("of_q", "q"), _descriptor("of_k", "k"), _assembly(accs, ["a", "b"], lines, '"l"(of_q), "l"(of_k), "r"(0)')]
-  return Body("\n".join(statements), "acc q k", name="start_scores")
+  return Body("\n".join(statements), "acc q k", name=f"start_scores_{8*accs}x{K*steps}")
 
 def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str) -> Body:
   lines, c, ptx = [], 4*accs, PTX[dtype]
@@ -100,11 +100,12 @@ def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str
     lines += [f"add.s64 b, %{c}, {step*2*ATOM >> 4};",
               f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, {{{a}}}, b, 1, 1, 1, 1;"]
   p = ", ".join(f'"r"(p[{step}].{e})' for step in range(steps) for e in "xyzw")
-  return Body("\n".join([_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}')]), "acc p v", name="start_output")
+  statements = [_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}')]
+  return Body("\n".join(statements), "acc p v", name=f"start_output_{8*accs}x{K*steps}")
 
-def _wait_text(printer:Any, out:str, accs:int) -> Body:
-  return Body(f'asm volatile("wgmma.wait_group.sync.aligned 0;"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",
-              name=f"wait_for_{accs}")
+def _wait_text(printer:Any, out:str, accs:int, but:int) -> Body:
+  return Body(f'asm volatile("wgmma.wait_group.sync.aligned {but};"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",
+              name=f"wait_for_{accs}" + f"_but_{but}"*(but > 0))
 
 # ***** the operations *****
 
@@ -122,7 +123,7 @@ instruction("await_arrivals", lambda lanes, bar, parity, _: lanes.await_arrivals
                       'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\nreturn 0.0f;', "bar parity"))
 instruction("start_scores", _scores, cuda=_scores_text)
 instruction("start_output", _output, cuda=_output_text)
-instruction("wait_products", lambda lanes, *_, accs: lanes.wait_products(), cuda=_wait_text)
+instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(but), cuda=_wait_text)
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
 def init(barrier:UOp, first:UOp, threads:int) -> UOp:
@@ -139,12 +140,14 @@ def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], 
   """Starts acc = Q K^T: 64 rows of Q and 8 rows of K for each C fragment in `acc` (a placeholder), 16*steps columns of both, from INDEXes of their
   first units; `panels` are the distances of Q's panels and of K's, in bytes. A statement."""
   return statement("start_scores", acc[0], q, k, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
-def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str) -> UOp:
-  """Starts acc += P V: A fragments `p` (a placeholder, 16 keys each), as many rows of V. A statement."""
-  return statement("start_output", acc[0], p[0], v, order, accs=acc.max_numel(), steps=p.max_numel(), panel=panel, dtype=dtype)
-def wait_products(acc:UOp, order:UOp) -> UOp:
-  """All that was started is done: `acc` may be used. A statement."""
-  return statement("wait_products", acc[0], order, accs=acc.max_numel())
+def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None) -> UOp:
+  """Starts acc += P V: A fragments `p` (a placeholder, 16 keys each), as many rows of V. `place`: which C fragments of `acc`, if not all. A
+  statement."""
+  first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
+  return statement("start_output", acc[first], p[0], v, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
+def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
+  """All that was started is done, the last `but` products excepted: `acc` may be used. A statement."""
+  return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
   """The number of this thread's warpgroup, told to the compiler to be the same in the warp."""
   return emit("warpgroup", dtypes.int, (wave//4).cast(dtypes.int))

@@ -49,11 +49,35 @@ instruction("commit", lambda lanes, _: lanes.commit_stores(), cuda=Body('asm vol
 instruction("wait", lambda lanes, _, but: lanes.wait_stores(but),
             cuda=lambda printer, out, but: Body('asm volatile("cp.async.wait_group %0;" :: "n"(BUT) : "memory");\nreturn 0.0f;', "", (("BUT", but),)))
 
+def _copy_number(lanes:Any, to:Any, source:Any, there:Array, gate:Array) -> Array:
+  start, gate = np.zeros(len(gate), np.int64), gate & lanes.active
+  return lanes.start_store(to, start, lanes.load_bytes(source, start, 4, gate & there), gate)
+
+instruction("copy_number", _copy_number, cuda=Body(
+  f'if (gate) asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: {shared("to")}, "l"(from), "r"(there ? 4 : 0));\nreturn 0.0f;',
+  "to from there gate"))
+
+def _put(lanes:Any, to:Any, value:Array, gate:Array) -> Array:
+  lanes.store_bytes(to, np.zeros(len(gate), np.int64), np.ascontiguousarray(np.atleast_2d(value).T).view(np.uint8).T, gate & lanes.active)
+  return np.zeros(len(gate), np.float32)
+
+def _put_text(printer:Any, out:str, kind:str) -> Body:
+  return Body(f"if (gate) *({kind}*)to = x;\nreturn 0.0f;", "to x gate", name=f"put_{kind}")
+
+instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
+
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
   """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are
   INDEXes, each `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both
   addresses are aligned to 16 and the data are there after `wait_copies`. A statement."""
   return statement("copy", to, source, nbytes.cast(dtypes.int), gate, step=step, asynchronous=asynchronous)
+def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
+  """Copies 4 bytes from `source` to `to`, both INDEXes, in the way of `copy`, where `gate` holds; 0 where nothing is `there`. A statement."""
+  return statement("copy_number", to, source, there, gate)
+def put(to:UOp, value:UOp, gate:UOp) -> UOp:
+  """Stores a number, or a vector, to shared memory, an INDEX, where `gate` holds. (At a store that tinygrad sees it would add a barrier.) A
+  statement."""
+  return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(order:UOp) -> UOp:
   """The copies started since the last one make a group. A statement."""
   return statement("commit", order)

@@ -51,8 +51,8 @@ class Lanes(Protocol):
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     """Starts a wgmma on the `count` C fragments from `acc` on: A B^T, with `more` added to them. `a` and `b` read the operands, as bits of `dtype`
     (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for it nobody may touch the fragments, nor write what was read; zeros."""
-  def wait_products(self) -> Array:
-    """The active threads wait for all the products that they have started; zeros."""
+  def wait_products(self, but:int) -> Array:
+    """The active threads wait for all the products that they have started but the last so many; zeros."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises where `pointer` is no multiple of `nbytes` from the begin of its buffer."""
   def probe(self, name:str, x:Array) -> Array:

@@ -1,6 +1,6 @@
 """From scores and dP to P and dS, and what that takes of each query: its lse and its delta."""
 from __future__ import annotations
-import math
+import functools, math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
@@ -11,6 +11,8 @@ from attn.kernels.parts.scores import LOG2E, NEG_INF, Row, Scores
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
+
+PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
 
 def exponent(log_sum:UOp, p:Problem) -> UOp:
   """What makes P = exp2(scores + exponent), scores in base 2, of an lse: -inf for a query that sees no key, whose P is 0. With dropout P is what is
@@ -34,11 +36,26 @@ def weights_of(scores:Scores, raw:list[UOp], exponents:list[UOp], row:Row, tile:
   if masked: x = scores.mask(x, row, tile)
   return [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(x, exponents)], scores.cap_slopes(capped) if scores.p.softcap else None
 
+def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[UOp]], rows:list[Row], tile:UOp,
+                    masked:bool) -> tuple[list[UOp], list[UOp]|None]:
+  """The same of vectors that have the elements of several rows, one row after another; `exponents` row by row."""
+  n = ops.length(raw[0])//len(rows)
+  found = [weights_of(scores, [ops.slice_(y, i*n, n) for y in raw], own, row, tile, masked) for i, (own, row) in enumerate(zip(exponents, rows))]
+  slopes = [y for _, y in found if y is not None]
+  def joined(parts:list[list[UOp]]) -> list[UOp]: return [functools.reduce(ops.concat, xs) for xs in zip(*parts)]
+  return joined([p for p, _ in found]), joined(slopes) if slopes else None
+
 def gradients_of(p:list[UOp], dp:list[UOp], slopes:list[UOp]|None, kept:Kept, minus_delta:list[UOp]) -> list[UOp]:
   """dS = P * (dP - delta), given a dP that began with `dp_start`, times the slope of the softcap. What it lacks is softmax_scale."""
   if kept.words: dp = [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)]
   ds = [ops.mul(y, d) for y, d in zip(p, dp)]
   return ds if slopes is None else [ops.mul(y, slope) for y, slope in zip(ds, slopes)]
+
+def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
+  """Elements of a row of a gradient times a factor; exactly 0 where the row is not `known`, whatever x is there. None: it is stored where it is
+  known only."""
+  if known is None: return ops.mul(x, factor)
+  return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
 class NumbersOfRows:

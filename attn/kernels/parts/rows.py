@@ -42,6 +42,9 @@ class GlobalRows:
   def start(self, first:UOp, row:UOp) -> UOp:
     """Where row `first` + `row` begins in the buffer."""
     return self.base + (first*self.stride + row*self.stride)
+  def up_to(self, count:int|UOp) -> Self:
+    """The same of which so many are read."""
+    return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """The `unit`-th 16 bytes of row `first` + `row`, of which rows beyond the last and columns beyond the width read as zero.
@@ -57,6 +60,12 @@ class GlobalRows:
     """The `part`-th `n` elements of a row of `dtype`, in fp32: one unit or two."""
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
+
+  def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
+    """The `part`-th 8 elements of a row of `dtype`, in fp32: two vectors of four."""
+    if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
+    words = self.load_units(first, rows, row, part)
+    return [ops.widen_to_float(ops.slice_(words, 2*i, 2), 4, dtype) for i in range(2)]
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
     """The fp32 number that row `first` + `row` is, where rows are single numbers; 0 beyond the last."""
@@ -111,9 +120,10 @@ class ConvertedRows:
   to: str
   @property
   def width(self) -> int: return self.given.width
+  def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Where `gate` does not hold what is loaded is never stored."""
-    return ops.pack(self.given.load_floats(first, rows, row, unit, UNIT_BYTES//2, self.dtype), self.to)
+    return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
 
 Rows = GlobalRows|ConvertedRows

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from attn.kernels.parts.rows import strides
 from attn.kernels.parts.scores import MAX_RECORDS
-from attn.kernels.parts.tiles import BackwardTile, BlockTile, heads_of
+from attn.kernels.parts.tiles import BlockTile, heads_of
 from attn.problem import EXTRAS, Problem
 
 MAX_D = 256      # the longest row of O that registers hold
@@ -65,8 +65,8 @@ def check_problem(p:Problem, tile:BlockTile) -> None:
   if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
   check_range(p, tile)
 
-def check_backward(p:Problem, tile:BackwardTile) -> None:
-  """Raises NotImplementedError where there is no gradient of the problem by AMD's kernels: splits, a number of keys that only a
+def check_backward(p:Problem, tile:BlockTile) -> None:
+  """Raises NotImplementedError where there is no gradient of the problem by the backward kernels: splits, a number of keys that only a
   Variable knows, and tensors beyond what a buffer descriptor addresses."""
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the gradient is of the whole, whatever the splits of forward")
   if p.sk_variable is not None:

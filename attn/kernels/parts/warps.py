@@ -1,4 +1,4 @@
-"""What the forward kernels for NVIDIA's matrix units share: the way of Q, K and V to shared memory, and what a warp holds of 16 queries.
+"""What the kernels for NVIDIA's matrix units share: the way of rows to shared memory, and what a warp holds of 16 queries.
 
 A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
 """
@@ -9,11 +9,12 @@ from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.lanes import MmaLane
 from attn.kernels.parts.layouts import LINE, CopiedLayout
-from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.rows import GlobalRows, Rows
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import store_all
+from attn.kernels.parts.tensors import Shapes
 from attn.kernels.parts.tiles import BlockTile
-from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest
+from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest, kv_head_in_group_fastest
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, first_bias
 from attn.problem import Problem
@@ -26,10 +27,18 @@ class Warps:
   at: MmaLane
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...]) -> Warps:
+  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes|None=None, parts:int=0) -> Warps:
+    """A block that owns queries; `names` and `parts` as in `Workgroup.of`."""
     grid = head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
-    return Warps(Workgroup.of(p, arch, tile, args, grid, at), at)
+    return Warps(Workgroup.of(p, arch, tile, args, grid, at, names, parts), at)
+
+  @staticmethod
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes, parts:int=0) -> Warps:
+    """A block that owns keys."""
+    grid = kv_head_in_group_fastest(p, tile, mat)
+    at = MmaLane(grid.lane, grid.wave, mat)
+    return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
 
   def queries(self, first:UOp) -> list[Row]:
     """A lane's rows of the 16 that begin at `first` of the block."""
@@ -47,9 +56,17 @@ class Warps:
     rows = [replace(group.rows(name), count=there) for name in ("k", "v")]
     return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, t*block_n, to)]
 
-  def copies(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout) -> list[UOp]:
-    """The thread's part in copying the rows of a tile from row `first` of `source` on: those that there are not, and columns beyond the last, become
-    zero. Statements."""
+  def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout) -> list[UOp]:
+    """The thread's part in bringing the rows of a tile from row `first` of `source` on: those that there are not, and columns beyond the last, become
+    zero. Rows that are converted come through registers. Statements."""
+    if isinstance(source, GlobalRows): return self.started(source, shared, first, to)
+    items = [(self.at.thread + j*self.group.tile.threads) for j in range(ceildiv(to.rows*to.across, self.group.tile.threads))]
+    places = [(i//to.across, i%to.across) for i in items]
+    return [nv.put(shared[to.place(row, unit)], source.load_units(first, to.rows, row, unit), (row < to.rows) & (unit < to.units))
+            for row, unit in places]
+
+  def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout) -> list[UOp]:
+    """The same of rows that are copied as they are."""
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []

@@ -48,12 +48,20 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """NVIDIA's grid: the blocks of a group of heads run together, under a causal mask of as many as the cache holds."""
-  new, heads = Allocator(), heads_of(p, tile)
-  n = p.B*p.H//heads
+  heads = heads_of(p, tile)
   cached = CACHED*(p.H//p.Hkv//heads)//(p.itemsize*p.Sk*(p.D + p.Dv)) if p.window[1] >= 0 else 1
+  return _in_group_fastest(ceildiv(p.Sq*heads, tile.block_m), p.B*p.H//heads, cached, tile, mat)
+
+def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
+  """The same over blocks of keys and key/value heads, of whose queries the cache holds as many."""
+  cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if p.window[1] >= 0 else 1
+  return _in_group_fastest(ceildiv(p.Sk, tile.block_m), p.B*p.Hkv, cached, tile, mat)
+
+def _in_group_fastest(blocks:int, n:int, cached:int, tile:BlockTile, mat:Mma) -> Grid:
+  new = Allocator()
   together = max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, cached))
   group = new.range(n//together, AxisType.GLOBAL)
-  block = new.range(ceildiv(p.Sq*heads, tile.block_m), AxisType.GLOBAL)
+  block = new.range(blocks, AxisType.GLOBAL)
   in_group = new.range(together, AxisType.GLOBAL)
   lane = new.range(mat.wave, AxisType.WARP)
   wave = new.range(tile.waves, AxisType.WARP)
@@ -115,7 +123,7 @@ class Workgroup:
                      part_of(split, parts))
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane, names:Shapes, parts:int=0) -> Workgroup:
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane, names:Shapes, parts:int=0) -> Workgroup:
     """The same of one that owns keys of a key/value head, and walks over the queries of those that share them. The first of these is `first_head`.
     What it walks over is divided into `parts`, heads first."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
@@ -206,11 +214,12 @@ class Workgroup:
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     return store_row(self.arch, to.buffer, self.p.dtype if self.part is None else "float32", to.width, begin, column, values, there)
 
-  def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int) -> UOp:
+  def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
     """The kernel of so many operations that ends in these stores to the tensors `names`, and in those of 0 to the rows that are of no sequence."""
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"
+    if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
     return self.named(name, [*outputs, *self.cleared_gradients(names)], Estimates(ops=count, lds=nbytes, mem=nbytes))
 
   @property

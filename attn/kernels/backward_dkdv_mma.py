@@ -1,0 +1,100 @@
+"""The gradients of k and v on NVIDIA's mma.sync (sm_80 and later): the algorithm of attn/kernels/backward_dkdv.py with the key on the rows.
+
+With P = exp(S - lse), dP = dO V^T and dS = P * (dP - delta): dV = P^T dO, dK = softmax_scale * dS^T Q (FlashAttention-2, arXiv 2307.08691,
+algorithm 2). A block owns one key/value head and BLOCK_M keys, and walks over the queries in tiles of BLOCK_N, of one after another of the heads that
+share the keys: S^T = K Q^T and dP^T = V dO^T, and P^T and dS^T in registers are operand A of dV and dK, for which dO and Q are read transposed. lse
+and delta, which belong to the columns, come to shared memory with them. Nothing is summed across blocks: the result is the same in every run.
+"""
+from __future__ import annotations
+from dataclasses import dataclass, replace
+from typing import Callable
+from attn.chips import Chip
+from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
+from attn.kernels.parts.backward_warps import KeysOfWarps, fragments
+from attn.kernels.parts.gradients import PASSES, exponent, gradients_of, weights_of_rows
+from attn.kernels.parts.rows import Rows
+from attn.kernels.parts.statements import store_all
+from attn.kernels.parts.tensors import check_backward, dkdv_arguments
+from attn.kernels.parts.warps import Warps
+from attn.ops import common as ops, nvidia as nv
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+def backward_dkdv_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dk and dv, given the delta of `backward_dq_mma`, as a function of its placeholders: those of
+  `tensors.dkdv_arguments(p, parts)` in that order. A key that no query sees gets 0, and so does one beyond kv_lengths, or of no sequence. `parts` as
+  in `backward_dkdv.backward_dkdv`.
+
+  Raises NotImplementedError for what `tensors.check_backward` names.
+  """
+  check_backward(p, tile)
+  def program(*args:UOp) -> UOp:
+    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p, parts), parts)
+    widths, wanted = {"dk": p.D, "dv": p.Dv}, PASSES[tile.passes]
+    state = BackwardState.of(warps, tile, max(sum(fragments(widths[name], tile.matrix) for name in names) for names in wanted))
+    first, *rest = [BackwardDkdvMma(warps, tile, state, names, warps.group.first_head) for names in wanted]
+    s, stores = first.computed(first.started(first.cleared(state), first.copies_of_own(state)))
+    for one in rest:
+      s, more = one.computed(one.cleared(s.after(UOp.group(*stores))))
+      stores += more
+    return warps.group.gradient_kernel("backward_dkdv_mma", ("dk", "dv"), stores, 2*p.flops, tile.lds_bytes(p))
+  return program
+
+@dataclass(frozen=True)
+class BackwardDkdvMma(MmaBackward, KeysOfWarps):
+  """One pass of the kernel of one problem, as a thread sees it."""
+  # ***** the algorithm *****
+  def copies_of_own(self, s:BackwardState) -> list[UOp]:
+    group = self.warps.group
+    return [x for name in ("k", "v") for x in self.warps.copies(group.rows(name), s.shared, group.first_row, self.own(name))]
+
+  def computed(self, s:BackwardState) -> tuple[BackwardState, list[UOp]]:
+    """A pass, and the stores of what it computes."""
+    s = self.over_heads(s)
+    return s, self.gradients(s.acc)
+
+  def over_heads(self, s:BackwardState) -> BackwardState:
+    """All queries of all heads that share the keys. When a head is done, so is all that was read and copied of it."""
+    group = self.warps.group
+    def over_queries(one:BackwardDkdvMma, s:BackwardState) -> BackwardState:
+      return one.arrived(one.walk(s, group.walked, masked_first=group.scores.walk.back >= 0), 0)
+    if (ratio := group.walked_heads) == 1: return over_queries(self, s)
+    r = group.grid.allocator.range(ratio, AxisType.LOOP)
+    return s.after(over_queries(replace(self, head=group.first_head + r), s.after(r)).done.end(r))
+
+  @property
+  def carried(self) -> list[UOp]:
+    """The queries of a tile whose numbers this thread carries."""
+    return [self.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
+
+  def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
+    group, n = self.warps.group, self.tile.block_n
+    lse, delta = [[group.numbers(name, self.head).load_number(t*n, n, i, i < n) for i in self.carried] for name in ("lse", "delta")]
+    s = s.store(store_all(s.numbers, [*map(exponent, lse), *[ops.mul(x, -1.0) for x in delta]]))
+    there = (group.walked.end*n).minimum(group.sequence.n_q)
+    rows:list[Rows] = [group.rows("q", self.head), group.operand_rows("do", self.head)]
+    copies = [self.warps.copies(source.up_to(there), s.shared, t*n, self.walked(name, t)) for source, name in zip(rows, ("q", "do"))]
+    return self.started(s, [x for xs in copies for x in xs])
+
+  def settle(self, s:BackwardState, t:UOp) -> BackwardState:
+    to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
+    places = [(kind*n + i, i < n) for kind in range(2) for i in self.carried]
+    return s.do(*[nv.put(to[self.numbers(t)*4 + place], s.numbers[j].load(), there) for j, (place, there) in enumerate(places)])
+
+  def columns(self, s:BackwardState, t:UOp, part:int, kind:int) -> list[UOp]:
+    """The exponents (kind 0) or -delta (1) of the queries that a lane's columns are."""
+    pairs = s.shared.bitcast(nv.F2)
+    first = self.numbers(t)*2 + (kind*self.tile.block_n + part*self.tile.part_n)//2 + self.warps.at.h
+    return [pairs[first + n*self.mat.N//2].load() for n in range(self.tile.part_n//self.mat.N)]
+
+  def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
+    """The parts of dK and dV that some queries of a tile have."""
+    number, exponents = t*self.parts + part, self.columns(s, t, part, 0)
+    raw = self.with_rows(s, self.own("k"), self.walked("q", t), part, [[nv.zero(s.done)]*len(exponents) for _ in self.keys])
+    weights = [weights_of_rows(self.of_part(self.scores), x, [exponents]*nv.ROWS, rows, number, masked) for rows, x in zip(self.keys, raw)]
+    if "dv" in self.wanted: s = self.add_product(s, "dv", [p for p, _ in weights], self.walked("do", t), part)
+    if "dk" not in self.wanted: return s
+    start = [ops.concat(x, x) for x in self.columns(s, t, part, 1)]
+    dp = self.with_rows(s, self.own("v"), self.walked("do", t), part, [start for _ in self.keys])
+    ds = [gradients_of(p, y, slopes) for (p, slopes), y in zip(weights, dp)]
+    return self.add_product(s, "dk", ds, self.walked("q", t), part)

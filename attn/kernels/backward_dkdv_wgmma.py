@@ -1,0 +1,79 @@
+"""The gradients of k and v on Hopper's wgmma (sm_90): the algorithm of attn/kernels/backward_dkdv_mma.py, with warpgroups that overlap by themselves.
+
+With P = exp(S - lse), dP = dO V^T and dS = P * (dP - delta): dV = P^T dO, dK = softmax_scale * dS^T Q (FlashAttention-2, arXiv 2307.08691,
+algorithm 2). A block owns one key/value head and 64 keys for each of its warpgroups, and walks over the queries of one after another of the heads
+that share the keys: S^T = K Q^T and dP^T = V dO^T from shared memory, P^T and dS^T in registers are operand A of dV and dK. Nothing is summed across
+blocks: the result is the same in every run.
+"""
+from __future__ import annotations
+from dataclasses import dataclass, replace
+from typing import Callable, Self
+from attn.chips import Chip
+from attn.kernels.parts.backward_warps import KeysOfWarps, fragments
+from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
+from attn.kernels.parts.gradients import PASSES, exponent, gradients_of, weights_of_rows
+from attn.kernels.parts.tensors import check_backward, dkdv_arguments
+from attn.kernels.parts.warps import Warps
+from attn.ops import common as ops, hopper as wgmma, nvidia as nv
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp, dtypes
+
+def backward_dkdv_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dk and dv, given delta, as a function of its placeholders: called as `backward_dkdv_mma.backward_dkdv_mma`."""
+  check_backward(p, tile)
+  def program(*args:UOp) -> UOp:
+    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p, parts), parts)
+    accs, wanted = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}, PASSES[tile.passes]
+    state = WgmmaBackwardState.of(warps, tile, max(sum(map(accs.__getitem__, names)) for names in wanted))
+    passes = [BackwardDkdvWgmma(warps, tile, state, names, warps.group.first_head) for names in wanted]
+    s, stores = passes[0].begun(state), list[UOp]()
+    for number, one in enumerate(passes):
+      s = one.accumulated(s, number)
+      stores += (found := one.gradients(s.acc))
+      s = s.after(UOp.group(*found))
+    return warps.group.gradient_kernel("backward_dkdv_wgmma", ("dk", "dv"), stores, 2*p.flops, tile.lds_bytes(p))
+  return program
+
+@dataclass(frozen=True)
+class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps):
+  """One pass of the kernel of one problem, as a thread sees it."""
+  @property
+  def heads(self) -> int: return self.warps.group.walked_heads
+  def of_head(self, r:UOp) -> Self: return replace(self, head=self.warps.group.first_head + r)
+
+  # ***** the algorithm *****
+  def work(self, s:WgmmaBackwardState, trip:Trip, masked:bool) -> WgmmaBackwardState:
+    of_v, of_k = [name in self.wanted for name in ("dv", "dk")]
+    s = self.start(s, s.scores, "k", "q", trip)                             # S^T = K Q^T
+    if of_k: s = self.start(s, s.dp, "v", "do", trip)                       # dP^T = V dO^T
+    exponents = [ops.build(*[exponent(ops.extract(x, i)) for i in range(2)]) for x in self.columns(s, trip, 0)]
+    s = s.do(wgmma.wait_products(s.scores, s.done, but=int(of_k)))
+    s = self.fetch(s, self.next(trip))                                      # the products of the trip before are done, too
+    raw = [s.scores[i].load() for i in range(len(exponents))]
+    p, slopes = weights_of_rows(self.scores, raw, [exponents]*nv.ROWS, self.keys[0], trip.tile, masked)
+    if of_v: s = self.add(s.store(self.packed(s.p, p)), "dv", s.p, "do", trip)       # dV += P^T dO
+    if not of_k: return s
+    s = s.do(wgmma.wait_products(s.dp, s.done, but=int(of_v)))
+    deltas = self.columns(s, trip, 1)
+    dp = [ops.sub(s.dp[i].load(), ops.concat(x, x)) for i, x in enumerate(deltas)]
+    return self.add(s.store(self.packed(s.ds, gradients_of(p, dp, slopes))), "dk", s.ds, "q", trip)     # dK += dS^T Q
+
+  # ***** global -> shared memory *****
+  def copies_of_own(self, s:WgmmaBackwardState) -> list[UOp]:
+    group = self.warps.group
+    return [x for name in ("k", "v") for x in self.warps.copies(group.rows(name), s.shared, group.first_row, self.own(name))]
+
+  def copies_of(self, s:WgmmaBackwardState, trip:Trip, there:UOp) -> list[UOp]:
+    group, n, i, floats = self.warps.group, self.tile.block_n, self.warps.at.thread, s.shared.bitcast(dtypes.float)
+    head = group.first_head + trip.turn%self.heads
+    copies = [self.warps.copies(group.rows(name, head).up_to(there), s.shared, trip.tile*n, self.ring(name, trip)) for name in ("q", "do")]
+    first, row = self.numbers(trip)*4 + i, trip.tile*n + i
+    rows = [group.numbers(name, head) for name in ("lse", "delta")]
+    numbers = [nv.copy_number(floats[first + kind*n], x.buffer[x.base + row], row < there, i < n) for kind, x in enumerate(rows)]
+    return [*copies[0], *copies[1], *numbers]
+
+  def columns(self, s:WgmmaBackwardState, trip:Trip, kind:int) -> list[UOp]:
+    """lse (kind 0) or delta (1) of the queries that a lane's columns are."""
+    pairs, n = s.shared.bitcast(nv.F2), self.tile.block_n
+    first = self.numbers(trip)*2 + kind*n//2 + self.warps.at.h
+    return [pairs[first + i*self.mat.N//2].load() for i in range(n//self.mat.N)]

@@ -1,0 +1,61 @@
+"""The gradient of q on NVIDIA's mma.sync (sm_80 and later): the algorithm of attn/kernels/backward_dq.py with the query on the rows.
+
+With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dQ = softmax_scale * dS K (FlashAttention-2,
+arXiv 2307.08691, algorithm 2). A block owns one head and BLOCK_M queries and walks over the keys in tiles of BLOCK_N, which come by cp.async into a
+ring in shared memory, with one barrier a trip. dS in registers is operand A of dQ = dS K, for which K is read transposed. Nothing is summed across
+blocks: the result is the same in every run.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Callable
+from attn.chips import Chip
+from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
+from attn.kernels.parts.backward_warps import QueriesOfWarps, fragments
+from attn.kernels.parts.gradients import gradients_of, weights_of_rows
+from attn.kernels.parts.tensors import check_backward, dq_arguments
+from attn.kernels.parts.warps import Warps
+from attn.ops import common as ops, nvidia as nv
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+
+def backward_dq_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dq, and delta for `backward_dkdv_mma`, as a function of its placeholders: those of
+  `tensors.dq_arguments(p, dlse, parts)` in that order. A query that sees no key gets dq = 0, and so does a row of no sequence, with delta = 0.
+  `parts` as in `backward_dq.backward_dq`.
+
+  Raises NotImplementedError for what `tensors.check_backward` names.
+  """
+  check_backward(p, tile)
+  def program(*args:UOp) -> UOp:
+    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse, parts), parts)
+    return BackwardDqMma(warps, tile, BackwardState.of(warps, tile, fragments(p.D, tile.matrix)), ("dq",)).program()
+  return program
+
+@dataclass(frozen=True)
+class BackwardDqMma(MmaBackward, QueriesOfWarps):
+  """The kernel of one problem, as a thread sees it."""
+  # ***** the algorithm *****
+  def program(self) -> UOp:
+    group, p = self.warps.group, self.p
+    rows = [(group.operand_rows(name), self.own(name)) for name in ("q", "do")]
+    s = self.cleared(self.state)
+    s = self.started(s, [x for source, to in rows for x in self.warps.copies(source, s.shared, group.first_row, to)])
+    s = self.walk(s, group.walked, masked_first=p.window[0] >= 0)
+    stores = [*self.kept_deltas(), *self.gradient(s.acc, "dq", self.queries, p.softmax_scale)]
+    return group.gradient_kernel("backward_dq_mma", ("dq", "delta"), stores, p.flops//(p.D + p.Dv)*(2*p.D + p.Dv),
+                                 self.tile.lds_bytes(p))
+
+  def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
+    return self.started(s, self.warps.copies_of_keys(s.shared, t, self.walked("k", t), self.walked("v", t)))
+
+  def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
+    """The part of dQ that some keys of a tile have."""
+    columns, number = self.tile.part_n//self.mat.N, t*self.parts + part
+    raw = self.with_rows(s, self.own("q"), self.walked("k", t), part, [[nv.zero(s.done)]*columns for _ in self.queries])
+    start = [[ops.concat(*[ops.splat(ops.mul(x, -1.0), 2) for x in own])]*columns for own in self.deltas]
+    dp = self.with_rows(s, self.own("do"), self.walked("v", t), part, start)
+    ds = []
+    for rows, exponents, x, y in zip(self.queries, self.exponents, raw, dp):
+      p, slopes = weights_of_rows(self.of_part(self.warps.group.scores), x, [[ops.splat(e, 2)]*columns for e in exponents], rows, number, masked)
+      ds.append(gradients_of(p, y, slopes))
+    return self.add_product(s, "dq", ds, self.walked("k", t), part)

@@ -1,0 +1,59 @@
+"""The gradient of q on Hopper's wgmma (sm_90): the algorithm of attn/kernels/backward_dq_mma.py, with warpgroups that overlap by themselves.
+
+With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dQ = softmax_scale * dS K (FlashAttention-2,
+arXiv 2307.08691, algorithm 2). A block owns one head and 64 queries for each of its warpgroups, and walks over the keys: S = Q K^T and dP = dO V^T
+from shared memory, dS in registers is operand A of dQ. Nothing is summed across blocks: the result is the same in every run.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Callable
+from attn.chips import Chip
+from attn.kernels.parts.backward_warps import QueriesOfWarps, fragments
+from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
+from attn.kernels.parts.gradients import gradients_of, weights_of_rows
+from attn.kernels.parts.tensors import check_backward, dq_arguments
+from attn.kernels.parts.warps import Warps
+from attn.ops import common as ops, hopper as wgmma
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+
+def backward_dq_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
+  """The kernel that computes dq and delta, as a function of its placeholders: called as `backward_dq_mma.backward_dq_mma`."""
+  check_backward(p, tile)
+  def program(*args:UOp) -> UOp:
+    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse, parts), parts)
+    return BackwardDqWgmma(warps, tile, WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix)), ("dq",)).program()
+  return program
+
+@dataclass(frozen=True)
+class BackwardDqWgmma(WgmmaBackward, QueriesOfWarps):
+  """The kernel of one problem, as a thread sees it."""
+  # ***** the algorithm *****
+  def program(self) -> UOp:
+    p = self.p
+    s = self.accumulated(self.begun(self.state))
+    stores = [*self.kept_deltas(), *self.gradient(s.acc, "dq", self.queries, p.softmax_scale)]
+    return self.warps.group.gradient_kernel("backward_dq_wgmma", ("dq", "delta"), stores, p.flops//(p.D + p.Dv)*(2*p.D + p.Dv),
+                                            self.tile.lds_bytes(p))
+
+  def work(self, s:WgmmaBackwardState, trip:Trip, masked:bool) -> WgmmaBackwardState:
+    columns = range(self.tile.block_n//self.mat.N)
+    s = self.start(s, s.scores, "q", "k", trip)                             # S = Q K^T
+    s = self.start(s, s.dp, "do", "v", trip)                                # dP = dO V^T
+    s = s.do(wgmma.wait_products(s.scores, s.done, but=1))
+    s = self.fetch(s, self.next(trip))                                      # the product of the trip before is done, too
+    exponents = [[ops.splat(e, 2)]*len(columns) for e in self.exponents[0]]
+    p, slopes = weights_of_rows(self.warps.group.scores, [s.scores[i].load() for i in columns], exponents, self.queries[0], trip.tile, masked)
+    s = s.do(wgmma.wait_products(s.dp, s.done))
+    deltas = ops.concat(*[ops.splat(x, 2) for x in self.deltas[0]])
+    ds = gradients_of(p, [ops.sub(s.dp[i].load(), deltas) for i in columns], slopes)
+    return self.add(s.store(self.packed(s.ds, ds)), "dq", s.ds, "k", trip)  # dQ += dS K
+
+  # ***** global -> shared memory *****
+  def copies_of_own(self, s:WgmmaBackwardState) -> list[UOp]:
+    group = self.warps.group
+    return [x for name in ("q", "do") for x in self.warps.copies(group.rows(name), s.shared, group.first_row, self.own(name))]
+
+  def copies_of(self, s:WgmmaBackwardState, trip:Trip, there:UOp) -> list[UOp]:
+    group, first = self.warps.group, trip.tile*self.tile.block_n
+    return [x for name in ("k", "v") for x in self.warps.copies(group.rows(name).up_to(there), s.shared, first, self.ring(name, trip))]

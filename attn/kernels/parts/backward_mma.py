@@ -1,0 +1,173 @@
+"""What the backward kernels on NVIDIA's mma.sync share: their tile, the ring of tiles in shared memory and the way over it, and the two kinds of
+product of a trip.
+
+A block owns rows, queries or keys, 16 or 32 for each warp, and walks over the others in tiles. Two tensors of each lie in shared memory: of the own
+rows Q and dO, or K and V, and of those walked over the other two. A tile is read in both ways from where it lies: as B of products that contract
+over the elements of its rows, and, transposed by ldmatrix, as B of products that contract over its rows. P and dS, whose rows are the own ones, are
+operand A of those and never leave their lanes.
+"""
+from __future__ import annotations
+import itertools
+from dataclasses import dataclass, replace
+from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.kernels.parts.backward_warps import WarpsBackward
+from attn.kernels.parts.blocks import Blocks, trip_count
+from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.layouts import SwizzledRows
+from attn.kernels.parts.scores import Scores
+from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.warps import Warps
+from attn.ops import nvidia as nv
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+@dataclass(frozen=True)
+class MmaBackwardTile:
+  """How a backward kernel divides the work: a block has `block_m` rows of its own, queries in backward_dq_mma and keys in backward_dkdv_mma, and
+  walks over the others by `block_n`."""
+  matrix: Mma
+  waves: int               # warps of a block, each with its own rows
+  row_tiles: int           # tiles of 16 rows of a warp: they share the operands that it reads
+  block_n: int             # rows of a trip
+  part_n: int              # of them those whose P and dS are computed and used at a time
+  stages: int = 2          # tiles in shared memory
+  keys: bool = False       # its own rows are keys
+  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
+
+  @property
+  def block_m(self) -> int: return self.waves*self.row_tiles*self.matrix.M
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  @property
+  def pack_gqa(self) -> bool: return False
+  def layouts(self, p:Problem, rows:int) -> tuple[SwizzledRows, SwizzledRows]:
+    """So many rows in shared memory, of q or k, and of do or v."""
+    of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
+    return of_d, of_dv
+  @property
+  def numbers(self) -> int:
+    """Units of the numbers of a tile: of each query the exponent and -delta."""
+    return 2*4*self.block_n//UNIT_BYTES if self.keys else 0
+  @property
+  def carried(self) -> int:
+    """Queries whose numbers a thread carries."""
+    return ceildiv(self.block_n, self.threads)
+  def stage(self, p:Problem) -> int:
+    """Units of a tile."""
+    return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers
+  def lds_bytes(self, p:Problem) -> int:
+    return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))
+  def __str__(self) -> str:
+    return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
+
+@dataclass(frozen=True)
+class BackwardState(InOrder):
+  """What crosses trips: the accumulators of each tile of own rows, one tile after another, and the numbers of queries on their way to shared memory;
+  shared memory, and where statements are stored."""
+  shared: UOp
+  acc: UOp
+  numbers: UOp
+  statements: Statements
+
+  @staticmethod
+  def of(warps:Warps, tile:MmaBackwardTile, accs:int) -> BackwardState:
+    """With so many accumulators for each tile of rows."""
+    new = warps.group.grid.allocator
+    return BackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(tile.row_tiles*accs, nv.F4),
+                         new.registers(2*tile.carried), Statements.of(new))
+
+@dataclass(frozen=True)
+class MmaBackward(WarpsBackward):
+  """A backward kernel by mma.sync."""
+  tile: MmaBackwardTile
+  state: BackwardState
+
+  @property
+  def parts(self) -> int: return self.tile.block_n//self.tile.part_n
+  def of_part(self, scores:Scores) -> Scores:
+    """Those of a part of a trip's rows, which `t*parts + i` is the number of."""
+    return replace(scores, block_n=self.tile.part_n)
+
+  # ***** shared memory *****
+  def own(self, name:str) -> SwizzledRows:
+    """Own rows of this tensor."""
+    of_d, of_dv = self.tile.layouts(self.p, self.tile.block_m)
+    return of_d if name in ("q", "k") else of_dv.at(of_d.size)
+  def walked(self, name:str, t:UOp) -> SwizzledRows:
+    """Tile t of this tensor."""
+    of_d, of_dv = self.tile.layouts(self.p, self.tile.block_n)
+    return of_d.at(self.stage(t)) if name in ("q", "k") else of_dv.at(self.stage(t) + of_d.size)
+  def stage(self, t:UOp) -> UOp:
+    return t%self.tile.stages*self.tile.stage(self.p) + sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
+  def numbers(self, t:UOp) -> UOp:
+    """Where those of tile t begin."""
+    return self.stage(t) + sum(x.size for x in self.tile.layouts(self.p, self.tile.block_n))
+
+  def started(self, s:BackwardState, copies:list[UOp]) -> BackwardState:
+    """The copies are under way, as a group of their own."""
+    s = s.do(*copies)
+    return s.do(nv.commit(s.done))
+  def arrived(self, s:BackwardState, but:int) -> BackwardState:
+    """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
+    return s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, but))))
+
+  # ***** the way over tiles *****
+  def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
+    """Tile t is on its way."""
+    raise NotImplementedError
+  def settle(self, s:BackwardState, t:UOp) -> BackwardState:
+    """What of it came to registers goes to shared memory."""
+    return s
+  def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
+    """What is done on a part of tile t."""
+    raise NotImplementedError
+
+  def cleared(self, s:BackwardState) -> BackwardState:
+    return s.store([s.statements.do(UOp.const(0.0, dtypes.float))], store_all(s.acc, [nv.zero(UOp.const(0.0, dtypes.float))]*s.acc.max_numel()))
+
+  def walk(self, s:BackwardState, tiles:Blocks, masked_first:bool) -> BackwardState:
+    """Over the tiles, those that no mask touches without masks. `masked_first`: there may be some before these."""
+    for i in range(self.tile.stages - 1): s = self.settle(self.fetch(s, tiles.begin + i), tiles.begin + i)
+    if masked_first: s = self.trips(s, tiles.begin, tiles.full_begin, masked=True)
+    s = self.trips(s, tiles.full_begin, tiles.full_end, masked=False)
+    return self.trips(s, tiles.full_end, tiles.end, masked=True)
+
+  def trips(self, s:BackwardState, first:UOp, last:UOp, masked:bool) -> BackwardState:
+    if (count := trip_count(last - first)) is None: return s
+    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
+    return s.after(self.trip(self.arrived(s.after(r), self.tile.stages - 2), first + r, masked).done.end(r))
+
+  def trip(self, s:BackwardState, t:UOp, masked:bool) -> BackwardState:
+    ahead = t + self.tile.stages - 1
+    s = self.fetch(s, ahead)
+    for part in range(self.parts): s = self.work(s, t, part, masked)
+    return self.settle(s, ahead)
+
+  # ***** products *****
+  def read(self, s:BackwardState, rows:SwizzledRows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
+    place, step = rows.further(row, unit, row_step, unit_step)
+    return nv.ldmatrix(s.shared[place], step, transposed)
+
+  def with_rows(self, s:BackwardState, own:SwizzledRows, tile:SwizzledRows, part:int, start:list[list[UOp]]) -> list[list[UOp]]:
+    """`start` + A B: own rows times rows of a part of a tile, the contraction over their elements; C fragments of each tile of own rows."""
+    mat, tiles, first = self.mat, [list(row) for row in start], part*self.tile.part_n
+    (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warps.at.lane), mat.b_address(self.warps.at.lane)
+    for step in range(own.units*mat.unit//mat.K):
+      a = [self.read(s, own, self.in_block[0] + a_row, a_unit, i*mat.M, 2*step) for i in range(self.tile.row_tiles)]
+      for pair in range(self.tile.part_n//mat.K):
+        b = self.read(s, tile, b_row, b_unit, first + pair*mat.K, 2*step)
+        for i, half in itertools.product(range(self.tile.row_tiles), range(2)):
+          tiles[i][2*pair + half] = nv.mma(mat, a[i], b, half, tiles[i][2*pair + half])
+    return tiles
+
+  def add_product(self, s:BackwardState, name:str, weights:list[list[UOp]], tile:SwizzledRows, part:int) -> BackwardState:
+    """Adds A B to the gradient `name`: weights, C fragments of each tile of own rows, times the rows of a part of a tile."""
+    mat, first = self.mat, part*self.tile.part_n
+    row, unit = mat.b_transposed_address(self.warps.at.lane)
+    packed = [[nv.pack_a(x, y, self.p.dtype) for x, y in zip(xs[0::2], xs[1::2])] for xs in weights]
+    accs = [[s.acc[j].load() for j in self.place(name, i)] for i in range(self.tile.row_tiles)]
+    for step, pair in itertools.product(range(self.tile.part_n//mat.K), range(self.accs(name)//2)):
+      b = self.read(s, tile, row, unit, first + step*mat.K, 2*pair, transposed=True)
+      for i, half in itertools.product(range(self.tile.row_tiles), range(2)):
+        accs[i][2*pair + half] = nv.mma(mat, packed[i][step], b, half, accs[i][2*pair + half])
+    return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.place(name, i), xs)])

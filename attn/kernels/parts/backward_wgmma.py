@@ -1,0 +1,193 @@
+"""What the backward kernels on Hopper's wgmma share: their tile, the ring of tiles in shared memory and the way over it.
+
+A block owns 64 rows, queries or keys, for each of its warpgroups, and walks over the others in tiles. Per trip a warpgroup starts S and dP, both of
+its own rows and of a tile in shared memory, turns them into P and dS in registers, and starts the products of those with the tile, which is read
+across its rows where it lies. It waits for no product that is not needed: the last ones of a trip run on while the next trip's S and dP are started.
+Nothing holds the groups together but the tiles that they all copy, by cp.async, into a ring of three: all threads arrive at an mbarrier when their
+part of a tile is there, one trip ahead and when the trip before is no longer read. Who waits for it knows that of every group.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar, Self
+from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.kernels.parts.backward_warps import WarpsBackward
+from attn.kernels.parts.blocks import Blocks, trip_count
+from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.layouts import LINE, SwizzledPanels
+from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.warps import Warps
+from attn.ops import hopper as wgmma, nvidia as nv
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+RING = 3      # tiles in shared memory
+
+@dataclass(frozen=True)
+class WgmmaBackwardTile:
+  """How a backward kernel divides the work: a block has 64 rows of its own for each warpgroup, queries in backward_dq_wgmma and keys in
+  backward_dkdv_wgmma, and walks over the others by `block_n`."""
+  matrix: Mma
+  groups: int              # warpgroups of a block
+  block_n: int             # rows of a trip
+  keys: bool = False       # its own rows are keys
+  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
+
+  pack_gqa: ClassVar[bool] = False
+  row_tiles: ClassVar[int] = 1
+  @property
+  def waves(self) -> int: return self.groups*4
+  @property
+  def block_m(self) -> int: return self.groups*wgmma.M
+  @property
+  def threads(self) -> int: return self.groups*wgmma.GROUP
+  def layouts(self, p:Problem, rows:int) -> tuple[SwizzledPanels, SwizzledPanels]:
+    """So many rows in shared memory, of q or k, and of do or v."""
+    of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
+    return of_d, of_dv
+  def stage(self, p:Problem) -> int:
+    """Units of a tile."""
+    return sum(x.size for x in self.layouts(p, self.block_n))
+  @property
+  def numbers(self) -> int:
+    """Units of the numbers of a tile: of each query lse and delta."""
+    return 2*4*self.block_n//UNIT_BYTES if self.keys else 0
+  def lds_bytes(self, p:Problem) -> int:
+    own = sum(x.size for x in self.layouts(p, self.block_m))
+    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers) + 1)      # the last one is for the mbarrier
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"
+
+@dataclass(frozen=True)
+class WgmmaBackwardState(InOrder):
+  """What crosses trips: the accumulators. Within a trip: scores and dP, and P and dS as operand A. Shared memory, and where statements are stored."""
+  shared: UOp
+  acc: UOp
+  scores: UOp
+  dp: UOp
+  p: UOp
+  ds: UOp
+  statements: Statements
+
+  @staticmethod
+  def of(warps:Warps, tile:WgmmaBackwardTile, accs:int) -> WgmmaBackwardState:
+    """With so many accumulators."""
+    new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
+    return WgmmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4),
+                              new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new))
+  @property
+  def arrivals(self) -> UOp:
+    """The mbarrier, in the last unit of shared memory."""
+    return self.shared[self.shared.max_numel() - 1]
+
+@dataclass(frozen=True)
+class Trip:
+  """A tile on the way over those of one head after another, in each pass: its number, the turn of its head, and how many came before it."""
+  tile: UOp
+  turn: UOp|int
+  index: UOp
+
+@dataclass(frozen=True)
+class WgmmaBackward(WarpsBackward):
+  """A backward kernel by wgmma."""
+  tile: WgmmaBackwardTile
+  state: WgmmaBackwardState
+
+  @property
+  def walked(self) -> Blocks: return self.warps.group.walked
+  @property
+  def heads(self) -> int:
+    """How many heads the block walks over, one after another."""
+    return 1
+  @property
+  def turns(self) -> int:
+    """Walks over the tiles of a head, in all passes."""
+    return self.heads*self.tile.passes
+
+  # ***** shared memory *****
+  def own(self, name:str) -> SwizzledPanels:
+    """Own rows of this tensor."""
+    of_d, of_dv = self.tile.layouts(self.p, self.tile.block_m)
+    return of_d if name in ("q", "k") else of_dv.at(of_d.size)
+  def ring(self, name:str, trip:Trip) -> SwizzledPanels:
+    """The trip's tile of this tensor."""
+    of_d, of_dv = self.tile.layouts(self.p, self.tile.block_n)
+    first = sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m)) + trip.index%RING*self.tile.stage(self.p)
+    return of_d.at(first) if name in ("q", "k") else of_dv.at(first + of_d.size)
+  def numbers(self, trip:Trip) -> UOp:
+    """The unit where those of its tile begin."""
+    before = sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m)) + RING*self.tile.stage(self.p)
+    return trip.index%RING*self.tile.numbers + before
+
+  # ***** the way over tiles *****
+  def copies_of_own(self, s:WgmmaBackwardState) -> list[UOp]:
+    raise NotImplementedError
+  def copies_of(self, s:WgmmaBackwardState, trip:Trip, there:UOp) -> list[UOp]:
+    """Of the trip's tile, of whose tensors so many rows are wanted."""
+    raise NotImplementedError
+  def work(self, s:WgmmaBackwardState, trip:Trip, masked:bool) -> WgmmaBackwardState:
+    """A trip, when its tile is there."""
+    raise NotImplementedError
+
+  def begun(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
+    """The own rows and the first tile are on their way."""
+    s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))])
+    s = s.do(wgmma.init(s.arrivals, self.warps.at.thread.eq(0), self.tile.threads))
+    s = s.after(workgroup_barrier(s.done))
+    return self.fetch(s.do(*self.copies_of_own(s)), self.trip_of(self.walked.begin, 0))
+
+  def trip_of(self, t:UOp, turn:UOp|int) -> Trip: return Trip(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
+  def next(self, trip:Trip) -> Trip:
+    """The trip after this one."""
+    t, index = trip.tile + 1, trip.index + 1
+    if self.turns == 1: return Trip(t, trip.turn, index)
+    same = t < self.walked.end
+    return Trip(same.where(t, self.walked.begin), same.where(trip.turn, trip.turn + 1), index)
+
+  def fetch(self, s:WgmmaBackwardState, trip:Trip) -> WgmmaBackwardState:
+    """Its tile, if there is one, is on its way; this thread arrives when its part is there."""
+    there = (self.walked.end*self.tile.block_n).minimum(self.warps.group.scores.walk.count)
+    if self.turns > 1: there = (trip.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
+    s = s.do(*self.copies_of(s, trip, there))
+    return s.do(wgmma.arrive(s.arrivals, s.done))
+
+  def accumulated(self, s:WgmmaBackwardState, number:int=0) -> WgmmaBackwardState:
+    """All trips of pass `number`, over one head after another, and what they have started is done."""
+    s = s.store(store_all(s.acc, [nv.zero(s.done)]*s.acc.max_numel()))
+    if self.heads == 1: s = self.walk(s, number)
+    else:
+      r = self.warps.group.grid.allocator.range(self.heads, AxisType.LOOP)
+      s = s.after(self.of_head(r).walk(s.after(r), number*self.heads + r).done.end(r))
+    return s.do(wgmma.wait_products(s.acc, s.done))
+  def of_head(self, r:UOp) -> Self:
+    """The same in the r-th head's trips."""
+    raise NotImplementedError
+
+  def walk(self, s:WgmmaBackwardState, turn:UOp|int) -> WgmmaBackwardState:
+    """Over the tiles of a head, those that no mask touches without masks."""
+    tiles = self.walked
+    if self.warps.group.scores.walk.back >= 0: s = self.trips(s, turn, tiles.begin, tiles.full_begin, masked=True)
+    s = self.trips(s, turn, tiles.full_begin, tiles.full_end, masked=False)
+    return self.trips(s, turn, tiles.full_end, tiles.end, masked=True)
+
+  def trips(self, s:WgmmaBackwardState, turn:UOp|int, first:UOp, last:UOp, masked:bool) -> WgmmaBackwardState:
+    if (count := trip_count(last - first)) is None: return s
+    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
+    trip, s = self.trip_of(first + r, turn), s.after(r)
+    s = s.do(wgmma.arrived(s.arrivals, trip.index, s.done))
+    return s.after(self.work(s, trip, masked).done.end(r))
+
+  # ***** products *****
+  def start(self, s:WgmmaBackwardState, acc:UOp, own:str, walked:str, trip:Trip) -> WgmmaBackwardState:
+    """The group's own rows times those of a tile, the contraction over their elements, are on their way to `acc`."""
+    a, b = self.own(own), self.ring(walked, trip)
+    first = s.shared[wgmma.group(self.warps.at.wave)*(wgmma.M*LINE) + a.base]
+    panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
+    return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.mat.unit//wgmma.K, panels, self.p.dtype))
+
+  def add(self, s:WgmmaBackwardState, name:str, weights:UOp, walked:str, trip:Trip) -> WgmmaBackwardState:
+    """Weights, in registers, times the rows of a tile are being added to the gradient `name`."""
+    b = self.ring(walked, trip)
+    return s.do(wgmma.output(s.acc, weights, s.shared[b.base], s.done, UNIT_BYTES*b.panel, self.p.dtype, self.place(name)))
+
+  def packed(self, to:UOp, tiles:list[UOp]) -> list[UOp]:
+    """The stores of C fragments as operand A."""
+    return store_all(to, [nv.pack_a(x, y, self.p.dtype) for x, y in zip(tiles[0::2], tiles[1::2])])

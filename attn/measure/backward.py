@@ -1,0 +1,126 @@
+"""The backward kernels against their peers on the same NVIDIA GPU, in one process and on the same inputs: the backward of PyTorch's SDPA with the
+FlashAttention-2 and the cuDNN backend. `DEV=CUDA COMPARE=1 BWD=1 python bench.py`, with SWEEP=1 for the shapes below, CSV=path and PLOT=path; and
+`DEV=CUDA python -m attn.measure.backward [WORD ...]` prints the rows whose name has each WORD.
+
+Rates count 2.5 times the forward's operations, five products, whatever a kernel computes; ours compute seven. Device time by events, median over
+rounds in which the peers take turns.
+"""
+from __future__ import annotations
+import itertools, statistics, sys
+from collections.abc import Callable
+from typing import Any
+import numpy as np
+from attn.api.checked_kernel import device_arch
+from attn.choose.backward import dkdv_of, dq_of
+from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
+from attn.choose.dispatch import single_kernel
+from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
+from attn.measure.peers import CUDNN, FLASH, OURS, ROUND_SECONDS, ROUNDS
+from attn.ops import renderers
+from attn.problem import Problem
+from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
+from attn.values import FLOATS
+
+SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, Sk, D
+  (1, 64, 64, 8192, 8192, 128), (4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128), (4, 32, 32, 4096, 4096, 64), (1, 16, 16, 16384, 16384, 64),
+  (2, 16, 16, 4096, 4096, 256), (1, 32, 1, 4096, 4096, 128), (1, 8, 8, 64, 65536, 128))
+APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4}     # of the largest element: how far gradients may lie apart
+
+def shape_of(p:Problem) -> str:
+  heads = f"{p.H}/{p.Hkv}" if p.Hkv < p.H else f"{p.H}"
+  keys = f"{p.Sq}" if p.Sq == p.Sk else f"{p.Sq}x{p.Sk}"
+  return f"{p.B}x{heads}x{keys}x{p.D}"
+
+def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
+
+def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
+  """By name: a function that computes dq, dk and dv; a backend that refuses the problem is left out."""
+  import torch
+  from torch.nn.attention import SDPBackend, sdpa_kernel
+  found = dict[str, Callable[[], tuple[Any, ...]]]()
+  for name, backend in ((FLASH, SDPBackend.FLASH_ATTENTION), (CUDNN, SDPBackend.CUDNN_ATTENTION)):
+    inputs = [x.detach().requires_grad_(True) for x in (q, k, v)]
+    try:
+      with sdpa_kernel(backend):
+        o = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal, scale=p.softmax_scale, enable_gqa=p.Hkv < p.H)
+      def gradients(o:Any=o, inputs:Any=inputs) -> tuple[Any, ...]: return tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
+      gradients()
+      found[name] = gradients
+    except RuntimeError as e: print(f"{name} refuses {p}: {str(e).splitlines()[0]}")
+  return found
+
+def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
+  """Of one call, over as many as fill a round."""
+  import torch
+  def seconds(count:int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count): run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))*1e-3/count
+  count = max(1, round(ROUND_SECONDS/min(seconds(1) for _ in range(3))))
+  return lambda: seconds(count)
+
+def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
+  """What a kernel writes, not computed yet."""
+  given = [have[name] if name in have else Tensor.empty(*shape, dtype=FLOATS[dtype]) for name, (shape, dtype) in shapes.items()]
+  return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
+
+def our_seconds(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> tuple[Callable[[], float], dict[str, Tensor]]:
+  """(seconds of a launch of a kernel, over as many as fill a round, and what it writes)."""
+  schedule = compiled(*(found := outputs_of(shapes, fxn, have)).values())
+  count = max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3))))
+  return lambda: cuda_seconds(schedule, count), found
+
+def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
+                     peers:bool=True) -> dict[str, Any]:
+  """Times one problem; a row of the table. `tiles`: of dq and of dkdv, where not the chosen ones."""
+  import torch
+  torch.cuda.init()
+  generator = torch.Generator("cuda").manual_seed(seed)
+  kind = {"float16": torch.float16, "bfloat16": torch.bfloat16}[p.dtype]
+  shapes = ((p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
+  inputs = [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in shapes]
+  theirs_run = torch_backward(p, causal, *inputs)
+  expected = {name: [x.float().cpu().numpy() for x in run()] for name, run in theirs_run.items()}
+  bits = [x.cpu().view(torch.int16).numpy().view(np.uint16) for x in inputs]
+  timers = {name: torch_seconds(run) for name, run in theirs_run.items()} if peers else {}
+  with foreign_cuda_context() as theirs:
+    renderers.adapt(Device.DEFAULT)
+    arch, have = device_arch(), {name: Tensor(x).bitcast(FLOATS[p.dtype]).realize() for name, x in zip(("q", "k", "v", "do"), bits)}
+    dq_tile, dkdv_tile = tiles or choose_backward_tiles(p, arch)
+    steps = {"forward": (p.shapes, single_kernel(p, arch)[0]), "dq": (dq_arguments(p), dq_of(p, arch, dq_tile)),
+             "dkdv": (dkdv_arguments(p), dkdv_of(p, arch, dkdv_tile))}
+    ours = {}
+    for name, (arguments, fxn) in steps.items():
+      ours[name], found = our_seconds(arguments, fxn, have)
+      have |= {n: t.realize() for n, t in found.items()}
+    all_timers = ours | {name: theirs(timer) for name, timer in timers.items()}
+    rounds = [{name: timer() for name, timer in all_timers.items()} for _ in range(ROUNDS)]
+    got = [have[n].float().numpy() for n in ("dq", "dk", "dv")]
+  apart = max(float((np.abs(x - y)/np.abs(y).max()).max()) for others in expected.values() for x, y in zip(got, others))
+  times = {name: statistics.median(r[name] for r in rounds) for name in all_timers}
+  times[OURS] = times["dq"] + times["dkdv"]
+  products = p.flops/2      # operations of one
+  row: dict[str, Any] = {"shape": shape_of(p), "causal": causal, "dtype": p.dtype, "tiles": f"{dq_tile}; {dkdv_tile}"}
+  row |= {name: count*products/times[name]/1e12 for name, count in (("dq", 3), ("dkdv", 4), ("forward", 2))}
+  row |= {f"TFLOP/s {name}": 5*products/times[name]/1e12 for name in (OURS, *timers)} | {"of seven products": 7*products/times[OURS]/1e12}
+  row |= {f"x {name}": times[name]/times[OURS] for name in timers}
+  return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
+
+def problems(words:list[str]) -> list[tuple[Problem, bool]]:
+  """Those whose name has every word."""
+  found = []
+  for (B, H, Hkv, Sq, Sk, D), dtype, causal in itertools.product(SIZES, ("bfloat16", "float16"), (False, True)):
+    p = Problem(B, H, Hkv, Sq, Sk, D, D, dtype=dtype, out_dtype=dtype, window=(-1, 0 if causal else -1), top_left=causal, softmax_scale=D**-0.5,
+                num_splits=1, return_lse=True)
+    if all(word in name_of(p, causal) for word in words): found.append((p, causal))
+  return found
+
+def main(words:list[str]) -> None:
+  for p, causal in problems(words):
+    row = compare_backward(p, causal)
+    print("  ".join(f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()), flush=True)
+
+if __name__ == "__main__": main(sys.argv[1:])
