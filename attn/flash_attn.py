@@ -23,16 +23,15 @@ def _options(**arguments:Any) -> dict[str, Any]:
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   return {_OURS.get(name, name): checks[_OURS.get(name, name)](name, value) for name, value in arguments.items()}
 
-def _result(x:Any, wanted:bool) -> Any: return (*x, None) if wanted else x   # (out, softmax_lse, S_dmask): there is no dropout mask
+def _result(x:Any, wanted:bool) -> Any: return (*x, None) if wanted else x   # (out, softmax_lse, S_dmask): attn.dropout_mask has the latter
 
 def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                     softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False) -> Any:
   """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) -> out (B, Sq, H, D); with return_attn_probs (out, softmax_lse (B, H, Sq), None). Always
-  deterministic."""
-  _refuse(dropout_p=dropout_p)
+  deterministic. dropout_p drops whenever it is not 0, by a seed from tinygrad's generator."""
   values.truth("deterministic", deterministic)
-  options = _options(causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-                     return_attn_probs=return_attn_probs)
+  options = _options(dropout_p=dropout_p, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
+                     alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
   return _result(attention(q, k, v, layout="bshd", **options), options["return_lse"])
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
@@ -56,11 +55,11 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
                            alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False,
                            block_table:Tensor|None=None) -> Any:
   """q (total_q, H, D), k and v (total_k, Hkv, D), cu_seqlens int32 (B + 1) -> out (total_q, H, D), or with softmax_lse (H, total_q) and None."""
-  _refuse(dropout_p=dropout_p, block_table=block_table)
+  _refuse(block_table=block_table)
   values.truth("deterministic", deterministic)
-  options = _options(causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-                     cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-                     return_attn_probs=return_attn_probs)
+  options = _options(dropout_p=dropout_p, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
+                     alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+                     max_seqlen_k=max_seqlen_k, return_attn_probs=return_attn_probs)
   return _result(attention(q, k, v, layout="thd", **options), options["return_lse"])
 
 def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|None=None, v:Tensor|None=None, rotary_cos:Tensor|None=None,

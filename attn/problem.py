@@ -10,7 +10,8 @@ LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)",
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same", "top-left": "query i sees keys j <= i"}
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # of an element
 MAX_SPLITS = 256
-EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")   # optional input tensors, in the order a kernel takes them
+EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k",
+          "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
 
 SOFTCAP_MOST = 2.0**100   # beyond it a score that is lost as a denormal of fp32 would show
 
@@ -39,6 +40,11 @@ def check_softcap(name:str, x:Any) -> float:
   if 0 < value < values.FP32_LEAST: raise values.wrong(name, x, supported)
   return value
 
+def check_dropout_p(name:str, x:Any) -> float:
+  supported = "a probability, at least 0 and less than 1"
+  if (value := values.real_number(name, x, 0.0, 1.0, supported)) == 1: raise values.wrong(name, x, supported)
+  return value
+
 def check_splits(name:str, x:Any) -> int:
   return values.whole_number(name, x, 0, MAX_SPLITS, f"0 (chosen by a heuristic), 1 (no split) or the number of splits, at most {MAX_SPLITS}")
 
@@ -65,6 +71,10 @@ class Problem:
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q); tensors
                  cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1]; Sq and Sk are the lengths
                  of the longest ones
+    dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16), the others P/(1 - dropout_p); lse is without. Tensor
+                 dropout_seed uint32 (2). Which ones is a function of the seed and of (batch, head, query, key), of layout "thd" (sequence, head, and
+                 query and key within it): attn/ops/dropout.py
+    dropout_start   tensor dropout_start uint32 (2): the batch and the head that the first ones here count as, for a part of a tensor
     num_splits   key ranges that workgroups of their own take (attn/kernels/combine.py): 1 is no split; 0 is for `splits.resolve` to choose
   Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0 where `top_left`).
   """
@@ -94,15 +104,18 @@ class Problem:
   total_q: int = 0
   total_k: int = 0
   num_splits: int = 1
+  dropout_p: float = 0.0
+  dropout_start: bool = False
 
   def __post_init__(self) -> None:
     def put(name:str, value:Any) -> None: object.__setattr__(self, name, value)
     for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"):
       put(name, values.whole_number(name, getattr(self, name), 1, None, "a whole number: every dimension is at least 1"))
     for name in ("total_q", "total_k"): put(name, values.whole_number(name, getattr(self, name), 0, None, "a number of rows"))
-    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths"): put(name, values.truth(name, getattr(self, name)))
+    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "dropout_start"):
+      put(name, values.truth(name, getattr(self, name)))
     for name, check in (("layout", check_layout), ("window", check_window), ("softmax_scale", check_softmax_scale), ("softcap", check_softcap),
-                        ("num_splits", check_splits)):
+                        ("num_splits", check_splits), ("dropout_p", check_dropout_p)):
       put(name, check(name, getattr(self, name)))
     if not values.is_whole(self.offset): raise values.wrong("offset", self.offset, "a whole number")
     put("offset", int(self.offset))
@@ -116,6 +129,7 @@ class Problem:
     left, right = self.window
     put("window", (left if left < self.Sq - 1 + self.offset else -1, right if right < self.Sk - 1 - self.offset else -1))
     if self.alibi_batched and not self.alibi: raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
+    if self.dropout_start and not self.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: there is nothing to count for")
     if self.bias is not None and self.bias_dtype not in OUT_DTYPES:
       raise NotImplementedError(f"bias_dtype={self.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
     if self.varlen:
@@ -140,7 +154,11 @@ class Problem:
   @property
   def options(self) -> tuple[str, ...]:
     """Those of the options that a kernel has to be written for which are in use, by name."""
-    return tuple(x for x in ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "varlen") if getattr(self, x))
+    return tuple(x for x in ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "varlen", "dropout_p") if getattr(self, x))
+  @property
+  def kept(self) -> float:
+    """The probability with which dropout keeps an element of P."""
+    return 1 - self.dropout_p
   @property
   def writes_lse(self) -> bool:
     """Whether a kernel writes an LSE: of the rows, or of a part of their keys."""
@@ -168,6 +186,8 @@ class Problem:
     if self.sinks: tensors["sinks"] = (self.H,), "float32"
     if self.kv_lengths: tensors["kv_lengths"] = (self.B,), "int32"
     if self.varlen: tensors["cu_seqlens_q"] = tensors["cu_seqlens_k"] = (self.B + 1,), "int32"
+    if self.dropout_p: tensors["dropout_seed"] = (2,), "uint32"
+    if self.dropout_start: tensors["dropout_start"] = (2,), "uint32"
     return tensors
 
   @property
@@ -192,7 +212,7 @@ def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int
 def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int], *, dtypes:Sequence[str], lse:Sequence[int]|None=None,
                causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None, layout:str="bhsd", softcap:float=0.0,
                extras:dict[str, tuple[Sequence[int], str]]|None=None, sk_variable:tuple[str, int, int]|None=None, max_seqlen_q:int|None=None,
-               max_seqlen_k:int|None=None, num_splits:int=1) -> Problem:
+               max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0) -> Problem:
   """The Problem that the shapes of o, q, k, v (and lse) pose; `dtypes` are the dtype names of (o, q, k, v[, lse]).
 
   `extras`: (shape, dtype name) of each optional tensor there is, by its name in `EXTRAS`. `max_seqlen_q` and `max_seqlen_k`: the longest sequence of
@@ -217,7 +237,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   if len(set(dtypes[1:4])) != 1: raise ValueError(f"q, k and v have dtypes {', '.join(dtypes[1:4])}: all three must be the same")
   if causal and (window[1] > 0): raise ValueError(f"causal={causal!r} with window={window!r}: causal allows no key on the right")
   scale = softmax_scale if softmax_scale is not None else 1/math.sqrt(max(D, 1))
-  options: dict[str, Any] = {"softcap": softcap, "sk_variable": sk_variable, "num_splits": num_splits, "top_left": causal == "top-left"}
+  options: dict[str, Any] = {"softcap": softcap, "sk_variable": sk_variable, "num_splits": num_splits, "dropout_p": dropout_p,
+                             "top_left": causal == "top-left"}
   if varlen:
     options |= {"total_q": Sq, "total_k": Sk}
     B, Sq, Sk = _sequences(extras), _longest("max_seqlen_q", max_seqlen_q, Sq), _longest("max_seqlen_k", max_seqlen_k, Sk)
@@ -226,7 +247,9 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout, (window[0], 0) if causal else window,
               0 if causal == "top-left" else Sk - Sq, scale, lse is not None, **options, **_extras(extras, B, H, Sq, Sk))
   for name, given in extras.items():
-    if name not in p.shapes: raise ValueError(f"{name} with layout={layout!r}: it belongs to layout='thd'")
+    if name not in p.shapes:
+      raise ValueError(f"{name} with " + (f"dropout_p={dropout_p}: there is no dropout" if name.startswith("dropout") else
+                                          f"layout={layout!r}: it belongs to layout='thd'"))
     if (tuple(given[0]), given[1]) != p.shapes[name]:
       raise ValueError(f"{name} has shape {tuple(given[0])} and dtype {given[1]}: must be {p.shapes[name][0]} and {p.shapes[name][1]}")
   return p
@@ -244,7 +267,8 @@ def _longest(name:str, value:int|None, total:int) -> int:
 def _extras(extras:dict[str, tuple[Sequence[int], str]], B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   """The fields of Problem that say which optional tensors there are."""
   if unknown := [name for name in extras if name not in EXTRAS]: raise ValueError(f"{unknown[0]}: no such tensor; there are {', '.join(EXTRAS)}")
-  fields: dict[str, Any] = {"alibi": "alibi_slopes" in extras, "sinks": "sinks" in extras, "kv_lengths": "kv_lengths" in extras}
+  fields: dict[str, Any] = {"alibi": "alibi_slopes" in extras, "sinks": "sinks" in extras, "kv_lengths": "kv_lengths" in extras,
+                            "dropout_start": "dropout_start" in extras}
   if "alibi_slopes" in extras: fields["alibi_batched"] = len(extras["alibi_slopes"][0]) == 2
   if "bias" in extras:
     shape, dtype = extras["bias"]

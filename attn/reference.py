@@ -39,6 +39,7 @@ class Options:
   """What may change the scores, or which keys there are; the arrays broadcast to (B, H, Sq, Sk). See attn.problem.Problem for the formula.
 
   softcap: 0 for none; alibi_slopes (H) or (B, H); bias (B|1, H|1, Sq|1, Sk|1); sinks (H); kv_lengths (B), which moves the diagonal unless `top_left`.
+  kept: bool (B, H, Sq, Sk), the elements of P that dropout keeps, with 1/(1 - dropout_p) times their size; None for all as they are.
   """
   softcap: float = 0.0
   alibi_slopes: Array|None = None
@@ -46,6 +47,8 @@ class Options:
   sinks: Array|None = None
   kv_lengths: Array|None = None
   top_left: bool = False
+  kept: Array|None = None
+  dropout_p: float = 0.0
 
 PLAIN = Options()
 
@@ -64,7 +67,11 @@ def _batch(x:Options, b:int, keys:int) -> Options:
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
   if bias is not None and bias.shape[-1] > 1: bias = bias[..., :keys]
-  return replace(x, kv_lengths=None, alibi_slopes=slopes, bias=bias)
+  return replace(x, kv_lengths=None, alibi_slopes=slopes, bias=bias, kept=None if x.kept is None else x.kept[b:b+1, ..., :keys])
+
+def _dropped(p:Array, x:Options) -> Array:
+  """What dropout leaves of P, or of its gradient."""
+  return p if x.kept is None else np.where(x.kept, p/p.dtype.type(1 - x.dropout_p), p.dtype.type(0))
 
 def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, p_dtype:str|None,
                x:Options) -> tuple[Array, Array]:
@@ -77,6 +84,7 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
   with np.errstate(all="ignore"):
     s, _ = _scores(q, k, scale, window, offset, x)
     p, lse = _softmax(s, x)
+    p = _dropped(p, x)
     o = (p if p_dtype is None else rounded(p, p_dtype)).astype(work) @ v
   return o, lse
 
@@ -134,7 +142,7 @@ def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, sca
     dS = P * (dP - delta), dP = dO V^T
 
   P and dS are rounded to `dtype` before they are multiplied with dO, K and Q; the gradients of q, k and v to `dtype`, that of the bias, a sum of dS
-  in fp32, to `bias_dtype`, that of the sinks stays in fp32."""
+  in fp32, to `bias_dtype`, that of the sinks stays in fp32. Dropout is of P as a factor of V and of dO, before it is rounded, and of dP."""
   found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, dtype, out_dtype)
   bias = None if found.bias is None else rounded(found.bias, bias_dtype)
   return Gradients(rounded(found.q, dtype), rounded(found.k, dtype), rounded(found.v, dtype), bias, found.sinks)
@@ -152,16 +160,16 @@ def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:f
   with np.errstate(all="ignore"):
     s, slope = _scores(q, k, scale, window, offset, x)
     weights, lse = _softmax(s, x)
-    o = operand(weights) @ v
+    o = operand(_dropped(weights, x)) @ v
     if p_dtype is not None: o = rounded(o, o_dtype)
     safe = np.where(lse == -np.inf, work(0), lse)        # of a row that sees no key: all its scores are -inf
     p = np.exp(s - safe[..., None])
     delta = (do*o).sum(-1) - np.where(lse == -np.inf, work(0), dlse)
-    ds = np.where(s == -np.inf, work(0), p*(do @ v.swapaxes(-1, -2) - delta[..., None]))
+    ds = np.where(s == -np.inf, work(0), p*(_dropped(do @ v.swapaxes(-1, -2), x) - delta[..., None]))
     dsinks = None if x.sinks is None else _sum_to(-np.exp(x.sinks.astype(work)[:, None] - lse)*delta, (x.sinks.shape[0], 1))[:, 0]
     dscores = operand(ds*slope)
     dq, dk = dscores @ k*work(scale), of_group(dscores.swapaxes(-1, -2) @ q*work(scale))
-    dv = of_group(operand(p).swapaxes(-1, -2) @ do)
+    dv = of_group(operand(_dropped(p, x)).swapaxes(-1, -2) @ do)
   return Gradients(dq, dk, dv, None if x.bias is None else _sum_to(ds, x.bias.shape), dsinks)
 
 def _sum_to(a:Array, shape:tuple[int, ...]) -> Array:

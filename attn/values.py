@@ -9,7 +9,7 @@ import numpy as np
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 
 FLOATS = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
-DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "int32"}
+DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "int32", dtypes.uint: "uint32"}
 SHOWN_MOST = 60                                              # characters of a value that an error shows
 FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the normal numbers of fp32
 

@@ -25,7 +25,7 @@ def whole(t:Tensor) -> Tensor:
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
 def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
-  return Tensor(x, device="EMU") if x.dtype == np.int32 else tensor(x, bias_dtype if name == "bias" else "float32")
+  return Tensor(x, device="EMU") if x.dtype in (np.int32, np.uint32) else tensor(x, bias_dtype if name == "bias" else "float32")
 
 def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:

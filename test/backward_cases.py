@@ -11,7 +11,7 @@ from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Gradients, Options, arrange, exact_backward, judge, restore, rounded, same, same_backward
 from attn.tinygrad_compat import Context, Tensor
-from cases import DTYPES, Inputs, array, chip, expected, normal, problem, tensor
+from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, expected, normal, problem, tensor
 
 @dataclass(frozen=True)
 class Loss:
@@ -34,22 +34,26 @@ def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[
   """(o, lse) by the textbook: 0 and -inf in rows of no sequence."""
   if not p.varlen: return tuple(text for _, text in expected(p, x, extras))    # type: ignore[return-value]
   o, lse = np.zeros((1, p.H, p.total_q, p.Dv), np.float32), np.full((1, p.H, p.total_q), -np.inf, np.float32)
-  for qs, ks in packed_sequences(p, extras):
+  for b, (qs, ks) in enumerate(packed_sequences(p, extras)):
     q, k, v = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks]
-    o[:, :, qs], lse[:, :, qs] = same(q, k, v, p.softmax_scale, p.window, 0 if p.top_left else k.shape[2] - q.shape[2], options_of(p, extras),
+    options = options_of(p, extras, (b, q.shape[2], k.shape[2]))
+    o[:, :, qs], lse[:, :, qs] = same(q, k, v, p.softmax_scale, p.window, 0 if p.top_left else k.shape[2] - q.shape[2], options,
                                       dtype=p.dtype, out_dtype=p.out_dtype)
   return o, lse
 
-def options_of(p:Problem, extras:dict[str, np.ndarray]) -> Options:
-  return Options(softcap=p.softcap, top_left=p.top_left, **{n: extras[n] for n in ("alibi_slopes", "bias", "sinks", "kv_lengths") if n in extras})
+def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int, int]|None=None) -> Options:
+  """Of the whole problem, or of a packed sequence: (its number, its queries, its keys)."""
+  found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
+  return Options(softcap=p.softcap, top_left=p.top_left, **found)
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   """(exact, by the textbook) of dq, dk and dv: 0 in rows of no sequence."""
   zeros = [Gradients(*[np.zeros(a.shape, kind) for a in (x.q, x.k, x.v)]) for kind in (np.float64, np.float32)]
-  for qs, ks in packed_sequences(p, extras):
+  for b, (qs, ks) in enumerate(packed_sequences(p, extras)):
     q, k, v, do = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks], loss.do[:, :, qs]
     offset = p.offset if not p.varlen else 0 if p.top_left else k.shape[2] - q.shape[2]
-    args = (q, k, v, do, None if loss.dlse is None else loss.dlse[:, :, qs], p.softmax_scale, p.window, offset, options_of(p, extras))
+    args = (q, k, v, do, None if loss.dlse is None else loss.dlse[:, :, qs], p.softmax_scale, p.window, offset,
+            options_of(p, extras, (b, q.shape[2], k.shape[2]) if p.varlen else None))
     for to, found in zip(zeros, (exact_backward(*args), same_backward(*args, dtype=p.dtype, out_dtype=p.out_dtype))):
       to.q[:, :, qs], to.k[:, :, ks], to.v[:, :, ks] = found.q, found.k, found.v
   want, text = zeros
@@ -71,7 +75,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     if only == "dkdv": rows["delta"] = (loss.do*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
     done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32", device) for n, a in rows.items()}
     for n, a in extras.items():
-      done[n] = Tensor(a, device=device) if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
+      done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
     for t in done.values(): t.realize()
     for names, fxn in [launches[only]] if only else launches.values():
       given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
@@ -92,7 +96,7 @@ def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *,
   got = run_backward(p, x, loss, arch, extras, tiles, only)
   want = expected_gradients(p, x, loss, extras)
   for name, out in got.items(): assert (verdict := judge(out, *want[name])).ok, f"{name}: {verdict}"
-  blind, unseen = np.isneginf(forward_results(p, x, extras)[1]), (want["dv"][0] == 0).all(-1)
-  for name, nothing in (("dq", blind), ("dk", unseen), ("dv", unseen)):
+  blind = np.isneginf(forward_results(p, x, extras)[1])
+  for name, nothing in (("dq", blind), *((name, (want[name][0] == 0).all(-1)) for name in ("dk", "dv"))):
     assert name not in got or (got[name][nothing] == 0).all(), f"{name}: not exactly 0 in rows that nothing reaches"
   return got

@@ -114,7 +114,7 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
     for n, a in extras.items():
-      done[n] = Tensor(a, device=device) if a.dtype == np.int32 else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
+      done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
     for t in done.values(): t.realize()
     for names, fxn in zip((arguments(p), combine_arguments(p)), launches):
       given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
@@ -124,12 +124,38 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
     o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
     return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
+# ***** dropout *****
+
+def philox4x32(counter:Sequence[Any], key:Sequence[int]) -> list[np.ndarray]:
+  """Philox4x32-10 as its authors write it (Random123, philox.h)."""
+  low32 = 0xffffffff
+  x, (k0, k1) = [np.asarray(c, np.uint64) for c in counter], key
+  for _ in range(10):
+    product0, product1 = x[0]*np.uint64(0xd2511f53), x[2]*np.uint64(0xcd9e8d57)
+    x = [product1 >> 32 ^ x[1] ^ k0, product1 & low32, product0 >> 32 ^ x[3] ^ k1, product0 & low32]
+    k0, k1 = (k0 + 0x9e3779b9) & low32, (k1 + 0xbb67ae85) & low32
+  return x
+
+def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:int=0, head:int=0) -> np.ndarray:
+  """bool (B, H, Sq, Sk): key j of a query is kept where half j%2 of word j%8//2 of the Philox of (query, j//8, head, batch) is at least p*2^16."""
+  b, h, i, j = np.meshgrid(np.arange(B) + batch, np.arange(H) + head, np.arange(Sq), np.arange(Sk), indexing="ij")
+  words = np.stack(philox4x32((i, j//8, h, b), [int(x) for x in seed]))
+  word = np.take_along_axis(words, (j % 8//2)[None], 0)[0]
+  return (word >> (j % 2*16).astype(np.uint64) & 0xffff) >= round(p*65536)
+
+def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:int=0, Sk:int=0) -> dict[str, Any]:
+  """Options of the reference: of the whole problem, or of a packed sequence."""
+  if not p.dropout_p: return {}
+  batch, head = map(int, extras.get("dropout_start", (0, 0)))
+  B, Sq, Sk = (p.B, p.Sq, p.Sk) if sequence is None else (1, Sq, Sk)
+  return {"dropout_p": p.dropout_p, "kept": kept_mask(extras["dropout_seed"], p.dropout_p, B, p.H, Sq, Sk, batch + (sequence or 0), head)}
+
 SCORE_OPTIONS = ("alibi_slopes", "bias", "sinks", "kv_lengths")
 Pair = tuple[np.ndarray, np.ndarray]
 
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
   """[(exact o, o by the textbook), (exact lse, lse by the textbook)]; packed sequences one at a time."""
-  options = {n: extras[n] for n in SCORE_OPTIONS if n in extras}
+  options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def both(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> list[tuple[np.ndarray, np.ndarray]]:
     o = Options(softcap=p.softcap, top_left=p.top_left, **{**options, **more})
     return list(zip(exact(q, k, v, p.softmax_scale, p.window, offset, o),
@@ -140,14 +166,14 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np
   for b in range(p.B):
     q, k, v = x.q[:, :, q_ends[b]:q_ends[b+1]], x.k[:, :, k_ends[b]:k_ends[b+1]], x.v[:, :, k_ends[b]:k_ends[b+1]]
     slopes = {"alibi_slopes": extras["alibi_slopes"][b]} if p.alibi_batched else {}
-    parts.append(both(q, k, v, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes))
+    parts.append(both(q, k, v, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes, **dropped(p, extras, b, q.shape[2], k.shape[2])))
   return [tuple(np.concatenate([part[i][j] for part in parts], axis=2) for j in range(2)) for i in range(2)]   # type: ignore[misc]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Pair]:
   """Of q, k, v, bias and sinks, those that there are: (exact, by the textbook), for the gradients of o and lse, which are (B, H, Sq, Dv) and
   (B, H, Sq), or of packed sequences (1, H, total_q, ...). Sequences one at a time; rows of none get 0."""
   def both(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> tuple[Gradients, Gradients]:
-    o = Options(softcap=p.softcap, top_left=p.top_left, **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **more})
+    o = Options(softcap=p.softcap, top_left=p.top_left, **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else do[:, :, rows], None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
     return exact_backward(q, k, v, *at), same_backward(q, k, v, *at, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
   if not p.varlen:
@@ -160,7 +186,8 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
     rows, keys = slice(q_ends[b], q_ends[b+1]), slice(k_ends[b], k_ends[b+1])
     q, k, v = x.q[:, :, rows], x.k[:, :, keys], x.v[:, :, keys]
     slopes = {"alibi_slopes": extras["alibi_slopes"][b]} if p.alibi_batched else {}
-    for i, part in enumerate(both(q, k, v, rows, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes)):
+    for i, part in enumerate(both(q, k, v, rows, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes,
+                                  **dropped(p, extras, b, q.shape[2], k.shape[2]))):
       for n, at in (("q", rows), ("k", keys), ("v", keys)): total[n][i][:, :, at] = getattr(part, n)
       if part.sinks is not None: total["sinks"][i][...] += part.sinks
   return total

@@ -379,5 +379,4 @@ def test_flash_attn_names():
                                                   window_size=(9, -1), return_attn_probs=True)
     np.testing.assert_allclose(array(o).reshape(2, 20, 4, 32), want, atol=1e-3)
     assert lse.shape == (4, 40)
-    for name, value in (("dropout_p", .1),):
-      with pytest.raises(NotImplementedError, match=f"{name}={value}: not supported"): flash_attn.flash_attn_func(q, k, v, **{name: value})
+    with pytest.raises(ValueError, match=r"dropout_p=1\.5: must be a probability"): flash_attn.flash_attn_func(q, k, v, dropout_p=1.5)

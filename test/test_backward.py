@@ -214,7 +214,7 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  for of in (gradients, backward_dq, backward_warps, backward_dkdv_mma): m.setattr(of, "exponent", lambda x: ops.mul(x, -LOG2E))
+  for of in (gradients, backward_dq, backward_warps, backward_dkdv_mma): m.setattr(of, "exponent", lambda x, _: ops.mul(x, -LOG2E))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))

@@ -17,7 +17,7 @@ from attn.chips.matrix import MMA
 from attn.emulator.matrix import MatrixUnit
 from attn.emulator.plan import EMULATED
 from attn.kernels.parts.softmax import Sums
-from attn.ops import amd, common as ops, nvidia as nv
+from attn.ops import amd, common as ops, dropout, nvidia as nv
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
 from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, rounded_sum
@@ -111,11 +111,18 @@ static u32 __builtin_amdgcn_permlanex16(u32 old, u32 x, u32 low, u32 high, bool 
   u64 selector = (u64)high << 32 | low;
   return from(x, (this_lane & ~15 ^ 16) | (int)(selector >> 4*(this_lane & 15) & 15));
 }
+// selectors 8 to 11 are the signs of the halves
 static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
   u64 both = ((u64)hi << 32) | lo; u32 r = 0;
-  for (int i = 0; i < 4; i++) r |= (u32)((both >> (8*((selector >> 8*i) & 7))) & 255) << 8*i;
+  for (int i = 0; i < 4; i++) {
+    u32 at = selector >> 8*i & 255;
+    r |= (at < 8 ? (u32)(both >> 8*at & 255) : (both >> (16*(at - 8) + 15) & 1 ? 255u : 0u)) << 8*i;
+  }
   return r;
 }
+#define __builtin_amdgcn_mov_dpp(x, control, rows, banks, bound) (int)from((u32)(x), (this_lane & ~3) | ((control) >> 2*(this_lane & 3) & 3))
+// its mode of masks: (lane & and | or) ^ xor, within 32 lanes
+#define __builtin_amdgcn_ds_swizzle(x, m) (int)from((u32)(x), ((this_lane & (m) & 31 | (m) >> 5 & 31) ^ ((m) >> 10 & 31)) | (this_lane & ~31))
 """
 CUDA = r"""
 #define __device__
@@ -127,6 +134,16 @@ CUDA = r"""
 static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 static float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 #define __shfl_sync(mask, x, source) (x)
+static u32 __shfl_xor_sync(u32 mask, u32 x, int step) { return from(x, this_lane ^ step); }
+// prmt (PTX ISA 9.7.9.7) of a dword with itself: with its highest bit set a selector gives a byte's sign
+static u32 permuted(u32 x, u32 selector) {
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 at = selector >> 4*i & 15, byte = x >> 8*(at & 3) & 255;
+    r |= (at & 8 ? (byte >> 7)*255 : byte) << 8*i;
+  }
+  return r;
+}
 static float __shfl_xor_sync(u32 mask, float x, int step) { return __uint_as_float(from(__builtin_bit_cast(u32, x), this_lane ^ step)); }
 #define __any_sync(mask, x) (vote(x) != 0)
 static float of_f16(u32 h) { return (float)__builtin_bit_cast(_Float16, (unsigned short)h); }
@@ -161,6 +178,8 @@ template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, flo
 ASSEMBLY = (
   (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
   (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),
+  (r'asm\("" : "\+s"\(\w+\)\);', ""),
+  (r'asm\("prmt\.b32 %0, %1, %1, 0xbb99;" : "=r"\((\w+)\) : "r"\((\w+)\)\)', r"\1 = permuted(\2, 0xbb99)"),
   (r'asm\("cvt\.f32\.f16 %0, %1;" : "=f"\((\w+)\) : "h"\(([^;]*)\)\)', r"\1 = of_f16(\2)"),
   (r'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(\w+)\.\1\.f32 "\s*"\{%0, %1, %2, %3\}, \{%4, %5, %6, %7\}, \{%8, %9\}, \{%0, %1, %2, %3\};"'
    r'\s*: "\+f"\(c\.x\), "\+f"\(c\.y\), "\+f"\(c\.z\), "\+f"\(c\.w\)'
@@ -207,6 +226,15 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
     "weights": lambda: ops.weights(f(n, 0), f(1, 1), 0.18), "weights of two rows": lambda: ops.weights(f(4, 0), f(2, 1), 0.18),
     "lane_sum": lambda: lane_sum(f(2, 0), f(n, 1), 1), "lane_sum of two rows": lambda: lane_sum(f(2, 0), f(4, 1), 2),
     "uniform": lambda: ops.uniform(i()),
+  }
+
+def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
+  """The same of dropout."""
+  return {
+    "kept_octet": lambda: dropout.kept_octet((u(1, 0), u(1, 1)), *[u(1, slot) for slot in range(2, 6)], 0.3),
+    "drop_packed": lambda: dropout.drop_packed(u(n//2, 0), u(2, 1), tuple((j % 2, 3*j) for j in range(n//2)), 0),
+    "drop_numbers": lambda: dropout.drop_numbers(f(n, 0), u(1, 1), tuple((0, 4*j + 1) for j in range(n)), 0),
+    **{f"lane_bits{' alternate'*odd}": lambda odd=odd: dropout.lane_bits(u(), UOp.const(5, dtypes.uint), odd) for odd in (False, True)},
   }
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
@@ -268,6 +296,12 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   (NVIDIA, "zero"): lambda: nv.zero(f()),
   **{(NVIDIA, f"xor_lane {mask}"): lambda mask=mask: nv.xor_lane(f(), mask) for mask in (1, 2, 16)},
   (NVIDIA, "opaque_uniform"): lambda: ops.opaque_uniform(i()),
+  **{(arch, name): make for arch, n in ((AMD, 8), (RDNA, 8), (NVIDIA, 4)) for name, make in of_dropout(n).items()},
+  **{(arch, f"together over {steps} by {how}"): lambda steps=steps, how=how: dropout.together(u(), UOp.const(3, dtypes.uint), steps, how)
+     for arch, steps, how in ((AMD, (32,), "bpermute"), (NATIVE, (16, 32), "permlane_swap"), (RDNA, (16,), "permlanex16"),
+                              (NVIDIA, (1, 2), "shuffle"))},
+  **{(arch, f"turned by {how}"): lambda steps=steps, how=how: dropout.turned(u(1, 0), u(1, 1), steps, how)
+     for arch, steps, how in ((AMD, (1, 2, 4), "neighbours"), (RDNA, (1, 2, 4), "neighbours"), (NVIDIA, (4, 8, 16), "shuffle"))},
 }
 
 # ***** operands *****
@@ -458,6 +492,16 @@ def test_masks(offsets:tuple[int, ...]) -> None:
   keys = np.array(offsets)[:, None] - offsets[0]      # the operand is the limit's distance from the first key
   for mask, gone in ((ops.mask_above, keys > limit), (ops.mask_below, keys < limit)):
     np.testing.assert_array_equal(evaluated(mask(f(4, 0), i(1), offsets), scores, limit), np.where(gone, -np.inf, 1))
+
+def test_turned() -> None:
+  """Eight lanes with rows of four 8 x 8 matrices of bits get their columns: row j of a lane is 4 bits in each half."""
+  rng, threads = np.random.default_rng(0), WAVES*32
+  rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # eight lanes: lane, matrix, column
+  def words(bits:np.ndarray) -> np.ndarray:
+    places = 4*np.arange(4)[:, None] + np.arange(8)//2 + np.arange(8) % 2*16
+    return (bits.astype(np.uint32) << places.astype(np.uint32)).sum((-1, -2), dtype=np.uint32).reshape(-1)
+  got = evaluated(dropout.turned(u(1, 0), u(1, 1), (1, 2, 4), "neighbours"), words(rows), (np.arange(threads) % 8).astype(np.uint32))
+  np.testing.assert_array_equal(got, words(rows.transpose(0, 3, 2, 1)))
 
 def test_correction_of_rows() -> None:
   """Two rows a lane, over four lanes: the references are their maxima, and what was accumulated and P are relative to them."""

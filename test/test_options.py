@@ -12,7 +12,7 @@ from api_cases import emulated
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_KERNELS, OF_ATTENTION = ({f.name: f for f in fields(record)} for record in (KernelOptions, AttentionOptions))
-WHERE_ROWS_LIE = {"kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+NOT_WITH_A_CACHE = {"kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p", "dropout_seed"}
 
 def keywords(function:Any) -> dict[str, Any]:
   """Arguments by name, and their defaults."""
@@ -61,7 +61,7 @@ def test_every_option_is_checked_by_name(name:str) -> None:
     other = Tensor.zeros(1, 1, 8, 16, dtype="half", device="EMU").contiguous().realize()
     before = cache.uop
     with pytest.raises(ValueError, match=f"{name}=nonsense: must be"): attn.attention(q, q, q, **{name: Nonsense()})
-    with pytest.raises(ValueError, match=f"{name} with a cache" if name in WHERE_ROWS_LIE else f"{name}=nonsense: must be"):
+    with pytest.raises(ValueError, match=f"{name} with a cache" if name in NOT_WITH_A_CACHE else f"{name}=nonsense: must be"):
       attn.attention_with_kv_cache(q, q, q, cache, other, 0, **{name: Nonsense()})
     assert cache.uop is before
     if name in OF_KERNELS:

@@ -62,7 +62,8 @@ def floats(shape): return np.random.default_rng(3).standard_normal(shape).astype
 def test_refused():
   with emulated("gfx942"):
     q, k = draw(2, 4, 20, 32), draw(2, 2, 40, 32)
-    with pytest.raises(NotImplementedError, match=r"dropout_p=0.1: the kernels have no dropout"): attn.scaled_dot_product_attention(q, q, q, None, .1)
+    with pytest.raises(ValueError, match=r"dropout_p=1\.5: must be a probability"):
+      attn.scaled_dot_product_attention(q, q, q, None, 1.5)
     with pytest.raises(RuntimeError, match="attn_mask with is_causal=True"):
       attn.scaled_dot_product_attention(q, q, q, Tensor(MASKS["2d"]), is_causal=True)
     with pytest.raises(ValueError, match=r"key has batch and head dimensions \(2, 2\): must broadcast to \(2, 4\); enable_gqa=True lets"):
@@ -135,11 +136,14 @@ def test_tinygrads_own_where_dispatch_says_no(q, call, reason):
     assert decisions[-1].kernel is None and reason in decisions[-1].reason
     np.testing.assert_array_equal(got, want)
 
-def test_training_with_dropout_is_tinygrads_own():
+def test_training_with_dropout():
+  """By the kernels; all of P is dropped by tinygrad's own."""
   with emulated("gfx942"), Context(TRAINING=1), attn.installed() as decisions:
     q = draw(1, 2, 8, 32)
     assert np.isfinite(q.scaled_dot_product_attention(q, q, dropout_p=.5).float().sum().gradient(q)[0].numpy()).all()
-    assert decisions[-1].kernel is None and "dropout_p=0.5" in decisions[-1].reason
+    assert decisions[-1].kernel == "forward"
+    assert not q.scaled_dot_product_attention(q, q, dropout_p=1.0).numpy().any()
+    assert decisions[-1].kernel is None and "dropout_p=1.0" in decisions[-1].reason
 
 def test_dropout_does_nothing_outside_training():
   with emulated("gfx942"), attn.installed() as decisions:

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, Iterable
 from attn import values
+from attn.api.dropout import check_seed, drawn_seed, first_of_each
 from attn.api.checked_kernel import (CheckedKernel, KernelFunction, arch_of, check_device, check_means, dtype_of, static_shape,
                                      whole_buffer)
 from attn.api.gradient import INPUTS, gradient_of, keys_are_shared, lse_axes, with_gradient
@@ -100,8 +101,12 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
     if (given := getattr(options, name)) is not None:
       dtype_of(name, given)
       extras[name] = place(name, given, at)
+  if options.dropout_p and options.dropout_seed is not None:
+    extras["dropout_seed"] = place("dropout_seed", check_seed("dropout_seed", options.dropout_seed), at)
   extras = {name: extras[name] for name in EXTRAS if name in extras}
   if at.shared == "keys":
+    if options.dropout_p:
+      raise NotImplementedError(f"dropout_p={options.dropout_p} with k and v sharded along their rows: shard along batch or heads instead")
     for name in ("kv_lengths", "cu_seqlens_k"):
       if name in extras: raise NotImplementedError(f"{name} with k and v sharded along their rows: shard along batch or heads instead")
 
@@ -118,14 +123,23 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   out_dtype = values.dtype_text(options.out_dtype) if options.out_dtype is not None else dtype_of("out", out) if out is not None else types[0]
   p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=[out_dtype, *types], causal=options.causal, window=options.window,
                  softmax_scale=options.softmax_scale, layout=layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,
-                 max_seqlen_k=options.max_seqlen_k, num_splits=options.num_splits,
+                 max_seqlen_k=options.max_seqlen_k, num_splits=options.num_splits, dropout_p=options.dropout_p,
                  extras={name: (local_shape(t), dtype_of(name, t)) for name, t in extras.items()})
   if p.varlen:
     check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
     check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
   device = at.device if isinstance(at.device, str) else at.device[0]
   found = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
-  return CheckedCall(replace(p, return_lse=options.return_lse), {**inputs, **extras}, found, at, out)
+  p = replace(p, return_lse=options.return_lse, dropout_start=bool(p.dropout_p) and at.shared is not None)
+  return CheckedCall(p, {**inputs, **extras}, found, at, out)
+
+def seeded(c:CheckedCall) -> CheckedCall:
+  """With the tensors that dropout takes: a seed, drawn where none is given, and where devices share out batches or heads the first ones of each."""
+  if not c.problem.dropout_p: return c
+  t = dict(c.tensors)
+  if "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
+  if c.problem.dropout_start: t["dropout_start"] = first_of_each(c.at, c.problem)
+  return replace(c, tensors=t)
 
 @functools.cache
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
@@ -197,8 +211,8 @@ def run(c:CheckedCall) -> list[Tensor]:
 def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd",
               window:tuple[int, int]=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None,
               kv_lengths:int|UOp|Tensor|None=None, cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None,
-              max_seqlen_k:int|None=None, num_splits:int=0, return_lse:bool=False, out:Tensor|None=None, out_dtype:DType|str|None=None,
-              arch:str|None=None) -> Any:
+              max_seqlen_k:int|None=None, dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, return_lse:bool=False,
+              out:Tensor|None=None, out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
   """softmax(score) V of Tensors, by the kernel that `explain` tells: o in the layout of q, or (o, lse) with `return_lse`. Nothing runs until it is
   realized.
 
@@ -216,6 +230,10 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
   sinks:         (H): scores of one more key per head, which has no value; lse counts it
   kv_lengths:    keys there are, the alignment of `causal` being to them: int32 Tensor (B), or an int or a Variable for all; what lies beyond, NaN
                  included, has no effect
+  dropout_p:     each element of P becomes 0 with this probability (0 <= dropout_p < 1, in steps of 2^-16) and the others P/(1 - dropout_p), in
+                 training or not; lse is that without dropout. attn.dropout_mask tells which
+  dropout_seed:  uint32 (2), whole on every device: what decides which. By default it is drawn from tinygrad's generator (Tensor.manual_seed), in each
+                 call anew, of a TinyJit too
   num_splits:    key ranges computed apart: 0 as a heuristic finds, 1 never, more: so many
   return_lse:    also the natural-log sum of exponentials, float32 (B, H, Sq); (B*H, Sq) in layout "nsd", (H, total) in "thd"
   out:           where to put o, a whole buffer; it is also what is returned
@@ -228,14 +246,14 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
   """
   options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, max_seqlen_q=max_seqlen_q,
                              max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
-                             kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, num_splits=num_splits, out=out,
-                             out_dtype=out_dtype)
+                             kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p,
+                             dropout_seed=dropout_seed, num_splits=num_splits, out=out, out_dtype=out_dtype)
   return attend(prepare(q, k, v, options))
 
 def attend(c:CheckedCall) -> Any:
   """o, or (o, lse)."""
   check_devices(c)
-  o, *lse = run(c)
+  o, *lse = run(seeded(c))
   return (o, *lse) if lse else o
 
 def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
@@ -255,6 +273,7 @@ def explain(q:Tensor, k:Tensor, v:Tensor, *, backward:bool=False, **options:Any)
   prints what computes the gradients, `backward_choice_of(...)`, and returns that."""
   choice, backward = choice_of(q, k, v, **options), values.truth("backward", backward)
   print(choice)
+  if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
   device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
   if not backward: return choice

@@ -135,11 +135,14 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor
   """Appends k_new and v_new to the caches, in place, as `append_kv` does, and attends over the cache_seqlens + new rows that each batch has then.
 
   q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those
-  of `attention`, but for those that say where rows lie; so is what is returned. What is wrong with any argument is said before a row is appended.
+  of `attention`, but for dropout and what says where rows lie; so is what is returned. What is wrong with any argument is said before a row is
+  appended.
   Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
   """
   for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
     if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")
+  for name in ("dropout_p", "dropout_seed"):
+    if name in options: raise ValueError(f"{name} with a cache: there is no training with a cache, and so no dropout")
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout)
   checked = options_of("attention_with_kv_cache", {**options, "causal": causal, "layout": layout, "kv_lengths": rows.filled})
   check_caches(q, k_cache, v_cache, checked.layout)

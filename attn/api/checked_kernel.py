@@ -105,7 +105,7 @@ def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
                             "kv_lengths is for")
 
 TENSOR_DTYPES = {"lse": ("float32",), "alibi_slopes": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "cu_seqlens_q": ("int32",),
-                 "cu_seqlens_k": ("int32",)}   # of those whose dtype is given
+                 "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "dropout_start": ("uint32",)}   # of those whose dtype is given
 
 def dtype_of(name:str, t:Any) -> str:
   """The name of the dtype of a problem's tensor `name`. Raises NotImplementedError for one that it can't have."""

@@ -10,8 +10,8 @@ from attn.problem import EXTRAS, problem_of
 from attn.tinygrad_compat import UOp
 
 def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
-                       softcap:float=0.0, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False, arch:str|None=None,
-                       extras:tuple[str, ...]=()) -> KernelFunction:
+                       softcap:float=0.0, dropout_p:float=0.0, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False,
+                       arch:str|None=None, extras:tuple[str, ...]=()) -> KernelFunction:
   """A kernel function for `Tensor.custom_kernel(o, q, k, v, fxn=...)`, or `(o, lse, q, k, v)` when `return_lse`. One object per set of options.
 
   causal:        False; True or "bottom-right" (query i sees keys j <= i + Sk - Sq); "top-left" (query i sees keys j <= i)
@@ -21,16 +21,20 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
   arch:          such as "gfx942"; by default that of tinygrad's default device
   return_lse:    also write the natural-log sum of exponentials, float32 (B, H, Sq)
   softcap:       scores become softcap*tanh(score/softcap)
-  extras:        names of the tensors that follow v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k (see Problem)
+  dropout_p:     elements of P become 0 with this probability, and the others P/(1 - dropout_p): takes dropout_seed, uint32 (2), among the extras
+  extras:        names of the tensors that follow v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k, dropout_seed,
+                 dropout_start (see Problem)
   max_seqlen_q, max_seqlen_k: the longest sequence, of layout "thd"
 
   q, k, v: float16 or bfloat16; o: float16, bfloat16 or float32. Rows that see no key give o = 0 and lse = -inf.
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
-  options = KernelOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, max_seqlen_q=max_seqlen_q,
-                          max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch)
+  options = KernelOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, dropout_p=dropout_p,
+                          max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch)
   if not isinstance(extras, (tuple, list)) or list(extras) != [*(names := tuple(name for name in EXTRAS if name in extras))]:
     raise values.wrong("extras", extras, f"some of {', '.join(EXTRAS)}, in this order")
+  if options.dropout_p and "dropout_seed" not in names:
+    raise ValueError(f"dropout_p={options.dropout_p} with extras={values.shown(extras)}: must name dropout_seed, a tensor of uint32 (2)")
   return _kernel_of(options, names)
 
 @functools.cache
@@ -44,8 +48,8 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
     found = named_chip(options.arch) if options.arch is not None else device_arch()
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_of(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
                    lse=shapes["lse"] if options.return_lse else None, causal=options.causal, window=options.window,
-                   softmax_scale=options.softmax_scale, layout=options.layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,
-                   max_seqlen_k=options.max_seqlen_k, extras={n: (shapes[n], dtype_of(n, t[n])) for n in extras})
+                   softmax_scale=options.softmax_scale, layout=options.layout, softcap=options.softcap, dropout_p=options.dropout_p,
+                   max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k, extras={n: (shapes[n], dtype_of(n, t[n])) for n in extras})
     sink = single_kernel(p, found)[0](*placeholders)
     check_means(sink, found)
     return CheckedKernel(sink, outputs, options.arch, gradient_of(p, found, names))

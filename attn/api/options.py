@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from attn import values
 from attn.chips import get_chip
-from attn.problem import (DTYPES, check_causal, check_layout, check_softcap, check_softmax_scale, check_splits,
+from attn.problem import (DTYPES, check_causal, check_dropout_p, check_layout, check_softcap, check_softmax_scale, check_splits,
                           check_window)
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 from attn.values import FLOATS, option
@@ -42,6 +42,7 @@ class KernelOptions:
   layout: str = option("bhsd", check_layout, '"bhsd" (B, H, S, D), "bshd" (B, S, H, D), "nsd" (B*H, S, D), "thd" (total, H, D): sequences in a row')
   window: tuple[int, int] = option((-1, -1), check_window, "(left, right): keys seen on each side of the diagonal, itself included; -1 for no bound")
   softcap: float = option(0.0, check_softcap, "scores become softcap * tanh(score / softcap); 0 for none")
+  dropout_p: float = option(0.0, check_dropout_p, "probability with which an element of P becomes 0, the others P / (1 - dropout_p); below 1")
   max_seqlen_q: int|None = option(None, unless_none(check_longest), 'the most queries of a sequence, of layout "thd"; rows beyond are 0')
   max_seqlen_k: int|None = option(None, unless_none(check_longest), 'the most keys of a sequence, of layout "thd"; keys beyond do not exist')
   return_lse: bool = option(False, values.truth, "also the natural-log sum of exponentials, float32 (B, H, Sq)")
@@ -60,6 +61,7 @@ class AttentionOptions(KernelOptions):
                                            "int, Variable or int32 (B): keys beyond a length do not exist, whatever lies there")
   cu_seqlens_q: Tensor|None = option(None, values.tensor_or_none, 'int32 (sequences + 1): the row of q that each begins at, of layout "thd"')
   cu_seqlens_k: Tensor|None = option(None, values.tensor_or_none, "the same of k and v")
+  dropout_seed: Tensor|None = option(None, values.tensor_or_none, "uint32 (2): what dropout draws by; by default from tinygrad's generator")
   num_splits: int = option(0, check_splits, "0: as many key ranges as fill the chip; 1: none; 2 and more: so many")
   out: Tensor|None = option(None, values.tensor_or_none, "a whole buffer to write o to; it is also what is returned")
   out_dtype: DType|str|None = option(None, unless_none(check_out_dtype), "float16, bfloat16 or float32; that of out or of q by default")

@@ -7,14 +7,13 @@ from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
 from attn.api.checked_kernel import static_shape
-from attn.problem import check_softmax_scale
+from attn.problem import check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, dtypes
 
 def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
                scale:float|None) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
   """(q, k, v) as four dimensions, the options of `attention`, and the shape of the output."""
-  dropout_p = values.real_number("dropout_p", dropout_p, 0.0, 1.0, "a number between 0 and 1")
-  if dropout_p: raise NotImplementedError(f"dropout_p={dropout_p}: the kernels have no dropout; only 0.0 is supported")
+  dropout_p = check_dropout_p("dropout_p", dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
   if is_causal and mask is not None: raise RuntimeError("attn_mask with is_causal=True: cannot set attn_mask when is_causal=True")
   types = []
@@ -39,7 +38,7 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
     except (ValueError, RuntimeError) as e:
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {(*batch, h)}"
                        + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head")) from e
-  options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale}
+  options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": dropout_p if TRAINING else 0.0}
   if mask is not None:
     seen = values.tensor("attn_mask", mask).dtype == dtypes.bool
     if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)
@@ -61,8 +60,9 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
   is_causal:  query i sees keys j <= i, counted from the first (`attention(causal=True)` counts from the last)
   enable_gqa: H may be a multiple of Hkv
   scale:      1/sqrt(D) by default
+  dropout_p:  as `attention` has it, at least 0 and less than 1, but only where tinygrad's TRAINING is set, as for all of its dropout
   A row that sees no key gives 0, where tinygrad's own gives NaN.
-  Raises NotImplementedError for dropout_p other than 0, RuntimeError for attn_mask with is_causal, ValueError for shapes that don't fit.
+  Raises RuntimeError for attn_mask with is_causal, ValueError for shapes that don't fit.
   """
   tensors, options, shape = _arguments(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
   rank = max(query.ndim, key.ndim, value.ndim)

@@ -33,6 +33,8 @@ def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile)
   return backward_dkdv_mma(p, arch, tile) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile)
 
+LEAST_KEPT = 2.0**-14     # of P, by dropout
+
 @dataclass(frozen=True)
 class BackwardChoice:
   """What computes the gradients: the BACKWARD_KERNELS with these tiles, or `three_pass`, and then why the kernels don't."""
@@ -55,6 +57,7 @@ def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBa
   """The tiles of the backward kernels for `p` on `arch`, or why they cannot compute its gradient."""
   if arch is None: return NO_UNIT
   if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
+  if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
   p = replace(p, num_splits=1)
   try:
     tiles = choose_backward_tiles(p, arch)

@@ -134,7 +134,8 @@ def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCand
   reasons = []
   for c in table[arch.family]:
     mat = arch.matrix[p.dtype][c.matrix]
-    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, c.prefetch, keys, c.passes)
+    prefetch = 0 if p.dropout_p and c.own_in_lds == BOTH else c.prefetch     # dropout takes the registers of a tile that would be on its way
+    tile = BackwardTile(mat, max(1, min(c.waves, ceildiv(rows, mat.N))), c.block_n, c.own_in_lds, c.fenced, prefetch, keys, c.passes)
     if max(p.D, p.Dv) > c.up_to: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
     elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
     else: return tile

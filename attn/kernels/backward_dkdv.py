@@ -13,7 +13,8 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.gradients import PASSES, RowNumbers, gradients_of, weights_of, where_known
+from attn.kernels.parts.dropout import kept_scores
+from attn.kernels.parts.gradients import PASSES, RowNumbers, dp_start, gradients_of, weights_of, where_known
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -76,7 +77,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, row_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = _columns(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
-    numbers, statements = RowNumbers.of(mat, n, new, tile.buffers), Statements.of(new)
+    numbers, statements = RowNumbers.of(p, mat, n, new, tile.buffers), Statements.of(new)
     group = Workgroup.of_keys(p, arch, tile, args, grid, at, dkdv_arguments(p))
     k, v = (OwnRows.of(at, group.rows(name), group.first_row, tile.block_m, new, in_lds) for name, in_lds in zip(("k", "v"), tile.own_in_lds))
     def one(wanted:tuple[str, ...]) -> BackwardDkdv:
@@ -123,20 +124,23 @@ class BackwardDkdv(Pipeline[DkdvState]):
     """The parts of dK and dV that a tile of queries has."""
     n, to = self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
     q, do, (exponents, minus_delta) = s.q.number(to), s.do.number(to), s.numbers.number(to).load(self.at)
+    left = kept_scores(self.scores, [self.row], t)
     scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
     p, slopes = weights_of(self.scores, scores, exponents, self.row, t, masked)
     found = {}
-    if "dv" in self.wanted: found["dv"] = self.product(s, do.columns, p, "dv")
+    if "dv" in self.wanted: found["dv"] = self.product(s, do.columns, [left.packed(x, i) for i, x in enumerate(self.packed(p))], "dv")
     if "dk" in self.wanted:
-      dp = self.products.with_rows(do.rows, n, self.v, t, [minus_delta])[0]
-      found["dk"] = self.product(s, q.columns, gradients_of(p, dp, slopes), "dk")
+      dp = self.products.with_rows(do.rows, n, self.v, t, [dp_start(minus_delta, left)])[0]
+      found["dk"] = self.product(s, q.columns, self.packed(gradients_of(p, dp, slopes, left, minus_delta)), "dk")
     made = [self.statements.do(amd.made_here(*found[name])) for name in self.wanted]
     return UOp.group(*made, *store_all(s.acc, [x for name in self.wanted for x in found[name]]))
 
+  def packed(self, x:list[UOp]) -> list[UOp]: return [ops.pack(y, self.group.p.dtype) for y in x]
+
   def product(self, s:DkdvState, columns:LdsTile, weights:list[UOp], name:str) -> list[UOp]:
     """dV^T + dO^T P, or dK^T + Q^T dS."""
-    packed = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in weights])
-    return self.products.with_columns(columns, self.tile.block_n, [packed], [[s.acc[i].load() for i in self.part(name)]])[0]
+    operands = fragment_operands(self.at, weights)
+    return self.products.with_columns(columns, self.tile.block_n, [operands], [[s.acc[i].load() for i in self.part(name)]])[0]
 
   def gradient(self, name:str, found:list[UOp]) -> list[UOp]:
     """The stores of dk or dv: 0 of keys beyond kv_lengths."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import exponent, gradients_of, weights_of
+from attn.kernels.parts.gradients import dp_start, exponent, gradients_of, scaled_delta, weights_of
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -88,11 +89,12 @@ class BackwardDq(Pipeline[DqState]):
     mat, n, to = self.tile.matrix, self.tile.block_n//self.tile.matrix.M, t%self.tile.buffers
     k, v = s.k.number(to), s.v.number(to)
     scores = self.products.with_rows(k.rows, n, self.q, t, zeros(mat, 1, n))[0]
-    minus_delta = ops.splat(ops.mul(self.delta, -1.0), mat.accumulator)
-    dp = self.products.with_rows(v.rows, n, self.do, t, [[minus_delta]*n])[0]
+    left, minus_delta = kept_scores(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
+    dp = self.products.with_rows(v.rows, n, self.do, t, [dp_start(minus_delta, left)])[0]
     exponents = [ops.splat(self.exponent, mat.accumulator)]*n
     p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
-    weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in gradients_of(p, dp, slopes)])
+    ds = gradients_of(p, dp, slopes, left, minus_delta)
+    weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in ds])
     dq = self.products.with_columns(k.columns, self.tile.block_n, [weights], [[s.dq[i].load() for i in range(s.dq.max_numel())]])[0]
     return UOp.group(self.statements.do(amd.made_here(*dq)), *store_all(s.dq, dq))
 
@@ -110,7 +112,7 @@ class BackwardDq(Pipeline[DqState]):
     return rows.buffer[(rows.base + self.row.index).valid(self.row.there)].load()
 
   @functools.cached_property
-  def exponent(self) -> UOp: return exponent(self.number("lse"))
+  def exponent(self) -> UOp: return exponent(self.number("lse"), self.group.p)
 
   @functools.cached_property
   def delta(self) -> UOp:

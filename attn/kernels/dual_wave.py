@@ -19,6 +19,7 @@ from attn.chips import Chip
 from attn.chips.families import CDNA4
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane, units_of
 from attn.kernels.parts.layouts import ExchangedChunks, LdsTile
 from attn.kernels.parts.rows import GlobalRows
@@ -219,7 +220,7 @@ class DualWave:
       corrected.append(s.statements.do(statement))
       return corrected[0]
     softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.sums, self.tile.rescale_above, correct, s.done)
-    return replace(s, statements=s.statements.ran(corrected[0])), softmax.operands(self.at, 0, self.k_tiles)
+    return replace(s, statements=s.statements.ran(corrected[0])), softmax.operands(self.at, 0, self.k_tiles, Kept(self.at))
 
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows("k"), K_LAYOUT, to.buffer, t)
   def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows("v"), V_LAYOUT, to.buffer, t)

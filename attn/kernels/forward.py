@@ -12,6 +12,7 @@ from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.lanes import Lane, contraction, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -100,7 +101,8 @@ class Forward(Pipeline[ForwardState]):
     """S of a key tile, its softmax, and its part of O."""
     tiles = [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
     softmax = self.weigh(s.softmax, tiles)
-    return self.add_to_o(softmax, s.v.number(t%self.tile.buffers).columns)
+    left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
+    return self.add_to_o(softmax, s.v.number(t%self.tile.buffers).columns, left)
 
   def outputs(self, softmax:Softmax, qt:int, row:Row) -> list[UOp]:
     """O = O^T / l, LSE = m + ln l."""
@@ -130,10 +132,10 @@ class Forward(Pipeline[ForwardState]):
     weights = [softmax.weights(x, qt, to_log2) for qt, x in enumerate(tiles)]
     return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
 
-  def add_to_o(self, softmax:Softmax, v_tile:LdsTile) -> UOp:
-    """O^T += V^T P^T."""
+  def add_to_o(self, softmax:Softmax, v_tile:LdsTile, left:list[Kept]) -> UOp:
+    """O^T += V^T P^T, of the P that dropout keeps."""
     q_tiles = range(self.tile.q_tiles)
-    weights = [softmax.operands(self.at, qt, self.k_tiles) for qt in q_tiles]
+    weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt]) for qt in q_tiles]
     accs = [[softmax.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)] for qt in q_tiles]
     o_tiles = [acc for column in self.products.with_columns(v_tile, self.tile.block_n, weights, accs) for acc in column]
     return UOp.group(self.statements.do(amd.made_here(*o_tiles)), *store_all(softmax.acc, o_tiles))

@@ -13,6 +13,7 @@ from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
@@ -142,8 +143,9 @@ class ForwardMma:
     tiles = [self.warps.group.scores.finished(x, rows, t, masked) for x, rows in zip(self.raw_scores(s, q_kept, t), self.queries)]
     s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
     s = self.fetch(s, t + self.tile.stages - 1)      # while the tensor cores work
+    left = [kept_scores(self.warps.group.scores, rows, t) for rows in self.queries]
     for steps in self.parts:
-      done = self.add_to_o(self.weigh(s, steps), t, steps)
+      done = self.add_to_o(self.weigh(s, steps), t, steps, left)
       s = s.after(done)
     return done
 
@@ -208,12 +210,13 @@ class ForwardMma:
                      matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps)))
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(kinds*q_tiles)]))
 
-  def add_to_o(self, s:MmaState, t:UOp, steps:range) -> UOp:
-    """O += P V over those keys."""
+  def add_to_o(self, s:MmaState, t:UOp, steps:range, left:list[Kept]) -> UOp:
+    """O += P V over those keys, of the P that dropout keeps."""
     mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_transposed_address(self.warps.at.lane)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
+    weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//2 + step].load(), 2*step) for qt in q_tiles for step in steps}
     for step, d_pair in itertools.product(steps, range(self.d_tiles//2)):
       b = self.read(s, self.v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
       for qt, half in itertools.product(q_tiles, range(2)):
-        accs[qt][2*d_pair + half] = nv.mma(mat, s.weights[qt*self.k_tiles//2 + step].load(), b, half, accs[qt][2*d_pair + half])
+        accs[qt][2*d_pair + half] = nv.mma(mat, weights[qt, step], b, half, accs[qt][2*d_pair + half])
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))

@@ -13,6 +13,7 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
@@ -170,7 +171,10 @@ class ForwardWgmma:
     s = s.store(store_all(s.p, packed), store_all(s.part, parts))
     s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=sums, matrix=mat,
                      scale=scores.to_log2, above=self.tile.rescale_above))
-    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(len(sums))]))
+    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(len(sums))]))
+    if not self.p.dropout_p: return s
+    left = kept_scores(scores, self.queries, t)
+    return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(len(packed))]))
 
   def add_to_o(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """O += P V."""

@@ -6,6 +6,7 @@ sharded tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the ot
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.kernels.parts.scores import NEG_INF
+from attn.ops.dropout import kept_elements
 from attn.tinygrad_compat import Tensor
 
 @dataclass(frozen=True)
@@ -15,14 +16,16 @@ class Positions:
   belongs: Tensor|None
   query: Tensor
   key: Tensor
+  counted: tuple[Tensor, Tensor, Tensor]   # (batch or sequence, query, key) as dropout counts them, broadcastable to (B, 1, 1, Sq, Sk)
   member: Tensor|None = None   # (sequences, Sq): whether a query is of a sequence
 
-def _lengths(Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None) -> Positions:
+def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None) -> Positions:
   """Every batch by itself, its keys those below its length."""
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
-  if kv_lengths is None: return Positions(None, i + offset, j)
+  counted = Tensor.arange(B).reshape(-1, 1, 1, 1, 1), i, j
+  if kv_lengths is None: return Positions(None, i + offset, j, counted)
   n = kv_lengths.reshape(-1, 1, 1, 1, 1).maximum(0).minimum(Sk)
-  return Positions(j < n, i if top_left else i + n - Sq, j)
+  return Positions(j < n, i if top_left else i + n - Sq, j, counted)
 
 def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
   """Sequences one after another in a single batch: a query sees keys of its own. Tokens outside of the sequences belong to none, and those of one
@@ -36,24 +39,35 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:
   in_q, in_k = inside(cu_q, rows_q, Sq), inside(cu_k, rows_k, Sk)
   number_q, number_k = (each(of, Tensor.arange(1, of.shape[0] + 1)) for of in (in_q, in_k))
   shift = each(in_q, rows_k - rows_q) if not top_left else 0
-  i = Tensor.arange(Sq) - each(in_q, cu_q[:-1]) + shift
+  i = Tensor.arange(Sq) - each(in_q, cu_q[:-1])
   j = Tensor.arange(Sk) - each(in_k, cu_k[:-1])
-  return Positions((number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0), i.reshape(Sq, 1), j.reshape(1, Sk), in_q)
+  counted = (number_q - 1).maximum(0).reshape(Sq, 1), i.reshape(Sq, 1), j.reshape(1, Sk)
+  belongs = (number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0)
+  return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, in_q)
 
 def tanh(x:Tensor) -> Tensor:
   """tinygrad's has an error of an ulp of 1, which a large softcap would multiply: near 0 by the first terms of its series."""
   y = x*x
   return (x.abs() < 0.25).where(x*(1 + y*(-1/3 + y*(2/15 - y*(17/315)))), x.tanh())
 
+def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|None) -> Tensor:
+  """What dropout leaves of P (B, Hkv, heads of each, Sq, Sk)."""
+  (batch, i, j), (_, Hkv, group, _, _) = at.counted, p.shape
+  head = Tensor.arange(int(Hkv)*int(group)).reshape(Hkv, group, 1, 1)
+  if start is not None: batch, head = batch + start[0], head + start[1]
+  mask = kept_elements(seed, dropout_p, batch, head, i, j).contiguous()     # in memory, as tinygrad's own dropout has it
+  return mask.where(p*(1/(1 - dropout_p)), 0.0)
+
 def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
                softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
-               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None) -> tuple[Tensor, Tensor]:
+               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None, dropout_p:float=0.0,
+               dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor]:
   """(o, lse), both float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and -inf.
 
   q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that
   decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, softcap*tanh(score/softcap), minus
   slope*distance, plus bias, then masked. `sinks` (H) are scores of one more key that has no value; lse counts it. A packed sequence has
-  the `longest` number of queries and keys at most.
+  the `longest` number of queries and keys at most. Dropout is of P, after its sum is taken, as attn.problem.Problem has it.
   """
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
@@ -61,7 +75,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   def per_head(x:Tensor) -> Tensor:
     """(H) or (B, H) -> broadcastable to the scores."""
     return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
-  if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(Sq, Sk, top_left, offset, kv_lengths)
+  if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, Sq, Sk, top_left, offset, kv_lengths)
   else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
 
   # ***** S *****
@@ -88,6 +102,8 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   total = p.sum(-1, keepdim=True)
   if sinks is not None: total = total + (per_head(sinks) - m).exp()
   if at.member is not None: total = at.member.any(0).reshape(Sq, 1).where(total, 0.0)     # a row of no sequence has no sink
+
+  if dropout_seed is not None: p = _dropped(p, at, dropout_p, dropout_seed, dropout_start)
 
   # ***** O *****
   values = v.float().unsqueeze(2)

@@ -70,6 +70,22 @@ class Numbers:
     return packed if len(packed) > 1 else packed[0]
   def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
+  def word(self, n:int) -> Value: return np.uint32(n)
+  def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
+    """The low and the high dword of a product of dwords."""
+    product = np.asarray(x).astype(np.uint64)*np.uint64(y)
+    return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
+  def at_least(self, x:Value, least:int) -> Value:
+    """1 in each half of a dword that is no less than `least`, which is not 0; else 0."""
+    low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
+    return low | high << np.uint32(16)
+  def sign_halves(self, x:Value) -> Value:
+    """All bits of each half of a dword as its highest one is."""
+    halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
+    return halves.view(np.uint32)
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value:
+    """x where that bit of a dword is set, else 0."""
+    return np.where(word >> np.uint32(bit) & np.uint32(1), x, np.float32(0))
   # registers: arrays of vectors
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
   def store(self, registers:Any, i:int, x:Value) -> None: self.lanes.store_register(registers, i, x, self.gate)
@@ -127,8 +143,11 @@ class Term:
   def __gt__(self, y:Value) -> Term: return self._with(">", y, type="bool")
   def __le__(self, y:Value) -> Term: return self._with("<=", y, type="bool")
   def __eq__(self, y:Value) -> Term: return self._with("==", y, type="bool")     # type: ignore[override]
-  def __and__(self, y:Value) -> Term: return self._with("&", y, type="bool")
-  def __or__(self, y:Value) -> Term: return self._with("|", y, type="bool")
+  def __and__(self, y:Value) -> Term: return self._with("&", y)
+  def __or__(self, y:Value) -> Term: return self._with("|", y)
+  def __xor__(self, y:Value) -> Term: return self._with("^", y)
+  def __lshift__(self, y:Value) -> Term: return self._with("<<", y)
+  def __rshift__(self, y:Value) -> Term: return self._with(">>", y)
   def __invert__(self) -> Term: return Term(self.printer, f"!{self.text}", "bool")
 
 @dataclass
@@ -224,6 +243,11 @@ class Printer:
     return self.vector(*[self.element(x, i) for x in xs for i in range(length_of(x.type))])
   def splat(self, x:Value, n:int) -> Value: return x if n == 1 else self.vector(*[x]*n)
   def constants(self, xs:Sequence[float]) -> Value: return self.vector(*xs)
+  # bits
+  def word(self, n:int) -> Value: return Term(self, f"{n}u", "unsigned")
+  def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
+    product = self.let("product", Term(self, f"(unsigned long long){x.text} * {y}u", "unsigned long long"))
+    return Term(self, f"(unsigned){product.text}", "unsigned"), Term(self, f"(unsigned)({product.text} >> 32)", "unsigned")
   # registers
   def load(self, registers:Any, i:int) -> Value:
     registers.used.add(i)
@@ -323,22 +347,40 @@ class Hip(Printer):
     result = returned(self.vector_text(out, words) if n > 2 else words[0])
     self.declare(f"pack_bfloat({x.type})", f"{self.header}{out} pack_bfloat({x.type} x) {{\n{body}{result}\n}}")
     return self.call("pack_bfloat", out, x)
+  def at_least(self, x:Value, least:int) -> Value:
+    """A difference that saturates at 0 (v_pk_sub_u16 with clamp), held to 1 (v_pk_min_u16). Of a 1 that it knows clang would make comparisons of the
+    halves, one by one."""
+    self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
+                 '  unsigned ones = 0x00010001u;\n  asm("" : "+s"(ones));\n'
+                 f"  ushort2 above = __builtin_elementwise_sub_sat(__builtin_bit_cast(ushort2, x), (ushort2)({least - 1}));\n"
+                 "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
+    return self.call(f"at_least_{least}", "unsigned", x)
+  def sign_halves(self, x:Value) -> Value:
+    """Selectors 8 and 9 of v_perm_b32 are the signs of the two halves of its second operand."""
+    return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value:
+    """By a mask that is the bit extended (v_bfe_i32). The number is an argument of a function, as that of `dot_ones`."""
+    self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
+                 "  return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & mask);\n}")
+    return self.call("masked", "float", Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int"), x)
   # lanes
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """By v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32."""
+    """By v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32; among eight neighbours by
+    DPP or ds_swizzle_b32."""
     x = self.term(x)
-    bits = f"__builtin_bit_cast(unsigned, {x.text})"
+    bits, pair = f"__builtin_bit_cast(unsigned, {x.text})", vector_of(x.type, 2)
     if how == "permlane_swap":
       both = f"__builtin_amdgcn_permlane{step}_swap({bits}, {bits}, false, false)"
-      swapped = self.let("pair", Term(self, f"__builtin_bit_cast(float2, {both})", "float2"))
+      swapped = self.let("pair", Term(self, f"__builtin_bit_cast({pair}, {both})", pair))
       return self.element(swapped, 0), self.element(swapped, 1)
     if how == "permlanex16": other = exchange_rows(bits)
+    elif how == "neighbours": other = exchange_neighbours(bits, step)
     else:
       lane = self.let("lane", Term(self, f"(__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u)) + {step}u) & 63u", "unsigned"))
       other = f"__builtin_amdgcn_ds_bpermute({lane.text} << 2, __builtin_bit_cast(int, {x.text}))"
-    return x, self.let("other", Term(self, f"__builtin_bit_cast(float, {other})", "float"))
+    return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
     """Where dwords of x have other uses, clang packs those of RDNA4 once more for each, by an instruction of their own. (Elsewhere the hint costs
@@ -356,6 +398,13 @@ class Hip(Printer):
     ones = self.vector(*[Term(self, f"0x{TWO_ONES[dtype]:08x}u", "unsigned")]*n)
     a, b = (f"__builtin_bit_cast({kind}, {bare(x.text)})" for x in matrix.with_ones(p, ones))
     return Term(self, f"__builtin_amdgcn_{matrix.name}({a}, {b}, {bare(self.term(c).text)}{matrix.tail})", "float4")
+
+QUAD_PERM = {1: 0xb1, 2: 0x4e}     # of v_mov_b32_dpp: within four lanes, those whose number differs by this
+
+def exchange_neighbours(bits:str, step:int) -> str:
+  """The dword of the lane whose number differs in the bit `step`, of 1, 2 and 4: by v_mov_b32_dpp, or ds_swizzle_b32 in its mode of masks."""
+  if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
+  return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
   """v_permlanex16_b32: the dword of the lane whose number differs by 16. It may fetch from lanes that are not active (there are none), so that clang
@@ -425,11 +474,20 @@ class Cuda(Printer):
                                           f'  asm("cvt.rn.{ptx}.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));\n  return y;\n}}')
     pairs = [self.call(name, "unsigned", self.element(x, i), self.element(x, i + 1)) for i in range(0, length_of(x.type), 2)]
     return self.vector(*pairs)
+  def at_least(self, x:Value, least:int) -> Value:
+    low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))
+    return Term(self, f"({low} | {high})", "unsigned")
+  def sign_halves(self, x:Value) -> Value:
+    """9.7.9.7 of the PTX ISA: with its highest bit set a selector gives a byte's sign."""
+    self.declare("sign_halves(unsigned)", f"{self.header}unsigned sign_halves(unsigned x) {{\n  unsigned y;\n"
+                                          '  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(y) : "r"(x));\n  return y;\n}')
+    return self.call("sign_halves", "unsigned", x)
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value: return Term(self, f"({word.text} & {1 << bit}u ? {x.text} : 0.0f)", "float")
   # lanes
   def any_lane(self, condition:Value) -> Value: return Term(self, f"__any_sync({WARP}, {bare(condition.text)})", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
     x = self.term(x)
-    return x, Term(self, f"__shfl_xor_sync({WARP}, {x.text}, {step})", "float")
+    return x, Term(self, f"__shfl_xor_sync({WARP}, {x.text}, {step})", x.type)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
     ones = f"0x{TWO_ONES[dtype]:08x}u"
     return self.call(declare_mma(self, matrix), "float4", p, Term(self, ones, "unsigned"), Term(self, ones, "unsigned"), c)

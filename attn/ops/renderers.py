@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 from attn.chips.matrix import LaneSums, Matrix, Mma
-from attn.ops import amd as amd, common as common, hopper as hopper, nvidia as nvidia, softmax as softmax   # they fill OPERATIONS
+from attn.ops import amd as amd, common as common, dropout as dropout, hopper as hopper, nvidia as nvidia   # they fill OPERATIONS
+from attn.ops import softmax as softmax
 from attn.ops.language import LANGUAGES, text_of_call, wrapped
 from attn.ops.operation import Call
 from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
@@ -18,7 +19,8 @@ from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDA
 spec_names.update({x.__name__: x for x in (Call, LaneSums, Matrix, Mma, softmax.RowLanes)})
 
 # CUDA declares its vectors of up to four elements, clang none. (Up to clang 20 the attribute stands in typedefs only.)
-VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "half": "_Float16", "bfloat": "__bf16"}
+VECTOR_ELEMENTS = {"float": "float", "uint": "unsigned", "int": "int", "short": "short", "ushort": "unsigned short", "half": "_Float16",
+                   "bfloat": "__bf16"}
 OPERATORS = {Ops.ADD: "+", Ops.SUB: "-", Ops.MUL: "*"}
 LONGEST = 150   # a line of more is broken
 POINTERS = {AddrSpace.GLOBAL: "const void*", AddrSpace.LOCAL: "void*"}

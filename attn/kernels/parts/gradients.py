@@ -1,20 +1,33 @@
 """From scores and dP to P and dS, and what that takes of each query: its lse and its delta."""
 from __future__ import annotations
-import functools
+import functools, math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import LOG2E, NEG_INF, Row, Scores
 from attn.ops import common as ops
+from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
 
-def exponent(log_sum:UOp) -> UOp:
-  """What makes P = exp2(scores + exponent), scores in base 2, of an lse: -inf for a query that sees no key, whose P is 0."""
-  return log_sum.eq(NEG_INF).where(NEG_INF, ops.mul(log_sum, -LOG2E))
+def exponent(log_sum:UOp, p:Problem) -> UOp:
+  """What makes P = exp2(scores + exponent), scores in base 2, of an lse: -inf for a query that sees no key, whose P is 0. With dropout P is what is
+  left of it in forward where it is kept, 1/(1 - dropout_p) times as large."""
+  found = ops.mul(log_sum, -LOG2E)
+  if p.dropout_p: found = ops.add(found, UOp.const(-math.log2(p.kept), dtypes.float))
+  return log_sum.eq(NEG_INF).where(NEG_INF, found)
+
+def scaled_delta(delta:UOp, p:Problem) -> UOp:
+  """-delta, and with dropout so much less of it as P is larger than it should be beside it."""
+  return ops.mul(delta, -p.kept)
+
+def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
+  """What dP begins with: -delta, or with dropout 0, for delta is not dropped."""
+  return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
 def weights_of(scores:Scores, raw:list[UOp], exponents:list[UOp], row:Row, tile:UOp, masked:bool) -> tuple[list[UOp], list[UOp]|None]:
   """P = exp2(scores + exponent) of raw scores, and the slope of the softcap at each where there is one."""
@@ -32,8 +45,9 @@ def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[UOp]], row
   def joined(parts:list[list[UOp]]) -> list[UOp]: return [functools.reduce(ops.concat, xs) for xs in zip(*parts)]
   return joined([p for p, _ in found]), joined(slopes) if slopes else None
 
-def gradients_of(p:list[UOp], dp:list[UOp], slopes:list[UOp]|None) -> list[UOp]:
-  """dS = P * (dP - delta), given that difference, times the slope of the softcap. What it lacks is softmax_scale."""
+def gradients_of(p:list[UOp], dp:list[UOp], slopes:list[UOp]|None, kept:Kept, minus_delta:list[UOp]) -> list[UOp]:
+  """dS = P * (dP - delta), given a dP that began with `dp_start`, times the slope of the softcap. What it lacks is softmax_scale."""
+  if kept.words: dp = [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)]
   ds = [ops.mul(y, d) for y, d in zip(p, dp)]
   return ds if slopes is None else [ops.mul(y, slope) for y, slope in zip(ds, slopes)]
 
@@ -45,15 +59,17 @@ def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
 
 @dataclass(frozen=True)
 class RowNumbers:
-  """The exponent and -delta of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane side by
-  side."""
+  """The exponent and `scaled_delta` of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane
+  side by side."""
+  p: Problem
   matrix: Matrix
   block_n: int
   buffer: UOp        # units
   base: UOp|int = 0
 
   @staticmethod
-  def of(mat:Matrix, block_n:int, new:Allocator, buffers:int) -> RowNumbers: return RowNumbers(mat, block_n, new.lds(buffers*block_n//2))
+  def of(p:Problem, mat:Matrix, block_n:int, new:Allocator, buffers:int) -> RowNumbers:
+    return RowNumbers(p, mat, block_n, new.lds(buffers*block_n//2))
   def after(self, *deps:UOp) -> RowNumbers: return replace(self, buffer=self.buffer.after(*deps))
   def number(self, i:UOp) -> RowNumbers: return replace(self, base=i*(self.block_n//2))
 
@@ -65,7 +81,7 @@ class RowNumbers:
 
   def store(self, parts:list[UOp], thread:UOp) -> list[UOp]:
     to, (log_sum, delta) = self.buffer.bitcast(dtypes.float), parts
-    values = (exponent(log_sum), ops.mul(delta, -1.0))
+    values = (exponent(log_sum, self.p), scaled_delta(delta, self.p))
     return [to[(self.base*4 + i*self.block_n + thread).valid(thread < self.block_n)].store(x) for i, x in enumerate(values)]
 
   def load(self, at:Lane) -> tuple[list[UOp], list[UOp]]:

@@ -18,6 +18,17 @@ class Lane:
   def h(self) -> UOp: return self.lane // self.matrix.N
   @property
   def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
+  # what lanes exchange: over which distances, and how (attn/ops/language.py)
+  @property
+  def sharing(self) -> tuple[tuple[int, ...], str]:
+    """With those that share a row."""
+    return self.matrix.group_steps, self.matrix.exchange
+  @property
+  def neighbours(self) -> tuple[tuple[int, int, int], str]:
+    """With those that have the other rows of an octet, eight neighbouring rows."""
+    return (1, 2, 4), "neighbours"
+  @property
+  def in_octet(self) -> UOp: return self.lane % 8
 
 @dataclass(frozen=True)
 class MmaLane:
@@ -29,6 +40,12 @@ class MmaLane:
   def h(self) -> UOp: return self.lane % self.matrix.groups
   @property
   def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
+  @property
+  def sharing(self) -> tuple[tuple[int, ...], str]: return (1, 2), "shuffle"
+  @property
+  def neighbours(self) -> tuple[tuple[int, int, int], str]: return (4, 8, 16), "shuffle"
+  @property
+  def in_octet(self) -> UOp: return self.lane // self.matrix.groups
 
 # ***** matrix operands *****
 # A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit; where lanes are duplicated each lane reads all of them.

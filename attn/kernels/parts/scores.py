@@ -38,6 +38,8 @@ class Scores:
   first: Row         # the workgroup's first row and head: uniform
   slopes: UOp|None
   bias: UOp|None
+  seed: UOp|None     # of dropout: see parts/dropout.py
+  start: UOp|None    # the batch and the head of the whole tensor that this one's first ones are
 
   @property
   def raw(self) -> bool: return not self.p.softcap and self.slopes is None and self.bias is None

@@ -12,6 +12,7 @@ from typing import Any, Callable
 from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.statements import Carried
 from attn.ops import amd, common as ops
@@ -86,9 +87,9 @@ class Softmax(Carried):
       found.append(total)
     return found
 
-  def operands(self, at:Lane, qt:int, k_tiles:int) -> list[UOp]:
-    """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T."""
-    return fragment_operands(at, [self.p[qt*k_tiles + kt].load() for kt in range(k_tiles)])
+  def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept) -> list[UOp]:
+    """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T: those that dropout keeps."""
+    return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)])
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
   """The sum of the elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""

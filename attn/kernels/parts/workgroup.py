@@ -67,6 +67,7 @@ def _in_group_fastest(blocks:int, n:int, cached:int, tile:BlockTile, mat:Mma) ->
   wave = new.range(tile.waves, AxisType.WARP)
   return Grid(new, (group, block, in_group, lane, wave), group*together + in_group, block, lane, wave)
 
+OF_SCORES = ("alibi_slopes", "bias", "dropout_seed", "dropout_start")     # the optional tensors that scores, or what is kept of them, depend on
 KEY_TENSORS = ("k", "v", "dk", "dv")    # whose rows are keys
 
 def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
@@ -105,7 +106,7 @@ class Workgroup:
     sequence = extent(p, batch, given)
     first = Row(batch, first_head, first_query, UOp.const(True))
     walk = over_keys(p, sequence)
-    scores = Scores(p, at, tile.block_n, walk, first, given.get("alibi_slopes"), given.get("bias"))
+    scores = Scores(p, at, tile.block_n, walk, first, *map(given.get, OF_SCORES))
     walked = blocks_seen(walk, first_query, last_query, tile.block_n)
     for n in split: walked = walked.share(n, p.num_splits)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, walked)
@@ -118,7 +119,7 @@ class Workgroup:
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     first_head, sequence = kv_head*(p.H//p.Hkv), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
-    scores = Scores(p, at, tile.block_n, walk, first, given.get("alibi_slopes"), given.get("bias"))
+    scores = Scores(p, at, tile.block_n, walk, first, *map(given.get, OF_SCORES))
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n)
     return Workgroup(p, arch, tile, given, grid, (), batch, first_head, kv_head, first_key, sequence, scores, walked)
 
@@ -158,7 +159,8 @@ class Workgroup:
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, UOp]:
     """(what O of a row is to be multiplied by, its LSE), of its reference and sums: of P as it is rounded, and as the LSE has it."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
-    return finish(m, totals, self.scores, sink)
+    factor, log_sum = finish(m, totals, self.scores, sink)
+    return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:UOp|None) -> list[UOp]:
     """The stores of a row's LSE, where it is wanted, and of the parts of its O that this lane has: (first column, values)."""

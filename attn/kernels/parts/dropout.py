@@ -1,0 +1,87 @@
+"""Which scores of a lane dropout keeps, and what becomes of the others.
+
+The bits are those of attn/ops/dropout.py: an octet, eight keys of a query, to a call. Lanes that share a row share out its octets, so that none is
+worked out twice in a wave. Where lanes are keys, eight of them have an octet: each works it out for other queries, and they exchange rows of bits for
+columns.
+"""
+from __future__ import annotations
+import functools, operator
+from dataclasses import dataclass
+from attn.kernels.parts.lanes import Lane, MmaLane
+from attn.kernels.parts.rows import flat
+from attn.kernels.parts.scores import Row, Scores
+from attn.ops import common as ops, dropout as bits
+from attn.ops.dropout import OCTET, WORD
+from attn.tinygrad_compat import UOp, dtypes
+
+OCTETS = WORD//OCTET     # of a dword
+
+def bit_of(row:int) -> int:
+  """Where the bit of one of the 32 rows of a dword stands: see attn/ops/dropout.py."""
+  return row//OCTET*4 + row % OCTET//2 + row % 2*16
+
+@dataclass(frozen=True)
+class Kept:
+  """Which of a lane's scores of a tile are kept: for each of its rows a dword of every 32 that are walked over; for none of them without dropout."""
+  at: Lane|MmaLane
+  words: tuple[tuple[UOp, ...], ...] = ()
+
+  @property
+  def pairs(self) -> int:
+    """Of neighbouring scores of a row, in a vector of scores."""
+    return self.at.matrix.row_part//2
+  def place(self, n:int) -> tuple[int, int]:
+    """Of a lane's n-th score of a row: which dword has its bit, and where."""
+    word, row = divmod(self.at.matrix.key_of(0, n), WORD)
+    return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
+
+  def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
+    """The dwords with the bits of some scores, (row, n), side by side, and the place of each score."""
+    found = [(r, *self.place(n)) for r, n in at]
+    used = sorted({(r, word) for r, word, _ in found})
+    return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
+
+  def packed(self, x:UOp, first:int) -> UOp:
+    """P, packed, with 0 for what is dropped: vectors of scores from the lane's `first` on, of each its rows one after another."""
+    if not self.words: return x
+    rows, pairs = range(len(self.words)), range(self.pairs)
+    vectors = ops.length(x)//(len(rows)*len(pairs))
+    words, places = self._of([(r, ((first + v)*len(pairs) + i)*2) for v in range(vectors) for r in rows for i in pairs])
+    return bits.drop_packed(x, words, places, first)
+
+  def numbers(self, tiles:list[UOp]) -> list[UOp]:
+    """The same of fp32 numbers: all vectors of a tile."""
+    if not self.words: return tiles
+    found, part = [], self.at.matrix.row_part
+    for kt, x in enumerate(tiles):
+      words, places = self._of([(r, kt*part + i) for r in range(len(self.words)) for i in range(part)])
+      found.append(bits.drop_numbers(x, words, places, kt))
+    return found
+
+def alternate(at:Lane|MmaLane) -> bool:
+  """Whether neighbouring scores of a lane are two rows apart."""
+  return at.matrix.block == 1
+
+def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
+  """Which scores of these rows of a lane dropout keeps in a tile of what is walked over."""
+  if not scores.p.dropout_p: return Kept(scores.at)
+  count = scores.block_n//OCTET      # octets, or octets of queries, of a tile
+  def word(row:Row, first:int) -> UOp: return _word(scores, row, tile*count + first, min(OCTETS, count - first))
+  return Kept(scores.at, tuple(tuple(word(row, first) for first in range(0, count, OCTETS)) for row in rows))
+
+def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
+  """The bits of the lane's scores among eight times `count` rows that are walked over, from octet `first` on."""
+  at, p = scores.at, scores.p
+  assert scores.seed is not None
+  seed0, seed1 = (ops.uniform(flat(scores.seed)[i].load()) for i in range(2))
+  batch, head = (x if scores.start is None else x.cast(dtypes.uint) + flat(scores.start)[i].load() for i, x in enumerate((row.batch, row.head)))
+  shared = min(at.matrix.groups, count)           # lanes, each of which has every so manyth octet
+  mine = at.h%shared
+  def octet(i:int) -> UOp:
+    number = first + mine + i*shared
+    query, keys = (row.index, number) if scores.walk.over == "keys" else (number*OCTET + at.in_octet, row.index//OCTET)
+    return bits.kept_octet((seed0, seed1), batch, head, query, keys, p.dropout_p) << 4*shared*i
+  x = functools.reduce(operator.or_, map(octet, range(count//shared)))
+  x = bits.together(x, mine*4, *at.sharing)
+  if scores.walk.over == "queries": x = bits.turned(x, at.in_octet, *at.neighbours)
+  return bits.lane_bits(x, at.h*bit_of(at.matrix.block), alternate(at))

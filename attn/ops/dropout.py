@@ -1,0 +1,135 @@
+"""Which elements of P dropout keeps: bits from a counter, the same on every chip, in every pass and for every tile.
+
+Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3") gives 128 bits for a counter (query, keys, head,
+batch) and a key, the seed. One call serves an octet, eight neighbouring keys of a query, with 16 bits each: key 2*i + h of the octet has half h of
+word i, and is kept where that number is at least p * 2^16. So p counts in steps of 2^-16.
+
+A lane has bits of scores that lie in its registers, and lanes that share a query, or eight whose keys are an octet, exchange what each of them has
+worked out. The bits of 32 rows of what a kernel walks over are one dword, in this order: row 8*j + 2*i + h is bit 4*j + i + 16*h, so that two
+neighbours are the same bit of both halves, where a mask for two packed numbers wants them.
+"""
+from __future__ import annotations
+import functools, operator
+from collections.abc import Sequence
+from typing import Any
+from attn.ops.common import f32, length, u32
+from attn.ops.language import Value, compound
+from attn.ops.operation import emit
+from attn.tinygrad_compat import Tensor, UOp, dtypes
+
+OCTET = 8                      # keys of a query that one call serves
+WORD = 32                      # rows whose bits are a dword
+STEPS_OF_P = 1 << 16           # of the probability
+SPREAD = 15                    # see `lane_bits`
+
+MULTIPLIERS = (0xd2511f53, 0xcd9e8d57)
+BUMPS = (0x9e3779b9, 0xbb67ae85)       # of the key, from round to round: the golden ratio and sqrt(3) - 1
+PHILOX_ROUNDS = 10
+
+def threshold(p:float) -> int:
+  """The least of the 16-bit numbers that are kept."""
+  return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
+
+def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
+  """The four words of Philox4x32-10; `c` is any interpreter that has `wide_product`."""
+  x0, x1, x2, x3 = counter
+  k0, k1 = key
+  for i in range(PHILOX_ROUNDS):
+    if i: k0, k1 = k0 + c.word(BUMPS[0]), k1 + c.word(BUMPS[1])
+    (low0, high0), (low1, high1) = c.wide_product(x0, MULTIPLIERS[0]), c.wide_product(x2, MULTIPLIERS[1])
+    x0, x1, x2, x3 = high1 ^ x1 ^ k0, low1, high0 ^ x3 ^ k1, low0
+  return [x0, x1, x2, x3]
+
+# ***** the bits of an octet *****
+
+@compound("kept_octet")
+def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:Value, octet:Value, *, least:int) -> Value:
+  if not least: return c.word(0x000f000f)
+  words = philox(c, (query, octet, head, batch), (seed0, seed1))
+  return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
+
+def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
+  """A dword whose bits i + 16*h say which keys 2*i + h of an octet are kept."""
+  operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
+  return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
+
+# ***** among lanes *****
+
+@compound("together")
+def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:str) -> Value:
+  x = c.let("bits", x << place)
+  for step in steps: x = c.let("bits", functools.reduce(operator.or_, c.exchange(x, step, exchange)))
+  return x
+
+def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
+  """The bits that lanes have, each from bit `place` on, in one dword that all of them get."""
+  return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
+
+LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # those that change places with what lies so much higher
+
+@compound("turned")
+def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:str) -> Value:
+  for i, (step, (far, low)) in enumerate(zip(steps, LOW_BITS.items())):
+    upper = c.let("upper", own >> c.word(i) & c.word(1))
+    turn = c.let("turn", c.word(far) + upper*c.word(32 - 2*far))
+    mine = c.let("mine", c.word(low) ^ (c.word(0) - upper))
+    other = c.let("theirs", c.exchange(x, step, exchange)[1])
+    x = c.let("bits", (x & mine) | ((other << turn | other >> (c.word(32) - turn)) & (c.word(0xffffffff) ^ mine)))
+  return x
+
+def turned(x:UOp, own:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
+  """Eight lanes, number `own` of which has row `own` of four 8 x 8 matrices of bits, get their columns. A distance of `steps` is a bit of `own`. (By
+  exchanges of blocks of bits, each time half as large: Warren, Hacker's Delight, 7-3.)"""
+  return emit("turned", dtypes.uint, x, own.cast(dtypes.uint), steps=steps, exchange=exchange)
+
+@compound("lane_bits")
+def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
+  x = c.let("bits", x >> place)
+  if not alternate: return x
+  x = c.let("own", x & c.word(0xffff))
+  return x | x << c.word(SPREAD)
+
+def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
+  """The bits of the rows that a lane has, of which the first is bit `place`. Where those are `alternate` ones, two neighbours are a bit apart: the
+  second goes to the upper half."""
+  return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
+
+# ***** what they are for *****
+
+@compound("drop_packed", suffix="_{first}")
+def _drop_packed(c:Any, packed:Value, words:Value, *, places:tuple[tuple[int, int], ...], first:int) -> Value:
+  def kept(i:int) -> Value:
+    word, place = places[i]
+    return c.element(packed, i) & c.sign_halves(c.element(words, word) << c.word(15 - place))
+  return c.vector(*map(kept, range(len(places))))
+
+@compound("drop_numbers", suffix="_{first}")
+def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], ...], first:int) -> Value:
+  return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
+
+def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
+  """Pairs of 16-bit numbers, 0 where they are not kept: `places` says of each pair which of the `words` has its bits, and where in both halves.
+  `first` is the number of the vector among those of a lane, for which there are other places."""
+  return emit("drop_packed", u32(length(packed)), packed, words, places=places, first=first)
+def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
+  """The same of fp32 numbers: `places` says of each which of the `words` has its bit, and where."""
+  return emit("drop_numbers", f32(length(x)), x, words, places=places, first=first)
+
+# ***** in tensor operations *****
+
+class TensorWords:
+  """The interpreter of `philox` on tensors of uint32."""
+  @staticmethod
+  def word(n:int) -> int: return n
+  @staticmethod
+  def wide_product(x:Tensor, y:int) -> tuple[Tensor, Tensor]:
+    product = x.cast(dtypes.ulong)*y
+    return product.cast(dtypes.uint), (product >> 32).cast(dtypes.uint)
+
+def kept_elements(seed:Tensor, p:float, batch:Tensor, head:Tensor, query:Tensor, key:Tensor) -> Tensor:
+  """bool: which elements of P are kept, of places that broadcast; `seed` is uint32 (2)."""
+  if not threshold(p): return Tensor.full((batch + head + query + key).shape, True, device=seed.device)
+  batch, head, query, key = (x.cast(dtypes.uint) for x in (batch, head, query, key))
+  words = philox(TensorWords, (query, key >> 3, head, batch), (seed[0], seed[1]))
+  word = functools.reduce(lambda found, i: (key >> 1 & 3).eq(i).where(words[i], found), range(1, len(words)), words[0])
+  return (key & 1).eq(1).where(word >> 16, word & 0xffff) >= threshold(p)
