@@ -12,8 +12,9 @@ from attn import flash_attn
 from attn.api import attention as api
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile
-from attn.kernels import backward_dkdv, backward_dq, forward
-from attn.kernels.parts import gradients
+from attn.kernels import (backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_mma, backward_dq_wgmma,
+                          forward)
+from attn.kernels.parts import backward_warps, gradients, own_queries
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.epilogue import finish
 from attn.kernels.parts.gradients import exponent, scaled_delta
@@ -166,6 +167,9 @@ BACKWARD: dict[str, dict[str, Any]] = {
 @in_turn_on(ARCHS, BACKWARD)
 def test_backward(arch:str, case:str) -> None: check_backward_kernels(arch, **{**dict(D=16), **BACKWARD[case]})
 
+@in_turn_on(("sm_80", "sm_90"), BACKWARD)
+def test_backward_on_nvidia(arch:str, case:str) -> None: check_backward_kernels(arch, **{**dict(D=16), **BACKWARD[case]})
+
 @pytest.mark.parametrize("p", [1e-6, 0.97])
 def test_rates_near_the_ends(p:float) -> None:
   check_backward_kernels("gfx1201", H=1, Sq=33, Sk=40, D=16, extras={"dropout_seed": SEED}, dropout_p=p)
@@ -192,8 +196,8 @@ def as_it_was(self:Any, x:Any, first:int=0) -> Any: return x
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", Workgroup, "normalised", unscaled), "sums of what is left": ("o", forward.Forward, "work", summed_after),
   "O by another head's mask": ("o", forward, "kept_scores", wrong_head), "O of all P": ("o", Kept, "packed", as_it_was),
-  "dQ by another tile's mask": ("dq", backward_dq, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "numbers", as_it_was),
-  "dQ without 1/(1 - p)": ("dq", backward_dq, "exponent", plain_exponent), "dQ with too much delta": ("dq", backward_dq, "scaled_delta", whole_delta),
+  "dQ by another tile's mask": ("dq", own_queries, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "numbers", as_it_was),
+  "dQ without 1/(1 - p)": ("dq", own_queries, "exponent", plain_exponent), "dQ with too much delta": ("dq", own_queries, "scaled_delta", whole_delta),
   "dK and dV by another head's mask": ("dkdv", backward_dkdv, "kept_scores", wrong_head), "dV of all P": ("dkdv", Kept, "packed", as_it_was),
   "dK of all dP": ("dkdv", Kept, "numbers", as_it_was), "dK and dV without 1/(1 - p)": ("dkdv", gradients, "exponent", plain_exponent),
   "dK with too much delta": ("dkdv", gradients, "scaled_delta", whole_delta)}
@@ -202,6 +206,21 @@ def hold_to_the_contract(kernel:str) -> None:
   rare = lambda tile: replace(tile, rescale_above=8.0)      # P is as a rule that of a trip's first look, and not of a correction
   if kernel == "o": check_kernels("gfx1201", H=1, Sq=16, Sk=96, D=16, tile=rare, **with_seed())
   else: check_backward_kernels("gfx1201", H=1, Sq=40, Sk=40, D=16, only=kernel, **with_seed())
+
+ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
+  "dQ by another tile's mask": ("dq", (backward_dq_mma, backward_dq_wgmma), "kept_scores", wrong_tile),
+  "dQ of all dP": ("dq", (Kept,), "numbers", as_it_was), "dV of all P": ("dkdv", (Kept,), "packed", as_it_was),
+  "dK and dV by another head's mask": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "kept_scores", wrong_head),
+  "dK with too much delta": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "scaled_delta", whole_delta),
+  "dQ with too much delta": ("dq", (backward_warps,), "scaled_delta", whole_delta)}
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("fault", ON_NVIDIA)
+def test_a_fault_on_nvidia_is_caught(fault:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  kernel, where, name, wrong = ON_NVIDIA[fault]
+  for of in where: monkeypatch.setattr(of, name, wrong)
+  with pytest.raises(AssertionError, match="|".join(f"{x}: " for x in (("dq",) if kernel == "dq" else ("dk", "dv")))):
+    check_backward_kernels(arch, H=1, Sq=64, Sk=64, D=16, only=kernel, **with_seed())
 
 @pytest.mark.parametrize("kernel", ["o", "dq", "dkdv"])
 def test_without_a_fault(kernel:str) -> None: hold_to_the_contract(kernel)
@@ -332,7 +351,7 @@ def test_explain(capsys:pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NotImplementedError, match="dropout_p: it takes plain problems only"): attn.attention(q, q, q, dropout_p=P)
   with emulated("gfx942"):
     q = draw(1, 2, 32, 16)
-    assert "three_pass" in str(attn.explain(q, q, q, dropout_p=P, arch="sm_80", backward=True))
+    assert "backward_dq_mma" in str(attn.explain(q, q, q, dropout_p=P, arch="sm_80", backward=True))
     assert "dropout_p=0.99999" in str(attn.explain(q, q, q, dropout_p=0.99999, backward=True))
 
 # ***** errors *****

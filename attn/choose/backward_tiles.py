@@ -107,12 +107,12 @@ def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], rows:int,
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
   """As `_chosen`."""
-  mat, reasons = MMA[p.dtype], []
+  mat, load, reasons = MMA[p.dtype], Burden.BIAS if p.dropout_p else burden(p), []      # dropout takes as many registers as a bias
   for c in table:
     row_tiles = min(c.row_tiles, ceildiv(rows, mat.M))
     waves = min(c.waves, ceildiv(rows, row_tiles*mat.M))
     tile = MmaBackwardTile(mat, waves, row_tiles, c.block_n, c.part_n, keys=keys, passes=c.passes)
-    spills = burden(p) > c.burden or arch.name in c.spills_on
+    spills = load > c.burden or arch.name in c.spills_on
     if max(p.D, p.Dv) > c.up_to or spills: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
     elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of shared memory, {arch.name} has {arch.lds}")
     else: return tile

@@ -11,7 +11,8 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
 from attn.kernels.parts.backward_warps import KeysOfWarps, fragments
-from attn.kernels.parts.gradients import PASSES, exponent, gradients_of, weights_of_rows
+from attn.kernels.parts.dropout import kept_scores
+from attn.kernels.parts.gradients import PASSES, dp_start, exponent, gradients_of, scaled_delta, weights_of_rows
 from attn.kernels.parts.rows import Rows
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
@@ -70,7 +71,7 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps):
   def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
     group, n = self.warps.group, self.tile.block_n
     lse, delta = [[group.numbers(name, self.head).load_number(t*n, n, i, i < n) for i in self.carried] for name in ("lse", "delta")]
-    s = s.store(store_all(s.numbers, [*map(exponent, lse), *[ops.mul(x, -1.0) for x in delta]]))
+    s = s.store(store_all(s.numbers, [*[exponent(x, self.p) for x in lse], *[scaled_delta(x, self.p) for x in delta]]))
     there = (group.walked.end*n).minimum(group.sequence.n_q)
     rows:list[Rows] = [group.rows("q", self.head), group.operand_rows("do", self.head)]
     copies = [self.warps.copies(source.up_to(there), s.shared, t*n, self.walked(name, t)) for source, name in zip(rows, ("q", "do"))]
@@ -82,19 +83,22 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps):
     return s.do(*[nv.put(to[self.numbers(t)*4 + place], s.numbers[j].load(), there) for j, (place, there) in enumerate(places)])
 
   def columns(self, s:BackwardState, t:UOp, part:int, kind:int) -> list[UOp]:
-    """The exponents (kind 0) or -delta (1) of the queries that a lane's columns are."""
+    """The exponents (kind 0) or `scaled_delta` (1) of the queries that a lane's columns are."""
     pairs = s.shared.bitcast(nv.F2)
     first = self.numbers(t)*2 + (kind*self.tile.block_n + part*self.tile.part_n)//2 + self.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in range(self.tile.part_n//self.mat.N)]
 
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
     """The parts of dK and dV that some queries of a tile have."""
-    number, exponents = t*self.parts + part, self.columns(s, t, part, 0)
+    scores, number, exponents = self.of_part(self.scores), t*self.parts + part, self.columns(s, t, part, 0)
+    left = [kept_scores(scores, rows, number) for rows in self.keys]
     raw = self.with_rows(s, self.own("k"), self.walked("q", t), part, [[nv.zero(s.done)]*len(exponents) for _ in self.keys])
-    weights = [weights_of_rows(self.of_part(self.scores), x, [exponents]*nv.ROWS, rows, number, masked) for rows, x in zip(self.keys, raw)]
-    if "dv" in self.wanted: s = self.add_product(s, "dv", [p for p, _ in weights], self.walked("do", t), part)
+    weights = [weights_of_rows(scores, x, [exponents]*nv.ROWS, rows, number, masked) for rows, x in zip(self.keys, raw)]
+    if "dv" in self.wanted:
+      kept = [[one.packed(x, 2*i) for i, x in enumerate(self.packed(p))] for one, (p, _) in zip(left, weights)]
+      s = self.add_product(s, "dv", kept, self.walked("do", t), part)
     if "dk" not in self.wanted: return s
-    start = [ops.concat(x, x) for x in self.columns(s, t, part, 1)]
-    dp = self.with_rows(s, self.own("v"), self.walked("do", t), part, [start for _ in self.keys])
-    ds = [gradients_of(p, y, slopes) for (p, slopes), y in zip(weights, dp)]
+    minus_delta = [ops.concat(x, x) for x in self.columns(s, t, part, 1)]
+    dp = self.with_rows(s, self.own("v"), self.walked("do", t), part, [dp_start(minus_delta, kept) for kept in left])
+    ds = [self.packed(gradients_of(p, y, slopes, one, minus_delta)) for (p, slopes), y, one in zip(weights, dp, left)]
     return self.add_product(s, "dk", ds, self.walked("q", t), part)

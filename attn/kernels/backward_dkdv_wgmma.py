@@ -11,7 +11,9 @@ from typing import Callable, Self
 from attn.chips import Chip
 from attn.kernels.parts.backward_warps import KeysOfWarps, fragments
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
-from attn.kernels.parts.gradients import PASSES, exponent, gradients_of, weights_of_rows
+from attn.kernels.parts.dropout import kept_scores
+from attn.kernels.parts.gradients import PASSES, exponent, scaled_delta, weights_of_rows
+from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
@@ -46,17 +48,20 @@ class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps):
     of_v, of_k = [name in self.wanted for name in ("dv", "dk")]
     s = self.start(s, s.scores, "k", "q", trip)                             # S^T = K Q^T
     if of_k: s = self.start(s, s.dp, "v", "do", trip)                       # dP^T = V dO^T
-    exponents = [ops.build(*[exponent(ops.extract(x, i)) for i in range(2)]) for x in self.columns(s, trip, 0)]
+    exponents = [ops.build(*[exponent(ops.extract(x, i), self.p) for i in range(2)]) for x in self.columns(s, trip, 0)]
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(of_k)))
     s = self.fetch(s, self.next(trip))                                      # the products of the trip before are done, too
+    left = kept_scores(self.scores, self.keys[0], trip.tile)
     raw = [s.scores[i].load() for i in range(len(exponents))]
     p, slopes = weights_of_rows(self.scores, raw, [exponents]*nv.ROWS, self.keys[0], trip.tile, masked)
-    if of_v: s = self.add(s.store(self.packed(s.p, p)), "dv", s.p, "do", trip)       # dV += P^T dO
+    if of_v:                                                                # dV += P^T dO
+      s = s.store(store_all(s.p, [left.packed(x, 2*i) for i, x in enumerate(self.packed(p))]))
+      s = self.add(s, "dv", s.p, "do", trip)
     if not of_k: return s
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int(of_v)))
-    deltas = self.columns(s, trip, 1)
-    dp = [ops.sub(s.dp[i].load(), ops.concat(x, x)) for i, x in enumerate(deltas)]
-    return self.add(s.store(self.packed(s.ds, gradients_of(p, dp, slopes))), "dk", s.ds, "q", trip)     # dK += dS^T Q
+    minus_delta = [ops.concat(x, x) for x in [scaled_delta(x, self.p) for x in self.columns(s, trip, 1)]]
+    s = s.store(store_all(s.ds, self.ds(s, p, slopes, left, minus_delta)))
+    return self.add(s, "dk", s.ds, "q", trip)                               # dK += dS^T Q
 
   # ***** global -> shared memory *****
   def copies_of_own(self, s:WgmmaBackwardState) -> list[UOp]:

@@ -11,7 +11,8 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
 from attn.kernels.parts.backward_warps import QueriesOfWarps, fragments
-from attn.kernels.parts.gradients import gradients_of, weights_of_rows
+from attn.kernels.parts.dropout import kept_scores
+from attn.kernels.parts.gradients import dp_start, gradients_of, weights_of_rows
 from attn.kernels.parts.tensors import check_backward, dq_arguments
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, nvidia as nv
@@ -50,12 +51,13 @@ class BackwardDqMma(MmaBackward, QueriesOfWarps):
 
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
     """The part of dQ that some keys of a tile have."""
-    columns, number = self.tile.part_n//self.mat.N, t*self.parts + part
+    scores, columns, number = self.of_part(self.warps.group.scores), self.tile.part_n//self.mat.N, t*self.parts + part
+    left = [kept_scores(scores, rows, number) for rows in self.queries]
+    minus_deltas = [self.minus_deltas(i, columns) for i in range(len(self.queries))]
     raw = self.with_rows(s, self.own("q"), self.walked("k", t), part, [[nv.zero(s.done)]*columns for _ in self.queries])
-    start = [[ops.concat(*[ops.splat(ops.mul(x, -1.0), 2) for x in own])]*columns for own in self.deltas]
-    dp = self.with_rows(s, self.own("do"), self.walked("v", t), part, start)
+    dp = self.with_rows(s, self.own("do"), self.walked("v", t), part, [dp_start(x, kept) for x, kept in zip(minus_deltas, left)])
     ds = []
-    for rows, exponents, x, y in zip(self.queries, self.exponents, raw, dp):
-      p, slopes = weights_of_rows(self.of_part(self.warps.group.scores), x, [[ops.splat(e, 2)]*columns for e in exponents], rows, number, masked)
-      ds.append(gradients_of(p, y, slopes))
+    for i, rows in enumerate(self.queries):
+      p, slopes = weights_of_rows(scores, raw[i], [[ops.splat(e, 2)]*columns for e in self.exponents[i]], rows, number, masked)
+      ds.append(self.packed(gradients_of(p, dp[i], slopes, left[i], minus_deltas[i])))
     return self.add_product(s, "dq", ds, self.walked("k", t), part)

@@ -10,7 +10,9 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_warps import QueriesOfWarps, fragments
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
-from attn.kernels.parts.gradients import gradients_of, weights_of_rows
+from attn.kernels.parts.dropout import kept_scores
+from attn.kernels.parts.gradients import weights_of_rows
+from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward, dq_arguments
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, hopper as wgmma
@@ -42,12 +44,12 @@ class BackwardDqWgmma(WgmmaBackward, QueriesOfWarps):
     s = self.start(s, s.dp, "do", "v", trip)                                # dP = dO V^T
     s = s.do(wgmma.wait_products(s.scores, s.done, but=1))
     s = self.fetch(s, self.next(trip))                                      # the product of the trip before is done, too
+    left = kept_scores(self.warps.group.scores, self.queries[0], trip.tile)
     exponents = [[ops.splat(e, 2)]*len(columns) for e in self.exponents[0]]
     p, slopes = weights_of_rows(self.warps.group.scores, [s.scores[i].load() for i in columns], exponents, self.queries[0], trip.tile, masked)
     s = s.do(wgmma.wait_products(s.dp, s.done))
-    deltas = ops.concat(*[ops.splat(x, 2) for x in self.deltas[0]])
-    ds = gradients_of(p, [ops.sub(s.dp[i].load(), deltas) for i in columns], slopes)
-    return self.add(s.store(self.packed(s.ds, ds)), "dq", s.ds, "k", trip)  # dQ += dS K
+    s = s.store(store_all(s.ds, self.ds(s, p, slopes, left, self.minus_deltas(0, len(columns)))))
+    return self.add(s, "dq", s.ds, "k", trip)                               # dQ += dS K
 
   # ***** global -> shared memory *****
   def copies_of_own(self, s:WgmmaBackwardState) -> list[UOp]:

@@ -160,14 +160,17 @@ class MmaBackward(WarpsBackward):
           tiles[i][2*pair + half] = nv.mma(mat, a[i], b, half, tiles[i][2*pair + half])
     return tiles
 
+  def packed(self, x:list[UOp]) -> list[UOp]:
+    """C fragments of a tile of own rows as operand A."""
+    return [nv.pack_a(a, b, self.p.dtype) for a, b in zip(x[0::2], x[1::2])]
+
   def add_product(self, s:BackwardState, name:str, weights:list[list[UOp]], tile:SwizzledRows, part:int) -> BackwardState:
-    """Adds A B to the gradient `name`: weights, C fragments of each tile of own rows, times the rows of a part of a tile."""
+    """Adds A B to the gradient `name`: weights, operands of each tile of own rows, times the rows of a part of a tile."""
     mat, first = self.mat, part*self.tile.part_n
     row, unit = mat.b_transposed_address(self.warps.at.lane)
-    packed = [[nv.pack_a(x, y, self.p.dtype) for x, y in zip(xs[0::2], xs[1::2])] for xs in weights]
     accs = [[s.acc[j].load() for j in self.place(name, i)] for i in range(self.tile.row_tiles)]
     for step, pair in itertools.product(range(self.tile.part_n//mat.K), range(self.accs(name)//2)):
       b = self.read(s, tile, row, unit, first + step*mat.K, 2*pair, transposed=True)
       for i, half in itertools.product(range(self.tile.row_tiles), range(2)):
-        accs[i][2*pair + half] = nv.mma(mat, packed[i][step], b, half, accs[i][2*pair + half])
+        accs[i][2*pair + half] = nv.mma(mat, weights[i][step], b, half, accs[i][2*pair + half])
     return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.place(name, i), xs)])

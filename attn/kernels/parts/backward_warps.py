@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from attn.chips.matrix import Mma
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import exponent, where_known
+from attn.kernels.parts.gradients import exponent, scaled_delta, where_known
 from attn.kernels.parts.rows import flat
 from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.tiles import BlockTile
@@ -76,7 +76,7 @@ class QueriesOfWarps(WarpsBackward):
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
   @functools.cached_property
-  def exponents(self) -> list[list[UOp]]: return [[exponent(self.number("lse", row)) for row in own] for own in self.queries]
+  def exponents(self) -> list[list[UOp]]: return [[exponent(self.number("lse", row), self.p) for row in own] for own in self.queries]
 
   @functools.cached_property
   def deltas(self) -> list[list[UOp]]:
@@ -94,6 +94,10 @@ class QueriesOfWarps(WarpsBackward):
     while (n := ops.length(total)) > 1: total = ops.add(ops.slice_(total, 0, n//2), ops.slice_(total, n//2, n//2))
     total = total_of(total, 0)
     return ops.sub(total, self.number("dlse", row)) if "dlse" in group.given else total
+
+  def minus_deltas(self, i:int, columns:int) -> list[UOp]:
+    """`scaled_delta` of the queries of the i-th tile, as so many C fragments."""
+    return [ops.concat(*[ops.splat(scaled_delta(x, self.p), nv.ROWS) for x in self.deltas[i]])]*columns
 
   def kept_deltas(self) -> list[UOp]:
     """Their stores."""

@@ -13,10 +13,12 @@ from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.backward_warps import WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
 from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.dropout import Kept
+from attn.kernels.parts.gradients import gradients_of
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.warps import Warps
-from attn.ops import hopper as wgmma, nvidia as nv
+from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
@@ -188,6 +190,12 @@ class WgmmaBackward(WarpsBackward):
     b = self.ring(walked, trip)
     return s.do(wgmma.output(s.acc, weights, s.shared[b.base], s.done, UNIT_BYTES*b.panel, self.p.dtype, self.place(name)))
 
-  def packed(self, to:UOp, tiles:list[UOp]) -> list[UOp]:
-    """The stores of C fragments as operand A."""
-    return store_all(to, [nv.pack_a(x, y, self.p.dtype) for x, y in zip(tiles[0::2], tiles[1::2])])
+  def packed(self, tiles:list[UOp]) -> list[UOp]:
+    """C fragments as operand A."""
+    return [nv.pack_a(x, y, self.p.dtype) for x, y in zip(tiles[0::2], tiles[1::2])]
+
+  def ds(self, s:WgmmaBackwardState, p:list[UOp], slopes:list[UOp]|None, left:Kept, minus_delta:list[UOp]) -> list[UOp]:
+    """dS as operand A, given dP, which began with 0."""
+    dp = [s.dp[i].load() for i in range(len(p))]
+    if not left.words: dp = [ops.add(x, d) for x, d in zip(dp, minus_delta)]
+    return self.packed(gradients_of(p, dp, slopes, left, minus_delta))
