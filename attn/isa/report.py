@@ -16,6 +16,7 @@ from attn.chips import Chip, modelled
 from attn.isa.flow import blocks_of, matrix_loops, usual_path
 from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matrix_shape
 from attn.isa.parse import Kernel, parse
+from attn.isa.waits import Stop, path_of_waits, waits_of
 
 @dataclass(frozen=True)
 class Resources:
@@ -68,6 +69,7 @@ class Report:
   resources: Resources
   loops: int                        # innermost loops with matrix instructions
   loop: HotLoop|None
+  waits: tuple[Stop, ...] = ()      # waits and barriers of a trip
 
   def json(self) -> dict[str, Any]:
     found = dataclasses.asdict(self)
@@ -155,15 +157,17 @@ def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
   return found
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
-             rank:int=0) -> tuple[str, list[Instruction], int, int]|None:
-  """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the `rank`-th most matrix work."""
+             rank:int=0) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
+  """(label, instructions of a trip, instructions in every block, number of such loops, waits of a trip) of the loop with the `rank`-th most matrix
+  work."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   if rank >= len(loops): return None
   loop = loops[rank]
   path = sorted(loop.body) if every_block else usual_path(blocks, loop, 2.0*(d + (dv or d))*chip.wave if d else 0)
+  waits = waits_of([x for b in path_of_waits(blocks, loop, path) for x in blocks[b].instructions], chip)
   return (" ".join(blocks[loop.header].labels), [x for b in path for x in blocks[b].instructions],
-          sum(len(blocks[b].instructions) for b in loop.body), len(loops))
+          sum(len(blocks[b].instructions) for b in loop.body), len(loops), waits)
 
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None) -> Report:
@@ -173,4 +177,5 @@ def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, ker
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])
   found = hot_loop(kernel, chip, d, dv, every_block, rank)
   loop = measure(found[0], found[1], found[2], chip, d, dv, queries) if found is not None else None
-  return Report(title or kernel.name, kernel.arch, d, resources_of(kernel, chip, lds, threads), found[3] if found is not None else 0, loop)
+  return Report(title or kernel.name, kernel.arch, d, resources_of(kernel, chip, lds, threads), found[3] if found is not None else 0, loop,
+                tuple(found[4]) if found is not None else ())

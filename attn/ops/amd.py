@@ -59,7 +59,7 @@ def share_halves(x:UOp, low:UOp) -> UOp:
 # ***** order *****
 
 def _waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
-  """CDNA's s_waitcnt (CDNA3 ISA section 16.5): until at most so many loads from memory, and accesses to LDS, of this wave are under way."""
+  """CDNA's s_waitcnt: until at most so many loads from memory, and accesses to LDS, of this wave are under way (LLVM, AMDGPUBaseInfo.cpp)."""
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
 def _in_order(*statements:str) -> str:
