@@ -119,7 +119,8 @@ def _counted(report):
 def stops(arch, text):
   """(what, accesses, instructions since the last one's issue, matrix instructions among them, what is under way) of each wait or barrier."""
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
-  return [(x.what, *([x.awaited.accesses, x.awaited.instructions, x.awaited.matrix] if x.awaited else [0]), x.under_way) for x in waits_of(trip, CHIPS[arch])]
+  return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
+          for x in waits_of(trip, CHIPS[arch])]
 
 LOAD = "buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen\n"
 
