@@ -34,6 +34,7 @@ class Awaited:
   """What a wait lasts for."""
   accesses: int                 # how many, in order
   last: str                     # the last one of them, as it is written
+  kind: str                     # its instruction's
   instructions: int             # from its issue to the wait
   matrix: int                   # matrix instructions among these
 
@@ -82,9 +83,13 @@ TRIPS = 3      # after so many the same accesses are under way at a trip's begin
 
 @dataclass(frozen=True)
 class _Access:
-  text: str
+  issued: Instruction
   at: int
   matrix: int
+
+def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
+  last = accesses[-1]
+  return Awaited(len(accesses), last.issued.text, last.issued.kind, now - last.at, matrix - last.matrix)
 
 def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   """The waits and barriers of a trip that is not among the first."""
@@ -94,7 +99,7 @@ def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   for _ in range(TRIPS):
     stops, begin, matrix_before = [], now, matrix
     for x in trip:
-      for name in raised_by(x, counters): under_way[name].append(_Access(x.text, now, matrix))
+      for name in raised_by(x, counters): under_way[name].append(_Access(x, now, matrix))
       done = {}
       for name, most in (waited_for(x, counters) if x.kind == "wait" else {}).items():
         pending = under_way.get(name, [])
@@ -103,7 +108,11 @@ def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
       if x.kind in ("wait", "barrier"):
         still = {name: len(left) for name, left in under_way.items() if left}
         for what, accesses in (done or {x.text: []}).items():
-          awaited = Awaited(len(accesses), (last := accesses[-1]).text, now - last.at, matrix - last.matrix) if accesses else None
+          awaited = _awaited(accesses, now, matrix) if accesses else None
           stops.append(Stop(now - begin, matrix - matrix_before, what, awaited, still))
       now, matrix = now + 1, matrix + (x.kind == "matrix")
   return stops
+
+def time_of_loads(stops:Sequence[Stop]) -> int|None:
+  """The matrix instructions from the issue of a load from memory to the wait for it, at least; None where a trip waits for none."""
+  return min((x.awaited.matrix for x in stops if x.awaited is not None and x.awaited.kind in ("load", "load_to_lds")), default=None)
