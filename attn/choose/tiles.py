@@ -52,9 +52,9 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   # a loop with both masks has none to spare, and of RDNA one with two sums of P
   crowded = max(p.D, p.Dv) > WIDE and (p.window[0] >= 0 or (shared and (few or p.writes_lse)))
   if crowded and not shared: waves = min(waves, 4)
-  # rows that are no whole number of units come in smaller pieces: on their way beside few queries, two sums of P or long rows of O they leave RDNA
-  # too few registers
-  pieces = shared and (few or p.writes_lse or max(p.D, p.Dv) > LONG) and any(width % mat.unit for width in (p.D, p.Dv))
+  # rows that are no whole number of units come in smaller pieces: on their way beside few queries, two sums of P, an option or long rows of O they
+  # leave RDNA too few registers
+  pieces = shared and (few or p.writes_lse or p.options or max(p.D, p.Dv) > LONG) and any(width % mat.unit for width in (p.D, p.Dv))
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
   return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded or pieces else c.prefetch, pack, 0.0 if few else 8.0)
 
