@@ -10,9 +10,10 @@ from attn.compilers.clang import assemble, assembly
 from attn.isa.costs import defects
 from attn.isa.disassemble import disassemble, elf_chip
 from attn.isa.flow import blocks_of, loops_of, matrix_loops, usual_path
-from attn.isa.instruction import access_bytes, kind_of, matrix_shape
+from attn.isa.instruction import Instruction, access_bytes, kind_of, matrix_shape
 from attn.isa.parse import parse
 from attn.isa.report import analyse, waves_by_lds, waves_by_registers
+from attn.isa.waits import COUNTERS, raised_by, waited_for, waits_of
 from attn.tinygrad_compat import CompileError
 sys.path.insert(0, os.path.dirname(__file__))
 from isa_sample import KEYS, UNITS, sample
@@ -110,6 +111,58 @@ def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
                  ".LBB0_3:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_cndmask_b32" not in path and path.count("v_mfma_f32_32x32x8_f16") == 4
 
+# ***** waits *****
+
+def _counted(report):
+  """The waits for accesses, and the barriers; other waits are not the same in both texts."""
+  return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
+
+def stops(arch, text):
+  """(what, accesses, instructions since the last one's issue, matrix instructions among them, what is under way) of each wait or barrier."""
+  trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
+  return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
+          for x in waits_of(trip, CHIPS[arch])]
+
+LOAD = "buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen\n"
+
+@pytest.mark.parametrize("arch, text, waited", [
+  ("gfx942", "s_waitcnt vmcnt(4) lgkmcnt(0)", {"vmcnt": 4, "lgkmcnt": 0}), ("gfx942", "s_waitcnt 0xc07f", {"lgkmcnt": 0}),
+  ("gfx950", "s_waitcnt 3956", {"vmcnt": 4}), ("gfx950", f"s_waitcnt {0x4f73}", {"vmcnt": 19}), ("gfx942", "s_waitcnt expcnt(0)", {"expcnt": 0}),
+  ("gfx1100", "s_waitcnt 1015", {"vmcnt": 0}), ("gfx1100", "s_waitcnt_vscnt null, 0x0", {"vscnt": 0}),
+  ("gfx1100", "s_waitcnt_depctr depctr_va_vdst(0)", {}), ("gfx1201", "s_wait_loadcnt_dscnt 0xd03", {"loadcnt": 13, "dscnt": 3}),
+  ("gfx1201", "s_wait_storecnt_dscnt 0x0", {"storecnt": 0, "dscnt": 0}), ("gfx1201", "s_wait_kmcnt 0x2", {"kmcnt": 2}),
+  ("gfx1201", "s_wait_alu depctr_va_vcc(0)", {})])
+def test_counters_of_a_wait(arch, text, waited):
+  op, _, args = text.partition(" ")
+  assert waited_for(Instruction(op, args, text), COUNTERS[CHIPS[arch].family]) == waited
+
+@pytest.mark.parametrize("arch, text, counters", [
+  ("gfx942", "global_store_dwordx4 v[0:1], v[2:5], off", {"vmcnt"}), ("gfx1100", "global_store_b128 v[0:1], v[2:5], off", {"vscnt"}),
+  ("gfx1201", "global_store_b128 v[0:1], v[2:5], off", {"storecnt"}), ("gfx942", "s_load_dword s0, s[2:3], 0x0", {"lgkmcnt"}),
+  ("gfx1201", "s_load_b32 s0, s[2:3], 0x0", {"kmcnt"}), ("gfx1201", "ds_store_b128 v0, v[1:4]", {"dscnt"}),
+  ("gfx950", "buffer_load_dwordx4 v0, s[0:3], 0 offen lds", {"vmcnt"}), ("gfx1100", "flat_load_b32 v0, v[1:2]", {"vmcnt", "lgkmcnt"}),
+  ("gfx1100", "global_atomic_add_u32 v0, v1, s[0:1]", {"vscnt"}), ("gfx1100", "global_atomic_add_u32 v0, v1, v2, s[0:1] glc", {"vmcnt"}),
+  ("gfx1100", "scratch_store_b32 off, v0, s0", {"vscnt"}), ("gfx942", "buffer_inv sc1", set()), ("gfx942", "v_add_f32_e32 v0, v1, v2", set())])
+def test_counters_that_an_access_raises(arch, text, counters):
+  op, _, args = text.partition(" ")
+  assert raised_by(Instruction(op, args, text), COUNTERS[CHIPS[arch].family]) == counters
+
+def test_a_wait_lasts_for_what_came_before_those_it_leaves():
+  found = stops("gfx942", f"{LOAD*3}{MFMA*2}ds_read_b128 v[0:3], v4\ns_waitcnt vmcnt(1) lgkmcnt(0)\ns_barrier\n{MFMA}s_waitcnt vmcnt(0)")
+  assert found == [("vmcnt(1)", 2, 5, 2, {"vmcnt": 1}), ("lgkmcnt(0)", 1, 1, 0, {"vmcnt": 1}), ("s_barrier", 0, {"vmcnt": 1}),
+                   ("vmcnt(0)", 1, 7, 3, {})]
+
+def test_loads_of_the_trip_before_are_under_way():
+  """A trip leaves its own load under way and waits for that of the trip before."""
+  assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
+    ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
+
+def test_waits_of_waves_with_an_active_lane_are_on_the_way():
+  text = (f".LBB0_1:\n{LOAD}{MFMA*4}{EXP*4}s_cbranch_vccnz .LBB0_4\n.LBB0_2:\ns_cbranch_execz .LBB0_3\ns_waitcnt vmcnt(0)\nds_write_b128 v0, v[1:4]\n"
+          f".LBB0_3:\ns_barrier\ns_cbranch_scc0 .LBB0_1\ns_endpgm\n.LBB0_4:\ns_waitcnt vmcnt(0) lgkmcnt(0)\ns_branch .LBB0_2")
+  report = analyse(f".amdgcn_target \"amdgcn-amd-amdhsa--gfx942\"\nk:\n{text}\n.type k,@function", d=64)
+  assert report.loop.kinds["wait"] == 0 and [x.what for x in report.waits] == ["vmcnt(0)", "s_barrier"]
+
 # ***** reports *****
 
 @pytest.mark.parametrize("arch", SEARCHED)
@@ -182,6 +235,7 @@ def test_a_code_object_gives_the_report_of_its_text(arch):
   lib = assemble(text, arch)
   assert elf_chip(lib).name == arch
   a, b = analyse(text, d=64), analyse(disassemble(lib), d=64)
+  assert _counted(a) == _counted(b) and any(under_way for _, under_way in _counted(a))
   same = ("kinds", "matrix", "lds_read", "lds_write", "load_widths", "dpp", "conversions", "cycles")
   assert a.resources == b.resources and all(getattr(a.loop, x) == getattr(b.loop, x) for x in same)
 

@@ -13,8 +13,11 @@ from attn.isa import costs
 from attn.compilers.clang import assembly
 from attn.isa.instruction import VECTOR, Instruction, matrix_shape
 from attn.isa.parse import parse
-from attn.isa.report import Report, hot_loop
-from attn.isa.source import BACKWARD, FORWARD, MASKS, Spec, kernel_source, problem_of_spec
+from attn.isa.report import Report, analyse, hot_loop
+from attn.isa.source import BACKWARD, FORWARD, MASKS, Spec, chosen, kernel_source, problem_of_spec
+from attn.isa.waits import time_of_loads
+from attn.kernels import dual_wave
+from attn.kernels.parts.tiles import Tile
 from cases import ARCHS
 from isa_sample import PARKED
 
@@ -27,6 +30,63 @@ GRADIENTS = [replace(s, kernel=BACKWARD[0]) for s in COMPILED]
 def test_the_file_has_every_kernel() -> None:
   assert [line.split(" ")[0] for line in FILE.read_text().splitlines()[2:]] == [str(s) for s in costs.SPECS]
 
+# ***** waits *****
+
+FENCE = '__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");'
+BARRIERS = ("s_barrier", "s_barrier_signal -1")      # of a workgroup; s_barrier_wait is the other half of a signal
+LOADS = {"vmcnt", "loadcnt"}                         # the counters of loads from memory
+
+def wrong_waits(spec:Spec, report:Report) -> list[str]:
+  """What is not as the kernel asks for in the waits and barriers of its hot loop."""
+  name, tile = chosen(spec)
+  return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
+
+def wrong_in_dual_wave(report:Report) -> list[str]:
+  """Two tiles of four clusters, a barrier after each. After each memory cluster is a wait for the tile that was asked for four clusters ago: both
+  products of a tile were computed since. Two later tiles are under way all the time."""
+  assert report.loop is not None
+  waits = [x for x in report.waits if x.what.startswith("vmcnt")]
+  barriers = [x for x in report.waits if x.what in BARRIERS]
+  right = {"barriers": len(barriers) == 8,
+           "waits": [x.what for x in waits] == [f"vmcnt({dual_wave.BEHIND})"]*4,
+           "what is waited for": [x.awaited.accesses if x.awaited is not None else 0 for x in waits] == [dual_wave.LOADS]*4,
+           "time of loads": time_of_loads(report.waits) == sum(report.loop.matrix.values())//2,
+           "under way at barriers": all(x.under_way == {"vmcnt": dual_wave.BEHIND} for x in barriers)}
+  return [what for what in right if not right[what]]
+
+def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
+  """The next tile's loads are under way from before the first matrix instruction of the trip to behind the last one; without prefetch a trip waits
+  for its own before the first. Barriers keep who reads LDS from who writes."""
+  assert report.loop is not None
+  matrix = sum(report.loop.matrix.values())
+  # at D=256 on CDNA3 and before the compiler lets loads sink beyond the softmax's branch: they are under way in most of the second product
+  begin, end = (matrix*6//10, matrix*9//10) if report.d == 256 and report.arch in ("gfx90a", "gfx942") else (0, matrix)
+  busy = [x for x in report.waits if begin < x.matrix < end]
+  loads = [x for x in report.waits if x.awaited is not None and x.awaited.kind == "load"]
+  time = time_of_loads(report.waits) or 0
+  right = {"barriers": sum(x.what in BARRIERS for x in report.waits) == (1 if tile.prefetch == 2 else 2),
+           "waits": bool(loads) and all(x.matrix >= end if tile.prefetch else x.matrix == 0 for x in loads),
+           "time of loads": time >= end - begin if tile.prefetch else time == 0,
+           "under way": all(bool(LOADS & set(x.under_way)) == bool(tile.prefetch) for x in busy)}
+  return [what for what in right if not right[what]]
+
+def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
+  """A release to the workgroup, as a barrier by hand had it: each memory cluster waits for the tile that it has just asked for."""
+  spec = Spec("gfx950", 128)
+  kernel = kernel_source(spec)
+  text = kernel.text.replace("__builtin_amdgcn_s_waitcnt(0xc07f);", FENCE)
+  report = analyse(assembly(text, spec.arch), spec.arch, kernel.d, kernel.dv)
+  assert wrong_waits(spec, report) == ["waits", "what is waited for", "time of loads", "under way at barriers"]
+
+def test_loads_that_have_no_time_are_seen() -> None:
+  """Without fences in the second product the compiler waits in its midst, six matrix instructions after the loads that it has let sink there."""
+  spec = Spec("gfx942", 256)
+  _, tile = chosen(spec)
+  assert isinstance(tile, Tile)
+  kernel = kernel_source(spec, unfenced := replace(tile, fenced=False))
+  report = analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv)
+  assert wrong_in_forward(report, unfenced) == ["waits", "time of loads", "under way"] and time_of_loads(report.waits) == 6
+
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_kernel(spec:Spec) -> None:
   arch, kernel = get_chip(spec.arch), kernel_source(spec)
@@ -37,6 +97,7 @@ def test_kernel(spec:Spec) -> None:
   assert r.lds is not None and r.lds <= arch.lds
   assert report.loop is not None and f"_{matrix.M}x{matrix.N}x{matrix.K}_" in " ".join(f"_{name}" for name in report.loop.matrix)
   assert costs.defects(parse(text)[0]) == []
+  assert wrong_waits(spec, report) == []
   changes = costs.costs().compare(FILE.read_text(), [costs.line_of(report)])
   assert changes == [], "the costs changed: look, and if it is meant: python -m attn.isa costs --write docs/costs.txt"
 

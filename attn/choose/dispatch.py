@@ -130,7 +130,9 @@ def split_slower(p:Problem, arch:Chip) -> str|None:
 
 def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
   if arch.llvm < DUAL_WAVE_LLVM: return f"LLVM {arch.llvm} would compile it: clang 21 spills its registers, {DUAL_WAVE_LLVM} does not"
-  if p.return_lse and p.window != (-1, -1): return "an lse beside a mask: its registers for two sums of P are spilled, those of forward are not"
+  if p.return_lse and (p.window != (-1, -1) or p.Sk%dual_wave.TRIP_KEYS):
+    return f"an lse beside a mask, or a last trip of fewer than {dual_wave.TRIP_KEYS} keys: its registers for two sums of P are spilled, " \
+           "those of forward are not"
   rows = dual_wave_tile(p, arch).block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"

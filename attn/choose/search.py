@@ -25,6 +25,7 @@ from attn.emulator.banks import phases
 from attn.extras import needs
 from attn.isa.report import Report, analyse
 from attn.isa.source import MASKS, Spec, kernel_source, problem_of_spec
+from attn.isa.waits import time_of_loads
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tiles import BackwardTile, Tile
@@ -39,6 +40,7 @@ LARGEST_TILE = 256     # queries of a tile, at most: a causal block computes on 
 SMALL_TILE = 128     # queries of a tile that every grid may have
 FILLS = 256     # workgroups that a tile of more queries has to make, about one for each compute unit of the largest chips
 ENOUGH = 2      # waves per SIMD: one computes while the other waits
+AHEAD = 3       # a part of a trip's matrix work, at least: while so much is done each load of the next tile is under way
 ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # of instruction.KINDS
 LEADING = 3     # tiles with the greatest bounds that are tried with two buffers in LDS as well
 RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel gets by with fewer
@@ -48,7 +50,7 @@ Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
 class Bound(NamedTuple):
   """What tiles are ranked by, the greatest first. Bounds on the use of the matrix unit are in half percents: less is the compiler's luck."""
   enough: int     # waves per SIMD, but no more than ENOUGH
-  ahead: int      # 1 if a tile is on its way while there is other work, else 0: no figure here knows what waiting for memory takes
+  ahead: int      # 1 if a tile is on its way during a good part of the matrix work, else 0: no figure here knows what waiting for memory takes
   issued: int     # where nothing overlaps: the serial bound, in which each access to LDS and memory and each barrier takes an issue slot too
   serial: int     # the serial bound itself
   waves: int      # per SIMD, of the workgroups for which registers and LDS have room
@@ -114,8 +116,9 @@ def bound_of(report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
   if r.vgpr_spills or r.sgpr_spills or r.scratch: return None
   matrix, waves = loop.cycles["matrix"], waves_of(report, tile, chip)
   others = chip.pipes.valu*sum(loop.kinds[kind] for kind in ISSUED)
+  ahead = AHEAD*(time_of_loads(report.waits) or 0) >= sum(loop.matrix.values())
   def halves(x:float) -> int: return round(200*x)
-  return Bound(min(waves, ENOUGH), min(tile.prefetch, 1), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
+  return Bound(min(waves, ENOUGH), int(ahead), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
                halves(loop.overlap), -tile.block_m, -tile.block_n)
 
 def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:

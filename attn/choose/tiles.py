@@ -19,6 +19,7 @@ from attn.problem import Problem
 
 # ***** AMD *****
 
+LONG = 128     # beyond it O takes a good part of the registers of RDNA
 WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
 
 def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
@@ -51,8 +52,11 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   # a loop with both masks has none to spare, and of RDNA one with two sums of P
   crowded = max(p.D, p.Dv) > WIDE and (p.window[0] >= 0 or (shared and (few or p.writes_lse)))
   if crowded and not shared: waves = min(waves, 4)
+  # rows that are no whole number of units come in smaller pieces: on their way beside few queries, two sums of P, an option or long rows of O they
+  # leave RDNA too few registers
+  pieces = shared and (few or p.writes_lse or p.options or max(p.D, p.Dv) > LONG) and any(width % mat.unit for width in (p.D, p.Dv))
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
-  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded else c.prefetch, pack, 0.0 if few else 8.0)
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded or pieces else c.prefetch, pack, 0.0 if few else 8.0)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""

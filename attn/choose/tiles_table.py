@@ -17,7 +17,8 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 81.0%, issued 78.5%, overlap 100.0%, waves 2
     Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 71.5%, issued 69.0%, overlap 100.0%, waves 2
     Candidate(192, 4, 1, 32),                                           # serial 86.5%, issued 83.0%, overlap 100.0%, waves 2
-    Candidate(256, 4, 1, 32),                                           # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
+    Candidate(256, 4, 1, 32, fenced=True),                              # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
+    Candidate(256, 4, 1, 32, llvm=21),                                  # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
   ),
   "cdna3": (
     Candidate(64, 4, 2, 32, fills=256),                                 # serial 51.0%, issued 49.5%, overlap 93.0%, waves 2
@@ -29,7 +30,8 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 68.0%, issued 64.5%, overlap 100.0%, waves 2
     Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 55.5%, issued 53.0%, overlap 100.0%, waves 2
     Candidate(192, 4, 1, 32, fenced=True),                              # serial 76.0%, issued 71.0%, overlap 100.0%, waves 2
-    Candidate(256, 4, 1, 32),                                           # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
+    Candidate(256, 4, 1, 32, fenced=True),                              # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
+    Candidate(256, 4, 1, 32, llvm=21),                                  # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
   ),
   "cdna4": (
     Candidate(64, 4, 2, 32, fills=256),                                 # serial 52.0%, issued 49.0%, overlap 95.5%, waves 2

@@ -99,7 +99,9 @@ def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bo
              "products": products}
   reports = [_report(w, arch, d, options) for w in words]
   if as_json: click.echo(json.dumps([r.json() for r in reports], indent=1))
-  else: Console(width=None if Console().is_terminal else 200).print(table.brief(reports) if brief else table.full(reports, change=diff))
+  else:
+    tables = [table.brief(reports)] if brief else [table.full(reports, change=diff), *([] if diff else map(table.waits, reports))]
+    Console(width=None if Console().is_terminal else 200).print(*tables)
 
 @main.command()
 @click.argument("what", required=False)

@@ -89,6 +89,7 @@ def _text(ins:Any) -> str:
   """Mnemonic and operands of a decoded instruction."""
   operands = str(ins).partition("(")[2].removesuffix(")")
   if hasattr(ins, "opx"): return f"v_dual_{_name(ins.opx)} {operands} :: v_dual_{_name(ins.opy)}"
+  if not operands and ins.op_name.lower().startswith("s_wait"): operands = "0"      # tinygrad leaves out a number that is 0
   return f"{ins.op_name.lower()} {operands}" + (" lds" if getattr(ins, "lds", 0) else "")
 
 def _name(op:Any) -> str: return op.name.lower().removeprefix("v_dual_").removeprefix("v_")

@@ -128,3 +128,12 @@ def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[i
     for s in inside[b]:
       if rank[s] > rank[b]: ways[s] = ways[s] + kept
   return list(max((w for b in loop.latches for w in ways[b]), key=lambda w: (w[0], w[1], -w[2]))[3])
+
+def way_inside(blocks:Sequence[Block], loop:Loop, first:int, last:int) -> list[int]:
+  """The shortest way from one block of a loop to another, which is not in it; empty where there is none."""
+  ways = [[first]]
+  for way in ways:
+    for s in blocks[way[-1]].successors:
+      if s == last: return way
+      if s in loop.body and all(s not in other for other in ways): ways.append([*way, s])
+  return []

@@ -17,6 +17,7 @@ from attn.chips import Chip, modelled
 from attn.isa.flow import Block, Loop, blocks_of, matrix_loops, usual_path
 from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matrix_shape
 from attn.isa.parse import Kernel, parse
+from attn.isa.waits import Stop, path_of_waits, waits_of
 
 LoopProducts = tuple[tuple[int, int], ...]   # of each hot loop of a kernel: how many products it has that go over D, and over Dv
 PRODUCTS: LoopProducts = ((1, 1),)           # forward: S and O
@@ -74,6 +75,7 @@ class Report:
   resources: Resources
   loops: int                        # innermost loops with matrix instructions
   loop: HotLoop|None
+  waits: tuple[Stop, ...] = ()      # waits and barriers of a trip
 
   def json(self) -> dict[str, Any]:
     found = dataclasses.asdict(self)
@@ -165,12 +167,12 @@ def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
 def _flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 2*(products[0]*d + products[1]*(dv or d))
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
-             rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int]|None:
-  """(label, instructions of a trip, instructions in every block, number of such loops) of the loop with the `rank`-th most matrix work; where
-  `products` has several loops, of one after another, each with its part of that work."""
+             rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
+  """(label, instructions of a trip, instructions in every block, number of such loops, waits of a trip) of the loop with the `rank`-th most matrix
+  work; where `products` has several loops, of one after another, each with its part of that work."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
-  labels, trip, in_all = [], list[Instruction](), 0
+  labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
   for one in products:
     same = loops if len(products) == 1 else _with_part(blocks, loops, *(_flops_of_score(x, d or 1, dv) for x in (one, max(products))))
     if rank >= len(same): return None
@@ -178,8 +180,9 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
     path = sorted(loop.body) if every_block else usual_path(blocks, loop, float(_flops_of_score(one, d, dv))*chip.wave if d else 0)
     labels += blocks[loop.header].labels
     trip += [x for b in path for x in blocks[b].instructions]
+    waits += waits_of([x for b in path_of_waits(blocks, loop, path) for x in blocks[b].instructions], chip)
     in_all += sum(len(blocks[b].instructions) for b in loop.body)
-  return " ".join(labels), trip, in_all, len(loops)
+  return " ".join(labels), trip, in_all, len(loops), waits
 
 def _with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
   """The loops with `part`/`most` of the matrix work of the first one."""
@@ -195,4 +198,5 @@ def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, ker
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])
   found = hot_loop(kernel, chip, d, dv, every_block, rank, products)
   loop = measure(found[0], found[1], found[2], chip, d, dv, queries, products) if found is not None else None
-  return Report(title or kernel.name, kernel.arch, d, resources_of(kernel, chip, lds, threads), found[3] if found is not None else 0, loop)
+  return Report(title or kernel.name, kernel.arch, d, resources_of(kernel, chip, lds, threads), found[3] if found is not None else 0, loop,
+                tuple(found[4]) if found is not None else ())

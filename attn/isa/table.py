@@ -65,6 +65,16 @@ def full(reports:Sequence[Report], change:bool=False) -> Table:
       table.add_row(name, *map(show, values), *([_change(values[0], values[1])] if change else []))
   return table
 
+def waits(report:Report) -> Table:
+  """The waits and barriers of a trip, one line each."""
+  table = Table("at", "after matrix", "wait or barrier", "for", "the last of them", "issued before", "matrix since", "still under way",
+                title=f"{report.name}: waits and barriers of a trip")
+  for x in report.waits:
+    y = x.awaited
+    awaited = [str(y.accesses), y.last, str(y.instructions), str(y.matrix)] if y is not None else [""]*4
+    table.add_row(str(x.at), str(x.matrix), x.what, *awaited, ", ".join(f"{n} {name}" for name, n in x.under_way.items()))
+  return table
+
 def brief(reports:Sequence[Report]) -> Table:
   """One line a kernel."""
   table = Table("kernel", "arch", *BRIEF)

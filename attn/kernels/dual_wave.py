@@ -33,6 +33,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 HEAD, BLOCK_N, WAVES = 128, 64, 8
+TRIP_KEYS = 2*BLOCK_N                            # two tiles
 ROW_UNITS = HEAD//CDNA4.matrix["float16"][0].unit   # of a row of K or V, the same in both input types
 LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # direct loads of a wave per tile
 BEHIND = 2*LOADS                                 # loads issued after the one that is waited for

@@ -62,16 +62,22 @@ def share_halves(x:UOp, low:UOp) -> UOp:
 
 # ***** order *****
 
-FENCES = ('__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");\n', '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");\n')
+def _waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
+  """CDNA's s_waitcnt: until at most so many loads from memory, and accesses to LDS, of this wave are under way (LLVM, AMDGPUBaseInfo.cpp)."""
+  return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
+
+def _in_order(*statements:str) -> str:
+  """Statements that no access to memory is moved across, by clang's passes or by its scheduler. The fences are of one wave, which cost nothing: a
+  release to the workgroup waits for loads to LDS as for other stores there, however few of them the barrier is meant to wait for."""
+  fence, scheduling = '__builtin_amdgcn_fence({}, "wavefront");', "__builtin_amdgcn_sched_barrier(0);"
+  return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
 instruction("barrier", lambda lanes, *_: lanes.barrier(lanes.active),
-            Body(f"__builtin_amdgcn_sched_barrier(0);\n{FENCES[0]}__builtin_amdgcn_s_barrier();\n{FENCES[1]}__builtin_amdgcn_sched_barrier(0);\n"
-                 "return 0.0f;", "", name="ordered_barrier"))
+            Body(_in_order(_waitcnt(lgkmcnt=0), "__builtin_amdgcn_s_barrier();"), "", name="ordered_barrier"))
 instruction("barrier_of", lambda lanes, waves, *_: lanes.barrier(lanes.active & (waves != 0)),
             Body("if (__builtin_amdgcn_readfirstlane(waves)) __builtin_amdgcn_s_barrier();\nreturn 0.0f;", "waves"))
 instruction("wait_loads", lambda lanes, *_, n: lanes.wait_stores(n),
-            lambda printer, out, n: Body(f"__builtin_amdgcn_s_waitcnt({0x0f70 | n & 15 | n >> 4 << 14});\nreturn 0.0f;", "",
-                                         name=f"wait_loads_but_{n}"))
+            lambda printer, out, n: Body(f"{_waitcnt(vmcnt=n)}\nreturn 0.0f;", "", name=f"wait_loads_but_{n}"))
 instruction("priority", nothing,
             lambda printer, out, level: Body(f"__builtin_amdgcn_s_setprio({level});\nreturn 0.0f;", "", name=f"priority_{level}"))
 instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\nreturn 0.0f;", ""))

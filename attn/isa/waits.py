@@ -1,0 +1,118 @@
+"""What a trip of the hot loop waits for: each wait with the access it lasts for, and what is under way at each barrier.
+
+A counter counts the accesses that a wave has issued and that are not done. They are done in the order in which they were issued, and a wait for n
+lasts until at most n are left. Only scalar loads come in any order: a wait beside them is for 0. Which counter counts what: AMD's ISA documents,
+"Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp. Waits of the vector ALU (depctr) are listed, and not followed.
+"""
+from __future__ import annotations
+import re
+from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from attn.chips import Chip
+from attn.isa.flow import Block, Loop, way_inside
+from attn.isa.instruction import Instruction
+
+@dataclass(frozen=True)
+class Counters:
+  """The counters of a generation, by what they count."""
+  load: str
+  store: str
+  lds: str
+  scalar: str
+  decode: Callable[[int], dict[str, int]] = lambda encoded: {}    # what s_waitcnt's number says, where there is one
+  most: dict[str, int] = field(default_factory=dict)              # what stands there for no wait
+
+# LLVM, AMDGPUBaseInfo.cpp: decodeVmcnt, decodeLgkmcnt
+_CDNA = Counters("vmcnt", "vmcnt", "lgkmcnt", "lgkmcnt", lambda x: {"vmcnt": x & 15 | x >> 14 << 4, "lgkmcnt": x >> 8 & 15},
+                 {"vmcnt": 63, "lgkmcnt": 15})
+_RDNA3 = Counters("vmcnt", "vscnt", "lgkmcnt", "lgkmcnt", lambda x: {"vmcnt": x >> 10 & 63, "lgkmcnt": x >> 4 & 63}, {"vmcnt": 63, "lgkmcnt": 63})
+_RDNA4 = Counters("loadcnt", "storecnt", "dscnt", "kmcnt")
+COUNTERS = {"cdna2": _CDNA, "cdna3": _CDNA, "cdna4": _CDNA, "rdna3": _RDNA3, "rdna4": _RDNA4}
+
+@dataclass(frozen=True)
+class Awaited:
+  """What a wait lasts for."""
+  accesses: int                 # how many, in order
+  last: str                     # the last one of them, as it is written
+  kind: str                     # its instruction's
+  instructions: int             # from its issue to the wait
+  matrix: int                   # matrix instructions among these
+
+@dataclass(frozen=True)
+class Stop:
+  """One wait for one counter, or a barrier, of a trip."""
+  at: int                       # its place among the instructions of the trip
+  matrix: int                   # matrix instructions of the trip before it
+  what: str                     # "vmcnt(4)", "s_barrier", or a wait for the ALU as it is written
+  awaited: Awaited|None         # None: a barrier, or a wait for what is done already
+  under_way: dict[str, int]     # counter -> accesses that are still under way after it
+
+_NO_ACCESS = ("buffer_inv", "buffer_gl", "global_inv", "global_wb", "s_dcache")    # of caches
+_WITH_RESULT = re.compile(r"\b(glc|sc0|TH_ATOMIC_RETURN)\b")
+
+def raised_by(x:Instruction, counters:Counters) -> set[str]:
+  """The counters that count an instruction."""
+  if x.op.startswith(_NO_ACCESS): return set()
+  if x.kind.startswith("lds_"): return {counters.lds}
+  if x.kind == "scalar_load": return {counters.scalar}
+  if x.kind not in ("load", "load_to_lds", "store", "scratch", "memory_other"): return set()
+  stores = "store" in x.op or (x.kind == "memory_other" and _WITH_RESULT.search(x.args) is None)
+  return {counters.store if stores else counters.load} | ({counters.lds} if x.op.startswith("flat_") else set())
+
+def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
+  """Counter -> how many accesses a wait leaves under way; empty for a wait of the ALU."""
+  named = {name: int(n) for name, n in re.findall(r"(\w+cnt)\((\d+)\)", x.args)}
+  number = re.search(r"(?:^|\s)(0x[0-9a-f]+|\d+)$", x.args)
+  if named or number is None: return named
+  value = int(number[1], 0)
+  if x.op == "s_waitcnt": return {name: n for name, n in counters.decode(value).items() if n < counters.most[name]}
+  if (both := re.fullmatch(r"s_wait_(\w+cnt)_dscnt", x.op)) is not None: return {both[1]: value >> 8 & 63, "dscnt": value & 63}
+  one = re.fullmatch(r"s_wait(?:cnt)?_(\w+cnt)", x.op)
+  return {one[1]: value} if one is not None else {}
+
+def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
+  """A trip's usual path, with the blocks that only waves without an active lane jump over (s_cbranch_execz): the others' waits stand there."""
+  path = []
+  for b, after in zip(usual, [*usual[1:], loop.header]):
+    path.append(b)
+    jumps = bool(blocks[b].instructions) and blocks[b].instructions[-1].op == "s_cbranch_execz"
+    if jumps and b + 1 in loop.body and b + 1 != after: path += way_inside(blocks, loop, b + 1, after)
+  return path
+
+TRIPS = 3      # after so many the same accesses are under way at a trip's beginning, if none is for more than two trips
+
+@dataclass(frozen=True)
+class _Access:
+  issued: Instruction
+  at: int
+  matrix: int
+
+def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
+  last = accesses[-1]
+  return Awaited(len(accesses), last.issued.text, last.issued.kind, now - last.at, matrix - last.matrix)
+
+def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
+  """The waits and barriers of a trip that is not among the first."""
+  counters, stops = COUNTERS[chip.family], list[Stop]()
+  under_way = {name: list[_Access]() for name in (counters.load, counters.store, counters.lds, counters.scalar)}
+  now = matrix = 0
+  for _ in range(TRIPS):
+    stops, begin, matrix_before = [], now, matrix
+    for x in trip:
+      for name in raised_by(x, counters): under_way[name].append(_Access(x, now, matrix))
+      done = {}
+      for name, most in (waited_for(x, counters) if x.kind == "wait" else {}).items():
+        pending = under_way.get(name, [])
+        left = max(0, len(pending) - most)
+        done[f"{name}({most})"], under_way[name] = pending[:left], pending[left:]
+      if x.kind in ("wait", "barrier"):
+        still = {name: len(left) for name, left in under_way.items() if left}
+        for what, accesses in (done or {x.text: []}).items():
+          awaited = _awaited(accesses, now, matrix) if accesses else None
+          stops.append(Stop(now - begin, matrix - matrix_before, what, awaited, still))
+      now, matrix = now + 1, matrix + (x.kind == "matrix")
+  return stops
+
+def time_of_loads(stops:Sequence[Stop]) -> int|None:
+  """The matrix instructions from the issue of a load from memory to the wait for it, at least; None where a trip waits for none."""
+  return min((x.awaited.matrix for x in stops if x.awaited is not None and x.awaited.kind in ("load", "load_to_lds")), default=None)
