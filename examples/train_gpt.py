@@ -1,5 +1,6 @@
 """A small GPT learns to repeat what it has read, 50 steps of Adam: once with tinygrad's own attention and once under `attn.installed()` with these
-kernels, forward and backward, from the same weights on the same batches. The two loss curves have to agree within TOLERANCE at every step.
+kernels, forward and backward, from the same weights on the same batches. The two loss curves have to agree within TOLERANCE of the
+first loss at every step.
 
 PLOT=curves.svg draws them (needs matplotlib). Other settings make it as large as one likes: the sizes of a GPT-2 are
   DEV=CUDA LAYERS=12 WIDTH=768 HEADS=12 LENGTH=1024 BATCH=8 VOCABULARY=50304 LR=0.0003 python examples/train_gpt.py
@@ -15,7 +16,7 @@ import attn
 VOCABULARY, WIDTH, HEADS, LAYERS = getenv("VOCABULARY", 16), getenv("WIDTH", 32), getenv("HEADS", 2), getenv("LAYERS", 2)
 LENGTH, BATCH, STEPS, LR = getenv("LENGTH", 32), getenv("BATCH", 4), getenv("STEPS", 50), getenv("LR", 1e-2)
 PERIOD, KINDS = LENGTH//4, 16    # of the tokens
-TOLERANCE = 0.05    # of the loss, in nats
+TOLERANCE = 0.02    # of the first loss
 FIRST = 3           # steps that are not timed: in these TinyJit captures
 
 def times(x:Tensor, weight:Tensor) -> Tensor: return x.half().matmul(weight.half(), dtype=dtypes.float)
@@ -77,7 +78,7 @@ for i in range(0, STEPS, 7): print(f"step {i:2d}  tinygrad's attention {own[i]:.
 for name, seconds, memory in (("tinygrad's attention", own_time, own_memory), ("these kernels", our_time, our_memory)):
   print(f"{name}: {seconds:.3f} s a step, {BATCH*LENGTH/seconds:.0f} tokens a second, {memory/2**20:.1f} MB at most")
 apart = max(abs(a - b) for a, b in zip(own, ours))
-print(f"{STEPS} steps, the loss curves at most {apart:.4f} apart, {TOLERANCE} allowed; {decisions[-1].kernel}: {len(decisions)} calls")
+print(f"{STEPS} steps, the loss curves at most {apart:.4f} apart, {TOLERANCE*own[0]:.4f} allowed; {decisions[-1].kernel}: {len(decisions)} calls")
 if path := getenv("PLOT", ""): plot(path, {"tinygrad's attention": own, "these kernels": ours})
 assert all((d.kernel or "").startswith("forward") for d in decisions) and ours[-1] < 0.9*ours[0]
-assert 0 < apart < TOLERANCE       # other kernels round differently
+assert 0 < apart < TOLERANCE*own[0]       # other kernels round differently

@@ -12,7 +12,7 @@ SAYS = {
   "removed_example_defects": ["right.*passes.*passes", "V transposed.*passes.*fails", "P not scaled.*passes.*fails", "no barrier.*stops it: LdsRace"],
   "two_devices": ["^batch .*max error .*limit", "^heads .*max error .*limit", "^keys .*max error .*limit"],
   "decode_kv_cache": ["^12 tokens on EMU, the same with the cache as without, position by position, by one compiled step"],
-  "train_gpt": [r"12 steps, the loss curves at most 0\.0\d+ apart, 0\.05 allowed; forward: \d+ calls"],
+  "train_gpt": [r"12 steps, the loss curves at most 0\.0\d+ apart, 0\.06\d+ allowed; forward: \d+ calls"],
   "tiny_gpt": [r"^these kernels: .*\(forward: 8 calls\)"],
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 import numpy as np
 from attn.api.checked_kernel import device_arch
-from attn.choose.backward import dkdv_of, dq_of
+from attn.choose.backward import Parts, choose_parts, dkdv_of, dq_of
 from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
@@ -67,11 +67,11 @@ def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) ->
   given = [have[name] if name in have else Tensor.empty(*shape, dtype=FLOATS[dtype]) for name, (shape, dtype) in shapes.items()]
   return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
 
-def our_seconds(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> tuple[Callable[[], float], dict[str, Tensor]]:
-  """(seconds of a launch of a kernel, over as many as fill a round, and what it writes)."""
-  schedule = compiled(*(found := outputs_of(shapes, fxn, have)).values())
+def our_seconds(*outputs:Tensor) -> Callable[[], float]:
+  """Seconds that it takes to compute them, over as many times as fill a round."""
+  schedule = compiled(*outputs)
   count = max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3))))
-  return lambda: cuda_seconds(schedule, count), found
+  return lambda: cuda_seconds(schedule, count)
 
 def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
                      peers:bool=True) -> dict[str, Any]:
@@ -90,20 +90,27 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
     renderers.adapt(Device.DEFAULT)
     arch, have = device_arch(), {name: Tensor(x).bitcast(FLOATS[p.dtype]).realize() for name, x in zip(("q", "k", "v", "do"), bits)}
     dq_tile, dkdv_tile = tiles or choose_backward_tiles(p, arch)
-    steps = {"forward": (p.shapes, single_kernel(p, arch)[0]), "dq": (dq_arguments(p), dq_of(p, arch, dq_tile)),
-             "dkdv": (dkdv_arguments(p), dkdv_of(p, arch, dkdv_tile))}
+    parts = choose_parts(p, arch) if tiles is None else Parts(0, 0, 0)
+    steps = {"forward": (p.shapes, single_kernel(p, arch)[0], 0),
+             "dq": (dq_arguments(p, parts=parts.dq), dq_of(p, arch, dq_tile, parts=parts.dq), parts.dq),
+             "dkdv": (dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv_tile, parts.dkdv), parts.dkdv)}
     ours = {}
-    for name, (arguments, fxn) in steps.items():
-      ours[name], found = our_seconds(arguments, fxn, have)
+    for name, (arguments, fxn, in_parts) in steps.items():
+      found = outputs_of(arguments, fxn, have)
+      ours[name] = our_seconds(*found.values())
       have |= {n: t.realize() for n, t in found.items()}
+      for n in [n for n in found if in_parts and n != "delta"]:
+        ours[f"sum of {n}"] = our_seconds(whole := found[n].sum(0).cast(FLOATS[p.dtype]))
+        have[n] = whole.realize()
     all_timers = ours | {name: theirs(timer) for name, timer in timers.items()}
     rounds = [{name: timer() for name, timer in all_timers.items()} for _ in range(ROUNDS)]
     got = [have[n].float().numpy() for n in ("dq", "dk", "dv")]
   apart = max(float((np.abs(x - y)/np.abs(y).max()).max()) for others in expected.values() for x, y in zip(got, others))
   times = {name: statistics.median(r[name] for r in rounds) for name in all_timers}
-  times[OURS] = times["dq"] + times["dkdv"]
+  times[OURS] = sum(times[name] for name in ours if name != "forward")
   products = p.flops/2      # operations of one
   row: dict[str, Any] = {"shape": shape_of(p), "causal": causal, "dtype": p.dtype, "tiles": f"{dq_tile}; {dkdv_tile}"}
+  row["parts"] = f"{parts.dq}, {parts.dkdv}"
   row |= {name: count*products/times[name]/1e12 for name, count in (("dq", 3), ("dkdv", 4), ("forward", 2))}
   row |= {f"TFLOP/s {name}": 5*products/times[name]/1e12 for name in (OURS, *timers)} | {"of seven products": 7*products/times[OURS]/1e12}
   row |= {f"x {name}": times[name]/times[OURS] for name in timers}
