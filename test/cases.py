@@ -1,5 +1,6 @@
 """Inputs and checks that the kernel tests share."""
 from __future__ import annotations
+import zlib
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
 import numpy as np
@@ -23,8 +24,17 @@ ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's 
 EVERY_ARCH = (*ARCHS, "sm_80")                           # and NVIDIA's mma.sync
 GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
 
-every_arch = pytest.mark.parametrize("arch", (*EVERY_ARCH, GPU))
-on_the_emulator = pytest.mark.parametrize("arch", EVERY_ARCH)
+def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any], Any]:
+  """A test on two of `on`, which its name chooses; on the others it has the mark `thorough`, on what is in `always` it has not."""
+  def parametrized(test:Any) -> Any:
+    first = zlib.crc32(test.__name__.encode()) % len(on)
+    chosen = {first, (first + len(on)//2) % len(on)}
+    found = [pytest.param(x, marks=() if i in chosen else pytest.mark.thorough) for i, x in enumerate(on)]
+    return pytest.mark.parametrize(name, [*found, *always])(test)
+  return parametrized
+
+every_arch = on_two("arch", EVERY_ARCH, [GPU])
+on_the_emulator = on_two("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0) -> Any:
   """Parameters (case, what it runs on): each case on one of `on`, the next case on the next one. The other combinations have the mark `thorough`. On
@@ -36,6 +46,10 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
     marked += [(x.values[0], x.marks) for x in always]
     found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
   return pytest.mark.parametrize(names, found)
+
+def every_other(cases:Iterable[Any]) -> list[Any]:
+  """Cases of which every other one has the mark `thorough`, in a list of pairs by turns the first and the second."""
+  return [pytest.param(x, marks=() if (i + i//2) % 2 == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
 
 def drawn(test:Any) -> Any:
   """A test of `draws` problems: a few in each run, and many among the thorough ones."""

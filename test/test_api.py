@@ -12,7 +12,7 @@ from attn.reference import exact, judge, same
 from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32
-from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, in_turn, normal
+from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, in_turn, normal, on_two
 
 KERNELS = ("forward", "forward_mma", "forward_wgmma", "split_kv", "three_pass")
 SPLITS = {"split_kv": {"num_splits": 2}}
@@ -56,7 +56,7 @@ def test_an_empty_split_weighs_nothing():
   o, _ = on_kernel("split_kv", Sq=300, Sk=130, causal=True)
   assert (o[:, :, :170] == 0).all()
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@on_two("kernel", KERNELS)
 def test_nan_beyond_the_lengths(kernel):
   """A cache of 128 with lengths 32, 64, 96 and 48."""
   def poisoned(p:Problem) -> Inputs:
@@ -65,7 +65,7 @@ def test_nan_beyond_the_lengths(kernel):
     return x
   on_kernel(kernel, B=4, H=2, Sq=1, Sk=128, D=64, make=poisoned, extras={"kv_lengths": int32(32, 64, 96, 48)})
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@on_two("kernel", KERNELS)
 def test_window_counts_the_diagonal(kernel):
   """(W-1, 0) is W keys; causal is (-1, 0); W=128 of 256 keys for a single query."""
   with emulated(arch_of(kernel), kernel):
@@ -82,18 +82,18 @@ def test_empty_sequences(kernel, causal):
   on_kernel(kernel, H=2, Sq=50, Sk=170, D=32, layout="thd", causal=causal,
             extras={"cu_seqlens_q": int32(0, 0, 20, 20, 30, 50, 50), "cu_seqlens_k": int32(0, 10, 10, 30, 150, 170, 170)})
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@on_two("kernel", KERNELS)
 def test_a_bias_row_of_minus_infinity(kernel):
   bias = floats(1, 1, 9, 150)
   bias[..., 4, :], bias[..., 5, :149] = -np.inf, -np.inf
   o, lse = on_kernel(kernel, Sq=9, Sk=150, D=32, extras={"bias": bias})
   assert (o[:, :, 4] == 0).all() and np.isneginf(lse[:, :, 4]).all()
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@on_two("kernel", KERNELS)
 def test_a_sink_counts_once(kernel):
   on_kernel(kernel, Sq=4, Sk=300, D=32, extras={"sinks": np.float32([6.0, -2.0])})
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@on_two("kernel", KERNELS)
 def test_low_scores_are_not_taken_for_masked_ones(kernel):
   """All scores of the visible keys below -5e4."""
   def low(p:Problem) -> Inputs:
@@ -152,7 +152,7 @@ def test_views_are_copied():
     np.testing.assert_array_equal(array(attn.attention(q, k, v)), want)
     np.testing.assert_array_equal(array(attn.attention(q*1, k.pad(((0, 0), (0, 0), (0, 3), (0, 0)))[:, :, :40], v)), want)
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@on_two("kernel", KERNELS)
 def test_out(kernel):
   with emulated(arch_of(kernel), kernel):
     q, k, out = draw(1, 2, 8, 64), draw(1, 2, 130, 64), Tensor.empty(1, 2, 8, 64, dtype=dtypes.half, device="EMU").realize()
@@ -162,7 +162,7 @@ def test_out(kernel):
     np.testing.assert_array_equal(array(out), array(attn.attention(q, k, k, **more)))
     assert out.uop.buffer is memory
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@on_two("kernel", KERNELS)
 def test_jit(kernel):
   with emulated(arch_of(kernel), kernel):
     @TinyJit
@@ -174,7 +174,7 @@ def test_jit(kernel):
       args = (32**-.5, (-1, 0), 122)
       assert judge(got, exact(*x, *args)[0], same(*x, *args, dtype="float16", out_dtype="float16")[0]).ok
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@on_two("kernel", KERNELS)
 def test_a_variable_number_of_keys_is_one_kernel(kernel):
   with emulated(arch_of(kernel), kernel):
     q, k, v = draw(1, 4, 1, 32), draw(1, 2, 200, 32, seed=1), draw(1, 2, 200, 32, seed=2)

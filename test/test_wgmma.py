@@ -16,7 +16,7 @@ from attn.kernels.parts.layouts import SwizzledPanels
 from attn.ops import hopper, nvidia
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
-from cases import DTYPES, GPU, check, in_turn, problem
+from cases import DTYPES, GPU, check, every_other, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
@@ -56,7 +56,7 @@ def test_large_grids(D:int) -> None:
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 
-@pytest.mark.parametrize("c", WGMMA_CANDIDATES, ids=str)
+@pytest.mark.parametrize("c", every_other(WGMMA_CANDIDATES), ids=str)
 def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
   tile = forward_wgmma.WgmmaTile(c.groups, c.block_n)
   monkeypatch.setattr(dispatch, "wgmma_tile", lambda p, arch: tile)
