@@ -21,7 +21,7 @@ from attn.kernels.parts.gradients import exponent, scaled_delta
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops.dropout import philox
-from attn.ops.language import Numbers
+from attn.ops.interpret_numpy import Numbers
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes

@@ -8,7 +8,7 @@ from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.plan import Plan
 from attn.kernels.parts.layouts import LdsTile
-from attn.ops.language import Numbers
+from attn.ops.interpret_numpy import Numbers
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import Ops

@@ -3,7 +3,10 @@ from __future__ import annotations
 from typing import Any
 import numpy as np
 from attn.ops.common import descriptor, f32, length, u32
-from attn.ops.language import Array, Numbers, exchange_rows, instruction
+from attn.ops.interpret_hip import exchange_rows
+from attn.ops.interpret_numpy import Numbers
+from attn.ops.language import instruction
+from attn.ops.operation import Array
 from attn.ops.numerics import from_xor_lane
 from attn.ops.operation import Body, emit, statement
 from attn.tinygrad_compat import UOp, dtypes

@@ -7,7 +7,8 @@ import math
 from typing import Any
 import numpy as np
 from attn.chips import get_chip
-from attn.ops.language import Array, Value, compound, instruction
+from attn.ops.language import compound, instruction
+from attn.ops.operation import Array, Value
 from attn.ops.operation import Body, emit
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
 

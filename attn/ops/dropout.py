@@ -13,7 +13,8 @@ import functools, operator
 from collections.abc import Sequence
 from typing import Any
 from attn.ops.common import f32, length, u32
-from attn.ops.language import Value, compound
+from attn.ops.language import compound
+from attn.ops.operation import Value
 from attn.ops.operation import emit
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 

@@ -13,7 +13,9 @@ accumulators, nor write what they read, in shared memory or in registers.
 from __future__ import annotations
 from typing import Any, Callable
 import numpy as np
-from attn.ops.language import Array, instruction, wrapped
+from attn.ops.language import instruction
+from attn.ops.operation import Array
+from attn.ops.printer import wrapped
 from attn.ops.nvidia import shared
 from attn.ops.operation import Body, Lanes, emit, statement
 from attn.tinygrad_compat import UOp, dtypes

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+TWO_ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}    # two of them in a dword
 
 def bits_as(x:Array, dtype:str) -> Array:
   """The same bits as numbers of another type of the same size."""

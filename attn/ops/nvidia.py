@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 import numpy as np
 from attn.ops.common import f32, u32
-from attn.ops.language import Array, Value, compound, declare_mma, instruction
+from attn.ops.interpret_cuda import declare_mma
+from attn.ops.language import compound, instruction
+from attn.ops.operation import Array, Value
 from attn.ops.numerics import from_xor_lane
 from attn.ops.operation import Body, emit, statement
 from attn.ops.softmax import RowLanes

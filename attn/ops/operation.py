@@ -18,6 +18,11 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import DType, Ops, UOp, dtypes
 
 Array = NDArray[Any]
+Value = Any            # what a definition computes with: an array, or a Term of the printed text
+
+class Variable:
+  """A number that a branch of a definition may change."""
+  def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
   """What a meaning in numpy may ask of the emulator that runs it."""

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from attn.chips.matrix import LaneSums, Matrix, Mma
 from attn.ops import amd as amd, common as common, dropout as dropout, hopper as hopper, nvidia as nvidia   # they fill OPERATIONS
 from attn.ops import softmax as softmax
-from attn.ops.language import LANGUAGES, text_of_call, wrapped
+from attn.ops.language import LANGUAGES, text_of_call
+from attn.ops.printer import wrapped
 from attn.ops.operation import Call
 from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
                                   NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, VectorDType, adapt_cuda, dtypes,

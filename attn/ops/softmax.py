@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 import numpy as np
 from attn.ops.common import f32
-from attn.ops.language import Value, Variable, compound
+from attn.ops.language import compound
+from attn.ops.operation import Value, Variable
 from attn.ops.operation import emit, statement
 from attn.tinygrad_compat import UOp
 

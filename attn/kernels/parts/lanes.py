@@ -18,7 +18,7 @@ class Lane:
   def h(self) -> UOp: return self.lane // self.matrix.N
   @property
   def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
-  # what lanes exchange: over which distances, and how (attn/ops/language.py)
+  # what lanes exchange: over which distances, and how (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
     """With those that share a row."""

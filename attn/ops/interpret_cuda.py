@@ -1,0 +1,100 @@
+"""A definition printed as CUDA, whose vectors have names for their elements and nothing else, so that all is done element by element."""
+from __future__ import annotations
+from collections.abc import Sequence
+from typing import Any
+from attn.ops.numerics import TWO_ONES
+from attn.ops.operation import Value
+from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
+
+class Cuda(Printer):
+  """CUDA: its vectors have names for their elements and nothing else, so that all is done element by element."""
+  header = "static __device__ __forceinline__ "
+  def __init__(self, arch:str, functions:dict[str, str]):
+    super().__init__(arch, functions)
+    self.inf, self.nan = Term(self, "INFINITY", "float"), Term(self, "__int_as_float(0x7fc00000)", "float")
+  def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}.{'xyzw'[i]}"
+  def vector_text(self, out:str, values:Sequence[str]) -> str: return f"make_{out}({', '.join(values)})"
+  def operation(self, operator:str, x:Value, y:Value, type:str|None=None) -> Term:
+    n = max(length_of(t.type) if isinstance(t, Term) else 1 for t in (x, y))
+    if n == 1: return super().operation(operator, x, y, type)
+    each = [[self.element(t, i) if length_of(t.type) > 1 else t for i in range(n)] for t in (self.term(x), self.term(y))]
+    return self.vector(*[self.operation(operator, a, b, type) for a, b in zip(*each)])
+  def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
+    terms = [self.term(x) for x in xs]
+    n = max(length_of(t.type) for t in terms)
+    if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
+    return self.vector(*[self.elementwise(name, scalar, *[self.element(t, i) if length_of(t.type) > 1 else t for t in terms]) for i in range(n)])
+  def vector_operator(self, operator:str, x:str, y:str) -> None:
+    """Declares it for whoever prints it: tinygrad, of its own UOps."""
+    out, n = max((x, y), key=length_of), max(length_of(x), length_of(y))
+    values = [f"{self.at('x', x, i)} {operator} {self.at('y', y, i)}" for i in range(n)]
+    self.declare(f"operator{operator}({x}, {y})",
+                 f"{self.header}{out} operator{operator}({x} x, {y} y) {{\n{returned(self.vector_text(out, values))}\n}}")
+  def exp2(self, x:Value) -> Value:
+    """9.7.3.24 of the PTX ISA."""
+    self.declare("exp2_of(float)", f'{self.header}float exp2_of(float x) {{\n  float y;\n  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));\n'
+                                   "  return y;\n}")
+    return self.elementwise("exp2_of", "exp2_of({0})", x)
+  def fma(self, x:Value, y:Value, z:Value) -> Value: return self.elementwise("fma_of", "fmaf({0}, {1}, {2})", x, y, z)
+  def abs(self, x:Value) -> Value: return self.elementwise("abs_of", "fabsf({0})", x)
+  def log2(self, x:Value) -> Value: return self.elementwise("log2_of", "log2f({0})", x)
+  def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", "1.0f/{0}", x)
+  def max(self, x:Value, y:Value) -> Value: return self.elementwise("max_of", "fmaxf({0}, {1})", x, y)
+  def select(self, condition:Value, x:Value, y:Value) -> Value:
+    x, y = self.term(x), self.term(y)
+    return Term(self, f"({condition.text} ? {x.text} : {y.text})", x.type)
+  def splat(self, x:Value, n:int) -> Value:
+    if n == 1: return x
+    out = vector_of("float", n)
+    self.declare(f"splat{n}(float)", f"{self.header}{out} splat{n}(float x) {{\n{returned(self.vector_text(out, ['x']*n))}\n}}")
+    return Term(self, f"splat{n}({bare(self.term(x).text)})", out, (self.term(x).text,)*n)
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
+    def element(i:int, key:int) -> Value:
+      beyond = self.operation(operator, Term(self, str(key), "int"), limit, "bool")
+      return self.select(beyond, -self.inf, self.element(x, i))
+    return self.vector(*[element(i, key) for i, key in enumerate(offsets)])
+  def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
+  def as_float(self, x:Value) -> Value: return self.elementwise("as_float", "__uint_as_float({0})", x)
+  def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
+  def widen(self, bits:Value, dtype:str) -> Value:
+    """9.7.9.21 of the PTX ISA for fp16; bf16 is the upper half of an fp32."""
+    if dtype == "bfloat16": return Term(self, f"__uint_as_float({bits.text} << 16)", "float")
+    self.declare("widen_half(unsigned)", f'{self.header}float widen_half(unsigned x) {{\n  float y;\n'
+                                         '  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)x));\n  return y;\n}')
+    return self.call("widen_half", "float", bits)
+  def pack(self, x:Value, dtype:str) -> Value:
+    """9.7.9.21 of the PTX ISA: the high half comes first."""
+    name, ptx = {"float16": ("pack_half", "f16x2"), "bfloat16": ("pack_bfloat", "bf16x2")}[dtype]
+    self.declare(f"{name}(float, float)", f'{self.header}unsigned {name}(float low, float high) {{\n  unsigned y;\n'
+                                          f'  asm("cvt.rn.{ptx}.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));\n  return y;\n}}')
+    pairs = [self.call(name, "unsigned", self.element(x, i), self.element(x, i + 1)) for i in range(0, length_of(x.type), 2)]
+    return self.vector(*pairs)
+  def at_least(self, x:Value, least:int) -> Value:
+    low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))
+    return Term(self, f"({low} | {high})", "unsigned")
+  def sign_halves(self, x:Value) -> Value:
+    """9.7.9.7 of the PTX ISA: with its highest bit set a selector gives a byte's sign."""
+    self.declare("sign_halves(unsigned)", f"{self.header}unsigned sign_halves(unsigned x) {{\n  unsigned y;\n"
+                                          '  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(y) : "r"(x));\n  return y;\n}')
+    return self.call("sign_halves", "unsigned", x)
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value: return Term(self, f"({word.text} & {1 << bit}u ? {x.text} : 0.0f)", "float")
+  # lanes
+  def any_lane(self, condition:Value) -> Value: return Term(self, f"__any_sync({WARP}, {bare(condition.text)})", "bool")
+  def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
+    x = self.term(x)
+    return x, Term(self, f"__shfl_xor_sync({WARP}, {x.text}, {step})", x.type)
+  def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
+    ones = f"0x{TWO_ONES[dtype]:08x}u"
+    return self.call(declare_mma(self, matrix), "float4", p, Term(self, ones, "unsigned"), Term(self, ones, "unsigned"), c)
+
+WARP = "0xffffffffu"
+
+def declare_mma(printer:Printer, matrix:Any) -> str:
+  """The function for mma.sync (PTX ISA 9.7.14.5.8), by name: (a, the two registers of b, c) -> c + A B."""
+  c, a = ", ".join(f"%{i}" for i in range(4)), ", ".join(f"%{i}" for i in range(4, 8))
+  results, operands = (", ".join(f'"{kind}"({name}.{e})' for e in "xyzw") for kind, name in (("+f", "c"), ("r", "a")))
+  printer.declare(f"mma_{matrix.ptx}", f"{printer.header}float4 mma_{matrix.ptx}(uint4 a, unsigned b0, unsigned b1, float4 c) {{\n"
+                  f'  asm("mma.sync.aligned.m16n8k16.row.col.f32.{matrix.ptx}.{matrix.ptx}.f32 "\n'
+                  f'      "{{{c}}}, {{{a}}}, {{%8, %9}}, {{{c}}};"\n'
+                  f'      : {results}\n      : {operands}, "r"(b0), "r"(b1));\n  return c;\n}}')
+  return f"mma_{matrix.ptx}"

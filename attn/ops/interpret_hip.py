@@ -1,0 +1,159 @@
+"""A definition printed as HIP, which clang compiles: its vectors have arithmetic and elements of their own."""
+from __future__ import annotations
+from collections.abc import Sequence
+from typing import Any
+from attn.chips import get_chip
+from attn.ops.numerics import TWO_ONES
+from attn.ops.operation import Value
+from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, length_of, returned, vector_of, wrapped
+
+class Hip(Printer):
+  """HIP: clang's vectors have arithmetic and elements of their own."""
+  header = "static inline __attribute__((device, always_inline)) "
+  def __init__(self, arch:str, functions:dict[str, str]):
+    super().__init__(arch, functions)
+    self.inf, self.nan = Term(self, "__builtin_inff()", "float"), Term(self, '__builtin_nanf("")', "float")
+  def rarely(self, condition:str) -> str: return f"__builtin_expect({bare(condition)}, 0)"
+  def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}[{i}]"
+  def vector_text(self, out:str, values:Sequence[str]) -> str: return f"({out}){{{', '.join(values)}}}"
+  def same(self, *xs:Value) -> tuple[str, list[Term]]:
+    """The operands as values of one type, which clang's elementwise builtins want."""
+    terms = [self.term(x) for x in xs]
+    wide = max((t.type for t in terms), key=length_of)
+    return wide, [t if t.type == wide else Term(self, f"({wide})({bare(t.text)})", wide) for t in terms]
+  def fma(self, x:Value, y:Value, z:Value) -> Value:
+    wide, terms = self.same(x, y, z)
+    return self.call("__builtin_elementwise_fma", wide, *terms)
+  def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
+    """By one comparison of vectors: of many clang keeps the results, in scalar registers that it hasn't got."""
+    n = len(offsets)
+    keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
+    return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})(-__builtin_inff()) : {x.text})", x.type)
+  def exp2(self, x:Value) -> Value: return self.elementwise("exp2_of", "__builtin_amdgcn_exp2f({0})", x)
+  def log2(self, x:Value) -> Value: return self.elementwise("log2_of", "__builtin_amdgcn_logf({0})", x)
+  def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", "__builtin_amdgcn_rcpf({0})", x)
+  def max(self, x:Value, y:Value) -> Value: return self.elementwise("max_of", "__builtin_fmaxf({0}, {1})", x, y)
+  def select(self, condition:Value, x:Value, y:Value) -> Value:
+    x, y = self.term(x), self.term(y)
+    return Term(self, f"({condition.text} ? {x.text} : {y.text})", max((x.type, y.type), key=length_of))
+  def splat(self, x:Value, n:int) -> Value:
+    out = vector_of("float", n)
+    return x if n == 1 else Term(self, f"(({out})({bare(self.term(x).text)}))", out)
+  def part(self, x:Value, start:int, n:int) -> Value:
+    if n == 1 or n == length_of(x.type): return super().part(x, start, n)
+    at = ", ".join(str(start + i) for i in range(n))
+    return Term(self, f"__builtin_shufflevector({x.text}, {x.text}, {at})", vector_of(element_of(x.type), n))
+  def join(self, *xs:Value) -> Value:
+    if len(xs) != 2 or length_of(xs[0].type) == 1: return super().join(*xs)
+    n = 2*length_of(xs[0].type)
+    return Term(self, f"__builtin_shufflevector({xs[0].text}, {xs[1].text}, {', '.join(map(str, range(n)))})", vector_of(element_of(xs[0].type), n))
+  # Registers go to a function by value and come back as its result: of arrays whose address is taken clang makes worse code, though it inlines all.
+  def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
+    if not registers: return Signature([])
+    kept, kind = [x for x in registers if x.stored], name.capitalize()
+    members = "".join(f"  {x.type} {x.text}[{x.size}];\n" for x in kept)
+    parameters = [f"{kind} now"]
+    for x in registers:
+      if x.stored: x.text = f"now.{x.text}"
+      else:
+        x.apart = True
+        parameters += [f"{x.type} {x.text}{i}" for i in sorted(x.used)]
+    return Signature(parameters, f"struct {kind} {{\n{members}}};\n", kind, "now")
+  def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str:
+    registers = [x for x in operands if isinstance(x, RegisterArray)]
+    if not registers: return super().registers_call(name, sources, operands)
+    def at(x:RegisterArray, i:int) -> str:
+      base, offset = sources[x.text.removeprefix("now.")].rsplit("+", 1)
+      return f"{base}[{int(offset) + i}]"
+    kept = [x for x in registers if x.stored]
+    now = ", ".join("{" + ", ".join(at(x, i) for i in range(x.size)) + "}" for x in kept)
+    rest = [at(x, i) for x in registers if x.apart for i in sorted(x.used)] + [sources[x.text] for x in operands if isinstance(x, Term)]
+    lines = ["({", wrapped(f"  auto now = {name}({', '.join([f'{{{now}}}', *rest])});", " "*6)]
+    lines += [f"  {at(x, i)} = {x.text}[{i}];" for x in kept for i in sorted(x.stored)]
+    return "\n".join([*lines, "  0.0f;", "})"])
+  def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
+  def as_float(self, x:Value) -> Value:
+    out = vector_of("float", length_of(x.type))
+    return Term(self, f"__builtin_bit_cast({out}, {bare(x.text)})", out)
+  def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
+  def widen(self, bits:Value, dtype:str) -> Value:
+    if dtype == "bfloat16": return Term(self, f"__builtin_bit_cast(float, {bits.text} << 16)", "float")
+    return Term(self, f"(float)__builtin_bit_cast(_Float16, (unsigned short)({bare(bits.text)}))", "float")
+  def pack(self, x:Value, dtype:str) -> Value:
+    """Without a conversion instruction for bf16: add half an ulp (and the odd bit, for ties) to the fp32 pattern and keep its upper half."""
+    n = length_of(x.type)
+    out, pairs = vector_of("unsigned", n//2), [(f"x[{i}]", f"x[{i + 1}]") for i in range(0, n, 2)]
+    if dtype == "float16": return Term(self, f"__builtin_bit_cast({out}, __builtin_convertvector({x.text}, half{n}))", out)
+    if get_chip(self.arch).bf16_pack:   # pair by pair: of a whole vector clang makes copies
+      words = [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{{low}, {high}}}, bfloat2))" for low, high in pairs]
+      body = ""
+    else:
+      words = [f"__builtin_amdgcn_perm(u[{2*i + 1}], u[{2*i}], 0x07060302u)" for i in range(n//2)]
+      body = f"  uint{n} u = __builtin_bit_cast(uint{n}, x);\n  u += 0x7fffu + ((u >> 16) & 1u);\n"
+    result = returned(self.vector_text(out, words) if n > 2 else words[0])
+    self.declare(f"pack_bfloat({x.type})", f"{self.header}{out} pack_bfloat({x.type} x) {{\n{body}{result}\n}}")
+    return self.call("pack_bfloat", out, x)
+  def at_least(self, x:Value, least:int) -> Value:
+    """A difference that saturates at 0 (v_pk_sub_u16 with clamp), held to 1 (v_pk_min_u16). Of a 1 that it knows clang would make comparisons of the
+    halves, one by one."""
+    self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
+                 '  unsigned ones = 0x00010001u;\n  asm("" : "+s"(ones));\n'
+                 f"  ushort2 above = __builtin_elementwise_sub_sat(__builtin_bit_cast(ushort2, x), (ushort2)({least - 1}));\n"
+                 "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
+    return self.call(f"at_least_{least}", "unsigned", x)
+  def sign_halves(self, x:Value) -> Value:
+    """Selectors 8 and 9 of v_perm_b32 are the signs of the two halves of its second operand."""
+    return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value:
+    """By a mask that is the bit extended (v_bfe_i32). The number is an argument of a function, as that of `dot_ones`."""
+    self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
+                 "  return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & mask);\n}")
+    return self.call("masked", "float", Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int"), x)
+  # lanes
+  def any_lane(self, condition:Value) -> Value:
+    return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
+  def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
+    """By v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32; among eight neighbours by
+    DPP or ds_swizzle_b32."""
+    x = self.term(x)
+    bits, pair = f"__builtin_bit_cast(unsigned, {x.text})", vector_of(x.type, 2)
+    if how == "permlane_swap":
+      both = f"__builtin_amdgcn_permlane{step}_swap({bits}, {bits}, false, false)"
+      swapped = self.let("pair", Term(self, f"__builtin_bit_cast({pair}, {both})", pair))
+      return self.element(swapped, 0), self.element(swapped, 1)
+    if how == "permlanex16": other = exchange_rows(bits)
+    elif how == "neighbours": other = exchange_neighbours(bits, step)
+    else:
+      lane = self.let("lane", Term(self, f"(__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u)) + {step}u) & 63u", "unsigned"))
+      other = f"__builtin_amdgcn_ds_bpermute({lane.text} << 2, __builtin_bit_cast(int, {x.text}))"
+    return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
+  # sums of packed numbers
+  def whole(self, x:Value) -> None:
+    """Where dwords of x have other uses, clang packs those of RDNA4 once more for each, by an instruction of their own. (Elsewhere the hint costs
+    registers.)"""
+    if get_chip(self.arch).family == "rdna4": self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
+  def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
+    """By a function, whose argument is a number: of an element v[1] of a vector clang's __builtin_bit_cast takes v[0]."""
+    name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
+    p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{TWO_ONES[dtype]:08x}u"))
+    self.declare(f"dot_ones({pair})", f"{self.header}float dot_ones(unsigned word, float sum) {{\n"
+                                      f"  return __builtin_amdgcn_{name}({p}, {ones}, sum, false);\n}}")
+    return self.call("dot_ones", "float", x, c)
+  def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
+    kind, n = f"{matrix.operand_type}{2*matrix.operand_words}", matrix.operand_words
+    ones = self.vector(*[Term(self, f"0x{TWO_ONES[dtype]:08x}u", "unsigned")]*n)
+    a, b = (f"__builtin_bit_cast({kind}, {bare(x.text)})" for x in matrix.with_ones(p, ones))
+    return Term(self, f"__builtin_amdgcn_{matrix.name}({a}, {b}, {bare(self.term(c).text)}{matrix.tail})", "float4")
+
+QUAD_PERM = {1: 0xb1, 2: 0x4e}     # of v_mov_b32_dpp: within four lanes, those whose number differs by this
+
+def exchange_neighbours(bits:str, step:int) -> str:
+  """The dword of the lane whose number differs in the bit `step`, of 1, 2 and 4: by v_mov_b32_dpp, or ds_swizzle_b32 in its mode of masks."""
+  if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
+  return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
+
+def exchange_rows(bits:str) -> str:
+  """v_permlanex16_b32: the dword of the lane whose number differs by 16. It may fetch from lanes that are not active (there are none), so that clang
+  needs no copy of what the result replaces."""
+  return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

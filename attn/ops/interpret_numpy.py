@@ -1,0 +1,92 @@
+"""A definition run to compute: `Numbers` takes its operations on numpy arrays, which have a column a thread."""
+from __future__ import annotations
+from collections.abc import Callable, Sequence
+from typing import Any
+import numpy as np
+from attn.ops import numerics
+from attn.ops.numerics import TWO_ONES, Array
+from attn.ops.operation import Lanes, Value, Variable
+
+class Numbers:
+  """Runs a definition on numpy arrays: a scalar is (T,), a vector (n, T), a register array what the emulator's `load_register` takes."""
+  inf, nan = np.float32(np.inf), np.float32(np.nan)
+  def __init__(self, lanes:Lanes): self.lanes, self.gate = lanes, lanes.active
+
+  # naming and control
+  def let(self, name:str, x:Value) -> Value: return x
+  def variable(self, name:str, x:Value) -> Variable: return Variable(x)
+  def assign(self, v:Variable, x:Value) -> None: v.value = np.where(self.gate, x, v.value)
+  def when(self, condition:Array, body:Callable[[], None]) -> None:
+    outside, self.gate = self.gate, self.gate & condition
+    if self.gate.any(): body()
+    self.gate = outside
+  # arithmetic
+  def fma(self, x:Value, y:Value, z:Value) -> Value: return numerics.fused_multiply_add(x, np.asarray(y, np.float32), np.asarray(z, np.float32))
+  def exp2(self, x:Value) -> Value: return numerics.power_of_two(x)
+  def log2(self, x:Value) -> Value: return numerics.logarithm(x)
+  def rcp(self, x:Value) -> Value: return numerics.reciprocal(x)
+  def abs(self, x:Value) -> Value: return np.abs(x)
+  def max(self, x:Value, y:Value) -> Value: return np.fmax(x, y)
+  def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
+  def number(self, x:float) -> Value: return np.float32(x)
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
+    """-inf in the elements of x whose offset is above (>) or below (<) the limit."""
+    beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
+    return np.where(beyond, -self.inf, x)
+  def to_float(self, x:Value) -> Value: return x.astype(np.float32)
+  # vectors
+  def length(self, x:Value) -> int: return x.shape[0] if x.ndim > 1 else 1
+  def element(self, x:Value, i:int) -> Value: return x[i] if x.ndim > 1 else x
+  def part(self, x:Value, start:int, n:int) -> Value: return x[start] if n == 1 else x[start:start + n]
+  def vector(self, *xs:Value) -> Value: return np.stack(np.broadcast_arrays(*xs)) if len(xs) > 1 else xs[0]
+  def join(self, *xs:Value) -> Value: return np.concatenate([x if x.ndim > 1 else x[None] for x in xs])
+  def splat(self, x:Value, n:int) -> Value: return np.broadcast_to(x, (n, len(self.gate))) if n > 1 else x
+  def constants(self, xs:Sequence[float]) -> Value: return np.array(xs, np.float32)[:, None]
+  # bits
+  def as_float(self, x:Value) -> Value: return numerics.bits_as(x, "float32")
+  def pack(self, x:Value, dtype:str) -> Value:
+    packed = numerics.pack_pairs(x, dtype)
+    return packed if len(packed) > 1 else packed[0]
+  def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
+  def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
+  def word(self, n:int) -> Value: return np.uint32(n)
+  def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
+    """The low and the high dword of a product of dwords."""
+    product = np.asarray(x).astype(np.uint64)*np.uint64(y)
+    return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
+  def at_least(self, x:Value, least:int) -> Value:
+    """1 in each half of a dword that is no less than `least`, which is not 0; else 0."""
+    low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
+    return low | high << np.uint32(16)
+  def sign_halves(self, x:Value) -> Value:
+    """All bits of each half of a dword as its highest one is."""
+    halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
+    return halves.view(np.uint32)
+  def where_bit(self, word:Value, bit:int, x:Value) -> Value:
+    """x where that bit of a dword is set, else 0."""
+    return np.where(word >> np.uint32(bit) & np.uint32(1), x, np.float32(0))
+  # registers: arrays of vectors
+  def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
+  def store(self, registers:Any, i:int, x:Value) -> None: self.lanes.store_register(registers, i, x, self.gate)
+  # lanes
+  def any_lane(self, condition:Value) -> Value:
+    wave = self.lanes.wave
+    return np.repeat((condition & self.lanes.active).reshape(-1, wave).any(1), wave)
+  def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
+    """x of this lane and of one that is `step` lanes away, in whatever order: for an operation that does not mind it."""
+    wave, lane = self.lanes.wave, np.arange(x.shape[-1])
+    if how == "bpermute": return x, numerics.from_lane(x, lane + step, wave)
+    other = numerics.from_xor_lane(x, step, wave)
+    if how != "permlane_swap": return x, other
+    odd = lane//step % 2 == 1     # the odd rows (of `step` lanes) of the first operand change places with the even ones of the second
+    return np.where(odd, other, x), np.where(odd, x, other)
+  def whole(self, x:Value) -> None:
+    """x is in its registers at this point: no more than a hint to a compiler."""
+  def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
+    """c + the two numbers in a dword."""
+    return self.lanes.dot(x, np.full(x.shape, TWO_ONES[dtype], np.uint32), c, dtype)
+  def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
+    """c + the product of P and a matrix of ones: sums of P, see `with_ones` of the matrix instruction."""
+    ones = np.full((2, p.shape[-1]), TWO_ONES[dtype], np.uint32)
+    a, b = matrix.with_ones(p, ones)
+    return self.lanes.matrix(matrix.name, a, b, c)

@@ -1,0 +1,185 @@
+"""A definition run to be printed: `Printer` builds the C++ text of an operation. What HIP and CUDA spell differently are methods that
+attn/ops/interpret_hip.py and attn/ops/interpret_cuda.py define."""
+from __future__ import annotations
+import math, re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from attn.ops.operation import Value, Variable
+
+PRINTED_WIDTH = 120            # columns of a printed line, where what is in it can be broken
+
+# ***** layout of the text *****
+
+def float_literal(x:float) -> str:
+  """An fp32 constant."""
+  if math.isinf(x) or math.isnan(x): raise ValueError(f"{x}: a definition takes c.inf and c.nan")
+  return f"{float(x)!r}f"
+
+def bare(text:str) -> str:
+  """The expression without the parentheses around all of it."""
+  if not (text.startswith("(") and text.endswith(")")): return text
+  depth = 0
+  for i, letter in enumerate(text):
+    depth += (letter == "(") - (letter == ")")
+    if not depth: return text[1:-1] if i == len(text) - 1 else text
+  return text
+
+def wrapped(text:str, indent:str) -> str:
+  """The text, broken after commas where a line would be longer than PRINTED_WIDTH."""
+  lines, line = [], ""
+  for piece in re.split(r"(?<=, )", text):
+    if line and len(line) + len(piece) > PRINTED_WIDTH:
+      lines.append(line.rstrip())
+      line = indent
+    line += piece
+  return "\n".join([*lines, line])
+
+def returned(expression:str) -> str: return wrapped(f"  return {expression};", " "*6)
+
+# ***** values *****
+
+def length_of(ctype:str) -> int:
+  """Elements of a value of this C type."""
+  return int(found[1]) if (found := re.fullmatch(r"[a-z]+(\d+)", ctype)) is not None else 1
+
+def element_of(ctype:str) -> str: return {"uint": "unsigned"}.get(name := ctype.rstrip("0123456789"), name)
+def vector_of(element:str, n:int) -> str: return element if n == 1 else f"{'uint' if element == 'unsigned' else element}{n}"
+
+@dataclass(frozen=True)
+class Term:
+  """An expression of the text; of a vector that is put together from its elements, these as well."""
+  printer: Printer
+  text: str
+  type: str
+  elements: tuple[str, ...] = ()
+  def _with(self, operator:str, other:Value, swap:bool=False, type:str|None=None) -> Term:
+    return self.printer.operation(operator, other, self, type) if swap else self.printer.operation(operator, self, other, type)
+  def __add__(self, y:Value) -> Term: return self._with("+", y)
+  def __radd__(self, y:Value) -> Term: return self._with("+", y, True)
+  def __sub__(self, y:Value) -> Term: return self._with("-", y)
+  def __rsub__(self, y:Value) -> Term: return self._with("-", y, True)
+  def __mul__(self, y:Value) -> Term: return self._with("*", y)
+  def __rmul__(self, y:Value) -> Term: return self._with("*", y, True)
+  def __neg__(self) -> Term: return Term(self.printer, f"-{self.text}", self.type)
+  def __lt__(self, y:Value) -> Term: return self._with("<", y, type="bool")
+  def __gt__(self, y:Value) -> Term: return self._with(">", y, type="bool")
+  def __le__(self, y:Value) -> Term: return self._with("<=", y, type="bool")
+  def __eq__(self, y:Value) -> Term: return self._with("==", y, type="bool")     # type: ignore[override]
+  def __and__(self, y:Value) -> Term: return self._with("&", y)
+  def __or__(self, y:Value) -> Term: return self._with("|", y)
+  def __xor__(self, y:Value) -> Term: return self._with("^", y)
+  def __lshift__(self, y:Value) -> Term: return self._with("<<", y)
+  def __rshift__(self, y:Value) -> Term: return self._with(">>", y)
+  def __invert__(self) -> Term: return Term(self.printer, f"!{self.text}", "bool")
+
+@dataclass
+class RegisterArray:
+  """An operand that is an array of registers, and which of its elements a definition uses."""
+  text: str
+  type: str      # of an element
+  used: set[int] = field(default_factory=set)
+  stored: set[int] = field(default_factory=set)
+  apart: bool = False    # its elements are parameters of their own
+  @property
+  def size(self) -> int: return max(self.used | self.stored) + 1
+
+@dataclass(frozen=True)
+class Signature:
+  """How a function takes register arrays, and gives them back."""
+  parameters: Sequence[str]
+  declaration: str = ""
+  type: str = ""         # of the result, where it is not the operation's own
+  result: str = ""
+
+class Printer:
+  """Runs a definition to get the statements of a C++ function, and the functions that those call."""
+  header: str           # what a function begins with
+  inf: Any
+  nan: Any
+  def __init__(self, arch:str, functions:dict[str, str]):
+    self.arch, self.functions, self.lines, self.depth, self.names = arch, functions, list[str](), 1, Counter[str]()
+
+  # naming and control
+  def say(self, line:str) -> None:
+    indent = "  "*self.depth
+    self.lines.append(wrapped(indent + line, indent + " "*4))
+  def fresh(self, name:str) -> str:
+    """A name like this one that nothing has yet."""
+    self.names[name] += 1
+    return name if self.names[name] == 1 else f"{name}{self.names[name]}"
+  def let(self, name:str, x:Value) -> Value:
+    x, name = self.term(x), self.fresh(name)
+    self.say(f"{x.type} {name} = {bare(x.text)};")
+    return Term(self, name, x.type)
+  def variable(self, name:str, x:Value) -> Variable: return Variable(self.let(name, x))
+  def assign(self, v:Variable, x:Value) -> None: self.say(f"{v.value.text} = {bare(self.term(x).text)};")
+  def when(self, condition:Value, body:Callable[[], None]) -> None:
+    self.say(f"if ({self.rarely(condition.text)}) {{")
+    self.depth += 1
+    body()
+    self.depth -= 1
+    self.say("}")
+  def rarely(self, condition:str) -> str: return bare(condition)
+  # expressions
+  def term(self, x:Value) -> Term: return x if isinstance(x, Term) else Term(self, float_literal(x), "float")
+  def number(self, x:float) -> Value: return self.term(x)
+  def named(self, name:str, ctype:str) -> Term: return Term(self, name, ctype)
+  def operation(self, operator:str, x:Value, y:Value, type:str|None=None) -> Term:
+    integer = next((t.type for t in (x, y) if isinstance(t, Term) and t.type in ("int", "unsigned")), None)
+    x, y = (t if isinstance(t, Term) else Term(self, str(t), integer) if integer and isinstance(t, int) else self.term(t) for t in (x, y))
+    wide = x.type if length_of(x.type) >= length_of(y.type) else y.type
+    if length_of(wide) > 1: self.vector_operator(operator, x.type, y.type)
+    return Term(self, f"({x.text} {operator} {y.text})", type or wide)
+  def vector_operator(self, operator:str, x:str, y:str) -> None:
+    """Sees to it that the language has this operator on these types."""
+  def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
+  def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
+    """The scalar expression, {0} and {1} being its operands, for each element of vectors: by a function of that name."""
+    terms = [self.term(x) for x in xs]
+    n = max(length_of(t.type) for t in terms)
+    if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
+    values = [scalar.format(*[self.at(p, t.type, i) for p, t in zip("xyz", terms)]) for i in range(n)]
+    parameters = ", ".join(f"{t.type} {p}" for p, t in zip("xyz", terms))
+    out = vector_of("float", n)
+    result = returned(self.vector_text(out, values))
+    self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
+    return self.call(name, out, *terms)
+  def declare(self, key:str, text:str) -> None:
+    """Adds a function, after those it calls. Two different ones of the same name and types are a mistake in an operation's text."""
+    if self.functions.setdefault(key, text) != text: raise ValueError(f"two functions {key}:\n{self.functions[key]}\n{text}")
+  # vectors
+  def length(self, x:Value) -> int: return length_of(x.type)
+  def at(self, text:str, ctype:str, i:int) -> str: raise NotImplementedError
+  def vector_text(self, out:str, values:Sequence[str]) -> str: raise NotImplementedError
+  def element(self, x:Value, i:int) -> Value:
+    return Term(self, x.elements[i] if x.elements else self.at(x.text, x.type, i), element_of(x.type))
+  def part(self, x:Value, start:int, n:int) -> Value:
+    return x if n == length_of(x.type) else self.vector(*[self.element(x, start + i) for i in range(n)])
+  def vector(self, *xs:Value) -> Value:
+    terms = [self.term(x) for x in xs]
+    if len(xs) == 1: return terms[0]
+    out = vector_of(element_of(terms[0].type), len(xs))
+    return Term(self, self.vector_text(out, [bare(t.text) for t in terms]), out, tuple(t.text for t in terms))
+  def join(self, *xs:Value) -> Value:
+    if len(xs) == 1: return xs[0]
+    return self.vector(*[self.element(x, i) for x in xs for i in range(length_of(x.type))])
+  def splat(self, x:Value, n:int) -> Value: return x if n == 1 else self.vector(*[x]*n)
+  def constants(self, xs:Sequence[float]) -> Value: return self.vector(*xs)
+  # bits
+  def word(self, n:int) -> Value: return Term(self, f"{n}u", "unsigned")
+  def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
+    product = self.let("product", Term(self, f"(unsigned long long){x.text} * {y}u", "unsigned long long"))
+    return Term(self, f"(unsigned){product.text}", "unsigned"), Term(self, f"(unsigned)({product.text} >> 32)", "unsigned")
+  # registers
+  def load(self, registers:Any, i:int) -> Value:
+    registers.used.add(i)
+    return Term(self, f"{registers.text}{i}" if registers.apart else f"{registers.text}[{i}]", registers.type)
+  def store(self, registers:Any, i:int, x:Value) -> None:
+    registers.stored.add(i)
+    self.say(f"{registers.text}[{i}] = {bare(self.term(x).text)};")
+  def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
+    """As pointers."""
+    return Signature([f"{x.type}* {x.text}" for x in registers])
+  def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str: return f"{name}({', '.join(sources.values())})"
