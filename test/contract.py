@@ -1,6 +1,8 @@
 """The contract of attn/reference.py over many draws: the worst ratio of error to limit, of each kind of input on each chip.
 
-    python test/contract.py --write docs/contract.md [--draws 100] [--jobs 2]
+    python test/contract.py --write docs/contract.md [--draws 100] [--jobs 2] [--chips gfx942 gfx1100]
+
+With --chips the columns of the other chips stay as the file has them.
 
 A draw is a problem with one head or a few (the fewer rows, the oftener the textbook's error, and with it the limit, is small by chance: of one row
 alone it may be 0); the batch is made of draws, and each draw is judged by itself, element by element: the ratio is the largest
@@ -102,17 +104,33 @@ emulator sums what a matrix instruction or a dot product adds up in fp32, in an 
 writes this file: `python test/contract.py --write docs/contract.md`.
 """
 
-def table(found:dict[Case, Ratios], draws:int) -> str:
+def rows_of(shape:str) -> dict[str, tuple[str, str, str]]:
+  """The begin of each line of a shape's table, and what it is of: dtype, out_dtype and kind."""
+  return {f"| {dtype} to {out} | {kind} |": (dtype, out, kind)
+          for dtype in ("float16", "bfloat16") for out, kind in itertools.product(("float32", dtype), KINDS)}
+
+def cell(x:Ratios) -> str: return f"{x.o.max():.2f}, {x.lse.max():.2f}"
+
+def table(cells:dict[Case, str], draws:int) -> str:
   lines = [HEADER.format(draws=draws)]
   for shape in SHAPES:
     lines += [f"## {shape}", "", "| types | kind | " + " | ".join(CHIPS) + " |", "|---|---|" + "---|"*len(CHIPS)]
-    for dtype in ("float16", "bfloat16"):
-      for out, kind in itertools.product(("float32", dtype), KINDS):
-        cells = [found[Case(kind, shape, dtype, out, chip)] for chip in CHIPS]
-        lines.append(f"| {dtype} to {out} | {kind} | " + " | ".join(f"{x.o.max():.2f}, {x.lse.max():.2f}" for x in cells) + " |")
+    for begin, (dtype, out, kind) in rows_of(shape).items():
+      lines.append(begin + "".join(f" {cells[Case(kind, shape, dtype, out, chip)]} |" for chip in CHIPS))
     lines.append("")
   lines.append("Each cell: O, LSE.")
   return "\n".join(lines) + "\n"
+
+def cells_of(text:str) -> dict[Case, str]:
+  """What a table has."""
+  found = dict[Case, str]()
+  for shape in SHAPES:
+    part = text.split(f"## {shape}\n")[1].split("\n## ")[0]
+    for begin, (dtype, out, kind) in rows_of(shape).items():
+      line = next(line for line in part.splitlines() if line.startswith(begin))
+      values = line.removeprefix(begin).strip(" |").split(" | ")
+      found |= {Case(kind, shape, dtype, out, chip): value for chip, value in zip(CHIPS, values, strict=True)}
+  return found
 
 def computed(cases:Iterable[Case], draws:int, jobs:int) -> Iterable[tuple[Case, Ratios]]:
   cases = list(cases)
@@ -125,13 +143,16 @@ def main() -> int:
   options.add_argument("--write", type=Path, help="the file that gets the table; else it is printed")
   options.add_argument("--draws", type=int, default=100)
   options.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+  options.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS, help="those to compute")
   given = options.parse_args()
+  cells = dict[Case, str]() if given.chips == CHIPS else cells_of(given.write.read_text())
   found = dict[Case, Ratios]()
-  for case, x in computed(CASES, given.draws, given.jobs):
-    found[case] = x
-    print(f"{case}: {x.o.max():.2f}, {x.lse.max():.2f}", file=sys.stderr, flush=True)
-  if given.write is None: print(table(found, given.draws))
-  else: given.write.write_text(table(found, given.draws))
+  for case, x in computed([case for case in CASES if case.chip in given.chips], given.draws, given.jobs):
+    found[case], cells[case] = x, cell(x)
+    print(f"{case}: {cell(x)}", file=sys.stderr, flush=True)
+  text = table(cells, given.draws)
+  if given.write is None: print(text)
+  else: given.write.write_text(text)
   over = [str(case) for case, x in found.items() if max(x.o.max(), x.lse.max()) > 1]
   for case in over: print(f"over its limit: {case}", file=sys.stderr)
   return bool(over)
