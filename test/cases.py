@@ -59,7 +59,7 @@ def drawn(test:Any) -> Any:
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
 def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU])
 
-TYPES = {**DTYPES, "int32": dtypes.int}
+TYPES = {**DTYPES, "int32": dtypes.int, "uint32": dtypes.uint}
 
 def floats(*shape:int, seed:int=7) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 def ints(*values:int) -> np.ndarray: return np.array(values, np.int32)

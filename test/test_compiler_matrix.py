@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.chips import MODELLED, SEARCHED, get_chip
+from attn.choose.backward import dkdv_of, dq_of, kernel_tiles
+from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import KERNELS, choose, choose_tile
 from attn.choose.search import ENOUGH, waves_of
 from attn.choose.splits import AnyTile
@@ -21,9 +23,10 @@ from attn.isa import costs
 from attn.isa.report import Report, analyse
 from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, problem_of_spec
 from attn.kernels.append import Append, append
+from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.parts.tensors import arguments
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
 from cases import TYPES, floats, ints, problem
@@ -61,6 +64,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "packed sequences": dict(H=64, Sq=512, D=256, dtype="bfloat16", layout="thd", causal=True,
                            extras=dict(cu_seqlens_q=ints(0, 100, 512), cu_seqlens_k=ints(0, 90, 512))),
   "split": dict(H=8, Hkv=2, Sq=1, Sk=4096, D=128, num_splits=4, extras=dict(sinks=floats(8)))}
+# problems whose gradients are taken
+GRADIENTS: dict[str, dict[str, Any]] = {
+  "GQA": dict(H=64, Hkv=8, Sq=512, D=128, dtype="bfloat16", causal=True),
+  "dropout and a bias": dict(H=64, Sq=512, softcap=3.0, window=(70, 5), layout="bshd", dropout_p=0.1, bias_dtype="float16",
+                             extras=dict(dropout_seed=np.array([1, 2], np.uint32), bias=np.zeros((1, 64, 1, 512), np.float32))),
+  "packed sequences": dict(H=64, Sq=512, D=37, Dv=21, layout="thd", extras=dict(cu_seqlens_q=ints(0, 100, 512), cu_seqlens_k=ints(0, 90, 512)))}
 APPENDED = Append(2, 4, 3, 100, 72, "bhsd")
 
 @functools.cache
@@ -75,6 +84,15 @@ def other_text(name:str, arch:str) -> str:
   if name == "combine": return text_of(combine(p := problem(**OPTIONS["split"]), get_chip(arch), p.num_splits), combine_arguments(p), arch)
   shapes = {"cache": (2, 4, 100, 72), "rows": (2, 4, 3, 72)}
   return text_of(append(APPENDED), {**{x: (shape, name.split()[1]) for x, shape in shapes.items()}, "lengths": ((2,), "int32")}, arch)
+
+@functools.cache
+def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardTile]) -> list[str]:
+  """The sources of the backward kernels of a problem."""
+  p, chip = replace(problem(**GRADIENTS[name]), return_lse=True), get_chip(arch)
+  dq, dkdv = tiles
+  assert isinstance(dq, BackwardTile)
+  texts = [text_of(dq_of(p, chip, dq, dlse=True), dq_arguments(p, dlse=True), arch), text_of(dkdv_of(p, chip, dkdv), dkdv_arguments(p), arch)]
+  return texts if p.bias is None else [*texts, text_of(backward_dbias(p, chip, dq), dbias_arguments(p), arch)]
 
 def kernel_text(name:str, arch:str, llvm:int) -> str:
   """The source of a kernel with the tile that it has under a release of LLVM."""
@@ -93,6 +111,18 @@ def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:Th
   for name in (*OPTIONS, "combine", "append float16", "append bfloat16"):
     for llvm, tools in known(compilers, arch).items():
       jobs[name, llvm] = pool.submit(assembly, kernel_text(name, arch, llvm), arch, (), tools)
+  assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
+
+@pytest.mark.parametrize("arch", SEARCHED)
+def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
+  """By the older ones: that the newest compiles them is tested beside their costs."""
+  jobs = {}
+  for name, options in GRADIENTS.items():
+    for llvm, tools in known(compilers, arch).items():
+      if llvm == max(ZIGLANG): continue
+      tiles = kernel_tiles(replace(problem(**options), return_lse=True), replace(get_chip(arch), llvm=llvm))
+      assert not isinstance(tiles, str), tiles
+      for i, text in enumerate(gradient_texts(name, arch, tiles)): jobs[name, llvm, i] = pool.submit(assembly, text, arch, (), tools)
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
 
 # ***** what they make of plain kernels *****
