@@ -2,7 +2,7 @@
 pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 """
 from __future__ import annotations
-import contextlib, ctypes, functools, math, os, re, sys
+import contextlib, ctypes, functools, math, os, re, sys, types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 import tinygrad
@@ -27,7 +27,8 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "comgr_compiler", "comgr_version",
            "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "differentiated", "double_transcendentals", "dtypes",
            "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places",
-           "opened_devices", "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "spec_names"]
+           "opened_devices", "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs",
+           "without_comgr", "spec_names"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -106,6 +107,20 @@ def decode_instruction(data:bytes, tables:str) -> Any:
 def opened_devices(name:str) -> list[Compiled]:
   """The devices of kind `name` that this process has opened."""
   return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
+
+@contextlib.contextmanager
+def without_comgr() -> Iterator[None]:
+  """While a renderer of HIP is made that only prints: tinygrad's constructor imports its compilers, and with them loads ROCm's comgr. Its LLVM ends
+  the process where another one of the system is loaded already, as Debian's does beside pocl's."""
+  name = "tinygrad.runtime.support.compiler_amd"
+  if name in sys.modules:
+    yield
+    return
+  stand_in = types.ModuleType(name)
+  stand_in.__dict__.update(dict.fromkeys(("HIPCompiler", "HIPCCCompiler"), lambda arch: Compiler()))
+  sys.modules[name] = stand_in
+  try: yield
+  finally: del sys.modules[name]
 
 def comgr_compiler(arch:str) -> Any:
   """tinygrad's compiler over ROCm's comgr. Raises AssertionError, saying so, where that library doesn't load."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 import hashlib, pickle, sys, zlib
 import numpy as np
-from attn.ops.renderers import OperationsHIPCCRenderer, OperationsNVCCRenderer
+from attn.ops.renderers import OperationsHIPTextRenderer, OperationsNVCCRenderer
 from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, Program,
                                   Renderer, Target, TinyELF, UOp, dtypes, watch_kernels)
 from attn.emulator.listing import remember
@@ -42,9 +42,9 @@ class _Emulated(Renderer):
     UOpCompiler.note(text, uops)
     return text
 
-class EmulatedHIPRenderer(_Emulated, OperationsHIPCCRenderer):
+class EmulatedHIPRenderer(_Emulated, OperationsHIPTextRenderer):
   def __init__(self, target:Target):
-    OperationsHIPCCRenderer.__init__(self, target)
+    OperationsHIPTextRenderer.__init__(self, target)
     self.adapt()
     self.shared_max = emulated_chip(target.arch).lds   # tinygrad has one limit for all
 

@@ -14,7 +14,7 @@ from attn.ops.printer import wrapped
 from attn.ops.operation import Call
 from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
                                   NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, VectorDType, adapt_cuda, dtypes,
-                                  lower, shared_memory_text, spec_names)
+                                  lower, shared_memory_text, spec_names, without_comgr)
 
 # With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what the operations' arguments are made of.
 spec_names.update({x.__name__: x for x in (Call, LaneSums, Matrix, Mma, softmax.RowLanes)})
@@ -99,6 +99,10 @@ class OperationsHIPCCRenderer(HIPCCRenderer, HipOperations):
   def __init__(self, target:Target):
     super().__init__(target)
     self.learn()
+class OperationsHIPTextRenderer(OperationsHIPCCRenderer):
+  """Prints HIP and compiles nothing."""
+  def __init__(self, target:Target):
+    with without_comgr(): super().__init__(target)
 
 class OperationsCUDARenderer(CUDARenderer, CudaOperations):
   def __init__(self, target:Target):
@@ -117,7 +121,7 @@ def render(sink:UOp, arch:str) -> str:
   """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""
   renderer: OperationsPrinter
   if arch.startswith("sm_"): renderer = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
-  else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
+  else: renderer = OperationsHIPTextRenderer(Target("AMD", "HIPCC", arch))
   return renderer.render(lower(sink, renderer))
 
 def adapt(devices:str|tuple[str, ...]|None) -> None:
