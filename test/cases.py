@@ -23,6 +23,8 @@ from attn.values import FLOATS as DTYPES
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's matrix units
 EVERY_ARCH = (*ARCHS, "sm_80")                           # and NVIDIA's mma.sync
 GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
+WIDTHS = (64, 80, 96, 128, 192, 256)                     # head dimensions, for each of which NVIDIA's kernels have a tile of its own
+DTYPES_AND_MASKS = (("bfloat16", True), ("float16", "top-left"), ("float16", False))
 
 def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any], Any]:
   """A test on two of `on`, which its name chooses; on the others it has the mark `thorough`, on what is in `always` it has not."""

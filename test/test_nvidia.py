@@ -20,7 +20,7 @@ from attn.ops import nvidia
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp
-from cases import GPU, TYPES, Inputs, check, in_turn, normal, problem
+from cases import DTYPES_AND_MASKS, GPU, TYPES, WIDTHS, Inputs, check, in_turn, normal, problem
 from test_features import COMPILED as OPTIONS_COMPILED
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
@@ -57,11 +57,12 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
     return Inputs(q, k, x.v)
   check(chip, make, Sq=20, Sk=170, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
 
-@in_turn("D, chip", (64, 80, 96, 128, 192, 256), ("sm_80", "sm_86"), [pytest.param("sm_89", marks=pytest.mark.thorough), GPU])
-def test_head_dimensions(chip:str, D:int) -> None:
+@in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
+         [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
+def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
   """The tiles of large grids, in both dtypes and all alignments of the mask; on the emulator a few heads stand for the many of a large grid."""
-  for dtype, causal in zip(("float16", "bfloat16", "float16"), (False, True, "top-left"), strict=True):
-    check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
+  chip, dtype, causal = on
+  check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
 @either
 @pytest.mark.parametrize("ratio", (1, 3, 4, 5, 7, 8, 24))
@@ -69,7 +70,7 @@ def test_grouped_heads(chip:str, ratio:int) -> None:
   check(chip, B=2, H=2*ratio, Hkv=2, Sq=20, Sk=40, layout=("bhsd", "bshd")[ratio % 2], causal=ratio % 2 == 1)
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("D", WIDTHS)
 def test_large_grids(D:int) -> None:
   """Grids that fill the chip get the large tiles."""
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):

@@ -1,6 +1,6 @@
 """The pictures of docs/algorithm.md are what the kernels' tables say today, and show what the text beside them claims."""
 from __future__ import annotations
-import itertools, re
+import functools, itertools, re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +9,10 @@ import pytest
 from attn.emulator.matrix import INSTRUCTIONS
 from attn.kernels.parts.lanes import contraction
 from attn.pictures import key_ranges, matrices, shared_memory
-from attn.pictures.__main__ import main, pictures
+from attn.pictures import __main__ as command
 from attn.reference import visible
 
+pictures = functools.cache(command.pictures)
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT/"docs"/"pictures"
 AMD = {name: mat for name, (mat, _) in matrices.DRAWN.items()}
@@ -28,10 +29,10 @@ def test_they_are_all_shown() -> None:
   assert sorted(shown) == sorted(pictures())
 
 def test_the_command_writes_them(tmp_path:Path) -> None:
-  assert main([str(tmp_path)]) == 0 and {path.name for path in tmp_path.iterdir()} == set(pictures())
+  assert command.main([str(tmp_path)]) == 0 and {path.name for path in tmp_path.iterdir()} == set(pictures())
 
 def test_a_folder_that_is_not_there_is_an_error(capsys:pytest.CaptureFixture[str]) -> None:
-  with pytest.raises(SystemExit): main(["no such folder"])
+  with pytest.raises(SystemExit): command.main(["no such folder"])
   assert "no such folder is not a folder" in capsys.readouterr().err
 
 @pytest.mark.parametrize("name", pictures())

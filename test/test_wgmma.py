@@ -16,7 +16,7 @@ from attn.kernels.parts.layouts import SwizzledPanels
 from attn.ops import hopper, nvidia
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp
-from cases import DTYPES, GPU, check, every_other, in_turn, problem
+from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, check, every_other, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
@@ -43,15 +43,15 @@ def test_adversarial(chip:str, make) -> None:
   check(chip, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make.__name__ == "huge_key" else "float16")
   check(chip, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
 
-@either
-@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
-def test_head_dimensions(chip:str, D:int) -> None:
+@in_turn("D, on", WIDTHS, [("sm_90", *mask) for mask in DTYPES_AND_MASKS],
+         [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
+def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
   """Every class of tiles, in both dtypes and all alignments of the mask."""
-  for dtype, causal in zip(("float16", "bfloat16", "float16"), (False, True, "top-left"), strict=True):
-    check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
+  chip, dtype, causal = on
+  check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("D", WIDTHS)
 def test_large_grids(D:int) -> None:
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
