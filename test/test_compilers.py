@@ -357,6 +357,8 @@ def test_with_comgr_others_kernels_are_compiled_as_before(monkeypatch):
   monkeypatch.setattr("tinygrad.runtime.support.compiler_amd.HIPCompiler.__init__", lambda self, arch: Compiler.__init__(self, "x"))
   device = amd_device([HIPRenderer, HIPCCRenderer])
   assert type(device.renderer) is AMDHIPRenderer and type(device.compiler.others).__name__ == "HIPCompiler"
+  monkeypatch.setattr("tinygrad.runtime.support.compiler_amd.HIPCompiler.compile", lambda self, source: b"by comgr")
+  assert device.compiler.compile("another's kernel") == b"by comgr"
 
 @pytest.mark.parametrize(("name", "expected"), [("CLANG", AMDClangRenderer), ("HIPCC", AMDHIPCCRenderer)])
 def test_a_renderer_by_name(name, expected):
