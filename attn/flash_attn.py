@@ -6,6 +6,7 @@ from typing import Any
 from attn import values
 from attn.api.attention import attend, attention, prepare
 from attn.api.cache import attention_with_kv_cache, check_caches
+from attn.api.checked_kernel import dtype_of
 from attn.api.options import AttentionOptions, check_lengths
 from attn.tinygrad_compat import Tensor, UOp
 
@@ -22,6 +23,13 @@ def _options(**arguments:Any) -> dict[str, Any]:
   """Options of `attention`, checked by the names that they have here."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   return {_OURS.get(name, name): checks[_OURS.get(name, name)](name, value) for name, value in arguments.items()}
+
+def _lengths(cu_seqlens:Tensor|None) -> Tensor:
+  """How long the sequences are that begin at these rows."""
+  if cu_seqlens is None: raise values.wrong("cu_seqlens_k", cu_seqlens, "a Tensor")
+  dtype_of("cu_seqlens_k", cu_seqlens)
+  if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2: raise ValueError(f"cu_seqlens_k has shape {cu_seqlens.shape}: must be (sequences + 1,)")
+  return (cu_seqlens[1:] - cu_seqlens[:-1]).contiguous()
 
 def _result(x:Any, wanted:bool) -> Any: return (*x, None) if wanted else x   # (out, softmax_lse, S_dmask): attn.dropout_mask has the latter
 
@@ -54,12 +62,14 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
                            dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0,
                            alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False,
                            block_table:Tensor|None=None) -> Any:
-  """q (total_q, H, D), k and v (total_k, Hkv, D), cu_seqlens int32 (B + 1) -> out (total_q, H, D), or with softmax_lse (H, total_q) and None."""
-  _refuse(block_table=block_table)
+  """q (total_q, H, D), k and v (total_k, Hkv, D), cu_seqlens int32 (B + 1) -> out (total_q, H, D), or with softmax_lse (H, total_q) and None.
+
+  block_table: int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D), and cu_seqlens_k says how many rows sequences have in them."""
   values.truth("deterministic", deterministic)
   options = _options(dropout_p=dropout_p, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
                      alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-                     max_seqlen_k=max_seqlen_k, return_attn_probs=return_attn_probs)
+                     max_seqlen_k=max_seqlen_k, return_attn_probs=return_attn_probs, block_table=block_table)
+  if options["block_table"] is not None: options |= {"cu_seqlens_k": None, "max_seqlen_k": None, "kv_lengths": _lengths(options["cu_seqlens_k"])}
   return _result(attention(q, k, v, layout="thd", **options), options["return_lse"])
 
 def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|None=None, v:Tensor|None=None, rotary_cos:Tensor|None=None,

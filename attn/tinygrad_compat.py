@@ -18,17 +18,21 @@ from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters,
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
+from tinygrad.schedule.rangeify import pm_mops
+from tinygrad.tensor import all_tensors
 from tinygrad.uop.spec import glbls as spec_names
-from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu
+from tinygrad.uop.symbolic import symbolic
+from tinygrad.uop.ops import (AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu,
+                              graph_rewrite)
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CStyleLanguage", "CUDARenderer", "CompileError",
            "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer",
            "KernelInfo", "MARK", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
-           "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "comgr_compiler", "comgr_version",
-           "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_seconds", "differentiated", "double_transcendentals", "dtypes",
-           "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "lower", "lowered_with_places", "made_with_places",
-           "opened_devices", "shared_memory_text", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs",
-           "without_comgr", "spec_names"]
+           "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "buffer_under", "comgr_compiler", "comgr_version",
+           "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals",
+           "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "linear_view", "lower", "lowered_with_places",
+           "made_with_places", "opened_devices", "shared_memory_text", "spec_names", "statements", "tinygrad_folder", "vector_dtype",
+           "watch_kernels", "with_outputs", "without_comgr", "written_to"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -81,7 +85,7 @@ def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], 
   """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by
   `dynamic_shared_name`."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
-    if name.split(":")[0] != "CUDA" or (dev := Device[name]).runtime_t is dynamic_shared_program: continue
+    if name.split(":")[0] != "CUDA" or (dev := device_of(name)).runtime_t is dynamic_shared_program: continue
     dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]
     dev.renderers = [renderers.get(r, r) for r in dev.renderers]
     dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("OPERATIONS").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
@@ -103,6 +107,10 @@ def decode_instruction(data:bytes, tables:str) -> Any:
     form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(tables)
     if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[tables]: raise
     return form.from_bytes(data)
+
+def device_of(name:str) -> Compiled:
+  """A device by name; within a function of tinygrad's `@function`, too, which may not run anything, but what it is called with is on a device."""
+  with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def opened_devices(name:str) -> list[Compiled]:
   """The devices of kind `name` that this process has opened."""
@@ -170,6 +178,41 @@ def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[]
     return run
   try: yield wrap
   finally: cuda.cuCtxSetCurrent(theirs)
+
+# **** views and Variables (attn/api/views.py) ****
+def buffer_under(u:UOp) -> UOp|None:
+  """The buffer that `u` is, or is a view of, with what is still to be written to it; None for a computed value."""
+  while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
+  inner = u
+  while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]
+  return u if inner.has_buffer_identity(after_ok=True) and all(isinstance(n, int) for n in u.shape) else None
+
+def _on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
+  """The view of `other` that u is of `base`; None where it is none."""
+  views = []
+  while u is not base and u.op in GroupOp.Movement:
+    views.append(u)
+    u = u.src[0]
+  if u is not base: return None
+  for view in reversed(views): other = view.replace(src=(other, *view.src[1:]))
+  return other
+
+def linear_view(u:UOp, *indices:UOp) -> tuple[UOp, UOp]|None:
+  """(buffer, expression) of an element of a view of a buffer: where it lies in the buffer, as a function of the indices. None for what is no view of
+  one."""
+  if (base := buffer_under(u)) is None: return None
+  stand_in = UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape)     # the rewrite takes apart what it finds
+  view = _on_top(u, base, stand_in)
+  assert view is not None
+  found = graph_rewrite(view.index(*indices), pm_mops + symbolic, name="attn view")
+  return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
+
+def written_to(buffer:UOp, kernel:UOp) -> None:
+  """Every Tensor that is `buffer`, or a view of it, is from now on what it is after `kernel`, which writes to it. (Tensor.assign has it so for views,
+  and for all that was computed from them and not yet realized as well.)"""
+  after = buffer.after(kernel)
+  for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
+    if (view := _on_top(t.uop, buffer, after)) is not None: t.uop = view
 
 # **** gradients (attn/api/gradient.py) ****
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:

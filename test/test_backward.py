@@ -30,7 +30,7 @@ from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
-from attn.problem import Problem
+from attn.problem import Count, Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels
@@ -81,9 +81,9 @@ def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1,
 
 @pytest.mark.parametrize("make", (backward_dq.backward_dq, backward_dkdv, backward_dbias))
 def test_a_variable_number_of_keys_is_refused(make:Callable[..., Any]) -> None:
-  p = problem(Sk=64, sk_variable=("n", 1, 64), extras=dict(bias=floats(1, 1, 1, 64)))
+  p = problem(Sk=64, sk_variable=Count((("n", 1, 64),)), extras=dict(bias=floats(1, 1, 1, 64)))
   chip = get_chip("gfx942")
-  with pytest.raises(NotImplementedError, match=r"sk_variable=\('n', 1, 64\): the backward kernels have no Variable"):
+  with pytest.raises(NotImplementedError, match=r"sk_variable=Count\(.*\): the backward kernels have no Variable"):
     make(p, chip, choose_backward_tiles(p, chip)[0])
   assert "sk_variable" in str(can_differentiate(p, chip))
 

@@ -137,7 +137,6 @@ def test_refused():
        r"k_new has shape \(2, 2, 1, 16\): must be that of k_cache, \(2, 2, 8, 32\)"),
       (lambda: append_kv(new.float(), new, k_cache, v_cache, 0), "k_new has dtype float32: must be that of k_cache, float16"),
       (lambda: append_kv(new, draw(B, HKV, 2, D), k_cache, v_cache, 0), "v_new and v_cache have 2 and 8 rows"),
-      (lambda: append_kv(new, new, k_cache[:, :, :4], v_cache[:, :, :4], 0), "k_cache is a view"),
       (lambda: append_kv(new, new, k_cache, v_cache, 0.5), "cache_seqlens=0.5: must be an int, a Variable or an int32 Tensor"),
       (lambda: append_kv(new, new, k_cache, v_cache, Tensor([1., 2.], device="EMU")), "cache_seqlens has dtype float32: must be int32"),
       (lambda: append_kv(new, new, k_cache, v_cache, lengths(1, 2, 3)), r"cache_seqlens has shape \(3,\): must be \(2,\)"),
@@ -173,3 +172,52 @@ def test_flash_attn_with_kvcache():
     with pytest.raises(ValueError, match="cache_seqlens=None"): flash_attn.flash_attn_with_kvcache(q, *caches, k, v)
     with pytest.raises(NotImplementedError, match="rotary_cos="): flash_attn.flash_attn_with_kvcache(q, *caches, k, v, rotary_cos=q, cache_seqlens=n)
     assert attn.empty_kv_cache is empty_kv_cache
+
+# ***** caches that are parts of larger buffers *****
+
+@pytest.mark.parametrize("name, arch", [("K and V in one", "sm_80"), ("interleaved", "gfx942"), ("rows apart", "gfx1201")])
+def test_caches_in_one_buffer(name, arch):
+  """What is appended through the views is there in their base, and in a view made before; the rest of it, NaN, is as it was."""
+  with emulated(arch):
+    shape = {"K and V in one": (2, B, HKV, 24, D), "interleaved": (B, HKV, 24, 2, D), "rows apart": (B, HKV, 24, 3, D + 4)}[name]
+    base = Tensor.full(shape, float("nan"), dtype=dtypes.half, device="EMU").contiguous().realize()
+    def part(i): return base[i] if name == "K and V in one" else base[:, :, :, i, :D]
+    (k_cache, v_cache), earlier = (part(0), part(1)), part(0)
+    q, k, v = (np.random.default_rng(i).standard_normal((B, h, 9, D)).astype(np.float16) for i, h in enumerate((H, HKV, HKV)))
+    for i, j in ((0, 5), (5, 9)):
+      o = attention_with_kv_cache(*(tensor(x[:, :, i:j], "float16") for x in (q, k, v)), k_cache, v_cache, lengths(i, i))
+      close(array(o), *(x.astype(np.float32) for x in (q[:, :, i:j], k[:, :, :j], v[:, :, :j])))
+    whole_base = array(base)
+    for i, want in ((0, k), (1, v)):
+      got = whole_base[i] if name == "K and V in one" else whole_base[:, :, :, i, :D]
+      np.testing.assert_array_equal(got[:, :, :9], want)
+      assert np.isnan(got[:, :, 9:]).all()
+    assert np.isnan(whole_base).sum() == whole_base.size - k.size - v.size
+    np.testing.assert_array_equal(array(earlier)[:, :, :9], k)
+
+def test_views_that_are_no_cache():
+  with emulated("gfx942"):
+    base = Tensor.zeros(2, B, HKV, 24, D, dtype=dtypes.half, device="EMU").contiguous().realize()
+    new = draw(B, HKV, 2, D)
+    for k_cache, v_cache, text in (
+      (base[0], base[0], "k_cache and v_cache overlap"), (base[0, :, :, :12], base[0, :, :, 11:23], "k_cache and v_cache overlap"),
+      (base[0, :1].expand(B, HKV, 24, D), base[1], "k_cache is expanded along its batch"),
+      (base[0]*2, base[1], "k_cache is a view or a computed value")):
+      with pytest.raises(ValueError, match=text): append_kv(new, new, k_cache, v_cache, 0)
+    append_kv(new, new, base[0, :, :, :12], base[0, :, :, 12:], 3)
+    got = array(base)
+    np.testing.assert_array_equal(got[0, :, :, 3:5], array(new))
+    np.testing.assert_array_equal(got[0, :, :, 15:17], array(new))
+    assert np.count_nonzero(got) == 2*array(new).size
+
+def test_an_argument_error_leaves_the_cache_as_it_was():
+  with emulated("gfx942"):
+    k_cache, v_cache = poisoned(capacity=8)
+    q, new, table = draw(B, H, 1, D), draw(B, HKV, 1, D), Tensor([[0], [1]], dtype=dtypes.int, device="EMU")
+    before = k_cache.uop, v_cache.uop
+    for options in (dict(softcap=-1.0), dict(causal="left"), dict(window=(3,)), dict(sinks=draw(H + 1)), dict(alibi_slopes=draw(3)),
+                    dict(num_splits=999), dict(arch="gfx950"), dict(bias=draw(1, 1, 1, 5)), dict(out=draw(1)), dict(out_dtype="int8"),
+                    dict(kv_starts=lengths(1)), dict(block_table=table), dict(nonsense=1)):
+      with pytest.raises((ValueError, NotImplementedError)): attention_with_kv_cache(q, new, new, k_cache, v_cache, 0, **options)
+    with pytest.raises((ValueError, NotImplementedError)): attention_with_kv_cache(draw(B, H, 1, 16), new, new, k_cache, v_cache, 0)
+    assert (k_cache.uop, v_cache.uop) == before

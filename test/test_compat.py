@@ -68,9 +68,12 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.maketuple": "*srcs", "tinygrad.uop.ops:UOp.param_like": "self slot",
   "tinygrad.uop.ops:UOp.mselect": "self arg", "tinygrad.uop.ops:UOp.mstack": "self *srcs", "tinygrad.uop.ops:UOp.unbind": "self",
   "tinygrad.uop.ops:UOp.unshard": "self axis device_range=", "tinygrad.uop.ops:UOp.contiguous_view": "self",
+  "tinygrad.uop.ops:graph_rewrite": "*args **kwargs",
+  "tinygrad.uop.ops:UOp.index": "self *srcs **kwargs", "tinygrad.uop.ops:UOp.has_buffer_identity": "self after_ok=",
+  "tinygrad.uop.ops:UOp.variable": "name min_val max_val dtype= multiple_of= param=",
 }
 # names that are no functions
-VALUES = ("tinygrad.dtype:promo_lattice", "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing",
+VALUES = ("tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice", "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing",
           "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError", "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes",
           "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV", "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING",
           "tinygrad.renderer.cstyle:CStyleLanguage", "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda",
@@ -81,7 +84,8 @@ ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr
               "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
               "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores",
               "tinygrad.renderer.cstyle:CStyleLanguage.string_rewrite",
-              "tinygrad.uop.ops:UOp.buf_uop", "tinygrad.uop.ops:UOp.is_bound_var",
+              "tinygrad.uop.ops:UOp.buf_uop", "tinygrad.uop.ops:UOp.is_variable", "tinygrad.uop.ops:UOp.expr",
+              "tinygrad.uop.ops:UOp.is_bound_var",
               "tinygrad.uop.ops:UOp.max_shard_shape")
 
 def imported() -> set[str]:

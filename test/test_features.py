@@ -19,7 +19,7 @@ from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts.tiles import Tile
 from attn.ops.numerics import widen
 from attn.ops.renderers import render
-from attn.problem import Problem
+from attn.problem import Count, Problem
 from attn.tinygrad_compat import Ops, Target, UOp, lower
 from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, drawn, every_amd, every_arch, expected, floats, in_turn, ints,
                    judge, normal, on_the_emulator, problem, run_kernels)
@@ -318,8 +318,8 @@ def test_output_type_compiles(dtype:str, out:str) -> None:
   (dict(extras=dict(cu_seqlens_q=ints(0, 1))), "cu_seqlens_q with layout='bhsd'"),
   (dict(extras=dict(nothing=floats(1))), "nothing: no such tensor"),
   (dict(max_seqlen_q=3), "max_seqlen_q=3"),
-  (dict(sk_variable=("n", 1, 65)), "sk_variable=('n', 1, 65)"),
-  (dict(sk_variable=("n", 1, 64), extras=dict(kv_lengths=ints(4))), "sk_variable=('n', 1, 64) with kv_lengths"),
+  (dict(sk_variable=Count((("n", -1, 64),))), "sk_variable=Count(variables=(('n', -1, 64),), constant=0): must be at least 0"),
+  (dict(sk_variable=Count((("n", 1, 64),)), extras=dict(kv_lengths=ints(4))), "constant=0) with kv_lengths"),
   (dict(layout="thd"), "layout='thd' needs cu_seqlens_q"),
   (dict(layout="thd", extras=dict(cu_seqlens_q=ints(0), cu_seqlens_k=ints(0, 4))), "cu_seqlens_q has shape (1,)"),
   (dict(layout="thd", extras=dict(cu_seqlens_q=ints(0, 4), cu_seqlens_k=ints(0, 4, 8))), "cu_seqlens_k has shape (3,)"),

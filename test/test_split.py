@@ -14,7 +14,7 @@ from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.forward import forward
 from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import render
-from attn.problem import Problem
+from attn.problem import Count, Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_amd, every_arch, expected, floats, in_turn, ints,
                    judge, normal, on_the_emulator, problem, run_kernels, tensor)
@@ -109,7 +109,7 @@ def test_refusals() -> None:
 
 @every_arch
 def test_variable_length_under_jit(arch:str) -> None:
-  p = problem(H=4, Hkv=2, Sq=1, Sk=200, causal=True, num_splits=2, sk_variable=("n_k", 1, 200))
+  p = problem(H=4, Hkv=2, Sq=1, Sk=200, causal=True, num_splits=2, sk_variable=Count((("n_k", 1, 200),)))
   x, a, device = normal(p), chip(arch), "CUDA" if arch == "CUDA" else "EMU"
   first, second = kernels(p, Choice("split_kv", Work(choose_tile(p, a), 2), a, ()))
   names, merged, variable = arguments(p), combine_arguments(p), UOp.variable("n_k", 1, 200)

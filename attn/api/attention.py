@@ -7,10 +7,12 @@ from attn import values
 from attn.api.dropout import check_seed, drawn_seed, first_of_each
 from attn.api.checked_kernel import (CheckedKernel, KernelFunction, arch_of, check_device, check_means, dtype_of, static_shape,
                                      whole_buffer)
-from attn.api.gradient import INPUTS, gradient_of, lse_axes, with_gradient
+from attn.api.gradient import INPUTS, gradient_of, lse_axes, no_gradient, with_gradient
 from attn.api.options import AttentionOptions, options_of
 from attn.api.placement import AXES, Placement, empty, local_shape, merge_devices, on_device, place, placement_of
+from attn.api.pages import check_pages, out_of_pages, places_in_pages
 from attn.api.plain import bhs, bhsd, from_bhs, from_bhsd, plain_attention
+from attn.api.views import flat_buffer, places_in_cache
 from attn.chips import Chip, get_chip
 from attn.choose.backward import BackwardChoice, by_tinygrad, can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, choose, program_of
@@ -21,6 +23,7 @@ from attn.problem import EXTRAS, LAYOUTS, Problem, problem_of
 from attn.tinygrad_compat import TRAINING, DType, Tensor, UOp, capturing, dtypes
 from attn.values import FLOATS
 
+OF_A_CACHE = "the gradient of attention over part of a cache: train with attn.attention of whole k and v"
 SHARDED_ROWS = "k and v are sharded along their rows"
 WRITTEN = ("o", "lse", "o_partial", "lse_partial")
 
@@ -33,6 +36,7 @@ class CheckedCall:
   arch: Chip|None
   at: Placement
   out: Tensor|None
+  variables: tuple[UOp, ...] = ()     # bound, that the problem's numbers of rows are made of
   def choice(self) -> Choice: return choose(self.problem if self.at.shared != "keys" else self.on(0).problem, self.arch)
   def on(self, i:int) -> CheckedCall:
     """The part of the i-th device, over its shard of the keys."""
@@ -69,18 +73,27 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
     raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows")
 
-def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str="kv_lengths") -> CheckedCall:
-  """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths."""
+def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
+  """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths; `in_place`: k and v that are views of a buffer are read where
+  they lie in it."""
   layout, bias, out = options.layout, options.bias, options.out
   inputs = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v))}
   types = [dtype_of(name, t) for name, t in inputs.items()]
   shape = {name: static_shape(name, t.shape) for name, t in inputs.items()}
   rank = len(AXES[layout])
+  pages = check_pages(q, k, v, options, lengths_name) if options.block_table is not None else None
   for name, s in shape.items():
-    if len(s) != rank: raise ValueError(f"{name} has shape {s}; layout={layout!r} needs {LAYOUTS[layout]}")
-  at = placement_of(q, k, v, layout)
-  if at.shared != "keys": shape = {name: local_shape(t) for name, t in inputs.items()}
-  batch, capacity = (shape["k"][AXES[layout].index(axis)] if axis in AXES[layout] else 1 for axis in ("batch", "rows"))
+    if len(s) != rank and (pages is None or name == "q"): raise ValueError(f"{name} has shape {s}; layout={layout!r} needs {LAYOUTS[layout]}")
+  at = placement_of(q, k, v, layout) if pages is None else Placement(str(q.device))
+  views = None
+  if pages is not None:
+    views, of_k = (places_in_pages(k), places_in_pages(v)), shape["k"]
+    sequences = int(options.block_table.shape[0]) if options.block_table is not None else 0
+    shape |= {name: (sequences, of_k[2], pages.rows, width) for name, width in (("k", of_k[3]), ("v", shape["v"][3]))}
+  elif in_place and isinstance(at.device, str): views = places_in_cache(k, v, layout)
+  if at.shared != "keys" and pages is None: shape = {name: local_shape(t) for name, t in inputs.items()}
+  of_keys = layout if pages is None else "bhsd"
+  batch, capacity = (shape["k"][AXES[of_keys].index(axis)] if axis in AXES[of_keys] else 1 for axis in ("batch", "rows"))
 
   # ***** optional tensors *****
   extras: dict[str, Tensor] = {}
@@ -94,11 +107,15 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
     if bias.ndim > 4: raise ValueError(f"bias has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
     extras["bias"] = place("bias", bias.reshape(*[1]*(4 - bias.ndim), *static_shape("bias", bias.shape)), at)
   if options.kv_lengths is not None:
-    if layout == "thd":
+    if layout == "thd" and pages is None:
       raise NotImplementedError(f"{lengths_name}={values.shown(options.kv_lengths)} with layout='thd': packed sequences take their lengths from "
                                 "cu_seqlens_k")
     extras["kv_lengths"] = lengths(options.kv_lengths, batch, capacity, at, lengths_name)
-  for name in ("cu_seqlens_q", "cu_seqlens_k"):
+  if options.kv_starts is not None:
+    if options.kv_lengths is None: raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
+    if bias is not None: raise NotImplementedError("kv_starts with bias: keys are counted from their start, so a bias has no place for them")
+    extras["kv_starts"] = lengths(options.kv_starts, batch, capacity, at, "kv_starts")
+  for name in ("block_table", "cu_seqlens_q", "cu_seqlens_k"):
     if (given := getattr(options, name)) is not None:
       dtype_of(name, given)
       extras[name] = place(name, given, at)
@@ -108,7 +125,7 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   if at.shared == "keys":
     if options.dropout_p:
       raise NotImplementedError(f"dropout_p={options.dropout_p} with k and v sharded along their rows: shard along batch or heads instead")
-    for name in ("kv_lengths", "cu_seqlens_k"):
+    for name in ("kv_lengths", "kv_starts", "cu_seqlens_k"):
       if name in extras: raise NotImplementedError(f"{name} with k and v sharded along their rows: shard along batch or heads instead")
 
   # ***** the output *****
@@ -124,10 +141,10 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   out_dtype = values.dtype_text(options.out_dtype) if options.out_dtype is not None else dtype_of("out", out) if out is not None else types[0]
   p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=[out_dtype, *types], causal=options.causal, window=options.window,
                  softmax_scale=options.softmax_scale, layout=layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,
-                 max_seqlen_k=options.max_seqlen_k, num_splits=options.num_splits, dropout_p=options.dropout_p,
+                 max_seqlen_k=options.max_seqlen_k, num_splits=options.num_splits, dropout_p=options.dropout_p, views=views, pages=pages,
                  extras={name: (local_shape(t), dtype_of(name, t)) for name, t in extras.items()})
-  if p.varlen:
-    check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
+  if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
+  if p.varlen and pages is None:
     check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
   device = at.device if isinstance(at.device, str) else at.device[0]
   found = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
@@ -150,7 +167,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
   def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
-    gradient = gradient_of(p, arch, given) if "o" in given else None
+    gradient = None if "o" not in given else gradient_of(p, arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders[:len(takes)]), arch)
       return CheckedKernel(sink, written, gradient=gradient)
@@ -180,16 +197,22 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
 
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """forward, or for split_kv the same into partial results and then combine."""
-  p, t = replace(c.problem, num_splits=choice.work.splits), {name: x.contiguous() for name, x in c.tensors.items()}
+  p = replace(c.problem, num_splits=choice.work.splits)
+  t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else x.contiguous() for name, x in c.tensors.items()}
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = replace(p, return_lse=True)      # for backward
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
-    t = dict(zip(names, Tensor.custom_kernel(*given, fxn=fxn))) | t      # the inputs stay what they were: their gradients go there
+    written = Tensor.custom_kernel(*given, fxn=with_variables(fxn, c.variables))
+    t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
   return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if c.problem.return_lse else [])]
+
+def with_variables(fxn:KernelFunction, variables:tuple[UOp, ...]) -> KernelFunction:
+  """A kernel function whose kernel is called with these Variables, which it has besides its tensors."""
+  return (lambda *placeholders: replace(fxn(*placeholders), variables=variables)) if variables else fxn
 
 def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   choose_backward(c.problem, c.arch, choice.kernel)      # where ATTN_KERNEL asks for backward kernels: why there can be none
-  return deliver(c, *plain_attention(c.problem, c.tensors))
+  return deliver(c, *plain_attention(c.problem, c.tensors if c.problem.pages is None else out_of_pages(c.problem, c.tensors)))
 
 def run_sharded_keys(c:CheckedCall) -> list[Tensor]:
   """Each device its own keys, and the merge. The devices' parts are realized, so the gradient is that of the whole."""
@@ -213,9 +236,10 @@ def run(c:CheckedCall) -> list[Tensor]:
 
 def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd",
               window:tuple[int, int]=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None,
-              kv_lengths:int|UOp|Tensor|None=None, cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None,
-              max_seqlen_k:int|None=None, dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, return_lse:bool=False,
-              out:Tensor|None=None, out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
+              kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None,
+              cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
+              dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, return_lse:bool=False, out:Tensor|None=None,
+              out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
   """softmax(score) V of Tensors, by the kernel that `explain` tells: o in the layout of q, or (o, lse) with `return_lse`. Nothing runs until it is
   realized.
 
@@ -233,6 +257,10 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
   sinks:         (H): scores of one more key per head, which has no value; lse counts it
   kv_lengths:    keys there are, the alignment of `causal` being to them: int32 Tensor (B), or an int or a Variable for all; what lies beyond, NaN
                  included, has no effect
+  kv_starts:     int32 (B), beside kv_lengths: the keys before it do not exist either, and are not counted
+  block_table:   int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv) whatever the layout, and the
+                 rows of sequence b are in the pages block_table[b, 0], block_table[b, 1], ... kv_lengths says how many rows, at most
+                 max_blocks*page_size. Entries beyond are not read. Any page_size; fastest is a multiple of the tile's keys, which `explain` tells
   dropout_p:     each element of P becomes 0 with this probability (0 <= dropout_p < 1, in steps of 2^-16) and the others P/(1 - dropout_p), in
                  training or not; lse is that without dropout. attn.dropout_mask tells which
   dropout_seed:  uint32 (2), whole on every device: what decides which. By default it is drawn from tinygrad's generator (Tensor.manual_seed), in each
@@ -249,8 +277,9 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
   """
   options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, max_seqlen_q=max_seqlen_q,
                              max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
-                             kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p,
-                             dropout_seed=dropout_seed, num_splits=num_splits, out=out, out_dtype=out_dtype)
+                             kv_lengths=kv_lengths, kv_starts=kv_starts, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
+                             cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, num_splits=num_splits, out=out,
+                             out_dtype=out_dtype)
   return attend(prepare(q, k, v, options))
 
 def attend(c:CheckedCall) -> Any:

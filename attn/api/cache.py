@@ -8,12 +8,16 @@ from attn import values
 from attn.api.attention import attend, check_devices, known, lengths, prepare
 from attn.api.checked_kernel import CheckedKernel, KernelFunction, region, static_shape, whole_buffer
 from attn.api.gradient import no_gradient
-from attn.api.options import check_lengths, check_out_dtype, options_of
-from attn.api.placement import AXES, local_shape, placement_of
+from attn.api.options import AttentionOptions, check_lengths, check_out_dtype, options_of
+from attn.api.pages import check_pages
+from attn.api.placement import AXES, Placement, local_shape, placement_of
+from attn.api.plain import bhsd
+from attn.api.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, append
-from attn.problem import LAYOUTS
-from attn.tinygrad_compat import DType, Device, Tensor, UOp, dtypes
+from attn.problem import LAYOUTS, Strided
+from attn.tinygrad_compat import DType, Device, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
 
+OVERLAP = "k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one"
 CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")
 
 def check_cache_layout(name:str, x:Any) -> str: return values.word(name, x, CACHE_LAYOUTS)
@@ -30,6 +34,18 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
   if device is not None: device = check_device_name("device", device)
   shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
   k, v = (Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize() for _ in range(2))
+  return k, v
+
+def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=None, *, dtype:DType|str=dtypes.half,
+                      device:str|None=None) -> tuple[Tensor, Tensor]:
+  """A cache of pages, (k_pages, v_pages) of zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size, Hkv, Dv), Dv by default D. Which of them
+  a sequence has, and which are free, is for an allocator to say: examples/serve.py has one."""
+  sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
+           for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
+  dtype = check_out_dtype("dtype", dtype)
+  if device is not None and not isinstance(check_device_name("device", device), str):
+    raise NotImplementedError(f"device={device!r}: pages on a single device are supported")
+  k, v = (Tensor.zeros(*sizes[:3], width, dtype=dtype, device=device).contiguous().realize() for width in sizes[3:])
   return k, v
 
 def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
@@ -74,12 +90,20 @@ def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
 
 def has_threads(device:str|tuple[str, ...]|None) -> bool:
   """Whether a workgroup of the device has threads; one core of a CPU has not."""
-  return device is None or Device[device if isinstance(device, str) else device[0]].renderer.has_local
+  return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
-def overlap(x:UOp, y:UOp) -> bool:
-  """Whether two caches share memory."""
-  a, b = region(x), region(y)
+def overlap(x:Tensor, y:Tensor, places:list[Strided|None], sizes:dict[str, int]) -> bool:
+  """Whether two caches share memory; `places` are where their rows lie in a buffer, where that is known."""
+  if places[0] is not None and places[1] is not None:
+    counts = (sizes.get("batch", 1), sizes["heads"], sizes["rows"], sizes["width"])
+    return buffer_of(x.uop) is buffer_of(y.uop) and overlapping(places[0], places[1], counts)
+  a, b = region(x.uop), region(y.uop)
   return a is not None and b is not None and a[0] is b[0] and max(a[1], b[1]) < min(a[1] + a[2], b[1] + b[2])
+
+def buffer_of(u:UOp) -> UOp:
+  """The buffer under a view, whatever is still to be written to it."""
+  while u.op is not Ops.BUFFER and u.src: u = u.src[0]
+  return u
 
 @functools.cache
 def _kernel(name:str, a:Append) -> KernelFunction:
@@ -93,40 +117,95 @@ class NewRows:
   launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): the rows filled before
   filled: Tensor     # and after
+  table: tuple[Tensor, ...] = ()    # the block table, where the cache is pages
   def append(self) -> None:
-    for cache, rows, fxn in self.launches: cache.replace(Tensor.custom_kernel(cache, rows.contiguous(), self.start, fxn=fxn)[0])
+    """The caches, and all tensors that are the same buffers or views of them, have the new rows from now on."""
+    for cache, rows, fxn in self.launches:
+      tensors = rows.contiguous(), self.start, *(t.contiguous() for t in self.table)
+      if (buffer := buffer_under(cache.uop)) is None or not isinstance(cache.device, str):
+        cache.replace(Tensor.custom_kernel(cache, *tensors, fxn=fxn)[0])
+      else: written_to(buffer, Tensor.custom_kernel(Tensor(buffer.flatten()), *tensors, fxn=fxn)[0].uop.src[1])
 
-def _rows(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, layout:str) -> NewRows:
+def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
+  """Where the rows of a cache that is to be written lie in the buffer that it is a view of, None for a buffer of its own or one on each of several
+  devices. Raises ValueError for a computed value, and for a view in which two rows are the same memory."""
+  found = in_buffer(bhsd(cache, layout)) if isinstance(cache.device, str) else None
+  if found is None:
+    whole_buffer(name, cache.uop)
+    return None
+  sizes, places = dict(zip(AXES[layout], static_shape(name, cache.shape))), found.places
+  for axis, step in (("batch", places.batch), ("heads", places.head), ("rows", places.row)):
+    if step == 0 and sizes.get(axis, 1) > 1:
+      raise ValueError(f"{name} is expanded along its {axis}, of which {sizes[axis]} are the same memory: there is no appending to it")
+  return places
+
+def _into_pages(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
+  """The arguments of `append_kv` with pages, checked."""
+  options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
+  pages = check_pages(k_new, k_cache, v_cache, options, "cache_seqlens")
+  B, heads, capacity = int(block_table.shape[0]), int(k_cache.shape[2]), pages.rows
+  sizes = [dict(zip(AXES[layout], static_shape(f"{name}_new", t.shape))) for name, t in (("k", k_new), ("v", v_new))]
+  for name, size, new, cache in (("k", sizes[0], k_new, k_cache), ("v", sizes[1], v_new, v_cache)):
+    of_heads = size["heads"]//B if layout == "nsd" else size["heads"]
+    if (len(new.shape), of_heads, size["width"]) != (len(AXES[layout]), heads, cache.shape[3]) or size["rows"] != sizes[0]["rows"]:
+      raise ValueError(f"{name}_new has shape {values.shown_shape(new.shape)}: must be {LAYOUTS[layout]} of {B} sequences with {heads} heads of "
+                       f"{cache.shape[3]} elements, and as many rows as k_new, {sizes[0]['rows']}")
+    if new.dtype != cache.dtype or new.device != cache.device:
+      raise ValueError(f"{name}_new is {values.dtype_text(new.dtype)} on {new.device}: must be as {name}_cache, "
+                       f"{values.dtype_text(cache.dtype)} on {cache.device}")
+  new_rows = sizes[0]["rows"]
+  if (n := known(cache_seqlens)) is not None and n + new_rows > capacity:
+    raise ValueError(f"cache_seqlens={n}: with {new_rows} new rows that is more than the {capacity} that block_table has pages for")
+  places = [rows_in(name, cache, "bshd") or whole_places(tuple(map(int, cache.shape)), "bshd")
+            for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))]
+  if overlap(k_cache, v_cache, list(places), dict(zip(AXES["bshd"], map(int, k_cache.shape)))): raise ValueError(OVERLAP)
+  at = Placement(str(k_cache.device))
+  start = lengths(cache_seqlens, B, capacity, at, "cache_seqlens")
+  launches = [(cache, rows, _kernel(name, Append(B, heads, new_rows, capacity, int(cache.shape[3]), layout, place, pages, has_threads(at.device))))
+              for name, rows, cache, place in (("k_cache", k_new, k_cache, places[0]), ("v_cache", v_new, v_cache, places[1]))]
+  return NewRows(tuple(launches), start, filled(start, new_rows, capacity), (block_table,))
+
+def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
+
+def _rows(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, layout:str, block_table:Tensor|None=None) -> NewRows:
   """The arguments of `append_kv`, checked."""
   layout = check_cache_layout("layout", layout)
   for name, t in (("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)): values.tensor(name, t)
   cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
+  if values.tensor_or_none("block_table", block_table) is not None:
+    assert block_table is not None
+    return _into_pages(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, block_table)
   (new, capacity), (new_v, capacity_v) = _check("k", k_new, k_cache, layout), _check("v", v_new, v_cache, layout)
   if (new, capacity) != (new_v, capacity_v):
     raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
   if (n := known(cache_seqlens)) is not None and n + new > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
-  for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)): whole_buffer(name, cache.uop)
-  if overlap(k_cache.uop, v_cache.uop): raise ValueError("k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one")
+  places = [rows_in(name, cache, layout) for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))]
   sizes = [dict(zip(AXES[layout], local_shape(cache))) for cache in (k_cache, v_cache)]
+  if overlap(k_cache, v_cache, places, sizes[0]): raise ValueError(OVERLAP)
   at = placement_of(k_cache, k_cache, v_cache, layout)
   start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, at, "cache_seqlens")
-  def kernel(name:str, batch:int=1, *, heads:int, width:int, rows:int) -> KernelFunction:
-    return _kernel(name, Append(batch, heads, new, rows, width, layout, has_threads(k_cache.device)))
-  launches = [(cache, rows, kernel(name, **size))
-              for name, rows, cache, size in (("k_cache", k_new, k_cache, sizes[0]), ("v_cache", v_new, v_cache, sizes[1]))]
-  return NewRows(tuple(launches), start, (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous())
+  def launch(name:str, rows:Tensor, cache:Tensor, size:dict[str, int], place:Strided|None) -> tuple[Tensor, Tensor, KernelFunction]:
+    a = Append(size.get("batch", 1), size["heads"], new, size["rows"], size["width"], layout, place or whole_places(local_shape(cache), layout),
+               threads=has_threads(cache.device))
+    return cache, rows, _kernel(name, a)
+  launches = [launch("k_cache", k_new, k_cache, sizes[0], places[0]), launch("v_cache", v_new, v_cache, sizes[1], places[1])]
+  return NewRows(tuple(launches), start, filled(start, new, capacity))
 
-def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, layout:str="bhsd") -> Tensor:
+def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, layout:str="bhsd",
+              block_table:Tensor|None=None) -> Tensor:
   """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
 
-  k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must be whole buffers
-  that share no memory, or parts of one buffer, as `.contiguous()` makes them of slices without gaps.
+  k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must share no memory. They
+  may be views of larger buffers with constant strides, such as slices of one tensor for K and V and all layers: that tensor, and views of it that are
+  there already, have the new rows, too.
+  block_table, int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D) whatever the layout, as `attention` has them, and the rows go
+  to the pages that the table says. To a page that sequences share nobody may append: the emulator stops where two rows go to one place.
   An overflow that the host knows of raises ValueError: cache_seqlens + new > capacity for an int, or for the value that a Variable is bound to.
   One that only the device knows, in a Tensor, writes nothing beyond the cache: the rows that don't fit are dropped, and the length returned is the
   capacity.
   """
-  rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout)
+  rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, block_table)
   rows.append()
   return rows.filled
 
@@ -137,16 +216,17 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor
   q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those
   of `attention`, but for dropout and what says where rows lie; so is what is returned. What is wrong with any argument is said before a row is
   appended.
+  With block_table the caches are pages, as `append_kv` has them. The caches may be views of larger buffers: they are read where they lie.
   Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
   """
   for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
     if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")
   for name in ("dropout_p", "dropout_seed"):
     if name in options: raise ValueError(f"{name} with a cache: there is no training with a cache, and so no dropout")
-  rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout)
+  rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, options.get("block_table"))
   checked = options_of("attention_with_kv_cache", {**options, "causal": causal, "layout": layout, "kv_lengths": rows.filled})
-  check_caches(q, k_cache, v_cache, checked.layout)
-  call = prepare(q, k_cache, v_cache, checked, "cache_seqlens")
+  if checked.block_table is None: check_caches(q, k_cache, v_cache, checked.layout)
+  call = prepare(q, k_cache, v_cache, checked, "cache_seqlens", in_place=True)
   call.choice()
   check_devices(call)
   rows.append()

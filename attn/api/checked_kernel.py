@@ -9,7 +9,7 @@ from attn.chips import Chip, get_chip
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
 from attn.ops.renderers import adapt
-from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp
+from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, device_of
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
@@ -57,6 +57,7 @@ class CheckedKernel:
   outputs: tuple[str, ...]   # the names of the leading arguments, which the kernel writes
   arch: str|None = None      # the chip that its caller named
   gradient: Callable[..., Any]|None = None   # its grad_fxn, where its caller gives none
+  variables: tuple[UOp, ...] = ()            # bound, that it has besides its tensors
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
     devices = srcs[0].device
@@ -64,12 +65,12 @@ class CheckedKernel:
       for device in (devices,) if isinstance(devices, str) else devices or (): check_device(self.arch, device)
     adapt(devices)
     require(devices)
-    return self.sink.call(*srcs, grad_fxn=grad_fxn or self.gradient, **kwargs)
+    return self.sink.call(*srcs, *self.variables, grad_fxn=grad_fxn or self.gradient, **kwargs)
 
 def default_arch() -> str:
   """The architecture of tinygrad's default device. Raises ValueError where that has no matrix unit known to these kernels."""
   device = Device.DEFAULT
-  target = Device[device].renderer.target
+  target = device_of(device).renderer.target
   if device.split(":")[0] not in MATRIX_DEVICES:
     raise ValueError(f"device {device} has no matrix unit that these kernels know: use DEV=AMD on an AMD GPU, or DEV=EMU::gfx942 without one")
   return target.arch
@@ -91,7 +92,7 @@ def device_arch() -> Chip:
 def arch_of(device:str) -> Chip|None:
   """The table row of a device's chip; None where it has no matrix unit that the kernels know."""
   if device.split(":")[0] not in MATRIX_DEVICES: return None
-  try: return chip_of(Device[device].renderer.target.arch, device)
+  try: return chip_of(device_of(device).renderer.target.arch, device)
   except ValueError: return None
 
 def check_device(arch:str, device:str) -> None:
@@ -104,7 +105,8 @@ def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
   raise NotImplementedError(f"{name} has the symbolic shape {values.shown_shape(shape)}: shapes must be integers, a variable number of keys is what "
                             "kv_lengths is for")
 
-TENSOR_DTYPES = {"lse": ("float32",), "alibi_slopes": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "cu_seqlens_q": ("int32",),
+TENSOR_DTYPES = {"lse": ("float32",), "alibi_slopes": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",),
+                 "block_table": ("int32",), "cu_seqlens_q": ("int32",),
                  "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "dropout_start": ("uint32",)}   # of those whose dtype is given
 
 def dtype_of(name:str, t:Any) -> str:

@@ -59,6 +59,9 @@ class AttentionOptions(KernelOptions):
   sinks: Tensor|None = option(None, values.tensor_or_none, "(H): one more logit per head, in the denominator alone")
   kv_lengths: int|UOp|Tensor|None = option(None, unless_none(check_lengths),
                                            "int, Variable or int32 (B): keys beyond a length do not exist, whatever lies there")
+  kv_starts: Tensor|None = option(None, values.tensor_or_none, "int32 (B): keys before it do not exist either; they are counted from there")
+  block_table: Tensor|None = option(None, values.tensor_or_none,
+                                    "int32 (B, max_blocks): the pages of each sequence; k and v are pages (pages, page_size, Hkv, D)")
   cu_seqlens_q: Tensor|None = option(None, values.tensor_or_none, 'int32 (sequences + 1): the row of q that each begins at, of layout "thd"')
   cu_seqlens_k: Tensor|None = option(None, values.tensor_or_none, "the same of k and v")
   dropout_seed: Tensor|None = option(None, values.tensor_or_none, "uint32 (2): what dropout draws by; by default from tinygrad's generator")

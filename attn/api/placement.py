@@ -45,7 +45,7 @@ def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   """What the axes of an optional tensor are."""
   if name == "alibi_slopes": return ("batch", "heads")[2 - len(shape):]
   if name == "bias": return tuple(axis if n > 1 else None for axis, n in zip(("batch", "heads", None, None), shape))
-  return {"sinks": ("heads",), "kv_lengths": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
+  return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
   """An optional tensor, wherever it is, laid out as the placement needs it."""

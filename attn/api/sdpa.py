@@ -1,12 +1,14 @@
 """`scaled_dot_product_attention` with the arguments of tinygrad and of PyTorch, and its installation as `Tensor.scaled_dot_product_attention`."""
 from __future__ import annotations
-import contextlib, math
+import contextlib, math, warnings
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
 from attn.api.checked_kernel import static_shape
+from attn.api.slices import is_sliced, sliced_call
+from attn.api.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, dtypes
 
@@ -39,6 +41,7 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {(*batch, h)}"
                        + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head")) from e
   options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": dropout_p if TRAINING else 0.0}
+  if mask is not None and not is_sliced(mask) and is_causal_mask(mask, q.shape[-2], k.shape[-2]): options["causal"], mask = "bottom-right", None
   if mask is not None:
     seen = values.tensor("attn_mask", mask).dtype == dtypes.bool
     if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)
@@ -62,8 +65,11 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
   scale:      1/sqrt(D) by default
   dropout_p:  as `attention` has it, at least 0 and less than 1, but only where tinygrad's TRAINING is set, as for all of its dropout
   A row that sees no key gives 0, where tinygrad's own gives NaN.
+  key and value may be slices of a cache as long as tinygrad's Variables say: see `install`.
   Raises RuntimeError for attn_mask with is_causal, ValueError for shapes that don't fit.
   """
+  if is_sliced(query, key, value):
+    return sliced_call(query, key, value, attn_mask, dropout_p if TRAINING else 0.0, is_causal, enable_gqa, scale).run()
   tensors, options, shape = _arguments(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
   rank = max(query.ndim, key.ndim, value.ndim)
   return attention(*tensors, **options).reshape(shape[-rank:] if rank < 4 else shape)
@@ -84,12 +90,15 @@ class Installed:
   active: bool = False
   before: Any = None
   inherited: bool = True
+  said: set[str] = field(default_factory=set)     # the reasons that a warning gave
 
 installation = Installed()
 
 def _decide(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Decision:
-  tensors, options, _ = _arguments(q, k, v, *args, **kwargs)
-  choice = choice_of(*tensors, **options)
+  if is_sliced(q, k, v): choice = sliced_call(q, k, v, *args, **kwargs).choice()
+  else:
+    tensors, options, _ = _arguments(q, k, v, *args, **kwargs)
+    choice = choice_of(*tensors, **options)
   if choice.kernel == "three_pass": return Decision(None, "; ".join(f"{name}: {reason}" for name, reason in choice.refused))
   return Decision(choice.kernel, str(choice))
 
@@ -99,15 +108,22 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
   if installation.active:
     dropped = dropout_p if TRAINING else 0.0   # tinygrad drops out in training only
     try: decision = _decide(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale)
-    except (ValueError, NotImplementedError) as e: decision = Decision(None, str(e))
+    except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
     decisions.append(decision)
+    if decision.kernel is None and decision.reason not in installation.said:
+      installation.said.add(decision.reason)
+      warnings.warn(f"scaled_dot_product_attention goes to tinygrad's own: {decision.reason}", stacklevel=2)
     if decision.kernel is not None: return scaled_dot_product_attention(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale=scale)
   if scale is not None: self = self*(scale*math.sqrt(self.shape[-1]))      # tinygrad's own has no such argument
   return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 
 def install() -> deque[Decision]:
   """Makes `Tensor.scaled_dot_product_attention` use these kernels wherever dispatch says yes, and what stood there before otherwise: tinygrad's own,
-  or another library's. Returns the list of decisions, which grows with every call (under TinyJit: with every capture) up to the latest 1024.
+  or another library's. Returns the list of decisions, which grows with every call (under TinyJit: with every capture) up to the latest 1024. Why a
+  call goes to what stood there before is also said in a warning, once for each reason.
+  Keys and values may be slices of a cache that are as long as Variables say, as the models of tinygrad have them: they are read where they lie, by
+  one kernel for all lengths, and the mask triu(start_pos + 1) of -inf is taken for what it is, causal. Then a query in float32 beside a cache of 16
+  bits is rounded as the cache was; the result is float32 again.
   Installing twice is the same as once."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:
     installation.before, installation.inherited = Tensor.scaled_dot_product_attention, NAME not in vars(Tensor)

@@ -73,6 +73,8 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
     if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: rows are copied by {unit} elements"
+  for name, view in (("k", p.k_view), ("v", p.v_view)):
+    if view is not None and not view.whole(unit): return f"{name} lies as {view} says: rows are copied by {unit} elements, from a multiple of them on"
   return None
 
 # ***** how a kernel would divide a problem, or why it cannot compute it *****

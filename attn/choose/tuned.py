@@ -15,7 +15,7 @@ from attn.chips import Chip
 from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
 from attn.kernels.parts.lanes import contraction
 from attn.problem import Problem
-from attn.tinygrad_compat import Device
+from attn.tinygrad_compat import Device, device_of
 from attn.version import TINYGRAD_VERSION
 
 CLASSES = (64, 128, 192, 256)   # head dimensions: a class goes up to its number
@@ -43,7 +43,7 @@ def stamp() -> dict[str, str]:
   """What a time depends on, besides the chip and the problem: this package, tinygrad, and the compiler that tinygrad takes on its default device."""
   try: own = importlib.metadata.version("attn")
   except importlib.metadata.PackageNotFoundError: own = "not installed"
-  compiler = Device[Device.DEFAULT].renderer.compiler
+  compiler = device_of(Device.DEFAULT).renderer.compiler
   return {"attn": own, "tinygrad": TINYGRAD_VERSION, "compiler": str(getattr(compiler, "version", type(compiler).__name__))}
 
 LIMITS: dict[str, tuple[Any, ...]|range] = {

@@ -10,7 +10,7 @@ from typing import Any
 from attn.compilers import clang
 from attn.compilers.choice import compiler_for
 from attn.ops.renderers import OperationsHIPCCRenderer, OperationsHIPRenderer
-from attn.tinygrad_compat import (MARK, Compiled, Compiler, Device, HIPCCRenderer, HIPRenderer, Ops, Target, double_transcendentals,
+from attn.tinygrad_compat import (MARK, Compiled, Compiler, HIPCCRenderer, HIPRenderer, Ops, Target, device_of, double_transcendentals,
                                   opened_devices)
 
 class ClangCompiler(Compiler):
@@ -76,7 +76,7 @@ def require(devices:str|tuple[str, ...]|None) -> None:
   NotImplementedError for a renderer that doesn't print HIP (DEV=AMD:LLVM)."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "AMD": continue
-    renderer = Device[name].renderer
+    renderer = device_of(name).renderer
     compiler_for(renderer.target.arch)
     if not isinstance(renderer, HIPRenderer):
       raise NotImplementedError(f"device {name} has {type(renderer).__name__}, which prints no HIP: the kernels of attn need DEV=AMD, DEV=AMD:HIP "

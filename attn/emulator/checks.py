@@ -17,6 +17,7 @@ Each kind is a class. The indented ones are kinds of the one above them, and all
     one wave run in lockstep, so accesses of one wave are ordered. Reads by several waves are fine.
   - `NotWaitedFor`: an access to what an asynchronous operation still writes, be it LDS (a copy) or an accumulator (a wgmma), or a store to what it
     still reads: its thread has started it and not waited for it.
+  - `SharedSlot`: two rows that one launch appends to the same slot of a cache.
 - `Divergence`: threads that have to act together do not.
   - `DivergentBarrier`: a barrier that some threads of a workgroup reach and others do not; a wait for a phase of an mbarrier at which nobody arrived.
   - `DivergentMatrix`: a matrix instruction that some lanes of a wave execute and others do not.
@@ -24,6 +25,7 @@ Each kind is a class. The indented ones are kinds of the one above them, and all
   - `LdsLimit`: a workgroup's LDS.
   - `LaunchLimit`: a grid or a workgroup.
 - `BadOperand`: a matrix instruction that the chip does not have, or operands of another size than it takes.
+- `BadEntry`: a number in a tensor that stands for a place which is not there, such as an entry of a block table beyond its pages.
 - `OutOfScope`: a value from inside a loop that is used after it. The C that the renderer prints would not compile.
 """
 from __future__ import annotations
@@ -49,6 +51,7 @@ class UnwrittenOutput(NeverWritten): pass
 class Race(EmulatorError): pass
 class LdsRace(Race): pass
 class NotWaitedFor(Race): pass
+class SharedSlot(Race): pass
 
 class Divergence(EmulatorError): pass
 class DivergentBarrier(Divergence): pass
@@ -59,6 +62,7 @@ class LdsLimit(LimitExceeded): pass
 class LaunchLimit(LimitExceeded): pass
 
 class BadOperand(EmulatorError): pass
+class BadEntry(EmulatorError): pass
 class OutOfScope(EmulatorError): pass
 
 UNDER_WAY = 2**30   # tags of writes that have not arrived begin here: later than every interval

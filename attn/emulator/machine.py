@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
 from attn.emulator.banks import BankCounter, BankUse
-from attn.emulator.checks import DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds
+from attn.emulator.checks import (BadEntry, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds,
+                                  SharedSlot)
 from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, to_float32
 from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
 from attn.emulator.probe import note_probe
@@ -268,6 +269,16 @@ class Frame:
     if bad.any():
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
+  def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
+    bad = gate & ((x < 0) | (x >= count))
+    if bad.any(): raise self.error(BadEntry, bad, lambda t: f"{name} is {self.full(x)[t]}: must lie in 0..{count - 1}")
+  def check_alone(self, name:str, x:Array, gate:Array) -> None:
+    at = np.flatnonzero(np.broadcast_to(gate, self.T))
+    found, first, count = np.unique(self.full(x)[at], return_index=True, return_counts=True)
+    if (twice := np.flatnonzero(count > 1)).size:
+      bad = np.zeros(self.T, bool)
+      bad[at[first[twice[0]]]] = True
+      raise self.error(SharedSlot, bad, lambda t: f"{name} {found[twice[0]]} is written {count[twice[0]]} times in one launch")
   def start_product(self, acc:RegisterPointer, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     self._whole(WARPGROUP, DivergentMatrix, "this thread does not reach a wgmma that others of its warpgroup execute")
     self.under_way.operands = operands = Operands()

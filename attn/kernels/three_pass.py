@@ -19,13 +19,15 @@ class Positions:
   counted: tuple[Tensor, Tensor, Tensor]   # (batch or sequence, query, key) as dropout counts them, broadcastable to (B, 1, 1, Sq, Sk)
   member: Tensor|None = None   # (sequences, Sq): whether a query is of a sequence
 
-def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None) -> Positions:
-  """Every batch by itself, its keys those below its length."""
+def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
+  """Every batch by itself, its keys those below its length, from its start on."""
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
   counted = Tensor.arange(B).reshape(-1, 1, 1, 1, 1), i, j
   if kv_lengths is None: return Positions(None, i + offset, j, counted)
   n = kv_lengths.reshape(-1, 1, 1, 1, 1).maximum(0).minimum(Sk)
-  return Positions(j < n, i if top_left else i + n - Sq, j, counted)
+  if kv_starts is None: return Positions(j < n, i if top_left else i + n - Sq, j, counted)
+  first = kv_starts.reshape(-1, 1, 1, 1, 1).maximum(0).minimum(Sk)
+  return Positions((j >= first) & (j < n), i + first if top_left else i + n.maximum(first) - Sq, j, (*counted[:2], j - first))
 
 def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
   """Sequences one after another in a single batch: a query sees keys of its own. Tokens outside of the sequences belong to none, and those of one
@@ -60,6 +62,7 @@ def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|
 
 def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
                softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
+               kv_starts:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None, dropout_p:float=0.0,
                dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor]:
   """(o, lse), both float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and -inf.
@@ -75,7 +78,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   def per_head(x:Tensor) -> Tensor:
     """(H) or (B, H) -> broadcastable to the scores."""
     return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
-  if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, Sq, Sk, top_left, offset, kv_lengths)
+  if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, Sq, Sk, top_left, offset, kv_lengths, kv_starts)
   else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
 
   # ***** S *****

@@ -192,6 +192,42 @@ def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
   unit checks the range, so a masked lane costs no branch. One or two bytes come in the low end of a dword."""
   return emit("buffer_load", u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), width=width)
 
+def _load_where_text(printer:Any, out:str, width:int) -> Body:
+  kind = {1: "unsigned char", 2: "unsigned short"}.get(width, out)
+  return Body(f"{out} found = {{}};\nif (gate) found = *(const {kind}*)(const void*)at;\nreturn found;", "at gate", name=f"load_where_b{8*width}")
+
+def _load_where(lanes:Any, pointer:Any, gate:Array, width:int) -> Array:
+  raw = lanes.load_bytes(pointer, np.zeros(len(gate), np.int64), width, lanes.active & gate)
+  if width < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
+  words = np.ascontiguousarray(raw.reshape(width//4, 4, -1).transpose(0, 2, 1)).view(np.uint32)[..., 0]
+  return words if width > 4 else words[0]
+
+instruction("load_where", _load_where, _load_where_text, _load_where_text)
+
+def load_where(at:UOp, gate:UOp, width:int) -> UOp:
+  """`width` (1, 2, 4, 8 or 16) bytes at `at` (an INDEX, of each lane its own), zero where `gate` does not hold. One or two bytes come in the low end
+  of a dword."""
+  return emit("load_where", u32(max(1, width//4)), at, gate, width=width)
+
+# ***** numbers that others wrote: the emulator looks at them *****
+
+def _page_number(lanes:Any, entry:Array, there:Array, count:int) -> Array:
+  lanes.check_numbers("an entry of block_table", entry, lanes.active & there, count)
+  return entry
+def _alone(lanes:Any, page:Array, slot:Array, gate:Array) -> Array:
+  lanes.check_alone("slot", slot, lanes.active & gate)
+  return page
+
+instruction("page_number", _page_number, "{0}", "{0}")
+instruction("alone", _alone, "{0}", "{0}")
+
+def page_number(entry:UOp, there:UOp, count:int) -> UOp:
+  """An entry of a block table that is used where `there` holds. The emulator stops where it is none of `count` pages."""
+  return emit("page_number", dtypes.int, entry, there, count=count)
+def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
+  """The number of a page, to whose `slot` this lane alone writes where `gate` holds. The emulator stops where another lane of the grid does, too."""
+  return emit("alone", dtypes.int, page.cast(dtypes.int), slot.cast(dtypes.int), gate)
+
 # ***** what the compilers know of an integer *****
 
 instruction("uniform", lambda lanes, x: x, "__builtin_amdgcn_readfirstlane({0})", "__shfl_sync(0xffffffffu, {0}, 0)")

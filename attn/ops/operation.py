@@ -39,6 +39,10 @@ class Lanes(Protocol):
     """Sets that element in the threads where `gate` holds."""
   def check_extent(self, pointer:Any, nbytes:Array) -> None:
     """Raises where the `nbytes` from `pointer` on (a buffer descriptor's range) are not all inside the buffer."""
+  def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
+    """Raises where one of the numbers x is not in 0..count-1 though `gate` holds."""
+  def check_alone(self, name:str, x:Array, gate:Array) -> None:
+    """Raises where two of the numbers x of which `gate` holds are the same."""
   def barrier(self, gate:Array) -> Array:
     """The waves of the threads where `gate` holds reach a barrier; zeros."""
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Mapping
 from attn.kernels.parts.rows import flat
 from attn.ops import common as ops
-from attn.problem import Problem
+from attn.problem import Count, Problem
 from attn.tinygrad_compat import UOp, dtypes
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
@@ -30,17 +30,33 @@ class Extent:
   k_start: int|UOp
   offset: int|UOp
 
+def counted(n:Count) -> UOp:
+  """What Variables say, as a kernel has it."""
+  return sum((UOp.variable(*v, param=True) for v in n.variables), UOp.const(n.constant))
+
 def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
   """`given` has the optional tensors by name."""
+  def keys_of() -> tuple[UOp, int|UOp]:
+    """How many keys the batch has by kv_lengths, and where they begin."""
+    end = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
+    if not p.kv_starts: return end, 0
+    start = run_time(flat(given["kv_starts"])[batch].load(), 0, p.Sk)
+    return (end - start).maximum(0), start
   if p.varlen:
     def bounds(name:str, total:int, longest:int) -> tuple[UOp, UOp]:
       start, end = (run_time(flat(given[name])[batch + i].load(), 0, total) for i in range(2))
       return start, (end - start).maximum(0).minimum(longest)
-    (q_start, n_q), (k_start, n_k) = bounds("cu_seqlens_q", p.total_q, p.Sq), bounds("cu_seqlens_k", p.total_k, p.Sk)
+    q_start, n_q = bounds("cu_seqlens_q", p.total_q, p.Sq)
+    if p.pages is not None: n_k, k_start = keys_of()
+    else: k_start, n_k = bounds("cu_seqlens_k", p.total_k, p.Sk)
     return Extent(n_q, n_k, q_start, k_start, 0 if p.top_left else n_k - n_q)
-  if p.kv_lengths: keys: int|UOp = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
-  else: keys = UOp.variable(*p.sk_variable, param=True) if p.sk_variable is not None else p.Sk
-  return Extent(p.Sq, keys, 0, 0, p.offset if p.top_left or isinstance(keys, int) else keys + (p.offset - p.Sk))
+  if p.kv_lengths:
+    n_k, k_start = keys_of()
+    return Extent(p.Sq, n_k, 0, k_start, p.offset if p.top_left else n_k + (p.offset - p.Sk))
+  keys: int|UOp = counted(p.sk_variable).minimum(p.Sk) if p.sk_variable is not None else p.Sk
+  if p.sk_variable is not None and p.sq_variable is not None: offset: int|UOp = counted(p.sk_variable) - counted(p.sq_variable)
+  else: offset = p.offset if p.top_left or isinstance(keys, int) else keys + (p.offset - p.Sk)
+  return Extent(p.Sq, keys, 0, 0, offset)
 
 @dataclass(frozen=True)
 class Walk:

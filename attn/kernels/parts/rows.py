@@ -1,10 +1,10 @@
 """The rows of q, k and v in global memory."""
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Callable, Self
 from attn.chips.matrix import UNIT_BYTES
 from attn.ops import amd, common as ops
-from attn.tinygrad_compat import Ops, UOp
+from attn.tinygrad_compat import Ops, UOp, dtypes
 
 def flat(placeholder:UOp) -> UOp:
   """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow
@@ -27,7 +27,12 @@ class GlobalRows:
   width: int         # elements of a row
   size: int          # bytes of an element
   pin: bool = False  # clang would compute the range in vector registers, and load in a loop over its values: take it to a scalar register
+  begins_whole: bool = True   # row 0 begins at a whole unit of the buffer
 
+  @property
+  def in_units(self) -> bool:
+    """Whether rows are whole units, which a load or a copy takes at once."""
+    return self.width % self.unit == 0 and self.stride % self.unit == 0 and self.begins_whole
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
 
@@ -39,9 +44,12 @@ class GlobalRows:
   def regular(self) -> bool:
     """Whether neighbouring rows are `stride` apart."""
     return True
+  def origin(self, first:UOp) -> UOp:
+    """Where row `first` begins in the buffer, from which the rows of a tile go on."""
+    return self.base + first*self.stride
   def start(self, first:UOp, row:UOp) -> UOp:
     """Where row `first` + `row` begins in the buffer."""
-    return self.base + (first*self.stride + row*self.stride)
+    return self.origin(first) + row*self.stride
   def up_to(self, count:int|UOp) -> Self:
     """The same of which so many are read."""
     return replace(self, count=count)
@@ -54,7 +62,7 @@ class GlobalRows:
     left = (self.count - first).maximum(0).minimum(rows)
     records = ((left - 1)*self.stride + self.width).maximum(0)*self.size
     if self.pin: records = ops.uniform(records)
-    return self._load(self.buffer[(self.base + first*self.stride)], records, row*self.stride, unit, gate)
+    return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
     """The `part`-th `n` elements of a row of `dtype`, in fp32: one unit or two."""
@@ -76,16 +84,67 @@ class GlobalRows:
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
     """The `unit`-th 16 bytes of the row at `start`, of which elements that `gate` or the width excludes read as zero."""
     offset = (start + unit*self.unit)*self.size
-    if self.width % self.unit == 0 and self.stride % self.unit == 0:
-      inside = unit < self.width//self.unit if gate is None else gate & (unit < self.width//self.unit)
-      return ops.buffer_load(base, records, inside.where(offset, ops.OUT_OF_RANGE), UNIT_BYTES)
+    def load(i:int, inside:UOp, nbytes:int) -> UOp:
+      return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
+    return self._unit_of(unit, gate, load)
+
+  def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
+    """The `unit`-th 16 bytes of a row, of what `load` (the number of the first element, whether it is there, bytes) finds: all at once, or where
+    rows are no whole units element by element."""
+    if self.in_units: return load(0, unit < self.width//self.unit if gate is None else gate & (unit < self.width//self.unit), UNIT_BYTES)
     parts = []
     for i in range(self.unit):
       inside = unit*self.unit + i < self.width if gate is None else gate & (unit*self.unit + i < self.width)
-      parts.append(ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), self.size))
+      parts.append(load(i, inside, self.size))
     for size, selector in ((1, 0x01010400), (2, 0x05040100)):   # two elements side by side, until they fill dwords
       if size >= self.size: parts = [amd.byte_perm(hi, lo, selector) for lo, hi in zip(parts[0::2], parts[1::2])]
     return ops.build(*parts)
+
+@dataclass(frozen=True)
+class Table:
+  """Where the rows of a sequence are that lie in pages: the entries of a block table from `first` on, each the number of a page of `size` rows. There
+  are `count` pages, `apart` elements one from the next; `whole` where no tile of rows that begins at a multiple of its length reaches over two."""
+  entries: UOp
+  first: UOp
+  size: int
+  count: int
+  apart: int
+  whole: bool
+  def page(self, row:UOp, there:UOp) -> UOp:
+    """The page of a row, if there is such a row; what the table says beyond the rows that there are is not read. The emulator stops at an entry that
+    is no page, elsewhere it is held to those that there are."""
+    entry = ops.page_number(self.entries[(self.first + row//self.size).valid(there)].load(), there, self.count)
+    return (ops.uniform(entry) if self.whole else entry).cast(dtypes.weakint).maximum(0).minimum(self.count - 1)
+  def place(self, row:UOp, stride:int, there:UOp) -> UOp:
+    """Where a row begins, `stride` elements after the one before it in its page."""
+    return self.page(row, there)*self.apart + row%self.size*stride
+
+@dataclass(frozen=True)
+class PagedRows(GlobalRows):
+  """Rows in pages. `base` is where row 0 of a page begins from the page's beginning on; `begin` is the row of the sequence that counts as the first
+  one here."""
+  table: Table|None = None
+  begin: UOp|int = 0
+
+  @property
+  def regular(self) -> bool: return self.pages.whole
+  @property
+  def pages(self) -> Table:
+    assert self.table is not None
+    return self.table
+  def origin(self, first:UOp) -> UOp:
+    return self.base + self.pages.place(first, self.stride, first < self.count)
+  def place(self, first:UOp, row:UOp, there:UOp) -> UOp:
+    """Where a row begins, of a tile that may reach over several pages."""
+    return self.base + self.pages.place(self.begin + first + row, self.stride, there)
+  def start(self, first:UOp, row:UOp) -> UOp:
+    return super().start(first, row) if self.pages.whole else self.place(first, row, first + row < self.count)
+
+  def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
+    if self.pages.whole: return super().load_units(first, rows, row, unit, gate)
+    there = first + row < self.count if gate is None else gate & (first + row < self.count)
+    place = self.place(first, row, there) + unit*self.unit
+    return self._unit_of(unit, there, lambda i, inside, nbytes: ops.load_where(self.buffer[place + i], inside, nbytes))
 
 @dataclass(frozen=True)
 class PackedRows(GlobalRows):
@@ -98,7 +157,8 @@ class PackedRows(GlobalRows):
   def of(rows:GlobalRows, heads:int, head_stride:int) -> PackedRows:
     """Those of `heads` heads of which `rows` are the first one's."""
     reach = ((UOp.const(0) + rows.count - 1)*rows.stride + (heads - 1)*head_stride + rows.width).maximum(0)*rows.size
-    return PackedRows(rows.buffer, rows.base, rows.stride, rows.count*heads, rows.width, rows.size, False, heads, head_stride, reach)
+    return PackedRows(rows.buffer, rows.base, rows.stride, rows.count*heads, rows.width, rows.size, False, rows.begins_whole, heads, head_stride,
+                      reach)
 
   @property
   def regular(self) -> bool: return False

@@ -69,6 +69,8 @@ def check_backward(p:Problem, tile:BlockTile) -> None:
   """Raises NotImplementedError where there is no gradient of the problem by the backward kernels: splits, a number of keys that only a
   Variable knows, and tensors beyond what a buffer descriptor addresses."""
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the gradient is of the whole, whatever the splits of forward")
+  for name in ("k_view", "kv_starts"):
+    if getattr(p, name): raise NotImplementedError(f"{name}: the backward kernels know no parts of a cache")
   if p.sk_variable is not None:
     raise NotImplementedError(f"sk_variable={p.sk_variable}: the backward kernels have no Variable for the number of keys, but a tensor, kv_lengths")
   check_range(p, tile)

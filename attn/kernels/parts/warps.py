@@ -78,7 +78,7 @@ class Warps:
       nbytes = (first + row + moved < source.count).where(left_over, 0)
       further = UNIT_BYTES*moved*to.pitch, size*moved*source.stride
       statements.append(nv.copy(shared[to.place(row, unit)], source.buffer[source.start(first, row) + unit*source.unit], further, nbytes,
-                                (row + moved < to.rows) & (unit < to.units), width % source.unit == 0))
+                                (row + moved < to.rows) & (unit < to.units), source.in_units))
     return statements
 
   # ***** the softmax's registers, O and LSE *****

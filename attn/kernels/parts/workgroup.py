@@ -3,13 +3,13 @@ from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
 from attn.chips import Chip
-from attn.chips.matrix import Matrix, Mma
+from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outside, over_keys, over_queries
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane
-from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, Rows, flat, strides
+from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, flat, strides
 from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.tensors import Shapes, arguments
 from attn.kernels.parts.tiles import BlockTile, heads_of
@@ -154,10 +154,25 @@ class Workgroup:
     p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
     else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
+    if p.pages is not None and name in ("k", "v"): return self.paged_rows(name)
     sb, sh, ss = strides(p.layout, heads, length, width)
-    base, pin = self.batch*sb + head*sh + start*ss, bool(self.split) or isinstance(x.n_k, UOp)
-    rows = GlobalRows(flat(self.given[name]), base, ss, count, width, self.given[name].dtype.itemsize, pin)
+    view = {"k": p.k_view, "v": p.v_view}.get(name)
+    if view is not None: sb, sh, ss = view.batch, view.head, view.row
+    start = start*ss + (0 if view is None else view.start)
+    pin, size = bool(self.split) or isinstance(x.n_k, UOp), self.given[name].dtype.itemsize
+    whole = view is None or view.whole(UNIT_BYTES//size)
+    rows = GlobalRows(flat(self.given[name]), self.batch*sb + head*sh + start, ss, count, width, size, pin, whole)
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
+
+  def paged_rows(self, name:str) -> PagedRows:
+    """Those of k or v in pages."""
+    p, view, pages, buffer = self.p, self.p.k_view if name == "k" else self.p.v_view, self.p.pages, flat(self.given[name])
+    assert view is not None and pages is not None
+    size, width, begin = buffer.dtype.itemsize, p.D if name == "k" else p.Dv, self.sequence.k_start
+    whole = (pages.size % self.tile.block_n == 0 or pages.most == 1) and isinstance(begin, int)
+    table = Table(flat(self.given["block_table"]), self.batch*pages.most, pages.size, pages.count, view.batch, whole)
+    return PagedRows(buffer, self.kv_head*view.head + view.start, view.row, self.sequence.n_k, width, size, True, view.whole(UNIT_BYTES//size),
+                     table, begin)
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
     """The same, in the dtype of the matrix unit's inputs."""

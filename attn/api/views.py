@@ -1,0 +1,145 @@
+"""What a Tensor is a view of: the slice of a cache that attention reads where it lies, and the causal mask that it is given along with it.
+
+The models of tinygrad keep keys and values in one buffer, (2, B, S, H, D) or (2, B, H, S, D), of which they hand `scaled_dot_product_attention` a
+slice as long as a Variable says, with the mask `Tensor.full(..., -inf).triu(start_pos + 1)` or none.
+"""
+from __future__ import annotations
+import math
+from dataclasses import dataclass
+from attn.api.placement import AXES
+from attn.api.plain import bhsd
+from attn.kernels.parts.rows import strides
+from attn.problem import Count, Strided
+from attn.tinygrad_compat import AxisType, GroupOp, Ops, Tensor, UOp, buffer_under, dtypes, linear_view
+
+Size = int|UOp     # a number of rows as a shape has it
+
+# ***** a number of rows *****
+
+def most(n:Size) -> int: return n if isinstance(n, int) else int(n.vmax)
+
+def same_size(x:Size, y:Size) -> bool:
+  """Whether two sizes are the same, whatever values Variables have."""
+  difference = x - y
+  if isinstance(difference, UOp): difference = difference.simplify()
+  return difference == 0 if isinstance(difference, int) else difference.op is Ops.CONST and difference.val == 0
+
+def terms_of(x:UOp) -> list[UOp]:
+  """What is added up in an expression."""
+  return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
+
+def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
+  """A size as Problem has it, and the bound Variables that it is made of. None for what is no sum of bound Variables and a constant."""
+  if isinstance(n, int): return Count((), n), ()
+  terms = terms_of(n)
+  constants, bound = [x for x in terms if x.op is Ops.CONST], sorted((x for x in terms if x.is_bound_var), key=lambda x: x.src[0].expr)
+  if len(constants) + len(bound) < len(terms): return None
+  variables = tuple((v.src[0].expr, int(v.src[0].vmin), int(v.src[0].vmax)) for v in bound)
+  return Count(variables, sum(int(x.val) for x in constants)), tuple(bound)
+
+# ***** rows that lie in a buffer *****
+
+@dataclass(frozen=True)
+class InBuffer:
+  """Where keys or values (B, Hkv, S, D) lie in the buffer that they are a view of; neighbouring `group` heads of the tensor are one head there."""
+  places: Strided
+  group: int
+  rows: int       # the most there may be
+
+def flat_buffer(t:Tensor) -> Tensor:
+  """The buffer that a tensor is a view of, in one dimension."""
+  buffer = buffer_under(t.uop)
+  return t.contiguous().flatten() if buffer is None else Tensor(buffer.flatten())
+
+def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
+  """Where rows lie in a tensor of this shape that is a buffer of its own."""
+  sizes = dict(zip(AXES[layout], shape))
+  return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
+
+def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
+  """Whether sums of multiples of the steps, each (elements, at most so many times forth or back), make up a distance."""
+  if not steps: return distance == 0
+  (step, most_), rest = steps[0], steps[1:]
+  if not step: return meet(distance, rest)
+  reach = sum(s*n for s, n in rest)
+  times = range(max(-most_, -((reach - distance)//step)), min(most_, (distance + reach)//step) + 1)
+  return any(meet(distance - i*step, rest) for i in times)
+
+def overlapping(x:Strided, y:Strided, counts:tuple[int, int, int, int]) -> bool:
+  """Whether two caches of so many batches, heads, rows and elements of a row in the same buffer share memory, or might: where their strides differ
+  that is told by their extents."""
+  def extent(s:Strided) -> int: return sum((n - 1)*step for n, step in zip(counts, (s.batch, s.head, s.row, 1)))
+  if x.start + extent(x) < y.start or y.start + extent(y) < x.start: return False
+  steps = [((x.batch, x.head, x.row, 1)[i], n - 1) for i, n in enumerate(counts)]
+  return (x.batch, x.head, x.row) != (y.batch, y.head, y.row) or meet(y.start - x.start, sorted(steps, reverse=True))
+
+def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
+  """(c, [a0, a1, ...]) of where = c + a0*index0 + a1*index1 + ... None where it is no such sum."""
+  if where.op is Ops.CONST: return int(where.val), [0]*len(indices)
+  if where in indices: return 0, [int(i is where) for i in indices]
+  parts = [coefficients(x, indices) for x in where.src] if where.op in (Ops.ADD, Ops.MUL) else []
+  if not parts or parts[0] is None or parts[1] is None: return None
+  (c, x), (d, y) = parts[0], parts[1]
+  if where.op is Ops.ADD: return c + d, [i + j for i, j in zip(x, y)]
+  return (c*d, [c*j + d*i for i, j in zip(x, y)]) if not any(x) or not any(y) else None
+
+def rows_there(u:UOp, n:Size) -> int:
+  """How many rows a view whose number of rows is `n` may have: no more than there are where it was cut out."""
+  fewest = most(n)
+  while u.op in GroupOp.Movement:
+    if u.op is Ops.SHRINK:
+      fewest = min([fewest, *(whole for part, whole in zip(u.shape, u.src[0].shape) if isinstance(whole, int) and same_size(part, n))])
+    u = u.src[0]
+  return fewest
+
+def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
+  """A tensor (B, heads, S, D) as rows of a buffer, of whose heads `group` neighbouring ones are the same; None where it is no such view."""
+  batch, heads, rows, width = t.shape
+  there = rows_there(t.uop, rows)
+  b, h, s, d = (UOp.range(n, axis, AxisType.LOOP) for axis, n in enumerate((batch, heads//group, rows, width)))
+  same = UOp.range(group, 4, AxisType.LOOP)
+  if (found := linear_view(t.uop, b, h*group + same if group > 1 else h, s, d)) is None: return None
+  base, bounded = found[0], UOp.range(there, 5, AxisType.LOOP)
+  if (linear := coefficients(found[1].substitute({s: bounded}).simplify(), [b, h, bounded, d, same])) is None: return None
+  start, (sb, sh, ss, sd, repeated) = linear
+  if repeated or (sd != 1 and width > 1) or min(sb, sh, ss) < 0: return None
+  return InBuffer(Strided(base.max_numel(), start, sb, sh, ss), group, there)
+
+def cache_of(k:Tensor, v:Tensor) -> tuple[InBuffer, InBuffer]|None:
+  """Keys and values (B, heads, S, D) as they lie in their buffers, with as few heads as there are; None where either is not a view of a buffer with
+  constant strides."""
+  for group in [n for n in range(int(k.shape[1]), 0, -1) if k.shape[1] % n == 0]:
+    in_k, in_v = in_buffer(k, group), in_buffer(v, group)
+    if in_k is not None and in_v is not None: return in_k, in_v
+  return None
+
+def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|None:
+  """Where the rows of caches lie that are parts of larger buffers; None for whole buffers and for computed values."""
+  found = [in_buffer(bhsd(t, layout)) for t in (k, v)]
+  if found[0] is None or found[1] is None: return None
+  if all(x is not None and x.places == whole_places(tuple(map(int, t.shape)), layout) for x, t in zip(found, (k, v))): return None
+  return found[0].places, found[1].places
+
+# ***** the causal mask *****
+
+def filled_with(u:UOp) -> float|None:
+  """The number that every element of a tensor is, where its expression says so: a constant, or a buffer that has just been filled with one."""
+  while u.op in (Ops.RESHAPE, Ops.EXPAND, Ops.PERMUTE, Ops.SHRINK): u = u.src[0]
+  if u.op is Ops.CONST: return float(u.val)
+  if u.op is not Ops.AFTER or len(u.src) != 2 or u.src[1].op is not Ops.STORE: return None
+  stored_to, value = u.src[1].src[:2]
+  return filled_with(value) if stored_to is u.src[0] else None
+
+def is_causal_mask(mask:Tensor, n_q:Size, n_k:Size) -> bool:
+  """Whether a mask (..., n_q, n_k) is -inf for the keys beyond those that query i of the last n_q of n_k positions sees, j > i + n_k - n_q, and 0 for
+  the others, whatever values Variables have: what Tensor.full(shape, -inf).triu(n_k - n_q + 1) makes. Its expression must be the very one that
+  tinygrad builds for that, so nothing else is ever taken for it."""
+  u = mask.uop
+  while u.op is Ops.CAST or (u.op is Ops.RESHAPE and u.src[0].shape[-2:] == u.shape[-2:]): u = u.src[0]
+  if not dtypes.is_float(u.dtype) or u.op is not Ops.WHERE or filled_with(u.src[1]) != -math.inf or filled_with(u.src[2]) != 0.0: return False
+  if any(n != 1 for n in u.shape[:-2]): return False
+  rows, columns = u.shape[-2:]
+  if not (same_size(rows, n_q) and same_size(columns, n_k)): return False
+  filled = Tensor(u.src[1])
+  diagonals = [x for x in u.src[0].toposort() if x.shape == () and x.dtype == dtypes.weakint] if isinstance(n_k - n_q, UOp) else [n_k - n_q + 1]
+  return any(same_size(d, n_k - n_q + 1) and filled.triu(d).uop is u for d in diagonals)

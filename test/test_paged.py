@@ -1,0 +1,155 @@
+"""Keys and values in pages: attention and append through a block table, on every matrix unit, and what the emulator finds wrong in one."""
+from __future__ import annotations
+import os, sys
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+import pytest
+from tinygrad import TinyJit
+import attn
+from attn import flash_attn
+from attn.emulator.checks import BadEntry, SharedSlot
+from attn.reference import Options, exact, judge, same
+from attn.tinygrad_compat import Tensor, dtypes
+sys.path.insert(0, os.path.dirname(__file__))
+from api_cases import draw, emulated
+from cases import EVERY_ARCH, array, arrange, restore, tensor
+
+H, HKV, D = 4, 2, 32
+NO_PAGE = 10**9     # in the entries that nobody may read
+
+def int32(x:Any) -> Tensor: return Tensor(np.array(x, np.int32), device="EMU").realize()
+
+@dataclass(frozen=True)
+class Paged:
+  """Sequences of these lengths in pages that lie in no order; what no sequence has is NaN."""
+  lengths: tuple[int, ...]
+  k: np.ndarray
+  v: np.ndarray
+  pages: tuple[np.ndarray, np.ndarray]
+  table: np.ndarray
+  @staticmethod
+  def of(lengths:tuple[int, ...], size:int, d:int=D, seed:int=0) -> Paged:
+    rng, most = np.random.default_rng(seed), -(-max(lengths)//size) + 1
+    k, v = (rng.standard_normal((len(lengths), HKV, max(lengths), d)).astype(np.float16) for _ in range(2))
+    table = rng.permutation(len(lengths)*most + 2)[:len(lengths)*most].reshape(len(lengths), most).astype(np.int32)
+    pages = tuple(np.full((len(lengths)*most + 2, size, HKV, d), np.nan, np.float16) for _ in range(2))
+    for to, x in zip(pages, (k, v)):
+      for b, n in enumerate(lengths):
+        for j in range(n): to[table[b, j//size], j%size] = x[b, :, j]
+    for b, n in enumerate(lengths): table[b, -(-n//size):] = NO_PAGE
+    return Paged(lengths, k, v, (pages[0], pages[1]), table)
+  def tensors(self) -> list[Tensor]: return [tensor(x, "float16").realize() for x in self.pages]
+
+def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
+  """Holds o (B, H, Sq, D) to the contract, sequence by sequence."""
+  for b, n in enumerate(x.lengths):
+    one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
+    args, more = (q.shape[-1]**-.5, window, n - q.shape[2]), {"options": Options(**options)} if options else {}
+    verdict = judge(got[b:b+1], exact(*one, *args, **more)[0], same(*one, *args, dtype="float16", out_dtype="float16", **more)[0])
+    assert verdict.ok, f"sequence {b} of {n} keys: {verdict}"
+
+CASES = (   # page size, queries, lengths, head dimension, arguments, the chip that it runs on by default
+  (7, 3, (70, 33), D, {}, "sm_80"), (16, 1, (70, 0), D, {"num_splits": 2}, "gfx942"), (64, 70, (200, 130), D, {}, "sm_90"),
+  (16, 1, (70, 33), 20, {}, "gfx1201"), (1, 1, (70, 33), D, {}, None), (128, 1, (200, 33), D, {"num_splits": 2}, None),
+  (32, 40, (100, 61), D, {}, None))
+
+@pytest.mark.parametrize("page, Sq, lengths, d, options, arch", [
+  pytest.param(*case[:-1], arch, marks=() if arch == case[-1] else pytest.mark.thorough) for case in CASES for arch in (*EVERY_ARCH, "sm_90")])
+def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dict[str, Any], arch:str) -> None:
+  """Of any page size, with fewer queries than a tile and with more, rows that are no whole units, splits. A length of 0 gives 0."""
+  x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
+  with emulated(arch):
+    o = array(attn.attention(tensor(q, "float16"), *x.tensors(), block_table=int32(x.table), kv_lengths=int32(lengths), causal=True, **options))
+  if 0 in lengths: assert (o[lengths.index(0)] == 0).all()
+  close(o, q, x) if 0 not in lengths else close(o[:1], q[:1], Paged(lengths[:1], x.k, x.v, x.pages, x.table))
+
+@pytest.mark.parametrize("layout, arch", [("bshd", "gfx942"), pytest.param("nsd", "sm_80", marks=pytest.mark.thorough)])
+def test_with_options_in_any_layout(layout:str, arch:str) -> None:
+  """A window, softcap, sinks and GQA packed into one tile, of pages that are views of one tensor; and tinygrad's operations find the same."""
+  x, q = Paged.of((9, 5), 4), np.random.default_rng(5).standard_normal((2, H, 2, D)).astype(np.float16)
+  sinks = np.random.default_rng(6).standard_normal(H).astype(np.float32)
+  for kernel in ("", "three_pass") if layout == "bshd" else ("",):
+    with emulated(arch, kernel):
+      both = tensor(np.stack(x.pages, 1), "float16").realize()
+      o = attn.attention(tensor(arrange(q, layout), "float16"), both[:, 0], both[:, 1], layout=layout, block_table=int32(x.table),
+                         kv_lengths=int32(x.lengths), window=(6, 0), softcap=20.0, sinks=Tensor(sinks, device="EMU"))
+      close(restore(array(o), layout, q.shape), q, x, (6, 0), softcap=20.0, sinks=sinks)
+
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=() if a == "sm_80" else pytest.mark.thorough) for a in EVERY_ARCH])
+def test_a_prefix_that_two_sequences_share(arch:str) -> None:
+  """Two sequences begin with the same two pages, and go on in pages of their own, one row at a time under TinyJit: each as if it were alone."""
+  rng = np.random.default_rng(3)
+  prefix = [rng.standard_normal((1, h, 16, D)).astype(np.float16) for h in (HKV, HKV)]
+  own = [rng.standard_normal((2, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV)]
+  with emulated(arch):
+    k_pages, v_pages = attn.empty_paged_cache(6, 8, HKV, D, device="EMU")
+    table = int32([[4, 1, 2, NO_PAGE], [4, 1, 5, NO_PAGE]])
+    attn.append_kv(*(tensor(x, "float16") for x in prefix), k_pages, v_pages, 0, block_table=int32([[4, 1]]))
+    step = TinyJit(lambda q, k, v, n: attn.attention_with_kv_cache(q, k, v, k_pages, v_pages, n, block_table=table).realize())
+    for i in range(4):
+      o = array(step(*(tensor(x[:, :, i:i+1], "float16").realize() for x in own), int32([16 + i]*2)))
+      k, v = (np.concatenate([p.repeat(2, 0), x[:, :, :i+1]], 2) for p, x in zip(prefix, own[1:]))
+      close(o, own[0][:, :, i:i+1], Paged((17 + i, 17 + i), k, v, (k, v), np.zeros(0)))
+    assert not array(k_pages)[[0, 3]].any() and not array(v_pages)[[0, 3]].any()
+
+# ***** what is wrong with a table *****
+
+def test_the_emulator_stops_at_an_entry_that_is_no_page() -> None:
+  x, q = Paged.of((6, 3), 4), draw(2, H, 1, D)
+  for entry, arch in ((-1, "sm_80"), (len(x.pages[0]), "gfx942")):
+    table = x.table.copy()
+    table[1, 0] = entry
+    with emulated(arch), pytest.raises(BadEntry, match=f"an entry of block_table is {entry}: must lie in 0..{len(x.pages[0]) - 1}"):
+      attn.attention(q, *x.tensors(), block_table=int32(table), kv_lengths=int32(x.lengths)).realize()
+  with emulated("gfx942"), pytest.raises(BadEntry):
+    new = draw(2, HKV, 1, D)
+    k_pages, v_pages = x.tensors()
+    attn.append_kv(new, new, k_pages, v_pages, int32([3, 4]), block_table=int32([[0], [NO_PAGE]]))
+    attn.append_kv(new, new, k_pages, v_pages, int32([3, 3]), block_table=int32([[0], [NO_PAGE]]))
+    k_pages.realize()
+
+def test_the_emulator_stops_at_two_rows_for_one_slot() -> None:
+  """Of sequences that share a page; different rows of it may be."""
+  with emulated("gfx942"):
+    k_pages, v_pages = attn.empty_paged_cache(3, 8, HKV, D, device="EMU")
+    new, table = draw(2, HKV, 2, D), int32([[1], [1]])
+    attn.append_kv(new, new, k_pages, v_pages, int32([0, 2]), block_table=table)
+    k_pages.realize()
+    with pytest.raises(SharedSlot, match="slot 22 is written 2 times in one launch"):
+      attn.append_kv(new, new, k_pages, v_pages, int32([3, 2]), block_table=table)
+      k_pages.realize()
+
+def test_refused() -> None:
+  with emulated("gfx942"):
+    k, v = attn.empty_paged_cache(4, 8, HKV, D, device="EMU")
+    q, new, table, before = draw(2, H, 1, D), draw(2, HKV, 1, D), int32([[0, 1], [2, 3]]), (k.uop, v.uop)
+    def call(**options:Any) -> Any: return lambda: attn.attention(**{"q": q, "k": k, "v": v, "block_table": table, "kv_lengths": 3, **options})
+    def append(lengths:Any=3, new:Tensor=new, **options:Any) -> Any:
+      return lambda: attn.attention_with_kv_cache(q, new, new, k, v, lengths, **{"block_table": table, **options})
+    for what, text in (
+      (call(block_table=table.cast(dtypes.long)), "block_table has dtype long: must be int32"),
+      (call(block_table=table[0]), r"block_table has shape \(2,\)"),
+      (call(block_table=int32([[0, 1]])), r"block_table has shape \(1, 2\): must be \(2, max_blocks\)"),
+      (call(block_table=table.to("EMU:1")), "block_table is on EMU:1"), (call(kv_lengths=None), "kv_lengths=None with block_table"),
+      (call(kv_lengths=17), r"kv_lengths=17: must lie in 0\.\.16"), (call(kv_lengths=int32([3])), r"kv_lengths has shape \(1,\): must be \(2,\)"),
+      (call(k=draw(4, 0, HKV, D)), r"k has shape \(4, 0, 2, 32\)"), (call(k=draw(4, 8, D)), r"k has shape \(4, 8, 32\): with block_table"),
+      (call(v=draw(3, 8, HKV, D)), r"v has shape \(3, 8, 2, 32\): its pages"), (call(q=draw(2, 3, 1, D)), "H=3 query heads"),
+      (append(16), r"cache_seqlens=16: with 1 new rows that is more than the 16 that block_table has pages for"),
+      (append(new=draw(2, H, 1, D)), r"k_new has shape \(2, 4, 1, 32\)"), (append(new=new.float()), "k_new is float32 on EMU"),
+      (append(block_table=table[:1]), r"block_table has shape \(1, 2\)"), (append(softcap=-1.0), "softcap=-1.0"),
+      (lambda: attn.empty_paged_cache(4, 0, HKV, D), "page_size=0: must be a whole number, at least 1")):
+      with pytest.raises((ValueError, NotImplementedError), match=text): what()
+    assert (k.uop, v.uop) == before
+
+@pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
+def test_flash_attn_varlen_func(arch:str) -> None:
+  """Packed queries over pages, by FlashAttention's name."""
+  x, counts = Paged.of((30, 17), 8), (5, 3)
+  q = np.random.default_rng(5).standard_normal((8, H, D)).astype(np.float16)
+  with emulated(arch):
+    o = array(flash_attn.flash_attn_varlen_func(tensor(q, "float16"), *x.tensors(), int32([0, 5, 8]), int32([0, 30, 47]), 5, 30, causal=True,
+                                                block_table=int32(x.table)))
+  for b, (first, n) in enumerate(zip((0, 5), counts)):
+    one = Paged(x.lengths[b:b+1], x.k[b:b+1], x.v[b:b+1], x.pages, x.table)
+    close(o[first:first + n].swapaxes(0, 1)[None], q[first:first + n].swapaxes(0, 1)[None], one)
