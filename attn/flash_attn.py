@@ -1,6 +1,9 @@
 """The names and conventions of FlashAttention (github.com/Dao-AILab/flash-attention), for those who come from there: tensors are (B, S, H, D),
-`causal` is bottom-right, `window_size` counts neighbours on each side. What the kernels don't have raises NotImplementedError."""
+`causal` is bottom-right, `window_size` counts neighbours on each side, and below 0 there is no bound; with `causal` none are seen on the right,
+whatever `window_size` says. `softcap` is off up to 0. The softmax_lse of a row that sees no key is -inf, where FlashAttention has +inf. What there
+is, argument by argument, stands in docs/flash_attention.md."""
 from __future__ import annotations
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 from attn import values
@@ -8,21 +11,28 @@ from attn.api.attention import attend, attention, prepare
 from attn.api.cache import attention_with_kv_cache, check_caches
 from attn.api.checked_kernel import dtype_of
 from attn.api.options import AttentionOptions, check_lengths
-from attn.tinygrad_compat import Tensor, UOp
+from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.values import FLOATS
 
-Window = tuple[int, int]
+Window = tuple[int, int]|list[int]
 _OURS = {"window_size": "window", "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse"}   # FlashAttention's name -> attention's
 
-def _refuse(**arguments:Any) -> None:
-  """What the kernels don't have, by its name here; 0 and False are none of it."""
-  for name, value in arguments.items():
-    if value is not None and (isinstance(value, Tensor) or not values.is_nothing(value)):
-      raise NotImplementedError(f"{name}={values.shown(value)}: not supported, leave it at its default")
+def _window(x:Any) -> Any:
+  """A window as `attention` has it: FlashAttention's may be a list, and anything below 0 is no bound."""
+  if not isinstance(x, (tuple, list)) or len(x) != 2 or not all(values.is_whole(n) for n in x): return x
+  return tuple(max(int(n), -1) for n in x)
+
+def _softcap(x:Any) -> Any:
+  """A softcap as `attention` has it: FlashAttention's is off up to 0."""
+  return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
 def _options(**arguments:Any) -> dict[str, Any]:
   """Options of `attention`, checked by the names that they have here."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
-  return {_OURS.get(name, name): checks[_OURS.get(name, name)](name, value) for name, value in arguments.items()}
+  meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
+  options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()}
+  if options["causal"]: options["window"] = (options["window"][0], 0)     # causal comes before what a window says of keys on the right
+  return options
 
 def _lengths(cu_seqlens:Tensor|None) -> Tensor:
   """How long the sequences are that begin at these rows."""
@@ -43,10 +53,10 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
   return _result(attention(q, k, v, layout="bshd", **options), options["return_lse"])
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
-  """The parts of a packed tensor."""
+  """The parts of a packed tensor, whose axis is the last but two."""
   values.tensor(name, t)
-  if t.ndim != 5 or t.shape[2] != parts: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be {shape}")
-  return [t[:, :, i] for i in range(parts)]
+  if t.ndim != shape.count(",") + 1 or t.shape[-3] != parts: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be {shape}")
+  return [t[..., i, :, :] for i in range(parts)]
 
 def flash_attn_kvpacked_func(q:Tensor, kv:Tensor, *args:Any, **kwargs:Any) -> Any:
   """`flash_attn_func` of q and kv (B, Sk, 2, Hkv, D)."""
@@ -72,23 +82,91 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
   if options["block_table"] is not None: options |= {"cu_seqlens_k": None, "max_seqlen_k": None, "kv_lengths": _lengths(options["cu_seqlens_k"])}
   return _result(attention(q, k, v, layout="thd", **options), options["return_lse"])
 
+def flash_attn_varlen_kvpacked_func(q:Tensor, kv:Tensor, *args:Any, **kwargs:Any) -> Any:
+  """`flash_attn_varlen_func` of q and kv (total_k, 2, Hkv, D)."""
+  k, v = _packed("kv", kv, 2, "(total_k, 2, Hkv, D)")
+  return flash_attn_varlen_func(q, k, v, *args, **kwargs)
+
+def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:int, *args:Any, **kwargs:Any) -> Any:
+  """`flash_attn_varlen_func` of qkv (total, 3, H, D), cu_seqlens int32 (B + 1) and the longest sequence."""
+  q, k, v = _packed("qkv", qkv, 3, "(total, 3, H, D)")
+  return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+
+# ***** a cache *****
+
+def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
+  """x (B, S, H, D) with its first columns, twice as many as cos and sin (positions, rotary_dim/2) have, turned by their angles: row i of batch b by
+  those of position at[b] + i, or without `moving` all of them by those of at[b] (RoPE, arXiv 2104.09864)."""
+  half, rows = int(cos.shape[1]), int(x.shape[1])
+  if 2*half > x.shape[3]: raise ValueError(f"rotary_cos has shape {cos.shape}: {name} has {x.shape[3]} columns, which are fewer than {2*half}")
+  steps = Tensor.arange(rows, dtype=dtypes.int)*int(moving)
+  if isinstance(at, Tensor): places = at.reshape(-1, 1) + steps
+  else: places = (Tensor.full((1,), at, dtype=dtypes.int) + steps).reshape(1, -1)
+  c, s = (t[places.to(x.device)].float().reshape(-1, rows, 1, half) for t in (cos, sin))
+  turned, rest = x[..., :2*half].float(), x[..., 2*half:]
+  pairs = turned.reshape(*turned.shape[:-1], half, 2) if interleaved else turned.reshape(*turned.shape[:-1], 2, half).transpose(-1, -2)
+  first, second = pairs[..., 0], pairs[..., 1]
+  both = Tensor.stack(first*c - second*s, second*c + first*s, dim=-1 if interleaved else -2).reshape(*turned.shape).cast(x.dtype)
+  return both if 2*half == x.shape[3] else both.cat(rest, dim=-1)
+
+def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|None) -> None:
+  values.truth("rotary_interleaved", interleaved)
+  for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+    if values.tensor_or_none(name, t) is not None and t is not None: values.dtype_name(name, t.dtype, FLOATS)
+  if (cos is None) != (sin is None):
+    raise ValueError(f"rotary_cos={values.shown(cos)}, rotary_sin={values.shown(sin)}: one is given without the other")
+  if cos is None or sin is None: return
+  if k is None: raise ValueError("rotary_cos without new rows k and v: what is in the cache was turned as it was appended")
+  if cos.ndim != 2 or cos.shape != sin.shape:
+    raise ValueError(f"rotary_cos and rotary_sin have shapes {cos.shape} and {sin.shape}: must both be (positions, rotary_dim/2)")
+
+def _batches(name:str, cache:Tensor, batch:int) -> Tensor:
+  """The first batches of a cache, which may have more than there are queries of."""
+  values.tensor(name, cache)
+  return cache[:batch] if cache.ndim == 4 and isinstance(cache.shape[0], int) and cache.shape[0] > batch else cache
+
 def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|None=None, v:Tensor|None=None, rotary_cos:Tensor|None=None,
                             rotary_sin:Tensor|None=None, cache_seqlens:int|UOp|Tensor|None=None, cache_batch_idx:Tensor|None=None,
                             cache_leftpad:Tensor|None=None, block_table:Tensor|None=None, softmax_scale:float|None=None, causal:bool=False,
                             window_size:Window=(-1, -1), softcap:float=0.0, rotary_interleaved:bool=True, alibi_slopes:Tensor|None=None,
                             num_splits:int=0, return_softmax_lse:bool=False) -> Any:
-  """q (B, Sq, H, D), caches (B, capacity, Hkv, D), new rows k and v (B, new, Hkv, D), which are appended in place at cache_seqlens -> out, or (out,
-  lse).
+  """q (B, Sq, H, D), caches (B or more, capacity, Hkv, D), new rows k and v (B, new, Hkv, D), which are appended in place at cache_seqlens -> out,
+  or (out, lse).
 
-  cache_seqlens: the rows filled, without the new ones: an int, a Variable or an int32 Tensor (B); without it the caches are full."""
-  _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
+  cache_seqlens:   the rows filled, without the new ones: an int, a Variable or an int32 Tensor (B); without it the caches are full
+  cache_batch_idx: int32 (B): the batch of the caches that each of q is about; by default the first ones
+  cache_leftpad:   int32 (B): where the rows of each begin; cache_seqlens counts from the first row of the cache all the same
+  block_table:     int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D)
+  rotary_cos, rotary_sin: (positions, rotary_dim/2): q and the new k are turned, the latter as it is appended. Row i has position
+                   cache_seqlens + i; with neither causal nor a window all rows of q have position cache_seqlens. Columns 0 and 1, 2 and 3 ... make
+                   pairs, or without rotary_interleaved columns 0 and rotary_dim/2, 1 and rotary_dim/2 + 1 ...
+  A row that sees no key has lse -inf, where FlashAttention's is +inf."""
   options = _options(causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
                      num_splits=num_splits, return_softmax_lse=return_softmax_lse)
   k, v = values.tensor_or_none("k", k), values.tensor_or_none("v", v)
+  for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+    if values.tensor(name, t).ndim != 4: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be (B, S, H, D)")
   if (k is None) != (v is None): raise ValueError(f"k={values.shown(k)}, v={values.shown(v)}: one is given without the other")
+  _check_rotary(rotary_cos, rotary_sin, rotary_interleaved, k)
+  for name, of_batches in (("cache_leftpad", cache_leftpad), ("cache_batch_idx", cache_batch_idx)):
+    if values.tensor_or_none(name, of_batches) is None or of_batches is None: continue
+    values.dtype_name(name, of_batches.dtype, ("int32",))
+    if of_batches.shape != q.shape[:1]: raise ValueError(f"{name} has shape {values.shown_shape(of_batches.shape)}: must be ({q.shape[0]},)")
+  options["kv_starts"] = cache_leftpad
+  if cache_batch_idx is not None:
+    if block_table is not None: raise ValueError("cache_batch_idx with block_table: the table says where the rows of each batch are")
+    options["block_table"] = cache_batch_idx.reshape(-1, 1)      # a cache is a page for each of its batches
+    if cache_seqlens is None: cache_seqlens = int(k_cache.shape[1])
+  elif values.tensor_or_none("block_table", block_table) is not None: options["block_table"] = block_table
+  else: k_cache, v_cache = (_batches(name, t, int(q.shape[0])) for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))
   if k is not None and v is not None:
     if cache_seqlens is None: raise ValueError("cache_seqlens=None with new rows k and v: must say where they go")
+    if rotary_cos is not None and rotary_sin is not None:
+      moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
+      q = _rotary("q", q, rotary_cos, rotary_sin, at, rotary_interleaved, moving)
+      k = _rotary("k", k, rotary_cos, rotary_sin, at, rotary_interleaved, True)
     return attention_with_kv_cache(q, k, v, k_cache, v_cache, cache_seqlens, layout="bshd", **options)
   if cache_seqlens is not None: cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
-  check_caches(q, k_cache, v_cache, "bshd")
-  return attend(prepare(q, k_cache, v_cache, AttentionOptions(layout="bshd", kv_lengths=cache_seqlens, **options), "cache_seqlens"))
+  elif options["kv_starts"] is not None: cache_seqlens = int(k_cache.shape[1])
+  if "block_table" not in options: check_caches(q, k_cache, v_cache, "bshd")
+  return attend(prepare(q, k_cache, v_cache, AttentionOptions(layout="bshd", kv_lengths=cache_seqlens, **options), "cache_seqlens", in_place=True))

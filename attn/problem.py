@@ -325,7 +325,7 @@ def _sequences(extras:dict[str, tuple[Sequence[int], str]], names:Sequence[str]=
   return extras["cu_seqlens_q"][0][0] - 1
 
 def _longest(name:str, value:int|None, total:int) -> int:
-  return total if value is None else values.whole_number(name, value, 1, total, f"between 1 and the {total} rows of all sequences")
+  return total if value is None else min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
 
 def _extras(extras:dict[str, tuple[Sequence[int], str]], B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   """The fields of Problem that say which optional tensors there are."""

@@ -66,6 +66,12 @@ VALUES: dict[str, Callable[[], Any]] = {
   "a symbolic shape": lambda: draw(1, 2, 5, 16)[:, :, :Variable("m", 1, 5).bind(3)],
 }
 
+def packed_but(*names:str) -> dict[str, Any]: return {name: x for name, x in packed().items() if name not in names}
+def pages(k:str, v:str) -> dict[str, Any]:
+  """One of four rows of four heads, which is also a cache of one batch."""
+  found = [draw(1, 4, 4, 16, seed=i).contiguous().realize() for i in range(2)]
+  return {k: found[0], v: found[1], "block_table": Tensor([[0]], dtype=dtypes.int, device="EMU").realize()}
+
 # function -> (what it takes, of which one argument at a time is replaced)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
   "attention": (attn.attention, four), "explain": (attn.explain, four), "attention, packed": (attn.attention, lambda: {**packed(), "layout": "thd"}),
@@ -78,15 +84,23 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
   "flash_attn_kvpacked_func": (flash_attn.flash_attn_kvpacked_func, lambda: {"q": draw(1, 3, 2, 16), "kv": draw(1, 5, 2, 2, 16)}),
   "flash_attn_qkvpacked_func": (flash_attn.flash_attn_qkvpacked_func, lambda: {"qkv": draw(1, 5, 3, 2, 16)}),
   "flash_attn_varlen_func": (flash_attn.flash_attn_varlen_func, lambda: {**packed(), "max_seqlen_q": 5, "max_seqlen_k": 5}),
+  "flash_attn_varlen_kvpacked_func": (flash_attn.flash_attn_varlen_kvpacked_func,
+                                      lambda: {**packed_but("k", "v"), "kv": draw(9, 2, 2, 16), "max_seqlen_q": 5, "max_seqlen_k": 5}),
+  "flash_attn_varlen_qkvpacked_func": (flash_attn.flash_attn_varlen_qkvpacked_func,
+                                       lambda: {"qkv": draw(9, 3, 2, 16), "cu_seqlens": packed()["cu_seqlens_q"], "max_seqlen": 5}),
+  "empty_paged_cache": (attn.empty_paged_cache, lambda: {"num_pages": 2, "page_size": 3, "Hkv": 2, "D": 4}),
+  "attention, pages": (attn.attention, lambda: {"q": draw(1, 4, 3, 16), **pages("k", "v"), "kv_lengths": int32(2)}),
+  "append_kv, pages": (attn.append_kv, lambda: {**dict.fromkeys(("k_new", "v_new"), draw(1, 4, 1, 16)), **pages("k_cache", "v_cache"), "cache_seqlens": 1}),
   "flash_attn_with_kvcache": (flash_attn.flash_attn_with_kvcache, lambda: {"q": draw(1, 1, 2, 16), "k_cache": draw(1, 8, 2, 16),
                                                                          "v_cache": draw(1, 8, 2, 16, seed=1)}),
 }
 # what else a message may call an argument by: of tensors, the dimension or the tensor that it does not go with
 ALSO = {
   "q": ("query", "H=", "k has", "B=", "v has", "bias", "D=", "k_cache"), "k": ("q, k and v", "v has", "Hkv"), "v": ("q, k and v", "Dv"),
-  "kv": ("k has",), "qkv": ("q has",), "layout": ("has shape",), "k_new": ("k_cache",), "v_new": ("v_cache",), "k_cache": ("k_new", "q, k"),
+  "kv": ("k has", "k is"), "qkv": ("q has",), "layout": ("has shape",), "k_new": ("k_cache",), "v_new": ("v_cache",), "k_cache": ("k_new", "q, k"),
   "v_cache": ("v_new", "q, k"), "query": ("key", "enable_gqa"), "key": ("query", "value"), "value": ("key",), "cu_seqlens_q": ("cu_seqlens_k",),
-  "cu_seqlens_k": ("cu_seqlens_q", "max_seqlen"), "is_causal": ("attn_mask",)}
+  "cu_seqlens_k": ("cu_seqlens_q", "max_seqlen"), "is_causal": ("attn_mask",), "block_table": ("k_new", "kv_lengths"),
+  "max_seqlen": ("max_seqlen_q",), "cu_seqlens": ("cu_seqlens_q",)}
 
 def parameters(name:str) -> list[str]:
   return [p.name for p in inspect.signature(FUNCTIONS[name][0]).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -113,7 +127,7 @@ def right(name:str, given:dict[str, Any], result:Any) -> None:
     out_dtype = "float32" if given.get("out_dtype") == "float32" else "float16"
     want, text = exact(*x, *args)[0], same(*x, *args, dtype="float16", out_dtype=out_dtype)[0]
     assert (verdict := judge(array(tensors[0]), want, text)).ok, verdict
-  elif name != "empty_kv_cache":
+  elif name not in ("empty_kv_cache", "empty_paged_cache"):
     for t in tensors[:1]: assert np.isfinite(array(t) if dtypes.is_float(t.dtype) else t.numpy()).all()
 
 def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|None:

@@ -170,7 +170,6 @@ def test_flash_attn_with_kvcache():
     np.testing.assert_array_equal(array(again), array(o))
     assert lse.shape == (B, H, 3)
     with pytest.raises(ValueError, match="cache_seqlens=None"): flash_attn.flash_attn_with_kvcache(q, *caches, k, v)
-    with pytest.raises(NotImplementedError, match="rotary_cos="): flash_attn.flash_attn_with_kvcache(q, *caches, k, v, rotary_cos=q, cache_seqlens=n)
     assert attn.empty_kv_cache is empty_kv_cache
 
 # ***** caches that are parts of larger buffers *****

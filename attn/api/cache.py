@@ -142,7 +142,8 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
 def _into_pages(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
   """The arguments of `append_kv` with pages, checked."""
   options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
-  pages = check_pages(k_new, k_cache, v_cache, options, "cache_seqlens")
+  pages = check_pages(k_new, k_cache, v_cache, options, "cache_seqlens", ("k_new", "k_cache", "v_cache"))
+  if v_new.ndim != k_new.ndim: raise ValueError(f"v_new has shape {values.shown_shape(v_new.shape)}: must be {LAYOUTS[layout]}, as k_new")
   B, heads, capacity = int(block_table.shape[0]), int(k_cache.shape[2]), pages.rows
   sizes = [dict(zip(AXES[layout], static_shape(f"{name}_new", t.shape))) for name, t in (("k", k_new), ("v", v_new))]
   for name, size, new, cache in (("k", sizes[0], k_new, k_cache), ("v", sizes[1], v_new, v_cache)):

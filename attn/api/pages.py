@@ -9,27 +9,30 @@ from attn.api.views import in_buffer, whole_places
 from attn.problem import LAYOUTS, Pages, Problem, Strided
 from attn.tinygrad_compat import Tensor
 
-def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str) -> Pages:
-  """The pages that k and v are, (pages, page_size, Hkv, D), and which of them sequences have."""
+def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
+  """The pages that k and v are, (pages, page_size, Hkv, D), and which of them the sequences of q have. `names` are what its caller calls q, k and
+  v."""
   table = options.block_table
   assert table is not None
-  of_k, of_v, of_table = (static_shape(name, values.tensor(name, t).shape) for name, t in (("k", k), ("v", v), ("block_table", table)))
-  for name, shape in (("k", of_k), ("v", of_v)):
+  of_q, of_k, of_v, of_table = (static_shape(name, values.tensor(name, t).shape) for name, t in zip((*names, "block_table"), (q, k, v, table)))
+  for name, shape in zip(names[1:], (of_k, of_v)):
     if len(shape) != 4 or 0 in shape:
       raise ValueError(f"{name} has shape {shape}: with block_table it must be pages, (pages, page_size, Hkv, D), each at least 1")
-  if of_v[:3] != of_k[:3]: raise ValueError(f"v has shape {of_v}: its pages, their size and heads must be those of k, {of_k}")
+  if of_v[:3] != of_k[:3]: raise ValueError(f"{names[2]} has shape {of_v}: its pages, their size and heads must be those of {names[1]}, {of_k}")
   if not isinstance(q.device, str):
-    raise NotImplementedError(f"block_table with q on {q.device}: pages on a single device are supported; shard the sequences yourself")
-  for name, t in (("k", k), ("v", v), ("block_table", table)):
-    if t.device != q.device: raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device")
+    raise NotImplementedError(f"{names[0]} is on {q.device} with block_table: tensors on a single device are supported")
+  for name, t in zip((*names[1:], "block_table"), (k, v, table)):
+    if t.device != q.device: raise ValueError(f"{name} is on {t.device} but {names[0]} on {q.device}: all tensors must be on the same device")
   dtype_of("block_table", table)
-  axes, of_q = AXES[options.layout], static_shape("q", q.shape)
-  if len(of_q) != len(axes): raise ValueError(f"q has shape {of_q}; layout={options.layout!r} needs {LAYOUTS[options.layout]}")
-  sequences = {"thd": None if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1, "nsd": None}.get(options.layout, of_q[0])
+  if len(of_q) != len(AXES[options.layout]):
+    raise ValueError(f"{names[0]} has shape {of_q}; layout={options.layout!r} needs {LAYOUTS[options.layout]}")
+  starts = options.cu_seqlens_q
+  if starts is not None and starts.ndim != 1: raise ValueError(f"cu_seqlens_q has shape {values.shown_shape(starts.shape)}: must be (sequences + 1,)")
+  sequences = {"thd": None if starts is None else starts.shape[0] - 1, "nsd": None}.get(options.layout, of_q[0])
   if len(of_table) != 2 or 0 in of_table or sequences not in (None, of_table[0]):
     raise ValueError(f"block_table has shape {of_table}: must be ({'B' if sequences is None else sequences}, max_blocks)")
   if options.layout == "nsd" and of_q[0] % of_table[0]:
-    raise ValueError(f"block_table has shape {of_table}: its {of_table[0]} sequences do not divide the {of_q[0]} of q, (B*H, S, D)")
+    raise ValueError(f"block_table has shape {of_table}: its {of_table[0]} sequences do not divide the {of_q[0]} of {names[0]}, (B*H, S, D)")
   if options.kv_lengths is None:
     raise ValueError(f"{lengths_name}=None with block_table: must say how many rows each sequence has, at most max_blocks*page_size")
   if options.cu_seqlens_k is not None: raise ValueError(f"cu_seqlens_k with block_table: {lengths_name} says how long sequences are")

@@ -41,7 +41,8 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {(*batch, h)}"
                        + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head")) from e
   options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": dropout_p if TRAINING else 0.0}
-  if mask is not None and not is_sliced(mask) and is_causal_mask(mask, q.shape[-2], k.shape[-2]): options["causal"], mask = "bottom-right", None
+  if isinstance(mask, Tensor) and not is_sliced(mask) and is_causal_mask(mask, q.shape[-2], k.shape[-2]):
+    options["causal"], mask = "bottom-right", None
   if mask is not None:
     seen = values.tensor("attn_mask", mask).dtype == dtypes.bool
     if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)

@@ -2,6 +2,7 @@
 lengths."""
 from __future__ import annotations
 from dataclasses import dataclass
+from typing import Any
 from attn import values
 from attn.api.attention import CheckedCall, run
 from attn.api.checked_kernel import arch_of, static_shape
@@ -23,9 +24,9 @@ class SlicedCall:
     o, = run(self.call)
     return (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
 
-def is_sliced(*tensors:Tensor) -> bool:
-  """Whether any of them is as long as a Variable says."""
-  return any(isinstance(n, UOp) for t in tensors for n in t.shape)
+def is_sliced(*tensors:Any) -> bool:
+  """Whether any of these is a Tensor as long as a Variable says."""
+  return any(isinstance(n, UOp) for t in tensors if isinstance(t, Tensor) for n in t.shape)
 
 def _dtype(q:Tensor, k:Tensor, v:Tensor) -> str:
   """That of keys and values. A query in fp32 is rounded to it, as the cache was."""
@@ -47,10 +48,13 @@ def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[i
   raise NotImplementedError(f"attn_mask of shape {values.shown_shape(mask.shape)} with keys of symbolic length: only the causal mask is known, "
                             "Tensor.full(shape, -inf).triu(keys - queries + 1)")
 
-def sliced_call(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool, scale:float|None) -> SlicedCall:
+def sliced_call(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
+                scale:float|None) -> SlicedCall:
   """Of the arguments of `scaled_dot_product_attention`. Raises ValueError, NotImplementedError or RuntimeError for what this can't be."""
+  is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
   for name, t in (("query", q), ("key", k), ("value", v)):
-    if t.ndim != 4: raise NotImplementedError(f"{name} has shape {values.shown_shape(t.shape)}: of symbolic shapes (B, H, S, D) is supported")
+    if values.tensor(name, t).ndim != 4:
+      raise NotImplementedError(f"{name} has shape {values.shown_shape(t.shape)}: of symbolic shapes (B, H, S, D) is supported")
     static_shape(name, (*t.shape[:2], t.shape[3]))
     if not isinstance(t.device, str) or t.device != q.device:
       raise NotImplementedError(f"{name} is on {t.device} with a symbolic shape: query, key and value must be on the same single device")
