@@ -10,6 +10,7 @@ LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)",
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same", "top-left": "query i sees keys j <= i"}
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # of an element
 MAX_SPLITS = 256
+INVARIANT_KEYS = 512     # of a key range, where ranges are the same in every batch
 EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
           "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
 
@@ -113,6 +114,8 @@ class Problem:
                  dropout_seed uint32 (2). Which ones is a function of the seed and of (batch, head, query, key), of layout "thd" (sequence, head, and
                  query and key within it): attn/ops/dropout.py
     dropout_start   tensor dropout_start uint32 (2): the batch and the head that the first ones here count as, for a part of a tensor
+    batch_invariant   a row is computed in the same way whatever else there is: tile and key ranges, these of INVARIANT_KEYS keys each, depend
+                 neither on B nor on the length of another sequence nor on the room that there is for keys
     num_splits   key ranges that workgroups of their own take (attn/kernels/combine.py): 1 is no split; 0 is for `splits.resolve` to choose
   Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0 where `top_left`).
   """
@@ -147,6 +150,7 @@ class Problem:
   total_q: int = 0
   total_k: int = 0
   num_splits: int = 1
+  batch_invariant: bool = False
   dropout_p: float = 0.0
   dropout_start: bool = False
 
@@ -155,7 +159,7 @@ class Problem:
     for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"):
       put(name, values.whole_number(name, getattr(self, name), 1, None, "a whole number: every dimension is at least 1"))
     for name in ("total_q", "total_k"): put(name, values.whole_number(name, getattr(self, name), 0, None, "a number of rows"))
-    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts", "dropout_start"):
+    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts", "dropout_start", "batch_invariant"):
       put(name, values.truth(name, getattr(self, name)))
     for name, check in (("layout", check_layout), ("window", check_window), ("softmax_scale", check_softmax_scale), ("softcap", check_softcap),
                         ("num_splits", check_splits), ("dropout_p", check_dropout_p)):

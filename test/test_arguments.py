@@ -90,7 +90,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
                                        lambda: {"qkv": draw(9, 3, 2, 16), "cu_seqlens": packed()["cu_seqlens_q"], "max_seqlen": 5}),
   "empty_paged_cache": (attn.empty_paged_cache, lambda: {"num_pages": 2, "page_size": 3, "Hkv": 2, "D": 4}),
   "attention, pages": (attn.attention, lambda: {"q": draw(1, 4, 3, 16), **pages("k", "v"), "kv_lengths": int32(2)}),
-  "append_kv, pages": (attn.append_kv, lambda: {**dict.fromkeys(("k_new", "v_new"), draw(1, 4, 1, 16)), **pages("k_cache", "v_cache"), "cache_seqlens": 1}),
+  "append_kv, pages": (attn.append_kv, lambda: {**dict.fromkeys(("k_new", "v_new"), draw(1, 4, 1, 16)), **pages("k_cache", "v_cache"),
+                                                "cache_seqlens": 1}),
   "flash_attn_with_kvcache": (flash_attn.flash_attn_with_kvcache, lambda: {"q": draw(1, 1, 2, 16), "k_cache": draw(1, 8, 2, 16),
                                                                          "v_cache": draw(1, 8, 2, 16, seed=1)}),
 }

@@ -19,7 +19,7 @@ from attn.choose.dispatch import Choice, choose, program_of
 from attn.compilers.choice import compiled_on, in_use
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments
-from attn.problem import EXTRAS, LAYOUTS, Problem, problem_of
+from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Problem, problem_of
 from attn.tinygrad_compat import TRAINING, DType, Tensor, UOp, capturing, dtypes
 from attn.values import FLOATS
 
@@ -77,6 +77,8 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths; `in_place`: k and v that are views of a buffer are read where
   they lie in it."""
   layout, bias, out = options.layout, options.bias, options.out
+  if options.batch_invariant and options.num_splits > 1:
+    raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   inputs = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v))}
   types = [dtype_of(name, t) for name, t in inputs.items()]
   shape = {name: static_shape(name, t.shape) for name, t in inputs.items()}
@@ -148,7 +150,8 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
     check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
   device = at.device if isinstance(at.device, str) else at.device[0]
   found = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
-  p = replace(p, return_lse=options.return_lse, dropout_start=bool(p.dropout_p) and at.shared is not None)
+  p = replace(p, return_lse=options.return_lse, dropout_start=bool(p.dropout_p) and at.shared is not None,
+              batch_invariant=options.batch_invariant)
   return CheckedCall(p, {**inputs, **extras}, found, at, out)
 
 def seeded(c:CheckedCall) -> CheckedCall:
@@ -238,8 +241,8 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
               window:tuple[int, int]=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None,
               kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None,
               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
-              dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, return_lse:bool=False, out:Tensor|None=None,
-              out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
+              dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, return_lse:bool=False,
+              out:Tensor|None=None, out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
   """softmax(score) V of Tensors, by the kernel that `explain` tells: o in the layout of q, or (o, lse) with `return_lse`. Nothing runs until it is
   realized.
 
@@ -266,6 +269,8 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
   dropout_seed:  uint32 (2), whole on every device: what decides which. By default it is drawn from tinygrad's generator (Tensor.manual_seed), in each
                  call anew, of a TinyJit too
   num_splits:    key ranges computed apart: 0 as a heuristic finds, 1 never, more: so many
+  batch_invariant: a row comes out the same, bit by bit, alone and in any batch of as many queries, whatever the lengths of the others and the pages
+                 are: the tile and the key ranges don't go by what else there is. Costs speed: docs/attention.md
   return_lse:    also the natural-log sum of exponentials, float32 (B, H, Sq); (B*H, Sq) in layout "nsd", (H, total) in "thd"
   out:           where to put o, a whole buffer; it is also what is returned
   out_dtype:     that of out or of q by default
@@ -278,8 +283,8 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
   options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, max_seqlen_q=max_seqlen_q,
                              max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
                              kv_lengths=kv_lengths, kv_starts=kv_starts, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
-                             cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, num_splits=num_splits, out=out,
-                             out_dtype=out_dtype)
+                             cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, num_splits=num_splits,
+                             batch_invariant=batch_invariant, out=out, out_dtype=out_dtype)
   return attend(prepare(q, k, v, options))
 
 def attend(c:CheckedCall) -> Any:

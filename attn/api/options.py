@@ -66,6 +66,7 @@ class AttentionOptions(KernelOptions):
   cu_seqlens_k: Tensor|None = option(None, values.tensor_or_none, "the same of k and v")
   dropout_seed: Tensor|None = option(None, values.tensor_or_none, "uint32 (2): what dropout draws by; by default from tinygrad's generator")
   num_splits: int = option(0, check_splits, "0: as many key ranges as fill the chip; 1: none; 2 and more: so many")
+  batch_invariant: bool = option(False, values.truth, "a row is bit by bit the same alone and in any batch; slower")
   out: Tensor|None = option(None, values.tensor_or_none, "a whole buffer to write o to; it is also what is returned")
   out_dtype: DType|str|None = option(None, unless_none(check_out_dtype), "float16, bfloat16 or float32; that of out or of q by default")
 

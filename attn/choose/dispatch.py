@@ -16,7 +16,7 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tensors import check_range, too_wide
-from attn.problem import Problem
+from attn.problem import INVARIANT_KEYS, Problem
 from attn.tinygrad_compat import UOp
 
 MATRIX_DTYPES = ("float16", "bfloat16")
@@ -112,6 +112,10 @@ def can_split_kv(p:Problem, arch:Chip) -> Work|str:
   work = whole(unsplit, lambda: choose_tile(unsplit, arch))
   if isinstance(work, str): return work
   assert work.tile is not None
+  if p.batch_invariant:
+    tile = choose_tile(replace(p, num_splits=2), arch)
+    if (number := splits.resolve(p, arch, tile).num_splits) > 1: return Work(tile, number)
+    return f"batch_invariant=True: room for one range of {INVARIANT_KEYS} keys only, or more queries than a tile has"
   if (tiles := splits.key_tiles(p, work.tile)) < 2: return f"no split is possible: {of_grid(p, arch, work.tile)}"
   number = max(2, splits.resolve(p, arch, work.tile).num_splits)
   return Work(choose_tile(replace(p, num_splits=min(number, tiles)), arch), min(number, tiles))
@@ -126,7 +130,7 @@ def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def split_slower(p:Problem, arch:Chip) -> str|None:
-  if p.num_splits: return None
+  if p.num_splits or p.batch_invariant: return None
   tile = choose_tile(replace(p, num_splits=1), arch)
   return f"no split is the fastest: {of_grid(p, arch, tile)}" if splits.split_heuristic(p, arch, tile) == 1 else None
 
@@ -198,9 +202,17 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
   Raises NotImplementedError, with every reason, when none can or that one can't, and ValueError for an ATTN_KERNEL that does not exist."""
   return _choose(p, arch, asked_for().forward)
 
+LONG_SEQUENCE = 256     # queries
+
+def one_of_any_batch(p:Problem) -> Problem:
+  """What a batch-invariant problem is taken for where its kernel is chosen: one sequence, of packed ones a long one."""
+  if not p.batch_invariant: return p
+  if not p.varlen: return replace(p, B=1)
+  return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)
+
 @functools.cache
 def _choose(p:Problem, arch:Chip|None, wanted:str) -> Choice:
-  refused = []
+  refused, p = [], one_of_any_batch(p)
   for name, kernel in KERNELS.items():
     work, slower = can(name, p, arch), None
     if isinstance(work, str): refused.append((name, work))

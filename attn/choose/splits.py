@@ -11,7 +11,7 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BlockTile, Tile, heads_of
-from attn.problem import MAX_SPLITS, Problem
+from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
 
 PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys
 COMBINE = 320       # launching `combine`, likewise
@@ -52,6 +52,17 @@ def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, plac
     return ceildiv(workgroups*parts, places)*(ceildiv(trips, parts)*block_n + PROLOGUE) + merge
   return min(choices, key=lambda parts: (time(parts), parts))
 
+def fixed_ranges(p:Problem, tile:AnyTile) -> int:
+  """How many ranges of INVARIANT_KEYS keys a batch-invariant problem has: all where its queries fill no more than a tile, as in decoding, else one.
+  Raises NotImplementedError beyond MAX_SPLITS."""
+  if p.Sq*heads_of(p, tile) > tile.block_m: return 1
+  ranges = ceildiv(key_tiles(p, tile), ceildiv(INVARIANT_KEYS, tile.block_n))
+  if ranges > MAX_SPLITS:
+    raise NotImplementedError(f"batch_invariant=True with room for {p.Sk} keys: {MAX_SPLITS} ranges of {INVARIANT_KEYS} keys are supported, or "
+                              "num_splits=1")
+  return ranges
+
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
   """`p` with the number of splits it is computed with: num_splits=0 is chosen by `split_heuristic`, a larger one held to the number of key tiles."""
+  if p.batch_invariant: return replace(p, num_splits=fixed_ranges(p, tile) if p.num_splits != 1 else 1)
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

@@ -105,7 +105,12 @@ class Blocks:
     """The `index`-th of `of` parts, in tiles as equal as can be; the last ones may be empty."""
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
-    last = (first + each).minimum(self.end)
+    return self.between(first, (first + each).minimum(self.end))
+  def range(self, index:UOp, tiles:int) -> Blocks:
+    """Those of them that are among the `index`-th `tiles`, counted from the first tile that there is."""
+    first = (index*tiles).maximum(self.begin).minimum(self.end)
+    return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
+  def between(self, first:UOp, last:UOp) -> Blocks:
     return Blocks(first, self.full_begin.maximum(first).minimum(last), self.full_end.maximum(first).minimum(last), last)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:

@@ -14,7 +14,7 @@ from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.tensors import Shapes, arguments
 from attn.kernels.parts.tiles import BlockTile, heads_of
 from attn.ops import common as ops
-from attn.problem import Problem
+from attn.problem import INVARIANT_KEYS, Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in NVIDIA's L2
@@ -118,7 +118,7 @@ class Workgroup:
     walk = over_keys(p, sequence)
     scores = Scores(p, at, tile.block_n, walk, first, *map(given.get, OF_SCORES))
     walked = blocks_seen(walk, first_query, last_query, tile.block_n)
-    for n in split: walked = walked.share(n, number)
+    for n in split: walked = walked.range(n, ceildiv(INVARIANT_KEYS, tile.block_n)) if p.batch_invariant else walked.share(n, number)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, walked,
                      part_of(split, parts))
 

@@ -1,0 +1,147 @@
+"""Serving: requests of different lengths come and go, and in each step all that are under way take one token, over one paged cache.
+
+A small transformer with random weights. `Pages` hands out the pages of the cache; requests that begin with the same tokens share the pages of what
+they have in common. `Server.step` first computes the prompt of a request that has just come, in chunks, then a token of every request: a batch of a
+fixed size under TinyJit, whose empty places have length 0. By batch_invariant=True the text of a request is the same, whatever is served beside it:
+in the end each request is served again, alone.
+
+  REQUESTS=8 LAYERS=2 WIDTH=64 BATCH=4 python examples/serve.py;  on a GPU: DEV=CUDA WIDTH=1024 LAYERS=8 HEADS=16 KV_HEADS=4 REQUESTS=64 BATCH=32
+"""
+from __future__ import annotations
+import os, time
+os.environ.setdefault("DEV", "EMU::gfx942")
+from dataclasses import dataclass, field
+import numpy as np
+from tinygrad import Device, Tensor, TinyJit, dtypes
+import attn
+
+def setting(name:str, default:int) -> int: return int(os.environ.get(name, default))
+VOCABULARY, WIDTH, LAYERS = 97, setting("WIDTH", 32), setting("LAYERS", 1)
+H, HKV, BATCH, REQUESTS = setting("HEADS", 2), setting("KV_HEADS", 1), setting("BATCH", 3), setting("REQUESTS", 5)
+PAGE, MOST_PAGES, CHUNK, TOKENS = setting("PAGE", 8), setting("MOST_PAGES", 4), setting("CHUNK", 8), setting("TOKENS", 6)
+D, CAPACITY = WIDTH//H, PAGE*MOST_PAGES
+assert PAGE % CHUNK == 0, "a chunk of a prompt lies in one page"
+rng = np.random.default_rng(0)
+
+class Pages:
+  """The pages of a cache: which are free, and which of those in use hold the beginning of a prompt that others may share."""
+  def __init__(self, count:int) -> None:
+    self.free, self.users, self.prefixes, self.shared = list(range(count)), [0]*count, dict[tuple[int, ...], int](), 0
+  def take(self, tokens:list[int], length:int) -> tuple[list[int], int]:
+    """Pages for a sequence that begins with `tokens` and will have `length`: those of full pages that are there already, and new ones; and how many
+    rows are there. The last token is always computed: it is what the first new one follows from."""
+    shared = list[int]()
+    while (end := (len(shared) + 1)*PAGE) < len(tokens) and (page := self.prefixes.get(tuple(tokens[:end]))) is not None: shared.append(page)
+    if (more := -(-length//PAGE) - len(shared)) > len(self.free): raise MemoryError(f"{more} pages wanted, {len(self.free)} free")
+    found = shared + [self.free.pop() for _ in range(more)]
+    for page in found: self.users[page] += 1
+    self.shared += len(shared)
+    return found, len(shared)*PAGE
+  def remember(self, tokens:list[int], pages:list[int]) -> None:
+    """The full pages of a prompt that has been computed."""
+    for i in range(len(tokens)//PAGE): self.prefixes.setdefault(tuple(tokens[:(i + 1)*PAGE]), pages[i])
+  def give_back(self, pages:list[int]) -> None:
+    for page in pages:
+      self.users[page] -= 1
+      if self.users[page]: continue
+      self.prefixes = {tokens: p for tokens, p in self.prefixes.items() if p != page}
+      self.free.append(page)
+
+@dataclass
+class Request:
+  prompt: list[int]
+  wanted: int
+  tokens: list[int] = field(default_factory=list)     # that were found
+  pages: list[int] = field(default_factory=list)
+  @property
+  def rows(self) -> int:
+    """In the cache: of all tokens but the newest."""
+    return len(self.prompt) + len(self.tokens) - 1
+
+def weight(rows:int, columns:int) -> Tensor: return Tensor((rng.standard_normal((rows, columns))*rows**-.5).astype(np.float16)).realize()
+
+class Layer:
+  def __init__(self, pages:int) -> None:
+    self.qkv, self.out = weight(WIDTH, (H + 2*HKV)*D), weight(WIDTH, WIDTH)
+    self.up, self.down = weight(WIDTH, 2*WIDTH), weight(2*WIDTH, WIDTH)
+    self.cache = attn.empty_paged_cache(pages, PAGE, HKV, D)
+  def __call__(self, x:Tensor, filled:Tensor, table:Tensor) -> Tensor:
+    """x (B, S, WIDTH), whose rows go to the cache from `filled` (B) on."""
+    qkv = (x.layernorm().cast(x.dtype) @ self.qkv).reshape(*x.shape[:2], H + 2*HKV, D)
+    q, k, v = qkv.split([H, HKV, HKV], dim=2)
+    o = attn.attention_with_kv_cache(q, k, v, *self.cache, filled, layout="bshd", block_table=table, batch_invariant=True)
+    x = x + o.reshape(*x.shape) @ self.out
+    return (x + (x.layernorm().cast(x.dtype) @ self.up).gelu() @ self.down).realize()
+
+class Server:
+  def __init__(self, pages:int) -> None:
+    self.embedding, self.places, self.head = weight(VOCABULARY, WIDTH), weight(CAPACITY, WIDTH), weight(WIDTH, VOCABULARY)
+    self.pages, self.layers = Pages(pages), [Layer(pages + BATCH) for _ in range(LAYERS)]
+    self.nobodys = [pages + i for i in range(BATCH)]       # a page for what an empty place of the batch appends
+    self.places_taken = list[Request|None]([None]*BATCH)
+    self.steps = {n: TinyJit(self.forward) for n in (1, CHUNK)}
+
+  def forward(self, tokens:Tensor, filled:Tensor, table:Tensor) -> Tensor:
+    """The token that follows each of `tokens` (B, S)."""
+    at = (filled.reshape(-1, 1) + Tensor.arange(tokens.shape[1], dtype=dtypes.int)).minimum(CAPACITY - 1)
+    x = (self.embedding[tokens] + self.places[at]).realize()
+    for layer in self.layers: x = layer(x, filled, table)
+    return (x @ self.head).float().argmax(-1).realize()
+
+  def run(self, rows:list[list[int]], filled:list[int], pages:list[list[int]]) -> np.ndarray:
+    """`forward` of so many sequences, each its own batch place; shorter rows are filled up, and what is theirs beyond is overwritten later."""
+    def int32(x:list[list[int]]|list[int]) -> Tensor: return Tensor(np.array(x, np.int32)).realize()
+    table = [p + [own]*(MOST_PAGES - len(p)) for p, own in zip(pages, self.nobodys)]
+    return self.steps[len(rows[0])](int32(rows), int32(filled), int32(table)).numpy()
+
+  def admit(self, request:Request) -> None:
+    """Computes the prompt, in chunks, but for what other requests have computed."""
+    request.pages, done = self.pages.take(request.prompt, len(request.prompt) + request.wanted)
+    self.places_taken[self.places_taken.index(None)] = request
+    while done < len(request.prompt):
+      part = request.prompt[done:done + CHUNK]
+      found = self.run([part + [0]*(CHUNK - len(part))], [done], [request.pages])[0]
+      done += len(part)
+    request.tokens = [int(found[len(part) - 1])]
+    self.pages.remember(request.prompt, request.pages)
+
+  def step(self) -> None:
+    """One more token of every request."""
+    under_way = [r for r in self.places_taken if r is not None]
+    rest = BATCH - len(under_way)
+    newest, rows, pages = ([*(of(r) for r in under_way)] for of in (lambda r: [r.tokens[-1]], lambda r: r.rows, lambda r: r.pages))
+    found = self.run(newest + [[0]]*rest, rows + [0]*rest, pages + [[]]*rest)
+    for r, token in zip(under_way, found):
+      r.tokens.append(int(token[0]))
+      if len(r.tokens) == r.wanted: self.finish(r)
+  def finish(self, request:Request) -> None:
+    self.pages.give_back(request.pages)
+    self.places_taken[self.places_taken.index(request)] = None
+
+def serve(server:Server, requests:list[Request]) -> float:
+  """All of them, as soon as there is a place and pages for each; the seconds that it took."""
+  waiting, start = list(requests), time.perf_counter()
+  while waiting or any(server.places_taken):
+    while waiting and None in server.places_taken and len(server.pages.free) >= MOST_PAGES: server.admit(waiting.pop(0))
+    server.step()
+  return time.perf_counter() - start
+
+def main() -> None:
+  common = list(map(int, rng.integers(1, VOCABULARY, PAGE + 1)))       # what half of the prompts begin with
+  requests = [Request((common if i % 2 else []) + list(map(int, rng.integers(1, VOCABULARY, int(rng.integers(1, PAGE))))), TOKENS)
+              for i in range(REQUESTS)]
+  server = Server(pages=(BATCH + 1)*MOST_PAGES)
+  seconds, text = serve(server, requests), [r.tokens for r in requests]
+  assert len(server.pages.free) == (BATCH + 1)*MOST_PAGES and not server.pages.prefixes
+  print(f"{REQUESTS} requests, {REQUESTS*TOKENS} tokens on {Device.DEFAULT}, up to {BATCH} at a time: "
+        f"{REQUESTS*TOKENS/seconds:.1f} tokens per second, compilation included; "
+        f"{server.pages.shared} pages were another request's")
+  again = [Request(r.prompt, TOKENS) for r in requests]
+  seconds = serve(server, again)
+  print(f"the same once more, compiled: {REQUESTS*TOKENS/seconds:.1f} tokens per second")
+  alone = [Request(r.prompt, TOKENS) for r in requests[:setting("ALONE", 3)]]
+  for request in alone: serve(server, [request])
+  assert [r.tokens for r in again] == text and [r.tokens for r in alone] == text[:len(alone)]
+  print(f"the same text alone: {text[0]}")
+
+if __name__ == "__main__": main()
