@@ -109,8 +109,8 @@ class Server:
     """One more token of every request."""
     under_way = [r for r in self.places_taken if r is not None]
     rest = BATCH - len(under_way)
-    newest, rows, pages = ([*(of(r) for r in under_way)] for of in (lambda r: [r.tokens[-1]], lambda r: r.rows, lambda r: r.pages))
-    found = self.run(newest + [[0]]*rest, rows + [0]*rest, pages + [[]]*rest)
+    newest, pages = [[r.tokens[-1]] for r in under_way], [r.pages for r in under_way]
+    found = self.run(newest + [[0]]*rest, [r.rows for r in under_way] + [0]*rest, pages + [[]]*rest)
     for r, token in zip(under_way, found):
       r.tokens.append(int(token[0]))
       if len(r.tokens) == r.wanted: self.finish(r)

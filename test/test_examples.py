@@ -13,6 +13,7 @@ SAYS = {
   "two_devices": ["^batch .*max error .*limit", "^heads .*max error .*limit", "^keys .*max error .*limit"],
   "decode_kv_cache": ["^12 tokens on EMU, the same with the cache as without, position by position, by one compiled step"],
   "train_gpt": [r"12 steps, the loss curves at most 0\.0\d+ apart, 0\.06\d+ allowed; forward: \d+ calls"],
+  "serve": [r"^5 requests, 30 tokens on EMU, up to 3 at a time: [\d.]+ tokens per second", "^the same text alone"],
   "tiny_gpt": [r"^these kernels: .*\(forward: 8 calls\)"],
 }
 

@@ -10,7 +10,7 @@ import attn
 from attn import flash_attn
 from attn.emulator.checks import BadEntry, SharedSlot
 from attn.reference import Options, exact, judge, same
-from attn.tinygrad_compat import Tensor, dtypes
+from attn.tinygrad_compat import Context, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
 from cases import EVERY_ARCH, array, arrange, restore, tensor
@@ -18,7 +18,7 @@ from cases import EVERY_ARCH, array, arrange, restore, tensor
 H, HKV, D = 4, 2, 32
 NO_PAGE = 10**9     # in the entries that nobody may read
 
-def int32(x:Any) -> Tensor: return Tensor(np.array(x, np.int32), device="EMU").realize()
+def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32), device=device).realize()
 
 @dataclass(frozen=True)
 class Paged:
@@ -39,7 +39,7 @@ class Paged:
         for j in range(n): to[table[b, j//size], j%size] = x[b, :, j]
     for b, n in enumerate(lengths): table[b, -(-n//size):] = NO_PAGE
     return Paged(lengths, k, v, (pages[0], pages[1]), table)
-  def tensors(self) -> list[Tensor]: return [tensor(x, "float16").realize() for x in self.pages]
+  def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
 def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
   """Holds o (B, H, Sq, D) to the contract, sequence by sequence."""
@@ -92,6 +92,25 @@ def test_a_prefix_that_two_sequences_share(arch:str) -> None:
       k, v = (np.concatenate([p.repeat(2, 0), x[:, :, :i+1]], 2) for p, x in zip(prefix, own[1:]))
       close(o, own[0][:, :, i:i+1], Paged((17 + i, 17 + i), k, v, (k, v), np.zeros(0)))
     assert not array(k_pages)[[0, 3]].any() and not array(v_pages)[[0, 3]].any()
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"pages of {case[0]}, {case[1]} queries")
+def test_on_a_gpu(case:tuple[Any, ...]) -> None:
+  """The same cases, and rows that are appended in between; an entry that is no page reads some page, and stops nothing."""
+  page, Sq, lengths, d, options, _ = case
+  if 0 in lengths: lengths = lengths[:1]
+  x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
+  with Context(DEV="CUDA"):
+    (k_pages, v_pages), table = x.tensors("CUDA"), int32(x.table, "CUDA")
+    o = attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=table, kv_lengths=int32(lengths, "CUDA"), causal=True, **options)
+    close(array(o), q, x)
+    last = [tensor(np.stack([a[b, :, n - 1:n] for b, n in enumerate(lengths)]), "float16", "CUDA") for a in (x.k, x.v)]
+    emptied = [tensor(np.where(np.isnan(a), 0, a*0), "float16", "CUDA").realize() for a in x.pages]
+    attn.append_kv(*last, *emptied, int32([n - 1 for n in lengths], "CUDA"), block_table=table)
+    got = array(emptied[0])
+    for b, n in enumerate(lengths): np.testing.assert_array_equal(got[x.table[b, (n - 1)//page], (n - 1)%page], x.k[b, :, n - 1].astype(np.float32))
+    wild = int32(np.full_like(x.table, NO_PAGE), "CUDA")
+    attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=wild, kv_lengths=int32(lengths, "CUDA"), **options).realize()
 
 # ***** what is wrong with a table *****
 
