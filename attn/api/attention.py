@@ -270,7 +270,7 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
                  call anew, of a TinyJit too
   num_splits:    key ranges computed apart: 0 as a heuristic finds, 1 never, more: so many
   batch_invariant: a row comes out the same, bit by bit, alone and in any batch of as many queries, whatever the lengths of the others and the pages
-                 are: the tile and the key ranges don't go by what else there is. Costs speed: docs/attention.md
+                 are: the tile and the key ranges don't go by what else there is. Costs speed: docs/serving.md
   return_lse:    also the natural-log sum of exponentials, float32 (B, H, Sq); (B*H, Sq) in layout "nsd", (H, total) in "thd"
   out:           where to put o, a whole buffer; it is also what is returned
   out_dtype:     that of out or of q by default
