@@ -2,7 +2,7 @@
 from __future__ import annotations
 import zlib
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Container, Iterable, Sequence
 import numpy as np
 import pytest
 from attn import flash_attention_fn
@@ -38,13 +38,16 @@ def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any
 every_arch = on_two("arch", EVERY_ARCH, [GPU])
 on_the_emulator = on_two("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
-def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0) -> Any:
+def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
+            besides:Container[Any]=()) -> Any:
   """Parameters (case, what it runs on): each case on one of `on`, the next case on the next one. The other combinations have the mark `thorough`. On
-  what is in `always` each case runs. `among`: of how many combinations one runs, where that is not as many as `on` has; `turn` says which."""
+  what is in `always` each case runs. `among`: of how many combinations one runs, where that is not as many as `on` has; `turn` says which.
+  Cases `besides` run on the last of `on` in any case."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
-    marked = [(x, () if (i - k) % (among or len(on)) == turn else pytest.mark.thorough) for k, x in enumerate(on)]
+    runs = [(i - k) % (among or len(on)) == turn or (case in besides and k == len(on) - 1) for k in range(len(on))]
+    marked = [(x, () if here else pytest.mark.thorough) for x, here in zip(on, runs)]
     marked += [(x.values[0], x.marks) for x in always]
     found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
   return pytest.mark.parametrize(names, found)
@@ -59,7 +62,8 @@ def drawn(test:Any) -> Any:
 
 # each case on one of the matrix units
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
-def chips_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU])
+def chips_in_turn(name:str, cases:Iterable[Any], by_mma:Container[Any]=()) -> Any:
+  return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU], besides=by_mma)
 
 TYPES = {**DTYPES, "int32": dtypes.int, "uint32": dtypes.uint}
 

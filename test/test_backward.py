@@ -1,7 +1,7 @@
 """The backward kernels against float64, on every matrix unit, element by element (the contract of attn/reference.py)."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,7 @@ from attn.problem import Count, Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels
-from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, floats, ints, normal, problem
-
-def one_in_turn(names:str, cases:Iterable[Any], on:Sequence[str]=ARCHS, always:Container[Any]=()) -> Any:
-  """Each case on one of the matrix units, the next one on the next; on the others it has the mark `thorough`. What is in `always` runs by mma.sync in
-  any case, on the GPU, too."""
-  def marks(i:int, case:Any, k:int, arch:str) -> Any: return () if i % len(on) == k or (arch == "sm_80" and case in always) else pytest.mark.thorough
-  return pytest.mark.parametrize(f"{names}, arch", [
-    pytest.param(case, arch, marks=marks(i, case, k, arch), id=f"{getattr(case, '__name__', case)}-{arch}")
-    for i, case in enumerate(cases) for k, arch in enumerate(on)] + [pytest.param(case, *GPU.values, marks=GPU.marks) for case in always])
+from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, ints, normal, problem
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -68,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 BY_MMA = ("window, grouped heads", "D above Dv, fp16 out", "packed", "softcap", "bias of a query", "scale, fp32 out")
-@one_in_turn("case", CASES, EVERY_ARCH, BY_MMA)
+@chips_in_turn("case", CASES, BY_MMA)
 def test_gradients(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **CASES[case]})
 
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_86", *(pytest.param(arch, marks=pytest.mark.thorough) for arch in ("gfx950", "gfx1201"))))
@@ -114,7 +106,7 @@ def level(p:Problem) -> Inputs:
 
 ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 
-@one_in_turn("make", ADVERSARIAL, EVERY_ARCH, (deep, level))
+@chips_in_turn("make", ADVERSARIAL, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), size=1000.0 if make is level else 1.0)
 
@@ -125,11 +117,11 @@ def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
 
 # ***** tiles *****
 
-@one_in_turn("prefetch", (0, 2))
+@amd_in_turn("prefetch", (0, 2))
 def test_prefetch(arch:str, prefetch:int) -> None:
   check_backward_kernels(arch, H=2, Hkv=1, Sq=100, Sk=120, D=16, window=(40, 20), tiles=lambda t: replace(t, prefetch=prefetch))
 
-@one_in_turn("dv", (48,))
+@amd_in_turn("dv", (48,))
 def test_two_passes(arch:str, dv:int) -> None:
   check_backward_kernels(arch, H=2, Hkv=1, Sq=70, Sk=65, D=32, Dv=dv, causal=True, only="dkdv", tiles=lambda t: replace(t, passes=1 + t.keys))
 
@@ -139,7 +131,7 @@ MMA_TILES: dict[str, dict[str, int]] = {"three stages": dict(stages=3, block_n=1
 def test_tiles_of_mma(fields:str) -> None:
   check_backward_kernels("sm_80", H=2, Hkv=1, Sq=100, Sk=70, D=16, Dv=24, window=(40, 20), tiles=lambda t: replace(t, **MMA_TILES[fields]))
 
-@one_in_turn("in_lds", ((True, True),))
+@amd_in_turn("in_lds", ((True, True),))
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
 
@@ -148,7 +140,7 @@ PARTS: dict[str, dict[str, Any]] = {
   "a window": dict(H=4, Hkv=2, Sq=90, Sk=70, window=(20, 7), D=24, Dv=8, layout="bshd", dlse=True, parts=2),
   "packed": {**CASES["packed"], "parts": 3}, "one part": dict(parts=1)}
 
-@one_in_turn("case", PARTS, EVERY_ARCH, ("one head of keys for six",))
+@chips_in_turn("case", PARTS, ("one head of keys for six",))
 def test_parts(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **PARTS[case]})
 
 # ***** wgmma *****
@@ -353,7 +345,7 @@ def test_bias_of_long_rows(arch:str) -> None:
   """Own rows come from global memory in every trip, where forward has no registers for them."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
 
-@one_in_turn("case", BIASES)
+@amd_in_turn("case", BIASES)
 def test_gradient_of_a_bias(arch:str, case:str) -> None:
   """By itself, and in parts."""
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}

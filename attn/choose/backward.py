@@ -55,7 +55,7 @@ class BackwardChoice:
     if self.tiles is None:
       return (f"gradient on {where}: three_pass, computed again and differentiated by tinygrad, with its score matrix in memory\n"
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
-    each = [" ".join([f"{name} tile {tile}", *[x for x in [getattr(tile, "options", "")] if x], *[f"in {parts} parts"]*(parts > 1)])
+    each = [" ".join([f"{name} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
             for name, tile, parts in zip(self.kernels, self.tiles, self.parts, strict=True)]
     return f"gradient on {where}: {', '.join(each)}\n  memory beside inputs and outputs: {self.memory} bytes"
 

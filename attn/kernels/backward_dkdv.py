@@ -97,7 +97,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
   @property
-  def scores(self) -> Scores: return replace(self.group.scores, first=replace(self.group.scores.first, head=self.head))
+  def scores(self) -> Scores: return self.group.scores.of_head(self.head)
 
   def part(self, name:str) -> range:
     """Which accumulators dK^T or dV^T has."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
-from attn.kernels.parts.backward_warps import KeysOfWarps, fragments
+from attn.kernels.parts.backward_warps import KeysOfWarps
 from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.gradients import PASSES, dp_start, exponent, gradients_of, scaled_delta, weights_of_rows
+from attn.kernels.parts.gradients import dp_start, exponent, gradients_of, scaled_delta, weights_of_rows
+from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.rows import Rows
 from attn.kernels.parts.statements import store_all
-from attn.kernels.parts.tensors import check_backward, dkdv_arguments
-from attn.kernels.parts.warps import Warps
+from attn.kernels.parts.tensors import check_backward
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
@@ -30,25 +30,18 @@ def backward_dkdv_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, parts:int=0) -
   """
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
-    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p, parts), parts)
-    widths, wanted = {"dk": p.D, "dv": p.Dv}, PASSES[tile.passes]
-    state = BackwardState.of(warps, tile, max(sum(fragments(widths[name], tile.matrix) for name in names) for names in wanted))
-    first, *rest = [BackwardDkdvMma(warps, tile, state, names, warps.group.first_head) for names in wanted]
-    s, stores = first.computed(first.started(first.cleared(state), first.copies_of_own(state)))
+    first, *rest = BackwardDkdvMma.passes(p, arch, tile, args, parts)
+    s, stores = first.computed(first.cleared(first.state).started(first.copies_of_own(first.state)))
     for one in rest:
       s, more = one.computed(one.cleared(s.after(UOp.group(*stores))))
       stores += more
-    return warps.group.gradient_kernel("backward_dkdv_mma", ("dk", "dv"), stores, 2*p.flops, tile.lds_bytes(p))
+    return first.warps.group.gradient_kernel("backward_dkdv_mma", ("dk", "dv"), stores, 2*p.flops, tile.lds_bytes(p))
   return program
 
 @dataclass(frozen=True)
-class BackwardDkdvMma(MmaBackward, KeysOfWarps):
+class BackwardDkdvMma(MmaBackward, KeysOfWarps[SwizzledRows]):
   """One pass of the kernel of one problem, as a thread sees it."""
   # ***** the algorithm *****
-  def copies_of_own(self, s:BackwardState) -> list[UOp]:
-    group = self.warps.group
-    return [x for name in ("k", "v") for x in self.warps.copies(group.rows(name), s.shared, group.first_row, self.own(name))]
-
   def computed(self, s:BackwardState) -> tuple[BackwardState, list[UOp]]:
     """A pass, and the stores of what it computes."""
     s = self.over_heads(s)
@@ -58,7 +51,7 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps):
     """All queries of all heads that share the keys. When a head is done, so is all that was read and copied of it."""
     group = self.warps.group
     def over_queries(one:BackwardDkdvMma, s:BackwardState) -> BackwardState:
-      return one.arrived(one.walk(s, group.walked, masked_first=group.scores.walk.back >= 0), 0)
+      return one.walk(s, group.walked, masked_first=group.scores.walk.back >= 0).arrived(0)
     if (ratio := group.walked_heads) == 1: return over_queries(self, s)
     r = group.grid.allocator.range(ratio, AxisType.LOOP)
     return s.after(over_queries(replace(self, head=group.first_head + r), s.after(r)).done.end(r))
@@ -75,7 +68,7 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps):
     there = (group.walked.end*n).minimum(group.sequence.n_q)
     rows:list[Rows] = [group.rows("q", self.head), group.operand_rows("do", self.head)]
     copies = [self.warps.copies(source.up_to(there), s.shared, t*n, self.walked(name, t)) for source, name in zip(rows, ("q", "do"))]
-    return self.started(s, [x for xs in copies for x in xs])
+    return s.started([x for xs in copies for x in xs])
 
   def settle(self, s:BackwardState, t:UOp) -> BackwardState:
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable, Self
 from attn.chips import Chip
-from attn.kernels.parts.backward_warps import KeysOfWarps, fragments
+from attn.kernels.parts.backward_warps import KeysOfWarps
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
 from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.gradients import PASSES, exponent, scaled_delta, weights_of_rows
+from attn.kernels.parts.gradients import exponent, scaled_delta, weights_of_rows
+from attn.kernels.parts.layouts import SwizzledPanels
 from attn.kernels.parts.statements import store_all
-from attn.kernels.parts.tensors import check_backward, dkdv_arguments
-from attn.kernels.parts.warps import Warps
+from attn.kernels.parts.tensors import check_backward
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
@@ -24,20 +24,17 @@ def backward_dkdv_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, parts:int=
   """The kernel that computes dk and dv, given delta, as a function of its placeholders: called as `backward_dkdv_mma.backward_dkdv_mma`."""
   check_backward(p, tile)
   def program(*args:UOp) -> UOp:
-    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p, parts), parts)
-    accs, wanted = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}, PASSES[tile.passes]
-    state = WgmmaBackwardState.of(warps, tile, max(sum(map(accs.__getitem__, names)) for names in wanted))
-    passes = [BackwardDkdvWgmma(warps, tile, state, names, warps.group.first_head) for names in wanted]
-    s, stores = passes[0].begun(state), list[UOp]()
+    passes = BackwardDkdvWgmma.passes(p, arch, tile, args, parts)
+    s, stores = passes[0].begun(passes[0].state), list[UOp]()
     for number, one in enumerate(passes):
       s = one.accumulated(s, number)
       stores += (found := one.gradients(s.acc))
       s = s.after(UOp.group(*found))
-    return warps.group.gradient_kernel("backward_dkdv_wgmma", ("dk", "dv"), stores, 2*p.flops, tile.lds_bytes(p))
+    return passes[0].warps.group.gradient_kernel("backward_dkdv_wgmma", ("dk", "dv"), stores, 2*p.flops, tile.lds_bytes(p))
   return program
 
 @dataclass(frozen=True)
-class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps):
+class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps[SwizzledPanels]):
   """One pass of the kernel of one problem, as a thread sees it."""
   @property
   def heads(self) -> int: return self.warps.group.walked_heads
@@ -64,10 +61,6 @@ class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps):
     return self.add(s, "dk", s.ds, "q", trip)                               # dK += dS^T Q
 
   # ***** global -> shared memory *****
-  def copies_of_own(self, s:WgmmaBackwardState) -> list[UOp]:
-    group = self.warps.group
-    return [x for name in ("k", "v") for x in self.warps.copies(group.rows(name), s.shared, group.first_row, self.own(name))]
-
   def copies_of(self, s:WgmmaBackwardState, trip:Trip, there:UOp) -> list[UOp]:
     group, n, i, floats = self.warps.group, self.tile.block_n, self.warps.at.thread, s.shared.bitcast(dtypes.float)
     head = group.first_head + trip.turn%self.heads

@@ -90,4 +90,4 @@ class BackwardDq(OwnQueries[DqState]):
         total = ops.add(total, ops.mul(o, do))
     total = element_sum(total)
     if not mat.duplicated: total = sum_over_groups(total, mat)
-    return ops.sub(total, self.number("dlse")) if "dlse" in group.given else total
+    return ops.sub(total, group.number("dlse", self.row)) if "dlse" in group.given else total

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
-from attn.kernels.parts.backward_warps import QueriesOfWarps, fragments
+from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import dp_start, gradients_of, weights_of_rows
-from attn.kernels.parts.tensors import check_backward, dq_arguments
-from attn.kernels.parts.warps import Warps
+from attn.kernels.parts.layouts import SwizzledRows
+from attn.kernels.parts.tensors import check_backward
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
@@ -27,27 +27,19 @@ def backward_dq_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, dlse:bool=False,
   Raises NotImplementedError for what `tensors.check_backward` names.
   """
   check_backward(p, tile)
-  def program(*args:UOp) -> UOp:
-    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse, parts), parts)
-    return BackwardDqMma(warps, tile, BackwardState.of(warps, tile, fragments(p.D, tile.matrix)), ("dq",)).program()
-  return program
+  return lambda *args: BackwardDqMma.of_dq(p, arch, tile, args, dlse, parts).program()
 
 @dataclass(frozen=True)
-class BackwardDqMma(MmaBackward, QueriesOfWarps):
+class BackwardDqMma(MmaBackward, QueriesOfWarps[SwizzledRows]):
   """The kernel of one problem, as a thread sees it."""
   # ***** the algorithm *****
   def program(self) -> UOp:
-    group, p = self.warps.group, self.p
-    rows = [(group.operand_rows(name), self.own(name)) for name in ("q", "do")]
     s = self.cleared(self.state)
-    s = self.started(s, [x for source, to in rows for x in self.warps.copies(source, s.shared, group.first_row, to)])
-    s = self.walk(s, group.walked, masked_first=p.window[0] >= 0)
-    stores = [*self.kept_deltas(), *self.gradient(s.acc, "dq", self.queries, p.softmax_scale)]
-    return group.gradient_kernel("backward_dq_mma", ("dq", "delta"), stores, p.flops//(p.D + p.Dv)*(2*p.D + p.Dv),
-                                 self.tile.lds_bytes(p))
+    s = self.walk(s.started(self.copies_of_own(s)), self.warps.group.walked, masked_first=self.p.window[0] >= 0)
+    return self.dq_kernel("backward_dq_mma", s.acc)
 
   def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
-    return self.started(s, self.warps.copies_of_keys(s.shared, t, self.walked("k", t), self.walked("v", t)))
+    return s.started(self.warps.copies_of_keys(s.shared, t, self.walked("k", t), self.walked("v", t)))
 
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
     """The part of dQ that some keys of a tile have."""

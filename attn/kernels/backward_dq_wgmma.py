@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.parts.backward_warps import QueriesOfWarps, fragments
+from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import weights_of_rows
+from attn.kernels.parts.layouts import SwizzledPanels
 from attn.kernels.parts.statements import store_all
-from attn.kernels.parts.tensors import check_backward, dq_arguments
-from attn.kernels.parts.warps import Warps
+from attn.kernels.parts.tensors import check_backward
 from attn.ops import common as ops, hopper as wgmma
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
@@ -22,21 +22,14 @@ from attn.tinygrad_compat import UOp
 def backward_dq_wgmma(p:Problem, arch:Chip, tile:WgmmaBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """The kernel that computes dq and delta, as a function of its placeholders: called as `backward_dq_mma.backward_dq_mma`."""
   check_backward(p, tile)
-  def program(*args:UOp) -> UOp:
-    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse, parts), parts)
-    return BackwardDqWgmma(warps, tile, WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix)), ("dq",)).program()
-  return program
+  return lambda *args: BackwardDqWgmma.of_dq(p, arch, tile, args, dlse, parts).program()
 
 @dataclass(frozen=True)
-class BackwardDqWgmma(WgmmaBackward, QueriesOfWarps):
+class BackwardDqWgmma(WgmmaBackward, QueriesOfWarps[SwizzledPanels]):
   """The kernel of one problem, as a thread sees it."""
   # ***** the algorithm *****
   def program(self) -> UOp:
-    p = self.p
-    s = self.accumulated(self.begun(self.state))
-    stores = [*self.kept_deltas(), *self.gradient(s.acc, "dq", self.queries, p.softmax_scale)]
-    return self.warps.group.gradient_kernel("backward_dq_wgmma", ("dq", "delta"), stores, p.flops//(p.D + p.Dv)*(2*p.D + p.Dv),
-                                            self.tile.lds_bytes(p))
+    return self.dq_kernel("backward_dq_wgmma", self.accumulated(self.begun(self.state)).acc)
 
   def work(self, s:WgmmaBackwardState, trip:Trip, masked:bool) -> WgmmaBackwardState:
     columns = range(self.tile.block_n//self.mat.N)
@@ -52,10 +45,6 @@ class BackwardDqWgmma(WgmmaBackward, QueriesOfWarps):
     return self.add(s, "dq", s.ds, "k", trip)                               # dQ += dS K
 
   # ***** global -> shared memory *****
-  def copies_of_own(self, s:WgmmaBackwardState) -> list[UOp]:
-    group = self.warps.group
-    return [x for name in ("q", "do") for x in self.warps.copies(group.rows(name), s.shared, group.first_row, self.own(name))]
-
   def copies_of(self, s:WgmmaBackwardState, trip:Trip, there:UOp) -> list[UOp]:
     group, first = self.warps.group, trip.tile*self.tile.block_n
     return [x for name in ("k", "v") for x in self.warps.copies(group.rows(name).up_to(there), s.shared, first, self.ring(name, trip))]

@@ -15,14 +15,15 @@ from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.layouts import SwizzledRows
+from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.scores import Row
-from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.warps import Warps
+from attn.kernels.parts.warps import Warps, fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
 from attn.problem import Problem
-from attn.tinygrad_compat import AxisType, UOp, dtypes
+from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class MmaTile:
@@ -58,7 +59,7 @@ def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
   return lambda *args: ForwardMma.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
-class MmaState(InOrder):
+class MmaState(CopyGroups):
   """What crosses trips: the accumulators of O and, per query tile, the reference m of its rows, bias = -m*Scores.to_log2 and the row sums l, of P as
   it is rounded: O divided by those is a mean of V, whatever the rounding did. For the LSE, l has the lane's part of the exact sums besides. Within a
   trip: the scores, P as the A operand of O, and its part of l. Shared memory, and where statements are stored."""
@@ -83,7 +84,7 @@ class ForwardMma:
   def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> ForwardMma:
     warps, mat = Warps.of(p, arch, tile, tile.matrix, args), tile.matrix
     new, kinds = warps.group.grid.allocator, 1 if warps.group.lse is None else 2       # of row sums
-    q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.block_n//mat.N, round_up(p.Dv, mat.K)//mat.N
+    q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.block_n//mat.N, fragments(p.Dv, mat)
     state = MmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(q_tiles*d_tiles, nv.F4), new.registers(q_tiles, nv.F2),
                      new.registers(q_tiles, nv.F2), new.registers(kinds*q_tiles, nv.F2), new.registers(q_tiles*k_tiles, nv.F4),
                      new.registers(q_tiles*k_tiles//2, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new))
@@ -101,7 +102,7 @@ class ForwardMma:
   @property
   def k_tiles(self) -> int: return self.tile.block_n//self.mat.N
   @property
-  def d_tiles(self) -> int: return round_up(self.p.Dv, self.mat.K)//self.mat.N
+  def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
   def depth_steps(self) -> range:
     """The matrix instructions that a row of Q and K takes."""
@@ -124,10 +125,10 @@ class ForwardMma:
     warps, keys, stages = self.warps, self.warps.group.walked, self.tile.stages
     q_rows, _, _ = self.tile.layouts(self.p)
     s = self.state
-    s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))], warps.first_values(s.acc, s.m, s.bias, s.l))
-    s = self.started(s, warps.copies_of_q(s.shared, q_rows))
+    s = s.store([s.statements.first], warps.first_values(s.acc, s.m, s.bias, s.l))
+    s = s.started(warps.copies_of_q(s.shared, q_rows))
     for i in range(stages - 1): s = self.fetch(s, keys.begin + i)
-    s = self.arrived(s, stages - 1)
+    s = s.arrived(stages - 1)
     q_kept = [] if self.tile.q_in_lds else [[self.q_operand(s, qt, step) for step in self.depth_steps] for qt in range(self.tile.q_tiles)]
     if self.p.window[0] >= 0: s = self.trips(s, q_kept, keys.begin, keys.full_begin, masked=True)
     s = self.trips(s, q_kept, keys.full_begin, keys.full_end, masked=False)
@@ -137,7 +138,7 @@ class ForwardMma:
   def trips(self, s:MmaState, q_kept:list[list[UOp]], first:UOp, last:UOp, masked:bool) -> MmaState:
     if (count := trip_count(last - first)) is None: return s
     r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
-    return s.after(self.trip(self.arrived(s.after(r), self.tile.stages - 2), q_kept, first + r, masked).end(r))
+    return s.after(self.trip(s.after(r).arrived(self.tile.stages - 2), q_kept, first + r, masked).end(r))
 
   def trip(self, s:MmaState, q_kept:list[list[UOp]], t:UOp, masked:bool) -> UOp:
     tiles = [self.warps.group.scores.finished(x, rows, t, masked) for x, rows in zip(self.raw_scores(s, q_kept, t), self.queries)]
@@ -163,22 +164,11 @@ class ForwardMma:
     q, k, v = self.tile.layouts(self.p)
     return v.at(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
-  def started(self, s:MmaState, copies:list[UOp]) -> MmaState:
-    """The copies are under way, as a group of their own."""
-    s = s.do(*copies)
-    return s.do(nv.commit(s.done))
-  def fetch(self, s:MmaState, t:UOp) -> MmaState: return self.started(s, self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
-  def arrived(self, s:MmaState, but:int) -> MmaState:
-    """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
-    return s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, but))))
-
-  def read(self, s:MmaState, rows:SwizzledRows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
-    place, step = rows.further(row, unit, row_step, unit_step)
-    return nv.ldmatrix(s.shared[place], step, transposed)
+  def fetch(self, s:MmaState, t:UOp) -> MmaState: return s.started(self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
     """The A operand of S: kept in registers, or read anew in every trip."""
     row, unit = self.mat.a_address(self.warps.at.lane)
-    return self.read(s, self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
+    return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   # ***** one trip *****
   def raw_scores(self, s:MmaState, q_kept:list[list[UOp]], t:UOp) -> list[list[UOp]]:
@@ -188,7 +178,7 @@ class ForwardMma:
     for step in self.depth_steps:
       a = [self.q_operand(s, qt, step) if self.tile.q_in_lds else q_kept[qt][step] for qt in q_tiles]
       for pair in range(self.k_tiles//2):
-        b = self.read(s, self.k_rows(t), row, unit, pair*mat.K, 2*step)
+        b = s.read(self.k_rows(t), row, unit, pair*mat.K, 2*step)
         for qt, half in itertools.product(q_tiles, range(2)):
           tiles[qt][2*pair + half] = nv.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
     return tiles
@@ -216,7 +206,7 @@ class ForwardMma:
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
     weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//2 + step].load(), 2*step) for qt in q_tiles for step in steps}
     for step, d_pair in itertools.product(steps, range(self.d_tiles//2)):
-      b = self.read(s, self.v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
+      b = s.read(self.v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
       for qt, half in itertools.product(q_tiles, range(2)):
         accs[qt][2*d_pair + half] = nv.mma(mat, weights[qt, step], b, half, accs[qt][2*d_pair + half])
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))

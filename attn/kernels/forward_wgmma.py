@@ -15,14 +15,15 @@ from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
+from attn.kernels.parts.ring import Arrivals
 from attn.kernels.parts.scores import Row
-from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.warps import Warps
+from attn.kernels.parts.warps import Warps, fragments
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
 from attn.problem import Problem
-from attn.tinygrad_compat import AxisType, UOp, dtypes
+from attn.tinygrad_compat import AxisType, UOp
 
 STAGES = 3      # K and V tiles in shared memory
 
@@ -63,7 +64,7 @@ def sums_of(p:Problem) -> tuple[str, ...]:
   return (ONES, LANE) if p.writes_lse else (ONES,)
 
 @dataclass(frozen=True)
-class WgmmaState(InOrder):
+class WgmmaState(Arrivals):
   """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*Scores.to_log2 and the row sums l. Within a trip: its
   part of l, the scores, and P as the A operand of O. Shared memory, and where statements are stored."""
   shared: UOp
@@ -75,10 +76,6 @@ class WgmmaState(InOrder):
   p: UOp
   statements: Statements
   part: UOp
-  @property
-  def arrivals(self) -> UOp:
-    """The mbarrier, in the last unit of shared memory."""
-    return self.shared[self.shared.max_numel() - 1]
 
 @dataclass(frozen=True)
 class ForwardWgmma:
@@ -89,12 +86,12 @@ class ForwardWgmma:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:WgmmaTile, args:tuple[UOp, ...]) -> ForwardWgmma:
-    mat, width, kinds = MMA[p.dtype], round_up(p.Dv, wgmma.K), len(sums_of(p))
+    mat, kinds = MMA[p.dtype], len(sums_of(p))
     warps = Warps.of(p, arch, tile, mat, args)
     new = warps.group.grid.allocator
-    state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(width//mat.N, nv.F4), new.registers(1, nv.F2), new.registers(1, nv.F2),
-                       new.registers(kinds, nv.F2), new.registers(tile.block_n//mat.N, nv.F4), new.registers(tile.block_n//mat.K, nv.U4),
-                       Statements.of(new), new.registers(kinds, nv.F2))
+    state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(fragments(p.Dv, mat), nv.F4), new.registers(1, nv.F2),
+                       new.registers(1, nv.F2), new.registers(kinds, nv.F2), new.registers(tile.block_n//mat.N, nv.F4),
+                       new.registers(tile.block_n//mat.K, nv.U4), Statements.of(new), new.registers(kinds, nv.F2))
     return ForwardWgmma(warps, tile, state)
 
   @property
@@ -109,9 +106,8 @@ class ForwardWgmma:
     warps, keys = self.warps, self.warps.group.walked
     q_panels, _, _ = self.tile.layouts(self.p)
     s = self.state
-    s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))], warps.first_values(s.acc, s.m, s.bias, s.l))
-    s = s.do(wgmma.init(s.arrivals, warps.at.thread.eq(0), self.tile.threads))
-    s = s.after(workgroup_barrier(s.done))
+    s = s.store([s.statements.first], warps.first_values(s.acc, s.m, s.bias, s.l))
+    s = s.expected(warps.at, self.tile.threads)
     s = self.fetch(s.do(*warps.copies_of_q(s.shared, q_panels)), keys.begin)
     if self.p.window[0] >= 0: s = self.trips(s, keys.begin, keys.full_begin, masked=True)
     s = self.trips(s, keys.full_begin, keys.full_end, masked=False)

@@ -14,8 +14,9 @@ from attn.kernels.parts.backward_warps import WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.layouts import SwizzledRows
+from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.warps import Warps
 from attn.ops import nvidia as nv
 from attn.problem import Problem
@@ -40,6 +41,8 @@ class MmaBackwardTile:
   def threads(self) -> int: return self.waves*self.matrix.wave
   @property
   def pack_gqa(self) -> bool: return False
+  @property
+  def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
   def layouts(self, p:Problem, rows:int) -> tuple[SwizzledRows, SwizzledRows]:
     """So many rows in shared memory, of q or k, and of do or v."""
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
@@ -61,7 +64,7 @@ class MmaBackwardTile:
     return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
 @dataclass(frozen=True)
-class BackwardState(InOrder):
+class BackwardState(CopyGroups):
   """What crosses trips: the accumulators of each tile of own rows, one tile after another, and the numbers of queries on their way to shared memory;
   shared memory, and where statements are stored."""
   shared: UOp
@@ -77,10 +80,11 @@ class BackwardState(InOrder):
                          new.registers(2*tile.carried), Statements.of(new))
 
 @dataclass(frozen=True)
-class MmaBackward(WarpsBackward):
+class MmaBackward(WarpsBackward[SwizzledRows]):
   """A backward kernel by mma.sync."""
   tile: MmaBackwardTile
   state: BackwardState
+  new_state = staticmethod(BackwardState.of)
 
   @property
   def parts(self) -> int: return self.tile.block_n//self.tile.part_n
@@ -89,27 +93,13 @@ class MmaBackward(WarpsBackward):
     return replace(scores, block_n=self.tile.part_n)
 
   # ***** shared memory *****
-  def own(self, name:str) -> SwizzledRows:
-    """Own rows of this tensor."""
-    of_d, of_dv = self.tile.layouts(self.p, self.tile.block_m)
-    return of_d if name in ("q", "k") else of_dv.at(of_d.size)
   def walked(self, name:str, t:UOp) -> SwizzledRows:
     """Tile t of this tensor."""
-    of_d, of_dv = self.tile.layouts(self.p, self.tile.block_n)
-    return of_d.at(self.stage(t)) if name in ("q", "k") else of_dv.at(self.stage(t) + of_d.size)
-  def stage(self, t:UOp) -> UOp:
-    return t%self.tile.stages*self.tile.stage(self.p) + sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
+    return self.lies(name, self.tile.block_n, self.stage(t))
+  def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.p) + self.own_size
   def numbers(self, t:UOp) -> UOp:
     """Where those of tile t begin."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.p, self.tile.block_n))
-
-  def started(self, s:BackwardState, copies:list[UOp]) -> BackwardState:
-    """The copies are under way, as a group of their own."""
-    s = s.do(*copies)
-    return s.do(nv.commit(s.done))
-  def arrived(self, s:BackwardState, but:int) -> BackwardState:
-    """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
-    return s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, but))))
 
   # ***** the way over tiles *****
   def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
@@ -123,7 +113,7 @@ class MmaBackward(WarpsBackward):
     raise NotImplementedError
 
   def cleared(self, s:BackwardState) -> BackwardState:
-    return s.store([s.statements.do(UOp.const(0.0, dtypes.float))], store_all(s.acc, [nv.zero(UOp.const(0.0, dtypes.float))]*s.acc.max_numel()))
+    return s.store([s.statements.first], store_all(s.acc, [nv.zero(UOp.const(0.0, dtypes.float))]*s.acc.max_numel()))
 
   def walk(self, s:BackwardState, tiles:Blocks, masked_first:bool) -> BackwardState:
     """Over the tiles, those that no mask touches without masks. `masked_first`: there may be some before these."""
@@ -135,7 +125,7 @@ class MmaBackward(WarpsBackward):
   def trips(self, s:BackwardState, first:UOp, last:UOp, masked:bool) -> BackwardState:
     if (count := trip_count(last - first)) is None: return s
     r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
-    return s.after(self.trip(self.arrived(s.after(r), self.tile.stages - 2), first + r, masked).done.end(r))
+    return s.after(self.trip(s.after(r).arrived(self.tile.stages - 2), first + r, masked).done.end(r))
 
   def trip(self, s:BackwardState, t:UOp, masked:bool) -> BackwardState:
     ahead = t + self.tile.stages - 1
@@ -144,18 +134,14 @@ class MmaBackward(WarpsBackward):
     return self.settle(s, ahead)
 
   # ***** products *****
-  def read(self, s:BackwardState, rows:SwizzledRows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
-    place, step = rows.further(row, unit, row_step, unit_step)
-    return nv.ldmatrix(s.shared[place], step, transposed)
-
   def with_rows(self, s:BackwardState, own:SwizzledRows, tile:SwizzledRows, part:int, start:list[list[UOp]]) -> list[list[UOp]]:
     """`start` + A B: own rows times rows of a part of a tile, the contraction over their elements; C fragments of each tile of own rows."""
     mat, tiles, first = self.mat, [list(row) for row in start], part*self.tile.part_n
     (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warps.at.lane), mat.b_address(self.warps.at.lane)
     for step in range(own.units*mat.unit//mat.K):
-      a = [self.read(s, own, self.in_block[0] + a_row, a_unit, i*mat.M, 2*step) for i in range(self.tile.row_tiles)]
+      a = [s.read(own, self.in_block[0] + a_row, a_unit, i*mat.M, 2*step) for i in range(self.tile.row_tiles)]
       for pair in range(self.tile.part_n//mat.K):
-        b = self.read(s, tile, b_row, b_unit, first + pair*mat.K, 2*step)
+        b = s.read(tile, b_row, b_unit, first + pair*mat.K, 2*step)
         for i, half in itertools.product(range(self.tile.row_tiles), range(2)):
           tiles[i][2*pair + half] = nv.mma(mat, a[i], b, half, tiles[i][2*pair + half])
     return tiles
@@ -170,7 +156,7 @@ class MmaBackward(WarpsBackward):
     row, unit = mat.b_transposed_address(self.warps.at.lane)
     accs = [[s.acc[j].load() for j in self.place(name, i)] for i in range(self.tile.row_tiles)]
     for step, pair in itertools.product(range(self.tile.part_n//mat.K), range(self.accs(name)//2)):
-      b = self.read(s, tile, row, unit, first + step*mat.K, 2*pair, transposed=True)
+      b = s.read(tile, row, unit, first + step*mat.K, 2*pair, transposed=True)
       for i, half in itertools.product(range(self.tile.row_tiles), range(2)):
         accs[i][2*pair + half] = nv.mma(mat, weights[i][step], b, half, accs[i][2*pair + half])
     return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.place(name, i), xs)])

@@ -1,38 +1,47 @@
 """What the backward kernels for NVIDIA's matrix units share: what a warp's own rows have, queries or keys, and the stores of their gradients."""
 from __future__ import annotations
 import functools
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from attn.chips import Chip
 from attn.chips.matrix import Mma
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import exponent, scaled_delta, where_known
+from attn.kernels.parts.gradients import PASSES, exponent, scaled_delta, where_known
+from attn.kernels.parts.lanes import element_sum
+from attn.kernels.parts.layouts import CopiedLayout
 from attn.kernels.parts.rows import flat
 from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BlockTile
-from attn.kernels.parts.warps import Warps, total_of
+from attn.kernels.parts.warps import Warps, fragments, sum_over_quad
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
-class WarpsTile(BlockTile, Protocol):
+L = TypeVar("L", bound=CopiedLayout)
+L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
+
+class WarpsTile(BlockTile, Protocol[L_co]):
   """What such a kernel's tile says besides."""
   @property
   def matrix(self) -> Mma: """Whose fragments a warp has."""
   @property
   def row_tiles(self) -> int: """Tiles of 16 rows of a warp."""
-
-def fragments(width:int, mat:Mma) -> int:
-  """C fragments of a tile of rows that are so wide."""
-  return round_up(width, mat.K)//mat.N
+  @property
+  def passes(self) -> int: """Over the queries, of a kernel that owns keys."""
+  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """So many rows in shared memory, of q or k, and of do or v."""
 
 @dataclass(frozen=True)
-class WarpsBackward:
+class WarpsBackward(Generic[L]):
   """A backward kernel of one problem, as a thread sees it: what is the same in all trips. `wanted`: what it accumulates, in this order."""
   warps: Warps
-  tile: WarpsTile
+  tile: WarpsTile[L]
   state: Any      # at the start
   wanted: tuple[str, ...]
+  new_state: ClassVar[Callable[..., Any]]      # of Warps, a tile and a number of accumulators
+  own_tensors: ClassVar[tuple[str, str]]       # whose rows are the own ones
 
   @property
   def mat(self) -> Mma: return self.tile.matrix
@@ -51,6 +60,22 @@ class WarpsBackward:
     first = i*sum(map(self.accs, self.wanted)) + before
     return range(first, first + self.accs(name))
 
+  # ***** shared memory: own rows, then tiles of those that are walked over *****
+  def lies(self, name:str, rows:int, first:UOp|int) -> L:
+    """So many rows of this tensor, where those of both that are alike begin with unit `first`."""
+    of_d, of_dv = self.tile.layouts(self.p, rows)
+    return of_d.at(first) if name in ("q", "k") else of_dv.at(first + of_d.size)
+  def own(self, name:str) -> L:
+    """Own rows of this tensor."""
+    return self.lies(name, self.tile.block_m, 0)
+  @property
+  def own_size(self) -> int:
+    """Units of all own rows."""
+    return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
+  def copies_of_own(self, s:Any) -> list[UOp]:
+    group = self.warps.group
+    return [x for name in self.own_tensors for x in self.warps.copies(group.operand_rows(name), s.shared, group.first_row, self.own(name))]
+
   def gradient(self, acc:UOp, name:str, rows:list[list[Row]], scale:float) -> list[UOp]:
     """The stores of a gradient, `scale` times what is in `acc`: 0 of keys beyond kv_lengths."""
     group, stores = self.warps.group, list[UOp]()
@@ -63,20 +88,29 @@ class WarpsBackward:
     return stores
 
 @dataclass(frozen=True)
-class QueriesOfWarps(WarpsBackward):
+class QueriesOfWarps(WarpsBackward[L]):
   """Whose own rows are queries."""
+  own_tensors = ("q", "do")
+
+  @classmethod
+  def of_dq(cls, p:Problem, arch:Chip, tile:WarpsTile[L], args:tuple[UOp, ...], dlse:bool, parts:int) -> Self:
+    """A kernel of dq and delta."""
+    warps = Warps.of(p, arch, tile, tile.matrix, args, dq_arguments(p, dlse, parts), parts)
+    return cls(warps, tile, cls.new_state(warps, tile, fragments(p.D, tile.matrix)), ("dq",))
+
+  def dq_kernel(self, kind:str, acc:UOp) -> UOp:
+    """The kernel that ends in the stores of dq and delta."""
+    p, stores = self.p, [*self.kept_deltas(), *self.gradient(acc, "dq", self.queries, self.p.softmax_scale)]
+    return self.warps.group.gradient_kernel(kind, ("dq", "delta"), stores, p.flops//(p.D + p.Dv)*(2*p.D + p.Dv), self.tile.lds_bytes(p))
+
   @functools.cached_property
   def queries(self) -> list[list[Row]]:
     """A lane's, of each tile."""
     return [self.warps.queries(first) for first in self.in_block]
 
-  def number(self, name:str, row:Row) -> UOp:
-    """Of lse or its like."""
-    rows = self.warps.group.numbers(name, row.head)
-    return rows.buffer[(rows.base + row.index).valid(row.there)].load()
-
   @functools.cached_property
-  def exponents(self) -> list[list[UOp]]: return [[exponent(self.number("lse", row), self.p) for row in own] for own in self.queries]
+  def exponents(self) -> list[list[UOp]]:
+    return [[exponent(self.warps.group.number("lse", row), self.p) for row in own] for own in self.queries]
 
   @functools.cached_property
   def deltas(self) -> list[list[UOp]]:
@@ -91,9 +125,8 @@ class QueriesOfWarps(WarpsBackward):
     total = ops.splat(0.0, 4)
     for first in range(0, round_up(self.p.Dv, mat.K)//mat.unit, mat.groups):
       for o, do in zip(*[quads(name, first + self.warps.at.h) for name in ("o", "do")]): total = ops.add(total, ops.mul(o, do))
-    while (n := ops.length(total)) > 1: total = ops.add(ops.slice_(total, 0, n//2), ops.slice_(total, n//2, n//2))
-    total = total_of(total, 0)
-    return ops.sub(total, self.number("dlse", row)) if "dlse" in group.given else total
+    total = sum_over_quad(element_sum(total))
+    return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
 
   def minus_deltas(self, i:int, columns:int) -> list[UOp]:
     """`scaled_delta` of the queries of the i-th tile, as so many C fragments."""
@@ -107,9 +140,18 @@ class QueriesOfWarps(WarpsBackward):
     return [to[place_of_row(self.p, x, row)[0].valid(row.there & first)].store(delta) for row, delta in both]
 
 @dataclass(frozen=True)
-class KeysOfWarps(WarpsBackward):
-  """Whose own rows are keys, in a walk over the queries of `head`."""
+class KeysOfWarps(WarpsBackward[L]):
+  """Whose own rows are keys, in a walk over the queries of `head`: a pass of the kernel."""
   head: UOp
+  own_tensors = ("k", "v")
+
+  @classmethod
+  def passes(cls, p:Problem, arch:Chip, tile:WarpsTile[L], args:tuple[UOp, ...], parts:int) -> list[Self]:
+    """Those of a kernel of dk and dv, which take turns in the same accumulators."""
+    warps, of_passes = Warps.of_keys(p, arch, tile, tile.matrix, args, dkdv_arguments(p, parts), parts), PASSES[tile.passes]
+    accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
+    state = cls.new_state(warps, tile, max(sum(accs[name] for name in names) for names in of_passes))
+    return [cls(warps, tile, state, names, warps.group.first_head) for names in of_passes]
 
   @functools.cached_property
   def keys(self) -> list[list[Row]]:
@@ -122,7 +164,7 @@ class KeysOfWarps(WarpsBackward):
   @property
   def scores(self) -> Scores:
     """Those of the head's queries."""
-    return replace(self.warps.group.scores, first=replace(self.warps.group.scores.first, head=self.head))
+    return self.warps.group.scores.of_head(self.head)
 
   def gradients(self, acc:UOp) -> list[UOp]:
     """The stores of what is wanted."""

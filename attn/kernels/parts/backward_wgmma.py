@@ -16,11 +16,12 @@ from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.gradients import gradients_of
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
-from attn.kernels.parts.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.ring import Arrivals
+from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.problem import Problem
-from attn.tinygrad_compat import AxisType, UOp, dtypes
+from attn.tinygrad_compat import AxisType, UOp
 
 RING = 3      # tiles in shared memory
 
@@ -36,6 +37,8 @@ class WgmmaBackwardTile:
 
   pack_gqa: ClassVar[bool] = False
   row_tiles: ClassVar[int] = 1
+  @property
+  def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
   @property
   def waves(self) -> int: return self.groups*4
   @property
@@ -59,7 +62,7 @@ class WgmmaBackwardTile:
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"
 
 @dataclass(frozen=True)
-class WgmmaBackwardState(InOrder):
+class WgmmaBackwardState(Arrivals):
   """What crosses trips: the accumulators. Within a trip: scores and dP, and P and dS as operand A. Shared memory, and where statements are stored."""
   shared: UOp
   acc: UOp
@@ -75,10 +78,6 @@ class WgmmaBackwardState(InOrder):
     new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
     return WgmmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4),
                               new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new))
-  @property
-  def arrivals(self) -> UOp:
-    """The mbarrier, in the last unit of shared memory."""
-    return self.shared[self.shared.max_numel() - 1]
 
 @dataclass(frozen=True)
 class Trip:
@@ -88,10 +87,11 @@ class Trip:
   index: UOp
 
 @dataclass(frozen=True)
-class WgmmaBackward(WarpsBackward):
+class WgmmaBackward(WarpsBackward[SwizzledPanels]):
   """A backward kernel by wgmma."""
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState
+  new_state = staticmethod(WgmmaBackwardState.of)
 
   @property
   def walked(self) -> Blocks: return self.warps.group.walked
@@ -105,23 +105,14 @@ class WgmmaBackward(WarpsBackward):
     return self.heads*self.tile.passes
 
   # ***** shared memory *****
-  def own(self, name:str) -> SwizzledPanels:
-    """Own rows of this tensor."""
-    of_d, of_dv = self.tile.layouts(self.p, self.tile.block_m)
-    return of_d if name in ("q", "k") else of_dv.at(of_d.size)
   def ring(self, name:str, trip:Trip) -> SwizzledPanels:
     """The trip's tile of this tensor."""
-    of_d, of_dv = self.tile.layouts(self.p, self.tile.block_n)
-    first = sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m)) + trip.index%RING*self.tile.stage(self.p)
-    return of_d.at(first) if name in ("q", "k") else of_dv.at(first + of_d.size)
+    return self.lies(name, self.tile.block_n, trip.index%RING*self.tile.stage(self.p) + self.own_size)
   def numbers(self, trip:Trip) -> UOp:
     """The unit where those of its tile begin."""
-    before = sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m)) + RING*self.tile.stage(self.p)
-    return trip.index%RING*self.tile.numbers + before
+    return trip.index%RING*self.tile.numbers + (self.own_size + RING*self.tile.stage(self.p))
 
   # ***** the way over tiles *****
-  def copies_of_own(self, s:WgmmaBackwardState) -> list[UOp]:
-    raise NotImplementedError
   def copies_of(self, s:WgmmaBackwardState, trip:Trip, there:UOp) -> list[UOp]:
     """Of the trip's tile, of whose tensors so many rows are wanted."""
     raise NotImplementedError
@@ -131,9 +122,8 @@ class WgmmaBackward(WarpsBackward):
 
   def begun(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
     """The own rows and the first tile are on their way."""
-    s = s.store([s.statements.do(UOp.const(0.0, dtypes.float))])
-    s = s.do(wgmma.init(s.arrivals, self.warps.at.thread.eq(0), self.tile.threads))
-    s = s.after(workgroup_barrier(s.done))
+    s = s.store([s.statements.first])
+    s = s.expected(self.warps.at, self.tile.threads)
     return self.fetch(s.do(*self.copies_of_own(s)), self.trip_of(self.walked.begin, 0))
 
   def trip_of(self, t:UOp, turn:UOp|int) -> Trip: return Trip(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)

@@ -43,16 +43,11 @@ class OwnQueries(Pipeline[KS]):
   def loaded(self) -> dict[str, GlobalRows]: return {name: self.group.rows(name) for name in ("k", "v")}
 
   # ***** what a query has *****
-  def number(self, name:str) -> UOp:
-    """Of lse or its like."""
-    rows = self.group.numbers(name, self.row.head)
-    return rows.buffer[(rows.base + self.row.index).valid(self.row.there)].load()
+  @functools.cached_property
+  def exponent(self) -> UOp: return exponent(self.group.number("lse", self.row), self.group.p)
 
   @functools.cached_property
-  def exponent(self) -> UOp: return exponent(self.number("lse"), self.group.p)
-
-  @functools.cached_property
-  def delta(self) -> UOp: return self.number("delta")
+  def delta(self) -> UOp: return self.group.number("delta", self.row)
 
   # ***** a tile of keys *****
   def ds(self, k:LdsTile, v:LdsTile, t:UOp, masked:bool, capped:bool) -> list[UOp]:

@@ -5,7 +5,7 @@ scores are mapped to base-2 logarithms here, in fp32, and the softmax works on t
 """
 from __future__ import annotations
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.blocks import Walk
 from attn.kernels.parts.lanes import Lane, MmaLane
@@ -54,6 +54,9 @@ class Scores:
     """The rows of each vector in lane group 0; those of lane group h lie h*matrix.block further on."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
+  def of_head(self, head:UOp) -> Scores:
+    """The same of another head."""
+    return replace(self, first=replace(self.first, head=head))
   def begin(self, tile:UOp) -> UOp: return tile*self.block_n + self.at.h*self.at.matrix.block
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:

@@ -26,6 +26,10 @@ class Statements:
   def do(self, statement:UOp, *after:UOp) -> UOp:
     """Executes a statement, when these are done: its store."""
     return (self.register.after(*after) if after else self.register)[0].store(statement)
+  @property
+  def first(self) -> UOp:
+    """The store of one that does nothing: from then on there is a `done`."""
+    return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
     """Executes a statement that is given `done`, and that only further statements come after."""
     return self.ran(self.do(statement))

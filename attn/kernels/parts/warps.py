@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.lanes import MmaLane
 from attn.kernels.parts.layouts import LINE, CopiedLayout
 from attn.kernels.parts.rows import GlobalRows, Rows
@@ -19,6 +19,10 @@ from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, first_bias
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
+
+def fragments(width:int, mat:Mma) -> int:
+  """C fragments of a tile of rows that are so wide."""
+  return round_up(width, mat.K)//mat.N
 
 @dataclass(frozen=True)
 class Warps:
@@ -92,14 +96,14 @@ class Warps:
     of."""
     mat, group, stores = self.at.matrix, self.group, []
     for r, row in enumerate(queries):
-      totals = [ops.extract(total, r) if kind == ONES else total_of(total, r) for total, kind in zip(sums, kinds)]
+      parts = [ops.extract(total, r) for total in sums]
+      totals = [part if kind == ONES else sum_over_quad(part) for part, kind in zip(parts, kinds)]
       factor, log_sum = group.normalised(row, ops.extract(m, r), totals)
       o = [(dt*mat.N + self.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for dt, acc in enumerate(accs)]
       stores += group.outputs(row, o, log_sum)
     return stores
 
-def total_of(part:UOp, r:int) -> UOp:
-  """The sum of row r, of the parts of it that the lanes which share it have."""
-  total = ops.extract(part, r)
-  for step in (1, 2): total = total + nv.xor_lane(total, step)
-  return total
+def sum_over_quad(x:UOp) -> UOp:
+  """The sum of a number over the four lanes that share a row."""
+  for step in (1, 2): x = x + nv.xor_lane(x, step)
+  return x

@@ -184,6 +184,11 @@ class Workgroup:
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
+  def number(self, name:str, row:Row) -> UOp:
+    """That of a query; of one that there is not, none is read."""
+    rows = self.numbers(name, row.head)
+    return rows.buffer[(rows.base + row.index).valid(row.there)].load()
+
   # ***** O and LSE *****
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, UOp]:
     """(what O of a row is to be multiplied by, its LSE), of its reference and sums: of P as it is rounded, and as the LSE has it."""
