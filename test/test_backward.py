@@ -204,8 +204,7 @@ def without_delta(m:pytest.MonkeyPatch) -> None:
   m.setattr(BackwardDq, "delta", NOTHING)
   m.setattr(QueriesOfWarps, "delta", lambda self, in_block, row: NOTHING)
 def without_dlse(m:pytest.MonkeyPatch) -> None:
-  for of in (BackwardDq, QueriesOfWarps):
-    wrong(m, of, "number", lambda number: lambda self, name, *row: NOTHING if name == "dlse" else number(self, name, *row))
+  wrong(m, Workgroup, "number", lambda number: lambda self, name, row: NOTHING if name == "dlse" else number(self, name, row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
   """softmax_scale once more than it should be, or once less."""
   def plant(m:pytest.MonkeyPatch) -> None:
