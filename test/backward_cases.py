@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
-from attn.choose.backward import dkdv_of, dq_of
-from attn.choose.backward_tiles import choose_backward_tiles
-from attn.kernels.backward_dbias import backward_dbias
+from attn.choose.backward import dbias_of, dkdv_of, dq_of
+from attn.choose.backward_tiles import choose_backward_tiles, choose_bias_tile
 from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import adapt
 from attn.problem import Problem
@@ -69,7 +68,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
   dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, on))
   launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
               "dkdv": (dkdv_arguments(p, parts), dkdv_of(p, on, dkdv_tile, parts))}
-  if only == "dbias": launches[only] = dbias_arguments(p, parts), backward_dbias(p, on, dq_tile, parts)
+  if only == "dbias": launches[only] = dbias_arguments(p, parts), dbias_of(p, on, tiles(choose_bias_tile(p, on)), parts)
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     adapt(device)
     done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.chips import get_chip
-from attn.choose.backward import dkdv_of, dq_of
-from attn.choose.backward_tiles import choose_backward_tiles
+from attn.choose.backward import dbias_of, dkdv_of, dq_of
+from attn.choose.backward_tiles import choose_backward_tiles, choose_bias_tile
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
@@ -19,6 +19,7 @@ from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dbias import BackwardDbias, backward_dbias
+from attn.kernels.backward_dbias_mma import BackwardDbiasMma
 from attn.kernels.backward_dq import BackwardDq
 from attn.kernels.parts import backward_warps, backward_wgmma, gradients, own_queries
 from attn.kernels.parts.allocator import Allocator
@@ -26,7 +27,7 @@ from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.backward_wgmma import WgmmaBackward
 from attn.kernels.parts.gradients import RowNumbers
 from attn.kernels.parts.scores import LOG2E, Scores
-from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
@@ -34,7 +35,7 @@ from attn.problem import Count, Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels
-from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, ints, normal, problem
+from cases import DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, ints, normal, problem
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -294,16 +295,19 @@ def test_ring_without(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("kernel, d, arch", [
   pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) == ("dkdv", 128, "sm_90") else pytest.mark.thorough)
-  for kernel, d, arch in itertools.product(("dq", "dkdv"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120"))])
+  for kernel, d, arch in itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120"))])
 def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
   """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   for dtype, causal in (("float16", False), ("bfloat16", True)):
-    p, on = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal), get_chip(arch)
-    names, of = (dq_arguments(p), dq_of) if kernel == "dq" else (dkdv_arguments(p), dkdv_of)
+    extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
+    p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)
+    names, program = {"dq": lambda: (dq_arguments(p), dq_of(p, on, choose_backward_tiles(p, on)[0])),
+                      "dkdv": lambda: (dkdv_arguments(p), dkdv_of(p, on, choose_backward_tiles(p, on)[1])),
+                      "dbias": lambda: (dbias_arguments(p), dbias_of(p, on, choose_bias_tile(p, on)))}[kernel]()
     placeholders = [UOp.placeholder(shape, DTYPES[kind], i) for i, (shape, kind) in enumerate(names.values())]
     source = tmp_path/"kernel.cu"
-    source.write_text(render(of(p, on, choose_backward_tiles(p, on)[kernel == "dkdv"])(*placeholders), arch))
+    source.write_text(render(program(*placeholders), arch))
     command = ["nvcc", f"-gencode=arch=compute_{target},code=sm_{target}", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "serialized" not in text, text
@@ -328,23 +332,31 @@ BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and ke
   "with dropout": dict(bias=(0, 1, 0, 1), dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
 
 def cap_slope_of_bias(m:pytest.MonkeyPatch) -> None:
-  wrong(m, BackwardDbias, "ds", lambda ds: lambda self, *args, capped: ds(self, *args, capped=True))
+  for of in (BackwardDbias, BackwardDbiasMma): wrong(m, of, "ds", lambda ds: lambda self, *args, capped: ds(self, *args, capped=True))
 def without_first_trip(m:pytest.MonkeyPatch) -> None:
-  wrong(m, BackwardDbias, "trip_over", lambda over: lambda self, i: over(self, i.maximum(1)))
+  for of in (BackwardDbias, BackwardDbiasMma): wrong(m, of, "trip_over", lambda over: lambda self, i: over(self, i.maximum(1)))
+def of_rows_that_are_not_there(m:pytest.MonkeyPatch) -> None:
+  for of, name in ((BackwardDbias, "exponent"), (BackwardDbiasMma, "exponents")): m.setattr(of, name, getattr(of.__mro__[1], name))
 
-@pytest.mark.parametrize("plant, parameters", ((cap_slope_of_bias, dict(softcap=3.0, extras=dict(bias=floats(1, 1, 40, 65)))),
-                                               (without_first_trip, dict(H=3, Hkv=1, extras=dict(bias=floats(1, 1, 40, 65))))))
-def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], parameters:dict[str, Any]) -> None:
+OF_BIAS: dict[Any, dict[str, Any]] = {
+  cap_slope_of_bias: dict(softcap=3.0, extras=dict(bias=floats(1, 1, 40, 65))),
+  without_first_trip: dict(H=3, Hkv=1, extras=dict(bias=floats(1, 1, 40, 65))),
+  of_rows_that_are_not_there: dict(Sq=50, extras=dict(bias=floats(1, 1, 1, 65) + 100))}
+
+@pytest.mark.parametrize("plant, arch", [
+  pytest.param(plant, arch, marks=pytest.mark.thorough if (plant, arch) == (cap_slope_of_bias, "sm_80") else ())
+  for plant in OF_BIAS for arch in ("gfx942", "sm_80")])
+def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], arch:str) -> None:
   plant(monkeypatch)
-  with pytest.raises(AssertionError, match="dbias: "): check_backward_kernels("gfx942", only="dbias", **{**SMALL, **parameters})
+  with pytest.raises(AssertionError, match="dbias: "): check_backward_kernels(arch, only="dbias", **{**SMALL, **OF_BIAS[plant]})
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_bias_of_long_rows(arch:str) -> None:
   """Own rows come from global memory in every trip, where forward has no registers for them."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
 
-@amd_in_turn("case", BIASES)
+@chips_in_turn("case", BIASES, ("of keys",))
 def test_gradient_of_a_bias(arch:str, case:str) -> None:
   """By itself, and in parts."""
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}

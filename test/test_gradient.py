@@ -85,7 +85,8 @@ def test_splits_with_sinks() -> None: check_gradients(through=("o", "lse"), Sk=1
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "sm_80", pytest.param("sm_90", marks=pytest.mark.thorough)])
 def test_every_kind_of_chip(arch:str) -> None: check_gradients(arch, through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=12, Sk=16)
 
-def test_warpgroups() -> None: check_gradients("sm_90", through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=66, Sk=70)
+def test_warpgroups() -> None:
+  check_gradients("sm_90", through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=66, Sk=70, extras=dict(bias=floats(1, 4, 1, 70)))
 
 @pytest.mark.parametrize("dtype, D", [("float32", 16), ("float16", 264)])
 def test_where_forward_is_three_pass(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
@@ -249,6 +250,16 @@ def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
     assert choice.kernels == names
     if kernel.startswith("backward_t"): assert choice.refused == "ATTN_KERNEL=backward_three_pass forces another"
 
+@pytest.mark.parametrize("arch, kernel, unit", [("sm_90", "backward_dq", "_wgmma"), ("sm_90", "backward_dkdv_wgmma,backward_dbias_mma", "_wgmma"),
+                                                ("sm_90", "backward_dbias_mma,backward_dq_mma", "_mma"), ("sm_80", "backward_dbias_mma", "_mma")])
+def test_named_units(arch:str, kernel:str, unit:str) -> None:
+  """Each name that `explain` shows asks for the kernels of that unit, and stands beside those that it shows together with it."""
+  with emulated(arch, kernel):
+    q, bias = draw(1, 1, 64, 16), draw(1, 1, 64, 64)
+    shown = attn.explain(q, q, q, bias=bias, backward=True).kernels
+    assert shown == (f"backward_dq{unit}", f"backward_dkdv{unit}", "backward_dbias_mma")
+  with emulated(arch, ",".join(shown)): assert attn.explain(q, q, q, bias=bias, backward=True).kernels == shown
+
 def test_named_kernels_are_those_that_run() -> None: check_gradients("gfx942", "backward_three_pass", Sq=8, Sk=8, training=0)
 
 def test_launches_of_named_kernels() -> None:
@@ -257,14 +268,19 @@ def test_launches_of_named_kernels() -> None:
 def test_backward_kernels_that_cannot_be_forced() -> None:
   with emulated("gfx942", "backward_dq"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: forward is three_pass"):
     attn.attention(*[t.float() for t in three()])
+  for arch, kernel, reason in (("gfx942", "backward_dkdv_mma", "gfx942 has no mma.sync"), ("gfx942", "backward_dq_wgmma", "gfx942 has no wgmma"),
+                               ("sm_80", "backward_dkdv_wgmma", "sm_80 has no wgmma"), ("sm_90", "backward_dq_wgmma", "Sq=32, Sk=32: a warpgroup")):
+    with emulated(arch, kernel), pytest.raises(NotImplementedError, match=f"ATTN_KERNEL={kernel}: {reason}"): attn.explain(*three(), backward=True)
   with emulated("gfx942", "backward_dkdv"):
     q, one = draw(1, 4, 12, 16), draw(1, 1, 12, 16)
     rows = q.shard(TWO), *[one.shard(TWO, 2)]*2
-    with pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: k and v are sharded"): attn.attention(*rows)
+    with pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dkdv: k and v are sharded"): attn.attention(*rows)
 
-@pytest.mark.parametrize("kernel, said", [("backward_dx", "'backward_dx': must be one of split_kv,.*or of the backward.*backward_dq, backward_dkdv"),
+@pytest.mark.parametrize("kernel, said", [("backward_dx", "'backward_dx': must be one of split_kv,.*or of the backward.*backward_dq, backward_dkdv, "
+                                                       "backward_dbias, backward_dq_mma.*backward_dkdv_wgmma, backward_dbias_mma, backward_three"),
   ("forward,", "'' must be one of"), ("forward,three_pass", "forward and three_pass exclude each other"),
-  ("backward_dq,backward_three_pass", "backward_dq and backward_three_pass exclude each other")])
+  ("backward_dq,backward_three_pass", "backward_dq and backward_three_pass exclude each other"),
+  ("backward_dq_mma,backward_dkdv_wgmma", "backward_dq_mma and backward_dkdv_wgmma exclude each other")])
 def test_words_that_name_no_kernel(kernel:str, said:str) -> None:
   with emulated("gfx942", kernel), pytest.raises(ValueError, match=said): attn.attention(*three())
 
@@ -284,7 +300,7 @@ def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
   assert launches("q") == 2 and launches("k") == launches("v") == launches("q", "k", "v") == 3
   with emulated("gfx942"): sinks, bias = Tensor(floats(2), device="EMU"), draw(1, 2, 32, 32, seed=4)
   assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
-  assert launches("q", "bias", bias=bias) == 3
+  assert launches("q", "bias", arch="sm_80", bias=bias) == 3
 
 # ***** in parts *****
 
@@ -363,6 +379,8 @@ def test_explain_tells_what_computes_the_gradient(capsys:pytest.CaptureFixture[s
     assert re.search(r"gradient on gfx942.*: backward_dq tile \d+x\d+ .*, backward_dkdv tile \d+x\d+ ", text)
     assert "forward is three_pass" in attn.explain(q.float(), k.float(), v.float(), backward=True).refused
     assert attn.explain(q, k, v, arch="sm_80", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma")
+    bias = draw(1, 2, 32, 32)
+    assert attn.explain(q, k, v, bias=bias, arch="sm_90", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma", "backward_dbias_mma")
     capsys.readouterr()
     choice = attn.explain(q.float(), k.float(), v.float(), arch="sm_80", backward=True)
     text = capsys.readouterr().out

@@ -14,11 +14,10 @@ from attn.api.checked_kernel import CheckedKernel, check_means
 from attn.api.placement import AXES, empty
 from attn.api.plain import plain_attention
 from attn.chips import Chip
-from attn.choose.backward import Parts, can_differentiate, choose_parts, dkdv_of, dq_of, tiles_of
+from attn.choose.backward import Parts, can_differentiate, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
+from attn.choose.backward_tiles import AnyBackwardTile, choose_bias_tile
 from attn.choose.dispatch import single_kernel
-from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import EXTRAS, Problem
 from attn.tinygrad_compat import Tensor, UOp, differentiated
 from attn.values import FLOATS
@@ -61,11 +60,13 @@ class BackwardLaunch:
   kernel: Callable[..., Any]
   shapes: Shapes
 
-@functools.cache
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, BackwardLaunch]:
   """backward_dq, backward_dkdv, backward_dbias where there is a bias, and a forward that writes lse: as single objects, for tinygrad's schedule cache
   goes by identity."""
-  dq, dkdv = tiles_of(p, arch)
+  return _backward_kernels(p, arch, dlse, parts, *tiles_of(p, arch))
+
+@functools.cache
+def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, dq:AnyBackwardTile, dkdv:AnyBackwardTile) -> dict[str, BackwardLaunch]:
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders), arch)
@@ -74,8 +75,9 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, 
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], "o", "lse"),
            "dq": launch(dq_arguments(p, dlse, parts.dq), dq_of(p, arch, dq, dlse, parts.dq), "dq", "delta"),
            "dkdv": launch(dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv, parts.dkdv), "dk", "dv")}
-  if p.bias is not None and isinstance(dq, BackwardTile):
-    found["dbias"] = launch(dbias_arguments(p, parts.dbias), backward_dbias(p, arch, dq, parts.dbias), "dbias")
+  if p.bias is not None:
+    of_bias = dbias_of(p, arch, choose_bias_tile(p, arch), parts.dbias)
+    found["dbias"] = launch(dbias_arguments(p, parts.dbias), of_bias, "dbias")
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
@@ -142,11 +144,9 @@ class AttentionGradient:
     tensors = dict(zip(self.names, call.src[1:]))
     inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, OUTPUTS))
     given = of_outputs(gradients, outputs)
-    tiles = None if self.arch is None else can_differentiate(self.problem, self.arch)
-    by_kernels = isinstance(tiles, tuple)
-    of_bias = isinstance(tiles, tuple) and isinstance(tiles[0], BackwardTile)      # backward_dbias is written for AMD's matrix units
+    by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
     found: dict[str, UOp] = {}
-    if not by_kernels or "alibi_slopes" in inputs or ("bias" in inputs and not of_bias): found |= plain_gradients(self.problem, inputs, given)
+    if not by_kernels or "alibi_slopes" in inputs: found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.choose import splits
-from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
+from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles, choose_bias_tile
 from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for, mma_refuses
-from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD
-from attn.kernels.backward_dbias import BiasShare
+from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD, ON_AMD, ON_MMA, ON_WGMMA, UNITS, WAYS
+from attn.kernels.parts.bias_share import BiasShare
+from attn.kernels.backward_dbias import backward_dbias
+from attn.kernels.backward_dbias_mma import backward_dbias_mma
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dkdv_mma import backward_dkdv_mma
 from attn.kernels.backward_dkdv_wgmma import backward_dkdv_wgmma
@@ -23,7 +25,7 @@ from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import MAX_SPLITS, Problem
 from attn.tinygrad_compat import UOp
 
-SUFFIXES = {BackwardTile: "", MmaBackwardTile: "_mma", WgmmaBackwardTile: "_wgmma"}      # of the kernel that a tile is for
+SUFFIXES = {BackwardTile: ON_AMD, MmaBackwardTile: ON_MMA, WgmmaBackwardTile: ON_WGMMA}      # of the kernel that a tile is for
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """The kernel of dq and delta that a tile is for."""
@@ -34,6 +36,10 @@ def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable
   """The kernel of dk and dv that a tile is for."""
   if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile, parts)
   return backward_dkdv_mma(p, arch, tile, parts) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile, parts)
+
+def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """The kernel of dbias that a tile is for."""
+  return backward_dbias_mma(p, arch, tile, parts) if isinstance(tile, MmaBackwardTile) else backward_dbias(p, arch, tile, parts)
 
 LEAST_KEPT = 2.0**-14     # of P, by dropout
 
@@ -81,8 +87,9 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
     found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers)
     return found if found > 1 else 0
   of_bias = 0
-  if p.bias is not None and isinstance(dq, BackwardTile):
-    share = BiasShare(p, dq.block_m, dq.block_n)
+  if p.bias is not None:
+    tile = choose_bias_tile(p, arch)
+    share = BiasShare(p, tile.block_m, tile.block_n)
     of_bias = min(share.trips, arch.cus//share.workgroups)
   return Parts(parts(dq, p.Sq, p.H, p.Sk, ceildiv(visible//p.Sq, dq.block_n), rows*p.H*p.D),
                parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)), of_bias if of_bias > 1 else 0)
@@ -104,26 +111,27 @@ def tiles_of(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
 def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they don't compute its gradient: they cannot, or ATTN_KERNEL asks for another way.
   Raises NotImplementedError where it asks for them and they cannot."""
-  if asked_for().backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
-  if isinstance(found := kernel_tiles(p, arch), str): check_not_forced(found)
+  if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
+  if isinstance(found := kernel_tiles(p, arch, asked.units), str): check_not_forced(found)
   return found
 
 def check_not_forced(reason:str) -> None:
   """Raises NotImplementedError, with the reason, where ATTN_KERNEL asks for the backward kernels, which don't compute a gradient."""
-  if (wanted := asked_for().backward) in BACKWARD_KERNELS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
+  if (wanted := asked_for().backward) in WAYS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @functools.cache
-def kernel_tiles(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
-  """The tiles of the backward kernels for `p` on `arch`, or why they cannot compute its gradient."""
+def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
+  """The tiles of the backward kernels for `p` on `arch`, of those for some units, or why they cannot compute its gradient."""
   if arch is None: return NO_UNIT
   if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
   if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
   p = replace(p, num_splits=1)
   try:
-    tiles = choose_backward_tiles(p, arch)
-    for tile in tiles: check_backward(p, tile)
+    tiles = choose_backward_tiles(p, arch, units)
+    used = (*tiles, *([choose_bias_tile(p, arch)] if p.bias is not None else []))
+    for tile in used: check_backward(p, tile)
   except NotImplementedError as e: return str(e)
-  if (need := max(tile.lds_bytes(p) for tile in tiles)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
+  if (need := max(tile.lds_bytes(p) for tile in used)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
   return tiles
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
@@ -137,5 +145,5 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
   parts = choose_parts(p, arch)
-  bias = p.bias is not None and isinstance(found[0], BackwardTile)
-  return BackwardChoice((*found, *found[:1]*bias), arch, None, (parts.dq, parts.dkdv, *(parts.dbias,)*bias), memory_of(p, parts))
+  if p.bias is None: return BackwardChoice(found, arch, None, (parts.dq, parts.dkdv), memory_of(p, parts))
+  return BackwardChoice((*found, choose_bias_tile(p, arch)), arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts))

@@ -9,7 +9,8 @@ from attn.chips.matrix import MMA
 from attn.choose import tuned
 from attn.choose.candidates import BackwardCandidate, Burden
 from attn.choose.tiles import burden
-from attn.choose.dispatch import wgmma_refuses
+from attn.choose.dispatch import mma_refuses, wgmma_refuses
+from attn.choose.forced import ON_AMD, ON_MMA, ON_WGMMA, UNITS
 from attn.kernels.parts.backward_mma import MmaBackwardTile
 from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
@@ -68,6 +69,9 @@ DKDV_MMA = (
   MmaBackwardCandidate(64, 1, 32, 32, waves=8),
   MmaBackwardCandidate(128, 1, 32, 16),
   MmaBackwardCandidate(256, 1, 16, 16, passes=2))
+DBIAS_MMA = (
+  MmaBackwardCandidate(128, 1, 64, 32),
+  MmaBackwardCandidate(256, 1, 16, 16))
 
 @dataclass(frozen=True)
 class WgmmaBackwardCandidate:
@@ -86,12 +90,20 @@ DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 2, 
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile
 
-def choose_backward_tiles(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
-  """The tiles of the kernel of dq and of that of dk and dv. Raises NotImplementedError where there is none."""
+def choose_backward_tiles(p:Problem, arch:Chip, units:tuple[str, ...]=UNITS) -> tuple[AnyBackwardTile, AnyBackwardTile]:
+  """The tiles of the kernel of dq and of that of dk and dv, of those for some units. Raises NotImplementedError where there is none."""
   if arch.family == "nvidia":
-    if wgmma_backward_refuses(p, arch) is None: return _chosen_wgmma(p, DQ_WGMMA, p.Sq, False), _chosen_wgmma(p, DKDV_WGMMA, p.Sk, True)
+    if ON_WGMMA in units and ((reason := wgmma_backward_refuses(p, arch)) is None or ON_MMA not in units):
+      if reason is not None: raise NotImplementedError(reason)
+      return _chosen_wgmma(p, DQ_WGMMA, p.Sq, False), _chosen_wgmma(p, DKDV_WGMMA, p.Sk, True)
     return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False), _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
+  if ON_AMD not in units: raise NotImplementedError(mma_refuses(p, arch) if ON_MMA in units else wgmma_backward_refuses(p, arch))
   return _chosen("backward_dq", p, arch, DQ, False), _chosen("backward_dkdv", p, arch, DKDV, True)
+
+def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
+  """The tile of the kernel of dbias: on AMD that of the kernel of dq. Raises NotImplementedError where there is none."""
+  if arch.family == "nvidia": return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
+  return _chosen("backward_dq", p, arch, DQ, False)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""

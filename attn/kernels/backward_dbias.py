@@ -6,25 +6,23 @@ over all that shares it: batches, heads, blocks of queries, tiles of keys, alway
 registers, and no scores go to memory. Where nothing but perhaps keys is summed it walks over the keys of its queries instead, as `backward_dq` does.
 """
 from __future__ import annotations
-import functools, math
+import functools
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.bias_share import BiasPart, BiasShare
 from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.epilogue import store_row
 from attn.kernels.parts.lanes import Lane, element_sum, sum_over_groups
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.own_queries import KeysState, OwnQueries
 from attn.kernels.parts.products import OwnRows, zeros
-from attn.kernels.parts.rows import flat
 from attn.kernels.parts.scores import NEG_INF
 from attn.kernels.parts.staging import StagedTile, row_layout
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dbias_arguments
 from attn.kernels.parts.tiles import BackwardTile
-from attn.kernels.parts.workgroup import Grid, Workgroup
+from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
@@ -37,53 +35,8 @@ def backward_dbias(p:Problem, arch:Chip, tile:BackwardTile, parts:int=0) -> Call
   Raises NotImplementedError for what `tensors.check_backward` names, and ValueError for more parts than trips.
   """
   check_backward(p, tile)
-  if not 0 <= parts <= (trips := BiasShare(p, tile.block_m, tile.block_n).trips):
-    raise ValueError(f"parts={parts}: a workgroup walks over {trips} blocks of queries of heads, and there may be as many parts, or 0 for no parts")
+  BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)
   return lambda *args: BackwardDbias.of(p, arch, tile, args, parts).program()
-
-@dataclass(frozen=True)
-class BiasShare:
-  """How a bias is divided over workgroups, and what each of them walks over to sum it."""
-  p: Problem
-  block_m: int
-  block_n: int
-
-  @property
-  def broadcast(self) -> tuple[bool, ...]:
-    """Of batches, heads, rows and keys: whether they share one bias, and there are several."""
-    assert self.p.bias is not None
-    return tuple(not own and n > 1 for own, n in zip(self.p.bias, (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
-  @property
-  def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
-  @property
-  def walked(self) -> tuple[int, int, int]:
-    """Batches, heads and blocks of queries that a workgroup walks over."""
-    batches, heads, rows, _ = self.broadcast
-    return self.p.B if batches else 1, self.p.H if heads else 1, self.blocks if rows else 1
-  @property
-  def trips(self) -> int: return math.prod(self.walked)
-  @property
-  def owned(self) -> tuple[int, int, int]:
-    """Batches, heads and blocks of queries that workgroups own."""
-    return self.p.B//self.walked[0], self.p.H//self.walked[1], self.blocks//self.walked[2]
-  @property
-  def owns_keys(self) -> bool:
-    """Whether a workgroup owns one tile of keys; else it walks over all."""
-    return any(self.broadcast[:3]) and not self.broadcast[3]
-  @property
-  def key_tiles(self) -> int: return ceildiv(self.p.Sk, self.block_n) if self.owns_keys else 1
-  @property
-  def stored_at_once(self) -> bool:
-    """Whether nothing is summed: each tile of dS is stored as it is."""
-    return not any(self.broadcast)
-  @property
-  def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
-
-  def trip(self, grid:Grid, i:UOp) -> Grid:
-    """By the numbers of the head and of the block of queries that the owner of a place of the grid works on in its i-th trip."""
-    _, heads, blocks = self.walked
-    batch, head = grid.head//self.owned[1] + i//(heads*blocks), grid.head%self.owned[1] + i//blocks%heads
-    return replace(grid, head=batch*self.p.H + head, block=grid.block + i%blocks)
 
 @dataclass(frozen=True)
 class DbiasState(KeysState):
@@ -92,34 +45,24 @@ class DbiasState(KeysState):
 @dataclass(frozen=True)
 class BackwardDbias(OwnQueries[DbiasState]):
   """The kernel of one problem, as a thread sees it in one of the trips over what is summed."""
-  share: BiasShare
-  grid: Grid             # by the numbers of the owned heads and blocks of queries
-  key_tile: UOp          # the owned one, where there is one
-  part: UOp              # of what is summed
-  parts: int             # how many of those there are; 0 where the sum is not to be left in parts
+  bias: BiasPart
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], parts:int) -> BackwardDbias:
     mat, new, share = tile.matrix, Allocator(), BiasShare(p, tile.block_m, tile.block_n)
     if share.owns_keys: tile = replace(tile, prefetch=0)       # no trip is to know the next one's tile
-    block = new.range(share.owned[2]*share.key_tiles, AxisType.GLOBAL)
-    head = new.range(share.owned[0]*share.owned[1], AxisType.GLOBAL)
-    lane, wave = new.range(mat.wave, AxisType.WARP), new.range(tile.waves, AxisType.WARP)
-    split = (new.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
-    at, statements = Lane(lane, wave, mat), Statements.of(new)
+    bias = BiasPart.of(share, parts, mat.wave, tile.waves, new)
+    at, statements = Lane(bias.grid.lane, bias.grid.wave, mat), Statements.of(new)
     lies = [LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv)]
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, x, None) for x in lies)
     state = DbiasState(k, v, new.registers(tile.block_n//mat.M, ops.f32(mat.accumulator)))
-    grid = Grid(new, (block, head, lane, wave, *split), head, block//share.key_tiles, lane, wave)
-    group = Workgroup.of(p, arch, tile, args, share.trip(grid, UOp.const(0)), at, dbias_arguments(p, parts))
+    group = Workgroup.of(p, arch, tile, args, bias.place(UOp.const(0)), at, dbias_arguments(p, parts))
     q, do = own_rows(group, tile, at, statements)
-    part = split[0] if split else UOp.const(0)
-    return BackwardDbias(tile, new, statements, state, group, at, q, do, share, grid, block%share.key_tiles, part, parts)
+    return BackwardDbias(tile, new, statements, state, group, at, q, do, bias)
 
   def trip_over(self, i:UOp) -> BackwardDbias:
     """The same in the i-th trip over what is summed."""
-    p, given = self.group.p, self.group.given
-    group = Workgroup.of(p, self.group.arch, self.tile, tuple(given.values()), self.share.trip(self.grid, i), self.at, dict.fromkeys(given, ((), "")))
+    group = self.group.moved(self.bias.place(i))
     q, do = own_rows(group, self.tile, self.at, self.statements)
     return replace(self, group=group, q=q, do=do)
 
@@ -131,48 +74,36 @@ class BackwardDbias(OwnQueries[DbiasState]):
 
   # ***** the algorithm *****
   def program(self) -> UOp:
-    group, share, p = self.group, self.share, self.group.p
+    group, share, p = self.group, self.bias.share, self.group.p
     s = self.state.after(UOp.group(*store_all(self.state.acc, zeros(self.tile.matrix, 1, self.state.acc.max_numel())[0])))
     s = self.walk_keys(s) if share.trips == 1 else self.over_trips(s)
-    outputs = [*self.outside(), self.statements.do(amd.sched_barrier(), s.k.rows.buffer)] if share.stored_at_once else self.sums(s)
+    if share.stored_at_once: outputs = [*self.bias.outside(group.walked, self.nothing), self.statements.do(amd.sched_barrier(), s.k.rows.buffer)]
+    else: outputs = self.sums(s)
     return group.gradient_kernel("backward_dbias", (), outputs, p.flops)
 
   def over_trips(self, s:DbiasState) -> DbiasState:
     """Those of its part."""
-    trips, first, count = self.share.trips, UOp.const(0), UOp.const(self.share.trips)
-    if self.parts > 1:
-      each = ceildiv(trips, self.parts)
-      first = self.part*each
-      count = (trips - first).maximum(0).minimum(each)
+    first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
     r = self.new.range(number, AxisType.LOOP)
-    done = self.trip_over((first + r).minimum(trips - 1)).walk_keys(s.after(r))
+    done = self.trip_over((first + r).minimum(self.bias.share.trips - 1)).walk_keys(s.after(r))
     return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
   def walk_keys(self, s:DbiasState) -> DbiasState:
-    if self.share.owns_keys: return s.after(self.trip(s, self.key_tile, masked=True))
+    if self.bias.share.owns_keys: return s.after(self.trip(s, self.bias.key_tile, masked=True))
     return self.walk(s, self.group.walked, masked_first=self.group.p.window[0] >= 0)
 
   def work(self, s:DbiasState, t:UOp, masked:bool) -> UOp:
     """dS of a tile of keys."""
     k, v = (self.in_lds(s, t, name) for name in self.loaded)
     ds = self.ds(k.rows, v.rows, t, masked, capped=False)
-    if self.share.stored_at_once: return UOp.group(*self.stores(t, ds))
+    if self.bias.share.stored_at_once: return UOp.group(*self.stores(t, ds))
     return UOp.group(*store_all(s.acc, [ops.add(s.acc[i].load(), x) for i, x in enumerate(ds)]))
 
   # ***** the stores *****
-  @property
-  def row_start(self) -> UOp:
-    """Where the lane's row of the bias begins, or the one that all rows share."""
-    batches, heads, rows, keys = self.group.p.shapes["bias"][0]
-    batch, head = self.grid.head//self.share.owned[1], self.grid.head%self.share.owned[1]
-    return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + (0 if self.share.walked[2] > 1 or rows == 1 else self.row.index))*keys
-
   def stores_of_row(self, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Of consecutive elements of that row, in the order of its keys."""
-    to, p = self.group.given["dbias"], self.group.p
-    dtype = "float32" if self.parts else p.bias_dtype
-    return store_row(self.group.arch, flat(to), dtype, p.shapes["bias"][0][3], self.row_start, column, values, there)
+    """Of consecutive elements of the lane's row, or of the one that all rows share."""
+    return self.bias.stores(self.group, self.row, column, values, there)
 
   def stores(self, t:UOp, ds:list[UOp]) -> list[UOp]:
     """Those of the elements that a lane has of tile t: neighbouring keys at a time."""
@@ -180,28 +111,22 @@ class BackwardDbias(OwnQueries[DbiasState]):
     return [x for values, keys in zip(ds, self.group.scores.walked) for i in range(0, len(keys), n)
             for x in self.stores_of_row(t*self.tile.block_n + self.at.h*n + keys[i], ops.slice_(values, i, n), self.row.there)]
 
-  def outside(self) -> list[UOp]:
-    """The stores, in loops, of 0 to the tiles of keys that no query of the block sees."""
-    tiles, found = ceildiv(self.group.p.Sk, self.tile.block_n), []
-    nothing = zeros(self.tile.matrix, 1, self.tile.block_n//self.tile.matrix.M)[0]
-    for begin, end in ((UOp.const(0), self.group.walked.begin), (self.group.walked.end, UOp.const(tiles))):
-      if (count := trip_count(end - begin)) is None: continue
-      r = self.new.range(count, AxisType.LOOP)
-      found.append(UOp.group(*self.stores(begin + r, nothing)).end(r))
-    return found
+  def nothing(self, t:UOp) -> list[UOp]:
+    """The stores of 0 to tile t."""
+    return self.stores(t, zeros(self.tile.matrix, 1, self.tile.block_n//self.tile.matrix.M)[0])
 
   def sums(self, s:DbiasState) -> list[UOp]:
     """The stores of what was summed: over keys in registers, over rows in LDS."""
-    share, ds = self.share, [s.acc[i].load() for i in range(s.acc.max_numel())]
+    share, ds = self.bias.share, [s.acc[i].load() for i in range(s.acc.max_numel())]
     if share.broadcast[3]: ds = [sum_over_groups(functools.reduce(ops.add, map(element_sum, ds)), self.tile.matrix)]
     if share.broadcast[2]: return self.sums_of_rows(ds)
-    if not share.broadcast[3]: return self.stores(self.key_tile, ds)
+    if not share.broadcast[3]: return self.stores(self.bias.key_tile, ds)
     return self.stores_of_row(UOp.const(0), ds[0], self.row.there & self.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
     """Four numbers a thread, each added up over the rows: those of as many keys of a lane group, or where keys are summed too of as many rows."""
     tile, mat, row, there = self.tile, self.tile.matrix, self.q.in_block[0], self.at.h.eq(0)
-    one, held = self.share.broadcast[3], tile.block_n//mat.groups//4              # by a lane, in vectors of four
+    one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # by a lane, in vectors of four
     units = self.new.lds(tile.block_m//4 if one else tile.block_m*held*mat.groups, ops.f32(4))
     if one: stores = [units.bitcast(dtypes.float)[row.valid(there)].store(ds[0])]
     else:
@@ -214,7 +139,7 @@ class BackwardDbias(OwnQueries[DbiasState]):
     four = units.after(UOp.group(*stores))[r*threads + thread].load()
     found, mine = total.after(so_far[0].store(ops.add(so_far[0].load(), four)).end(r))[0].load(), self.at.thread < threads
     if one: return self.stores_of_row(UOp.const(0), element_sum(found), mine)
-    together, first = min(4, mat.block), self.key_tile*tile.block_n
+    together, first = min(4, mat.block), self.bias.key_tile*tile.block_n
     return [x for i in range(0, 4, together)
             for x in self.stores_of_row(first + mat.key_of(thread//held, thread%held*4 + i), ops.slice_(found, i, together), mine)]
 

@@ -9,13 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
-from attn.kernels.parts.backward_warps import QueriesOfWarps
-from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.gradients import dp_start, gradients_of, weights_of_rows
-from attn.kernels.parts.layouts import SwizzledRows
+from attn.kernels.parts.backward_mma import BackwardState, MmaBackwardTile, QueriesByMma
 from attn.kernels.parts.tensors import check_backward
-from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
@@ -30,7 +25,7 @@ def backward_dq_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, dlse:bool=False,
   return lambda *args: BackwardDqMma.of_dq(p, arch, tile, args, dlse, parts).program()
 
 @dataclass(frozen=True)
-class BackwardDqMma(MmaBackward, QueriesOfWarps[SwizzledRows]):
+class BackwardDqMma(QueriesByMma):
   """The kernel of one problem, as a thread sees it."""
   # ***** the algorithm *****
   def program(self) -> UOp:
@@ -38,18 +33,7 @@ class BackwardDqMma(MmaBackward, QueriesOfWarps[SwizzledRows]):
     s = self.walk(s.started(self.copies_of_own(s)), self.warps.group.walked, masked_first=self.p.window[0] >= 0)
     return self.dq_kernel("backward_dq_mma", s.acc)
 
-  def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
-    return s.started(self.warps.copies_of_keys(s.shared, t, self.walked("k", t), self.walked("v", t)))
-
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
     """The part of dQ that some keys of a tile have."""
-    scores, columns, number = self.of_part(self.warps.group.scores), self.tile.part_n//self.mat.N, t*self.parts + part
-    left = [kept_scores(scores, rows, number) for rows in self.queries]
-    minus_deltas = [self.minus_deltas(i, columns) for i in range(len(self.queries))]
-    raw = self.with_rows(s, self.own("q"), self.walked("k", t), part, [[nv.zero(s.done)]*columns for _ in self.queries])
-    dp = self.with_rows(s, self.own("do"), self.walked("v", t), part, [dp_start(x, kept) for x, kept in zip(minus_deltas, left)])
-    ds = []
-    for i, rows in enumerate(self.queries):
-      p, slopes = weights_of_rows(scores, raw[i], [[ops.splat(e, 2)]*columns for e in self.exponents[i]], rows, number, masked)
-      ds.append(self.packed(gradients_of(p, dp[i], slopes, left[i], minus_deltas[i])))
-    return self.add_product(s, "dq", ds, self.walked("k", t), part)
+    weights = [self.packed(x) for x in self.ds(s, t, part, masked, capped=True)]
+    return self.add_product(s, "dq", weights, self.walked("k", t), part)

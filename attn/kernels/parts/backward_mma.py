@@ -10,15 +10,17 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.backward_warps import WarpsBackward
+from attn.kernels.parts.backward_warps import QueriesOfWarps, WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
 from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.dropout import kept_scores
+from attn.kernels.parts.gradients import dp_start, gradients_of, weights_of_rows
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.warps import Warps
-from attn.ops import nvidia as nv
+from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
@@ -160,3 +162,23 @@ class MmaBackward(WarpsBackward[SwizzledRows]):
       for i, half in itertools.product(range(self.tile.row_tiles), range(2)):
         accs[i][2*pair + half] = nv.mma(mat, weights[i][step], b, half, accs[i][2*pair + half])
     return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.place(name, i), xs)])
+
+@dataclass(frozen=True)
+class QueriesByMma(MmaBackward, QueriesOfWarps[SwizzledRows]):
+  """One that owns queries and walks over keys."""
+  def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
+    return s.started(self.warps.copies_of_keys(s.shared, t, self.walked("k", t), self.walked("v", t)))
+
+  def ds(self, s:BackwardState, t:UOp, part:int, masked:bool, capped:bool) -> list[list[UOp]]:
+    """dS of some keys of a tile, C fragments of each tile of queries, of the scores before softcap (what it lacks is softmax_scale), or, where that
+    is not `capped`, after it."""
+    scores, columns, number = self.of_part(self.warps.group.scores), self.tile.part_n//self.mat.N, t*self.parts + part
+    left = [kept_scores(scores, rows, number) for rows in self.queries]
+    minus_deltas = [self.minus_deltas(i, columns) for i in range(len(self.queries))]
+    raw = self.with_rows(s, self.own("q"), self.walked("k", t), part, [[nv.zero(s.done)]*columns for _ in self.queries])
+    dp = self.with_rows(s, self.own("do"), self.walked("v", t), part, [dp_start(x, kept) for x, kept in zip(minus_deltas, left)])
+    found = []
+    for i, rows in enumerate(self.queries):
+      p, slopes = weights_of_rows(scores, raw[i], [[ops.splat(e, 2)]*columns for e in self.exponents[i]], rows, number, masked)
+      found.append(gradients_of(p, dp[i], slopes if capped else None, left[i], minus_deltas[i]))
+    return found

@@ -137,6 +137,10 @@ class Workgroup:
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence, scores, walked, part, heads)
 
+  def moved(self, grid:Grid) -> Workgroup:
+    """The same of one that owns queries, at another place of the grid, and walks over all keys."""
+    return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
+
   @property
   def heads(self) -> int: return heads_of(self.p, self.tile)
   @property

@@ -1,0 +1,114 @@
+"""How the gradient of a bias is divided over workgroups: which block of it each owns, and what it walks over to sum it."""
+from __future__ import annotations
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.blocks import Blocks, trip_count
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.epilogue import store_row
+from attn.kernels.parts.rows import flat
+from attn.kernels.parts.scores import Row
+from attn.kernels.parts.workgroup import Grid, Workgroup
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp
+
+@dataclass(frozen=True)
+class BiasShare:
+  """How a bias is divided over workgroups, and what each of them walks over to sum it."""
+  p: Problem
+  block_m: int
+  block_n: int
+
+  @property
+  def broadcast(self) -> tuple[bool, ...]:
+    """Of batches, heads, rows and keys: whether they share one bias, and there are several."""
+    assert self.p.bias is not None
+    return tuple(not own and n > 1 for own, n in zip(self.p.bias, (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
+  @property
+  def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
+  @property
+  def walked(self) -> tuple[int, int, int]:
+    """Batches, heads and blocks of queries that a workgroup walks over."""
+    batches, heads, rows, _ = self.broadcast
+    return self.p.B if batches else 1, self.p.H if heads else 1, self.blocks if rows else 1
+  @property
+  def trips(self) -> int: return math.prod(self.walked)
+  @property
+  def owned(self) -> tuple[int, int, int]:
+    """Batches, heads and blocks of queries that workgroups own."""
+    return self.p.B//self.walked[0], self.p.H//self.walked[1], self.blocks//self.walked[2]
+  @property
+  def owns_keys(self) -> bool:
+    """Whether a workgroup owns one tile of keys; else it walks over all."""
+    return any(self.broadcast[:3]) and not self.broadcast[3]
+  @property
+  def key_tiles(self) -> int: return ceildiv(self.p.Sk, self.block_n) if self.owns_keys else 1
+  @property
+  def stored_at_once(self) -> bool:
+    """Whether nothing is summed: each tile of dS is stored as it is."""
+    return not any(self.broadcast)
+  @property
+  def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
+
+  def check_parts(self, parts:int) -> None:
+    """Raises ValueError for more parts than trips."""
+    if not 0 <= parts <= self.trips:
+      raise ValueError(f"parts={parts}: a workgroup walks over {self.trips} blocks of queries of heads, and there may be as many parts, or 0 for no "
+                       "parts")
+
+@dataclass(frozen=True)
+class BiasPart:
+  """What one workgroup has of that."""
+  share: BiasShare
+  grid: Grid             # by the numbers of the owned heads and blocks of queries
+  key_tile: UOp          # the owned one, where there is one
+  part: UOp              # of what is summed
+  parts: int             # how many of those there are; 0 where the sum is not to be left in parts
+
+  @staticmethod
+  def of(share:BiasShare, parts:int, lanes:int, waves:int, new:Allocator) -> BiasPart:
+    block = new.range(share.owned[2]*share.key_tiles, AxisType.GLOBAL)
+    head = new.range(share.owned[0]*share.owned[1], AxisType.GLOBAL)
+    lane, wave = new.range(lanes, AxisType.WARP), new.range(waves, AxisType.WARP)
+    split = (new.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
+    grid = Grid(new, (block, head, lane, wave, *split), head, block//share.key_tiles, lane, wave)
+    return BiasPart(share, grid, block%share.key_tiles, split[0] if split else UOp.const(0), parts)
+
+  # ***** the trips *****
+  @property
+  def own_trips(self) -> tuple[UOp, UOp]:
+    """The first of its trips, and how many there are."""
+    trips = self.share.trips
+    if self.parts <= 1: return UOp.const(0), UOp.const(trips)
+    each = ceildiv(trips, self.parts)
+    first = self.part*each
+    return first, (trips - first).maximum(0).minimum(each)
+
+  def place(self, i:UOp) -> Grid:
+    """By the numbers of the head and of the block of queries that it works on in trip i."""
+    _, heads, blocks = self.share.walked
+    batch, head = self.grid.head//self.share.owned[1] + i//(heads*blocks), self.grid.head%self.share.owned[1] + i//blocks%heads
+    return replace(self.grid, head=batch*self.share.p.H + head, block=self.grid.block + i%blocks)
+
+  # ***** the stores *****
+  def row_start(self, row:Row) -> UOp:
+    """Where a row of the bias begins, or the one that all rows share."""
+    batches, heads, rows, keys = self.share.p.shapes["bias"][0]
+    batch, head = self.grid.head//self.share.owned[1], self.grid.head%self.share.owned[1]
+    return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + (0 if self.share.walked[2] > 1 or rows == 1 else row.index))*keys
+
+  def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
+    """Of consecutive elements of that row, in the order of its keys."""
+    p = self.share.p
+    dtype = "float32" if self.parts else p.bias_dtype
+    return store_row(group.arch, flat(group.given["dbias"]), dtype, p.shapes["bias"][0][3], self.row_start(row), column, values, there)
+
+  def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
+    """Those, in loops, to the tiles of keys that no query of the block sees: `stores` of each."""
+    tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
+    for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
+      if (count := trip_count(end - begin)) is None: continue
+      r = self.grid.allocator.range(count, AxisType.LOOP)
+      found.append(UOp.group(*stores(begin + r)).end(r))
+    return found
