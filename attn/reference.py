@@ -3,7 +3,8 @@
 Contract: with `exact` the float64 computation on the inputs as they are rounded to their dtype, and `same` the textbook computation with the
 roundings that the dtypes force (fp32 scores and sums, P and O rounded), every element of a kernel's output must satisfy
   |out - exact| <= 2 * max|same - exact| + 1e-5,
-and be NaN, +inf or -inf exactly where `exact` is. Gradients likewise, against `exact_backward` and `same_backward`.
+and be NaN, +inf or -inf exactly where `exact` is. Gradients likewise, against `exact_backward` and `same_backward`, both of dO as it is rounded to the
+dtype of q, k and v, in which it is a factor.
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
@@ -129,6 +130,7 @@ class Gradients:
 def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                    options:Options=PLAIN) -> Gradients:
   """The gradients of a loss whose gradients for o and for lse of `exact` are `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq), None for 0, in float64.
+  `do` has the values of the dtype of q, k and v: where o has a wider one, those that it is rounded to.
 
   A row that sees no key adds exactly 0 to each, and gets 0; keys beyond kv_lengths get 0."""
   return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None, "")

@@ -15,7 +15,7 @@ from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, expected,
 
 @dataclass(frozen=True)
 class Loss:
-  """What the gradients of o (B, H, Sq, Dv) and of lse (B, H, Sq) are, the latter or none."""
+  """What the gradients of o (B, H, Sq, Dv) and of lse (B, H, Sq) are, the latter or none. dO has the dtype of o."""
   do: np.ndarray
   dlse: np.ndarray|None
 
@@ -50,7 +50,7 @@ def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarr
   """(exact, by the textbook) of dq, dk and dv, and of dbias where there is a bias: 0 in rows of no sequence."""
   zeros = [Gradients(*[np.zeros(a.shape, kind) for a in (x.q, x.k, x.v)]) for kind in (np.float64, np.float32)]
   for b, (qs, ks) in enumerate(packed_sequences(p, extras)):
-    q, k, v, do = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks], loss.do[:, :, qs]
+    q, k, v, do = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks], rounded(loss.do[:, :, qs], p.dtype)
     offset = p.offset if not p.varlen else 0 if p.top_left else k.shape[2] - q.shape[2]
     args = (q, k, v, do, None if loss.dlse is None else loss.dlse[:, :, qs], p.softmax_scale, p.window, offset,
             options_of(p, extras, (b, q.shape[2], k.shape[2]) if p.varlen else None))
@@ -74,7 +74,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
     done |= {n: tensor(arrange(a, p.layout), p.out_dtype, device) for n, a in (("o", o), ("do", loss.do))}
     rows = {"lse": lse} if loss.dlse is None else {"lse": lse, "dlse": loss.dlse}
-    if only in ("dkdv", "dbias"): rows["delta"] = (loss.do*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
+    if only in ("dkdv", "dbias"): rows["delta"] = (rounded(loss.do, p.dtype)*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
     done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32", device) for n, a in rows.items()}
     for n, a in extras.items():
       done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)

@@ -194,7 +194,7 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
   (B, H, Sq), or of packed sequences (1, H, total_q, ...). Sequences one at a time; rows of none get 0."""
   def both(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> tuple[Gradients, Gradients]:
     o = Options(softcap=p.softcap, top_left=p.top_left, **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
-    at = (None if do is None else do[:, :, rows], None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
+    at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
     return exact_backward(q, k, v, *at), same_backward(q, k, v, *at, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
   if not p.varlen:
     found = both(x.q, x.k, x.v, slice(None), p.offset)

@@ -79,14 +79,14 @@ class BackwardDq(OwnQueries[DqState]):
 
   @functools.cached_property
   def delta(self) -> UOp:
-    """rowsum(dO * O) - dLSE, over the lanes that share a query."""
+    """rowsum(dO * O) - dLSE, over the lanes that share a query; of dO as dP is made of it, rounded to the inputs' dtype."""
     group, mat = self.group, self.tile.matrix
-    rows, total = [group.rows(name) for name in ("o", "do")], ops.splat(0.0, mat.unit)
+    rows, total = ((group.rows("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
     kept = [x.kept.buffer for x in (self.q, self.do) if x.lds is not None]
     for some in self.do.together:
       fence = [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
       for u in some:
-        o, do = (x.after(*fence).load_floats(group.first_row, self.tile.block_m, self.do.in_block[0], u, mat.unit, group.p.out_dtype) for x in rows)
+        o, do = (x.after(*fence).load_floats(group.first_row, self.tile.block_m, self.do.in_block[0], u, mat.unit, dtype) for x, dtype in rows)
         total = ops.add(total, ops.mul(o, do))
     total = element_sum(total)
     if not mat.duplicated: total = sum_over_groups(total, mat)

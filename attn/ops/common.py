@@ -88,7 +88,7 @@ def as_float(x:UOp) -> UOp:
 @compound("pack", inline=True)
 def _pack(c:Any, x:Value, *, dtype:str) -> Value: return c.pack(x, dtype)
 
-@compound("widen")
+@compound("widen", suffix="_{dtype}")
 def _widen(c:Any, words:Value, *, n:int, dtype:str) -> Value:
   def half(i:int) -> Value:
     word = c.element(words, i//2)

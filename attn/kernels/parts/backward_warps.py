@@ -118,13 +118,13 @@ class QueriesOfWarps(WarpsBackward[L]):
             for first, own in zip(self.in_block, self.queries)]
 
   def delta(self, in_block:UOp, row:Row) -> UOp:
-    """rowsum(dO * O) - dLSE, over the lanes that share a query."""
+    """rowsum(dO * O) - dLSE, over the lanes that share a query; of dO as dP is made of it, rounded to the inputs' dtype."""
     group, mat = self.warps.group, self.mat
-    def quads(name:str, unit:UOp) -> list[UOp]:
-      return group.rows(name).load_quads(group.first_row, self.tile.block_m, in_block, unit, group.p.out_dtype)
+    rows = (group.rows("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
     total = ops.splat(0.0, 4)
     for first in range(0, round_up(self.p.Dv, mat.K)//mat.unit, mat.groups):
-      for o, do in zip(*[quads(name, first + self.warps.at.h) for name in ("o", "do")]): total = ops.add(total, ops.mul(o, do))
+      quads = [x.load_quads(group.first_row, self.tile.block_m, in_block, first + self.warps.at.h, dtype) for x, dtype in rows]
+      for o, do in zip(*quads): total = ops.add(total, ops.mul(o, do))
     total = sum_over_quad(element_sum(total))
     return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
 

@@ -17,6 +17,10 @@ def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int
   if layout == "thd": return 0, width, heads*width
   return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
+def halves(words:UOp, dtype:str) -> list[UOp]:
+  """A unit of numbers of 16 bits in fp32: two vectors of four."""
+  return [ops.widen_to_float(ops.slice_(words, 2*i, 2), 4, dtype) for i in range(2)]
+
 @dataclass(frozen=True)
 class GlobalRows:
   """The rows of one head of q, k or v in global memory: `base` the flat index of row 0, `stride` the distance of rows, both in elements."""
@@ -72,8 +76,7 @@ class GlobalRows:
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
     """The `part`-th 8 elements of a row of `dtype`, in fp32: two vectors of four."""
     if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
-    words = self.load_units(first, rows, row, part)
-    return [ops.widen_to_float(ops.slice_(words, 2*i, 2), 4, dtype) for i in range(2)]
+    return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
     """The fp32 number that row `first` + `row` is, where rows are single numbers; 0 beyond the last."""
@@ -185,5 +188,11 @@ class ConvertedRows:
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Where `gate` does not hold what is loaded is never stored."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
+  def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
+    """As `GlobalRows.load_floats`, of numbers that are rounded to `dtype`, which is `to`."""
+    return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
+  def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
+    """As `GlobalRows.load_quads`, likewise."""
+    return halves(self.load_units(first, rows, row, part), dtype)
 
 Rows = GlobalRows|ConvertedRows
