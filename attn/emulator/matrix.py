@@ -123,9 +123,11 @@ def warpgroup_operand(a:Array) -> Array:
   return layout.to_matrices(a, 2, lambda x: x).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
-  """c (registers, T) + A B^T in fp32, of fp32 (warpgroups, 64, k) and (warpgroups, n, k)."""
-  layout = Layout("irp wgt -> wrg itp", i=c.shape[0]//4, r=2, p=2, w=4, g=8, t=4)
-  return layout.add_matrices(c, b @ a.swapaxes(1, 2))
+  """c (registers, T) + A B^T in fp32, of fp32 (warpgroups, 64, k) and (warpgroups, n, k). A product for each warp: a BLAS library shares out larger ones
+  over threads, which cost more than they save, above all where other processes have the cores."""
+  layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
+  products = b[:, None] @ a.reshape(groups, 4, 16, k).swapaxes(2, 3)
+  return layout.add_matrices(c, products.reshape(groups*4, n, 16))
 
 _HALF = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)   # every fp16 value
 
@@ -140,7 +142,8 @@ def _fp8() -> Array:
 _FP8 = _fp8()
 
 _WIDEN: dict[str, Callable[[Array], Array]] = {
-  "float16": lambda x: _HALF.take(x.view(np.uint16)), "bfloat16": bf16_to_float,
+  "float16": lambda x: _HALF.take(np.ascontiguousarray(x).view(np.uint16), mode="wrap"),   # every index is there: "wrap" saves numpy looking
+  "bfloat16": bf16_to_float,
   "fp8e4m3fnuz": lambda x: _FP8.take(x.view(np.uint8)),
   "int8": lambda x: x.view(np.int8).astype(np.float64),                              # exact: 16 products below 2^14
   "tfloat32": lambda x: (x.view(np.uint32) & np.uint32(0xffffe000)).view(np.float32),  # mma.tf32 reads the upper 19 bits
