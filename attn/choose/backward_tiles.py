@@ -82,11 +82,13 @@ class WgmmaBackwardCandidate:
   block_n: int
   passes: int = 1
   capped: bool = True      # whether there are registers for a softcap
+  few: int|None = None     # for at most so many queries: of one head, or where keys are owned of all heads that share them
 
-DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80, capped=False), WgmmaBackwardCandidate(64, 3, 64), WgmmaBackwardCandidate(128, 2, 64),
+DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80, capped=False), WgmmaBackwardCandidate(64, 3, 64),
+            WgmmaBackwardCandidate(128, 1, 96, few=64), WgmmaBackwardCandidate(128, 2, 64),
             WgmmaBackwardCandidate(192, 2, 48), WgmmaBackwardCandidate(256, 2, 32))
-DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 2, 64), WgmmaBackwardCandidate(192, 2, 48, passes=2),
-              WgmmaBackwardCandidate(256, 2, 32, passes=2))
+DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 1, 32, few=64), WgmmaBackwardCandidate(128, 2, 64),
+              WgmmaBackwardCandidate(192, 2, 48, passes=2), WgmmaBackwardCandidate(256, 2, 32, passes=2))
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile
 
@@ -114,7 +116,8 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
 
 def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], rows:int, keys:bool) -> WgmmaBackwardTile:
   """As `_chosen`; every problem has one."""
-  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.capped or not p.softcap))
+  queries = p.Sq*(p.H//p.Hkv) if keys else p.Sq
+  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.capped or not p.softcap) and (c.few is None or queries <= c.few))
   return WgmmaBackwardTile(MMA[p.dtype], min(c.groups, ceildiv(rows, wgmma.M)), c.block_n, keys, c.passes)
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
