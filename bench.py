@@ -6,7 +6,7 @@ DEV        AMD, CUDA, or EMU::<arch>     B, H, HKV  batch, query heads, key/valu
 DTYPE      float16, bfloat16             OUT_DTYPE  the same or float32                   LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
-ISA        1: bounds from the machine code                                                CSV      a file for the table
+ISA        1: bounds and a prediction, from the machine code                              CSV      a file for the table
 TUNE       1: on a GPU, times every tile that the kernel, with BWD=1 each of the two, may have instead, and keeps the fastest for dispatch in the
            user's cache directory
 COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over a list of shapes
@@ -279,32 +279,42 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 
 # ***** bounds *****
 
-def report_of(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> Report:
-  """The machine code of a kernel of `p`. Raises NoCompiler where there is none."""
+def machine_code(p:Problem, arch:Chip, program:Callable[..., UOp]) -> str:
+  """The assembly text of a kernel of `p`. Raises NoCompiler where there is no compiler."""
   from attn.compilers import clang
-  from attn.isa import report
   q, k, v, o, lse = shapes_of(p)
   tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
   source = render(program(*(UOp.placeholder(shape, FLOATS[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
-  return report.analyse(clang.assembly(source, arch.name), arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M),
-                        queries=tile.q_tiles*tile.matrix.N)
+  return clang.assembly(source, arch.name)
+
+def report_of(text:str, p:Problem, arch:Chip, tile:Tile) -> Report:
+  """The machine code of a kernel of `p`, counted."""
+  from attn.isa import report
+  return report.analyse(text, arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M), queries=tile.q_tiles*tile.matrix.N)
 
 def show_bounds(s:Settings) -> None:
   """What the machine code of the kernel and the chip's data sheet allow."""
   from attn.isa import roofline, table
+  from attn.isa.timing.predict import Division, predict
+  from attn.isa.timing.trips import timing_of
   p, arch = s.problem, device_arch()
   program, tile = single_kernel(p, arch)
   assert isinstance(tile, Tile)
-  found = report_of(p, arch, program, tile)
+  text = machine_code(p, arch, program)
+  found = report_of(text, p, arch, tile)
   console().print(table.brief([found]))
+  keys = found.loop.keys if found.loop is not None else None
+  timing = timing_of(text, arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M)) if keys is not None else None
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
   rows = []
   for chip, card in roofline.rated(arch.name):
     overlapped, serial = (roofline.roofline(p, tile, chip, card, x) for x in use)
     others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, card.name)[:3])
+    predicted = predict(p, timing, Division(tile.block_m, keys), card).tflops if timing is not None and keys is not None else "-"
     rows.append({"chip": card.name, "peak": chip.peak(card), "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
+                 "predicted": predicted,
                  "CUs busy": f"{100*overlapped.balance:.0f}%", "measured by others": others or "nothing for this shape"})
-  show("bound, not measured (TFLOP/s)", rows)
+  show("bound, not measured, and predicted (TFLOP/s)", rows)
 
 # ***** tuning by time *****
 
@@ -323,7 +333,7 @@ def spills(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> bool:
   from attn.compilers.clang import toolchain
   try: toolchain()
   except NoCompiler: return False
-  r = report_of(p, arch, program, tile).resources
+  r = report_of(machine_code(p, arch, program), p, arch, tile).resources
   return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
 
 def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:

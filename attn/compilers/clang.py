@@ -128,7 +128,9 @@ def _fail(arch:str, stderr:str) -> CompileError:
   text = "\n".join(x for x in stderr.splitlines() if not re.match(r"\d+ (warning|error)s? ", x)).strip()
   return CompileError(f"clang cannot compile this for {arch}:\n{text}")
 
-def _undefined(text:str) -> list[str]: return sorted(set(re.findall(r"\b__oc(?:ml|kl)_\w+", text)))
+def _undefined(text:str) -> list[str]:
+  """The functions of ROCm's device library that an assembly text calls; debug information only names those that were inlined."""
+  return sorted(set(re.findall(r"\b__oc(?:ml|kl)_\w+", re.sub(r"(?m)^\s*\.asciz\s.*$", "", text))))
 
 def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> str:
   """The assembly text of a HIP source; `options` are added to clang's command line. CompileError carries clang's words and the source line."""

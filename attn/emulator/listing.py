@@ -67,6 +67,22 @@ class Listing:
     self.source, self.lines = statements(renderer, uops)
     self.python = self._python(uops, name, renderer)
 
+  @classmethod
+  def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
+    """The places of a program that `make` gives the AST of, which is made and lowered here."""
+    made, places = made_with_places(make, _internal)
+    listing = cls.__new__(cls)
+    listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))
+    listing.python = places
+    return listing
+
+  def python_lines(self) -> dict[int, tuple[str, int]]:
+    """For each line of the source, from 1, the line of Python that it comes from, where that is known."""
+    found: dict[int, tuple[str, int]] = {}
+    for u, line in self.lines.items():
+      if line + 1 not in found and (place := self._from(u)) is not None: found[line + 1] = (_relative(place[0]), place[1])
+    return found
+
   @staticmethod
   def _python(uops:list[UOp], name:str, renderer:Any) -> Places:
     for ast, again in reversed(_built.items()):

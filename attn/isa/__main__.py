@@ -16,6 +16,7 @@ with needs("isa", "python -m attn.isa", __name__):
   import click
   from rich.console import Console
   from attn.isa import costs, table
+  from attn.isa.timing import drawing, kernels, tables
 
 class ReportByDefault(click.Group):
   """`python -m attn.isa WHAT` is `python -m attn.isa report WHAT`."""
@@ -129,6 +130,56 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, gradie
   if (lacking := sass.missing()) is not None: click.echo(f"the source alone, for there is {lacking}", err=True)
   else: click.echo(sass.sass(text, spec.arch))
 
+@main.command("time")
+@click.argument("what", nargs=-1)
+@kernel_options
+@click.option("--dv", type=int, help="Head dimension of V in a file, where it differs.")
+@click.option("--kernel", help="The kernel in a file whose name contains this. [default: the one with the most matrix instructions]")
+@click.option("--queries", type=int, help="Queries of a wave, for a file; without them nothing is said of a problem.")
+@click.option("--lds", type=int, help="LDS bytes given at launch, for a file.")
+@click.option("--threads", type=int, help="Threads of a workgroup, for a file.")
+@click.option("--products", default="1,1", show_default=True, callback=lambda _, __, text: _products(text), help="As of report.")
+@click.option("--behind", type=int, help="Waves of a workgroup that begin the loop one barrier behind. [default: found in the text]")
+@click.option("--b", "batch", type=click.IntRange(1), default=4, show_default=True, help="Batch of the problem.")
+@click.option("--h", "heads", type=click.IntRange(1), default=16, show_default=True, help="Query heads.")
+@click.option("--hkv", type=click.IntRange(1), help="Key/value heads. [default: as many]")
+@click.option("--n", "length", type=click.IntRange(1), default=8192, show_default=True, help="Queries and keys.")
+@click.option("--card", help="Only this card. [default: each of the chip whose clock is known]")
+@click.option("--ghz", type=click.FloatRange(0.01), help="Its clock. [default: the card's rated one]")
+@click.option("--top", type=click.IntRange(0), default=12, show_default=True, help="Waits that are listed.")
+@click.option("--lines/--no-lines", default=True, help="The lines of Python behind them, of a kernel of ours.")
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the picture into this file.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="The same, where matplotlib is there.")
+@click.option("--trips", type=click.IntRange(1), default=1, show_default=True, help="Trips in the picture.")
+@click.option("--machine", is_flag=True, help="The model's figures of the chip, with their sources.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None, dv:int|None, kernel:str|None,
+                 queries:int|None, lds:int|None, threads:int|None, products:LoopProducts, behind:int|None, batch:int, heads:int, hkv:int|None,
+                 length:int, card:str|None, ghz:float|None, top:int, lines:bool, svg:Path|None, png:Path|None, trips:int, machine:bool,
+                 as_json:bool) -> None:
+  """Predict what the hot loop of WHAT takes: a .s file, a code object, or a kernel of ours. A prediction, not a measurement."""
+  words = list(what) or _specs(arch, d, dtype, causal, gradient)
+  if len(words) != 1: raise click.UsageError("name one file, one kernel such as gfx942/128/float16/causal, or --arch and --d")
+  problem = kernels.Shape(batch, heads, hkv or heads, length)
+  if Path(words[0]).is_file():
+    if arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: the model is of AMD's chips, {', '.join(MODELLED)}")
+    found = kernels.of_text(_text_of(Path(words[0])), problem, arch, d, dtype=dtype, causal=causal, dv=dv, kernel_name=kernel, queries=queries,
+                            lds=lds, threads=threads, title=Path(words[0]).name, products=products, behind=behind)
+  else:
+    if "/" not in words[0]: raise ValueError(f"{words[0]}: no such file")
+    found = kernels.of_spec(source.Spec.parse(words[0]), problem, lines)
+  predictions = found.on_cards(card, ghz)
+  for path, draw in ((svg, drawing.draw_svg), (png, drawing.draw_png)):
+    if path is not None: draw(found.timing, found.timing.loops[0], path, trips)
+  if as_json:
+    click.echo(json.dumps(tables.timing_json(found.timing, predictions, found.lines), indent=1))
+    return
+  shown = [tables.trips_table(found.timing), *([tables.problem_table(found.title, predictions)] if predictions else []),
+           *(tables.stalls_table(x, top, found.lines) for x in found.timing.loops if top),
+           *([tables.machine_table(found.timing.chip.family)] if machine else [])]
+  Console(width=None if Console().is_terminal else 200).print(*shown)
+  for line in found.timing.unknown: click.echo(line, err=True)
+
 @main.command("costs")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")
 @click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite this file; with --arch its lines of those chips.")
@@ -154,4 +205,5 @@ def version(arch:str) -> None:
 
 if __name__ == "__main__":
   try: main(prog_name="python -m attn.isa")
-  except (ValueError, RuntimeError, NotImplementedError, CompileError) as e: raise SystemExit(f"python -m attn.isa: {e}") from None
+  except (ValueError, RuntimeError, NotImplementedError, CompileError, ModuleNotFoundError) as e:
+    raise SystemExit(f"python -m attn.isa: {e}") from None

@@ -1,13 +1,14 @@
 """What kind of work an AMDGPU instruction is, by its mnemonic."""
 from __future__ import annotations
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Instruction:
   op: str      # mnemonic
   args: str    # operands as written
   text: str    # the whole line, without comments
+  line: int|None = field(default=None, compare=False)   # of the source, where the assembly text says so
 
   @property
   def kind(self) -> str: return kind_of(self.op, self.args)

@@ -35,19 +35,28 @@ def _metadata(text:str) -> dict[str, dict[str, int]]:
     found.setdefault(symbol[1], {}).update({k: int(v[1]) for k in _COUNTS if (v:=re.search(rf"\.{k}:\s+(\d+)", part)) is not None})
   return found
 
-def _instruction(text:str) -> Instruction:
+def _instruction(text:str, line:int|None=None) -> Instruction:
   op, _, args = text.partition(" ")
-  return Instruction(op, args.strip(), text)
+  return Instruction(op, args.strip(), text, line)
+
+def _source_line(text:str) -> int|None:
+  """The line in a .loc directive's comment: of inlined functions that of the outermost call, which comes last."""
+  places = re.findall(r":(\d+):\d+", text.partition(";")[2])
+  return int(places[-1]) if places else None
 
 def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instruction]]:
   functions: dict[str, list[str|Instruction]] = {}
   current: list[str|Instruction]|None = None
+  place: int|None = None
   for line in lines:
+    if line.startswith(("\t.loc", ".Ltmp")):           # where the debugger's lines begin
+      place = _source_line(line) if line.startswith("\t") else place
+      continue
     text = re.split(r";|//", line, maxsplit=1)[0].strip().replace("\t", " ")
     if (m:=_LABEL.match(text)) is not None:
       if m[1] in starts or (not starts and not m[1].startswith(_LOCAL)): current = functions.setdefault(m[1], [])
       if current is not None: current.append(m[1])
-    elif current is not None and re.match(r"[a-z]", text): current.append(_instruction(text))
+    elif current is not None and re.match(r"[a-z]", text): current.append(_instruction(text, place))
   return functions
 
 def _read_dump(lines:list[str]) -> dict[str, list[str|Instruction]]:

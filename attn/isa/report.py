@@ -146,9 +146,9 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   if cu.coissue: busiest = max(matrix, vector + slow + n["matrix"]*cu.matrix_issue, lds)
   else: busiest = max(matrix + vector + transcendentals*cu.valu, slow, lds)   # transcendentals have a unit of their own and take one issue slot
   flops = sum(matrix_shape(x.op)[1] for x in by_kind["matrix"])
-  scores = flops/sum(_flops_of_score(x, d, dv) for x in products) if d else None
+  scores = flops/sum(flops_of_score(x, d, dv) for x in products) if d else None
   share = scores/chip.wave if scores else None
-  needed = _flops_of_score(PRODUCTS[0] if products == PRODUCTS else GRADIENTS, d, dv)*cu.simds/cu.flops if d else 0
+  needed = flops_of_score(PRODUCTS[0] if products == PRODUCTS else GRADIENTS, d, dv)*cu.simds/cu.flops if d else 0
   def per_score(x:float) -> float|None: return x/share if share else None
   return HotLoop(label, len(trip), in_all, n, dict(Counter(x.name.removeprefix("v_") for x in by_kind["matrix"])), _widths(by_kind["lds_read"]),
                  _widths(by_kind["lds_write"]), _widths(by_kind["load"] + by_kind["load_to_lds"]),
@@ -164,7 +164,7 @@ def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
     raise ValueError(f"no kernel named {name!r}: there are {', '.join(k.name for k in kernels)}")
   return found
 
-def _flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 2*(products[0]*d + products[1]*(dv or d))
+def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 2*(products[0]*d + products[1]*(dv or d))
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
@@ -174,17 +174,17 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
   for one in products:
-    same = loops if len(products) == 1 else _with_part(blocks, loops, *(_flops_of_score(x, d or 1, dv) for x in (one, max(products))))
+    same = loops if len(products) == 1 else loops_with_part(blocks, loops, *(flops_of_score(x, d or 1, dv) for x in (one, max(products))))
     if rank >= len(same): return None
     loop = same[rank]
-    path = sorted(loop.body) if every_block else usual_path(blocks, loop, float(_flops_of_score(one, d, dv))*chip.wave if d else 0)
+    path = sorted(loop.body) if every_block else usual_path(blocks, loop, float(flops_of_score(one, d, dv))*chip.wave if d else 0)
     labels += blocks[loop.header].labels
     trip += [x for b in path for x in blocks[b].instructions]
     waits += waits_of([x for b in path_of_waits(blocks, loop, path) for x in blocks[b].instructions], chip)
     in_all += sum(len(blocks[b].instructions) for b in loop.body)
   return " ".join(labels), trip, in_all, len(loops), waits
 
-def _with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
+def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
   """The loops with `part`/`most` of the matrix work of the first one."""
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]

@@ -11,6 +11,7 @@ from attn.choose.dispatch import KERNELS, MATRIX_DTYPES, choose
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
+from attn.emulator.listing import Listing
 from attn.isa.report import PRODUCTS, LoopProducts
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
@@ -19,7 +20,7 @@ from attn.kernels.parts.gradients import PASSES
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile
-from attn.ops.renderers import render
+from attn.ops.renderers import printer_of, render
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS
@@ -82,15 +83,21 @@ def _chip(spec:Spec, llvm:int|None=None) -> Chip:
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)
 
-@functools.cache
-def _text(spec:Spec, kernel:str, tile:AnyTile|AnyBackwardTile) -> str:
+def _ast(spec:Spec, kernel:str, tile:AnyTile|AnyBackwardTile) -> UOp:
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
   if not isinstance(tile, Tile|MmaTile|WgmmaTile):
-    if spec.kernel == "dq": return render(dq_of(p, arch, tile)(*_placeholders(dq_arguments(p))), spec.arch)
-    return render(dkdv_of(p, arch, tile)(*_placeholders(dkdv_arguments(p))), spec.arch)
+    if spec.kernel == "dq": return dq_of(p, arch, tile)(*_placeholders(dq_arguments(p)))
+    return dkdv_of(p, arch, tile)(*_placeholders(dkdv_arguments(p)))
   program = KERNELS[kernel].program
   assert program is not None
-  return render(program(p, arch, tile)(*_placeholders(p.shapes)), spec.arch)
+  return program(p, arch, tile)(*_placeholders(p.shapes))
+
+@functools.cache
+def _text(spec:Spec, kernel:str, tile:AnyTile|AnyBackwardTile) -> str: return render(_ast(spec, kernel, tile), spec.arch)
+
+def python_lines(spec:Spec) -> dict[int, tuple[str, int]]:
+  """For each line of a kernel's source the file and line of Python that it comes from, where that is known."""
+  return Listing.of(lambda: _ast(spec, *chosen(spec)), printer_of(spec.arch)).python_lines()
 
 def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
   """The kernel and tile that dispatch chooses for the clang of reports, or for this release of LLVM."""

@@ -117,11 +117,14 @@ class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
 
 def for_wgmma(compiler:Any, arch:str) -> Any: return type(compiler)("sm_90a", ptx=compiler.ptx) if arch == "sm_90" else compiler
 
+def printer_of(arch:str) -> OperationsPrinter:
+  """What prints kernels for `arch`, as HIP (gfx...) or CUDA (sm_...)."""
+  if arch.startswith("sm_"): return OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
+  return OperationsHIPTextRenderer(Target("AMD", "HIPCC", arch))
+
 def render(sink:UOp, arch:str) -> str:
   """The HIP (gfx...) or CUDA (sm_...) source of a kernel's AST for `arch`; needs no compiler and no GPU."""
-  renderer: OperationsPrinter
-  if arch.startswith("sm_"): renderer = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
-  else: renderer = OperationsHIPTextRenderer(Target("AMD", "HIPCC", arch))
+  renderer = printer_of(arch)
   return renderer.render(lower(sink, renderer))
 
 def adapt(devices:str|tuple[str, ...]|None) -> None:

@@ -1,0 +1,173 @@
+"""The addresses of LDS that a wave's lanes use, from the integer instructions before the loop, and in how many cycles the banks serve them.
+
+Each instruction is followed for all lanes of a wave at once. What comes from memory, or from an instruction that isn't known here, is unknown, and so
+is what is computed from it. An unknown scalar counts as 0: added to every lane's address it only turns the banks round.
+"""
+from __future__ import annotations
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+import numpy as np
+from numpy.typing import NDArray
+from attn.chips import Chip
+from attn.emulator.banks import BankCounter
+from attn.isa.instruction import Instruction, access_bytes
+from attn.isa.timing.steps import registers, uses
+
+LaneValues = NDArray[Any]
+_WORD = 0xffffffff
+
+def _signed(x:LaneValues) -> LaneValues: return (x & _WORD ^ 0x80000000) - 0x80000000
+def _field(x:LaneValues, first:LaneValues, width:LaneValues) -> LaneValues: return x >> (first & 31) & ((1 << (width & 31)) - 1)
+def _perm(a:LaneValues, b:LaneValues, select:LaneValues) -> LaneValues:
+  both, found = a << 32 | b, np.zeros_like(a + b + select)
+  for i in range(4): found = found | (both >> 8*np.minimum(select >> 8*i & 255, 7) & 255) << 8*i
+  return found
+
+# the integer instructions of addresses, by mnemonics without sizes and encodings; of scalars as of vectors
+INTEGER_OPERATIONS: dict[str, Callable[..., LaneValues]] = {
+  "mov": lambda a: a, "add": lambda a, b: a + b, "add_nc": lambda a, b: a + b, "sub": lambda a, b: a - b, "sub_nc": lambda a, b: a - b,
+  "subrev": lambda a, b: b - a, "subrev_nc": lambda a, b: b - a, "add_co": lambda a, b: a + b,
+  "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "not": lambda a: ~a, "xnor": lambda a, b: ~(a ^ b),
+  "lshlrev": lambda a, b: b << (a & 31), "lshrrev": lambda a, b: b >> (a & 31), "ashrrev": lambda a, b: _signed(b) >> (a & 31),
+  "lshl": lambda a, b: a << (b & 31), "lshr": lambda a, b: a >> (b & 31), "ashr": lambda a, b: _signed(a) >> (b & 31),
+  "lshl_add": lambda a, b, c: (a << (b & 31)) + c, "add_lshl": lambda a, b, c: a + b << (c & 31), "lshl_or": lambda a, b, c: a << (b & 31) | c,
+  "and_or": lambda a, b, c: a & b | c, "or3": lambda a, b, c: a | b | c, "add3": lambda a, b, c: a + b + c, "xad": lambda a, b, c: (a ^ b) + c,
+  "xor3": lambda a, b, c: a ^ b ^ c, "bfe": _field, "bfi": lambda a, b, c: a & b | ~a & c, "perm": _perm,
+  "mul_u32_u24": lambda a, b: (a & 0xffffff)*(b & 0xffffff), "mul_i32_i24": lambda a, b: (a & 0xffffff)*(b & 0xffffff), "mul_lo": lambda a, b: a*b,
+  "mad_u32_u24": lambda a, b, c: (a & 0xffffff)*(b & 0xffffff) + c, "mul": lambda a, b: a*b, "mulk": lambda a, b: a*b,
+  "min": np.minimum, "max": np.maximum, "andn2": lambda a, b: a & ~b, "and_not1": lambda a, b: a & ~b, "bfrev": lambda a: a*0, "movk": lambda a: a,
+  "lshl1_add": lambda a, b: (a << 1) + b, "lshl2_add": lambda a, b: (a << 2) + b, "lshl3_add": lambda a, b: (a << 3) + b,
+}
+COMPARISONS: dict[str, Callable[[LaneValues, LaneValues], LaneValues]] = {
+  "lt": np.less, "gt": np.greater, "le": np.less_equal, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal, "lg": np.not_equal}
+
+_OF_MASKS = ("s_and_b", "s_or_b", "s_andn2_b", "s_and_not1_b", "s_mov_b", "s_xor_b")
+
+def _name(op:str) -> str:
+  name = re.sub(r"^[vs]_", "", re.sub(r"_(e32|e64|vi|gfx\w+)$", "", op))
+  return name if name in INTEGER_OPERATIONS else re.sub(r"_(lo_)?[ubi](16|32|64)(_u32)?$", "", name)
+
+class WaveState:
+  """What a wave's registers hold, as far as it is followed: an array of its lanes for vectors and masks, a number for scalars; others are unknown."""
+  def __init__(self, chip:Chip, wave:int, two_dimensional:bool):
+    self.chip, lanes = chip, np.arange(chip.wave, dtype=np.int64)
+    # the workgroup's lanes: of one dimension, or (lane, wave) packed by ten bits each
+    self.values: dict[str, LaneValues] = {"v0": lanes | wave << 10 if two_dimensional else lanes + wave*chip.wave}
+    self.masks: dict[str, LaneValues] = {"exec": np.ones(chip.wave, bool)}
+
+  def _operand(self, text:str) -> LaneValues|None:
+    named = registers(text)
+    if named: return self.values.get(named[0]) if named[0][0] == "v" and named[0] != "vcc" else self.values.get(named[0], np.asarray(0))
+    try: return np.asarray(int(text, 0) & _WORD)
+    except ValueError: return None
+
+  def _mask(self, text:str) -> LaneValues|None:
+    if text == "-1": return np.ones(self.chip.wave, bool)
+    return self.masks.get(named[0]) if (named := registers(text)) else None
+
+  def follow(self, x:Instruction) -> None:
+    """The effect of one instruction."""
+    for half in x.text.split("::"):
+      op, _, args = half.strip().replace("v_dual_", "v_", 1).partition(" ")
+      self._follow(Instruction(op, args.strip(), half.strip()))
+
+  def _follow(self, x:Instruction) -> None:
+    parts = [a.strip() for a in re.split(r",(?![^\[]*\])", x.args)]
+    writes, _ = uses(x)
+    result = mask = None
+    if x.op.startswith("v_cmp"): mask = self._comparison(x, parts)
+    elif "saveexec" in x.op: self._saveexec(x, parts)
+    elif x.op.startswith(_OF_MASKS) and any(self._mask(p) is not None for p in parts[1:]):
+      mask = self._mask_operation(x.op, parts[1:])
+    elif x.op.startswith("v_cndmask"): result = self._select(parts)
+    elif x.op.startswith("v_bitop3_b32"): result = self._bits_of_three(x, parts)
+    elif x.op.startswith("v_mbcnt"): result = self._lanes_below(x.op, parts)
+    elif x.op.startswith("v_readfirstlane") and (value := self._operand(parts[1])) is not None: result = np.asarray(np.ravel(value)[0])
+    elif (operation := INTEGER_OPERATIONS.get(_name(x.op))) is not None and x.op[0] in "vs":
+      values = [self._operand(p) for p in parts[(2 if "_co_" in x.op else 1):]]
+      if x.op.startswith("s_mulk") or x.op.startswith("s_addk"): values = [self._operand(parts[0]), *values]
+      if all(v is not None for v in values):
+        try: result = operation(*values) & _WORD
+        except (TypeError, ValueError): result = None
+    if "saveexec" in x.op: return
+    for r in writes:
+      self.values.pop(r, None)
+      self.masks.pop(r, None)
+    if not writes: return
+    if mask is not None: self.masks[writes[0]] = mask
+    elif result is not None: self.values[writes[0]] = result
+
+  def _comparison(self, x:Instruction, parts:list[str]) -> LaneValues|None:
+    m = re.match(r"v_cmpx?_(\w\w)_([ui])(?:16|32)", x.op)
+    named = len(parts) == 3
+    values = [self._operand(p) for p in (parts[1:] if named else parts)]
+    if m is None or m[1] not in COMPARISONS or any(v is None for v in values): return None
+    a, b = (_signed(np.asarray(v)) if m[2] == "i" else np.asarray(v) for v in values)
+    return np.broadcast_to(COMPARISONS[m[1]](a, b), self.chip.wave)
+
+  def _saveexec(self, x:Instruction, parts:list[str]) -> None:
+    before, given = self.masks.get("exec"), self._mask(parts[1])
+    for r in registers(parts[0]): self.values.pop(r, None)
+    if before is not None: self.masks[registers(parts[0])[0]] = before
+    after = before & given if before is not None and given is not None and x.op.startswith("s_and_save") else None
+    if after is not None: self.masks["exec"] = after
+    else: self.masks.pop("exec", None)
+
+  def _mask_operation(self, op:str, parts:list[str]) -> LaneValues|None:
+    found = [self._mask(p) for p in parts]
+    if op.startswith("s_mov"): return found[0]
+    a, b = found
+    if op.startswith("s_or"): return a if b is None else b if a is None else a | b     # exec is given back what was taken from it
+    if a is None or b is None: return None
+    return a & b if op.startswith("s_and_b") else a ^ b if op.startswith("s_xor") else a & ~b
+
+  def _select(self, parts:list[str]) -> LaneValues|None:
+    no, yes, mask = self._operand(parts[1]), self._operand(parts[2]), self._mask(parts[3] if len(parts) > 3 else "vcc")
+    return None if no is None or yes is None or mask is None else np.where(mask, yes, no)
+
+  def _bits_of_three(self, x:Instruction, parts:list[str]) -> LaneValues|None:
+    """v_bitop3: bit 4a + 2b + c of its table for the bits a, b, c of its operands."""
+    a, b, c = (self._operand(p.split()[0]) for p in parts[1:4])
+    found = re.search(r"bitop3:(\w+)", x.args)
+    if a is None or b is None or c is None or found is None: return None
+    result, table = a & b & c & 0, int(found[1], 0)
+    for i in (i for i in range(8) if table >> i & 1):
+      result = result | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return result & _WORD
+
+  def _lanes_below(self, op:str, parts:list[str]) -> LaneValues|None:
+    before = self._operand(parts[2])
+    lanes, half = np.arange(self.chip.wave), self.chip.wave > 32 and "_hi_" in op
+    if before is None or parts[1] != "-1": return None
+    return before + (np.maximum(lanes - 32, 0) if half else np.minimum(lanes, 32) if self.chip.wave > 32 else lanes if "_lo_" in op else 0)
+
+  @property
+  def known_active(self) -> bool:
+    """Whether it is known that some lane is active."""
+    return (mask := self.masks.get("exec")) is not None and bool(mask.any())
+
+  def bank_cycles(self, x:Instruction) -> int|None:
+    """What the banks take for an access to LDS; None where an address is not known."""
+    if x.kind not in ("lds_read", "lds_write"): return None
+    parts = [a.strip() for a in re.split(r",(?![^\[]*\])", x.args)]
+    address = self._operand(parts[0 if x.kind == "lds_write" else 1].split()[0])
+    if address is None: return None
+    offsets = {name: int(number, 0) for name, number in re.findall(r"(offset[01]?):(\w+)", x.args)}
+    nbytes, twice = access_bytes(x.op), re.search(r"read2|write2|_2addr", x.op) is not None
+    each = nbytes//2 if twice else nbytes
+    scale = (64 if "st64" in x.op or "stride64" in x.op else 1)*each
+    starts = [scale*offsets.get("offset0", 0), scale*offsets.get("offset1", 0)] if twice else [offsets.get("offset", 0)]
+    counter = BankCounter(self.chip.family, self.chip.wave)
+    lanes = np.broadcast_to(address, self.chip.wave)
+    active = self.masks.get("exec")
+    for start in starts: counter.count("", x.kind == "lds_read", lanes + start, each, None if active is None or not active.any() else active)
+    return sum(use.cycles for use in counter.uses.values())
+
+def bank_cycles_of(trip:Sequence[Instruction], state:WaveState) -> list[int|None]:
+  """For each instruction of a trip what the banks take for it, with the registers as they are before the trip."""
+  found = []
+  for x in trip:
+    found.append(state.bank_cycles(x))
+    state.follow(x)
+  return found

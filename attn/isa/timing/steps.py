@@ -1,0 +1,228 @@
+"""An instruction as what stepping needs of it: the unit that it takes and for how long, the earlier instructions that it waits for, and the cycles
+after which others may use its result.
+
+A trip is a straight line that repeats, so what an instruction waits for is known beforehand: an instruction so many before it, in this trip or the
+one before, and how many cycles after that one's issue. What a load brings is not waited for by its registers but by s_waitcnt, as on the machine.
+"""
+from __future__ import annotations
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from attn.chips import Chip
+from attn.isa.instruction import Instruction, access_bytes, matrix_shape
+from attn.isa.timing.machine import MACHINE_OF, Machine
+from attn.isa.waits import COUNTERS, raised_by, waited_for
+
+class Pipe(IntEnum):
+  """What issues an instruction: each one a turn at most."""
+  VECTOR, MATRIX, TRANSCENDENTAL, SCALAR, LDS, MEMORY, BRANCH, NONE = range(8)
+
+_UNIT_OF_KIND = {
+  "matrix": Pipe.MATRIX, "exp": Pipe.TRANSCENDENTAL, "transcendental": Pipe.TRANSCENDENTAL, "valu": Pipe.VECTOR, "packed": Pipe.VECTOR,
+  "dual": Pipe.VECTOR, "acc_move": Pipe.VECTOR, "lane": Pipe.VECTOR, "salu": Pipe.SCALAR, "scalar_load": Pipe.SCALAR, "hint": Pipe.NONE,
+  "lds_read": Pipe.LDS, "lds_write": Pipe.LDS, "lds_permute": Pipe.LDS, "lds_other": Pipe.LDS, "load": Pipe.MEMORY, "store": Pipe.MEMORY,
+  "load_to_lds": Pipe.MEMORY, "scratch": Pipe.MEMORY, "memory_other": Pipe.MEMORY, "branch": Pipe.BRANCH, "wait": Pipe.NONE, "barrier": Pipe.NONE,
+  "nop": Pipe.NONE, "other": Pipe.NONE}
+
+@dataclass(frozen=True)
+class Dependence:
+  """An earlier instruction's result, for which an instruction waits."""
+  back: int       # how many instructions earlier that one is
+  latency: int    # from its issue
+  register: str   # one of those that it waits for
+
+@dataclass
+class TripStep:
+  """One instruction of a trip."""
+  instruction: Instruction
+  unit: Pipe
+  hold: int = 0                    # cycles of vector issue, or of its unit, that it takes
+  matrix: int = 0                  # cycles of the matrix unit
+  alone: bool = False              # packed fp32 where that excludes the matrix unit
+  needs: list[Dependence] = field(default_factory=list)
+  awaits: list[int] = field(default_factory=list)      # accesses to memory or LDS, as instructions before this one, that have to be done
+  pause: int = 1                   # cycles until the wave's next instruction
+  transfer: int = 0                # cycles of an LDS port, or of the path to memory
+  banks: int = 0                   # cycles of LDS' banks
+  latency: int = 0                 # of an access, beyond its transfer
+  priority: int|None = None        # s_setprio's
+  arrives: bool = False            # at a barrier
+  waits_for_all: bool = False      # at a barrier
+
+# ***** registers *****
+
+_REGISTER = re.compile(r"\b(ttmp|[vas])\[(\d+)(?::(\d+))?\]|\b([vas])(\d+)\b|\b(vcc|exec|m0|scc)(?:_lo|_hi)?\b", re.I)
+
+def registers(operand:str) -> list[str]:
+  """The registers that an operand names: v[2:3] is v2 and v3."""
+  found = []
+  for m in _REGISTER.finditer(operand):
+    if m[6]: found.append(m[6].lower())
+    elif m[4]: found.append(m[4] + m[5])
+    else: found += [f"{m[1]}{i}" for i in range(int(m[2]), int(m[3] or m[2]) + 1)]
+  return found
+
+def _operands(args:str) -> list[str]:
+  """Operands as written, split at commas that are in no brackets."""
+  return [x.strip() for x in re.split(r",(?![^\[\(]*[\]\)])", args)] if args else []
+
+_READS_TOO = re.compile(r"v_(fmac|dot\w*c_|dot2acc|pk_fmac|mac_|smfmac|swmmac|mad\w*c_|cvt_sr|cvt_scalef32_sr|accvgpr_mov)|_sdwa|v_writelane|d16_hi|"
+                        r"row_|quad_perm")
+_NO_SCC = ("s_mov", "s_load", "s_mul", "s_cbranch", "s_branch", "s_nop", "s_cselect", "s_pack", "s_getpc", "s_buffer", "s_set", "s_barrier", "s_wait",
+           "s_delay", "s_clause")    # scalar instructions that leave scc as it is
+_SWAPS = re.compile(r"v_(swap|permlane\d+_swap)")
+_TWO_RESULTS = re.compile(r"v_(add|sub|subrev|addc|subb)\w*_co_|v_mad_[ui]64|v_div_scale")
+_NO_RESULT = re.compile(r"s_(cmp|bitcmp|cbranch|branch|wait|barrier|nop|setprio|sched|sleep|endpgm|delay|clause|set|icache|dcache|code_end|trap)|"
+                        r"ds_(write|store)|(buffer|global|flat|scratch)_(store|atomic)|(buffer|global)_(inv|wb|gl)")
+
+def _half_uses(op:str, args:str) -> tuple[list[str], list[str]]:
+  operands = [registers(x) for x in _operands(args)]
+  if _NO_RESULT.match(op): writes, reads = list[str](), [r for x in operands for r in x]
+  elif "v_cmpx" in op: writes, reads = ["exec"], [r for x in operands for r in x]
+  else:
+    results = 2 if _SWAPS.match(op) or _TWO_RESULTS.match(op) else 1
+    writes = [r for x in operands[:results] for r in x]
+    reads = [r for x in operands[results:] for r in x]
+    if _SWAPS.match(op) or _READS_TOO.search(op) or _READS_TOO.search(args): reads += writes
+    if op.startswith("v_cmp") and op.endswith("_e32") and "vcc" not in writes: writes, reads = ["vcc"], reads + writes
+  if op.startswith("s_") and not op.startswith(_NO_SCC): writes.append("scc")
+  if re.match(r"s_(cbranch_scc|cselect|addc|subb|cmov)", op): reads.append("scc")
+  if op.startswith("s_cbranch_vcc"): reads.append("vcc")
+  if op.startswith("s_cbranch_exec"): reads.append("exec")
+  if "saveexec" in op: writes.append("exec")
+  return writes, reads
+
+def uses(x:Instruction) -> tuple[list[str], list[str]]:
+  """(registers that an instruction writes, those that it reads); both instructions of a pair that issues together."""
+  writes, reads = list[str](), list[str]()
+  for half in x.text.split("::"):
+    op, _, args = half.strip().replace("v_dual_", "v_", 1).partition(" ")
+    w, r = _half_uses(op, args)
+    writes, reads = writes + w, reads + r
+  return writes, reads
+
+# ***** latencies *****
+
+_SLOW = re.compile(r"v_(mul_lo_[ui]32|mul_hi_[ui]32|mad_[ui]64|mul_[ui]32$|mul_f64|fma_f64|add_f64)")
+_PACKED_FP32 = re.compile(r"v_pk_(fma|mul|add)_f32")
+_DOT = re.compile(r"v_dot")
+
+def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
+
+def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
+  """From the issue of a producer, which takes the matrix unit for `cycles`, to that of what uses its result, `as_sum` if that only adds to it."""
+  unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
+  if unit == Pipe.MATRIX:
+    if user == Pipe.MATRIX and as_sum: return cycles + (m.matrix_sum.value if cycles <= 8 else 0)
+    return cycles + m.matrix.value
+  if unit == Pipe.SCALAR: return m.scalar.value
+  if unit not in (Pipe.VECTOR, Pipe.TRANSCENDENTAL): return 0
+  if user in (Pipe.SCALAR, Pipe.BRANCH): return m.vector_to_scalar.value
+  if unit == Pipe.TRANSCENDENTAL: return m.transcendental.value
+  if _DOT.match(producer.op) and not (as_sum and _DOT.match(consumer.op)): return m.dot.value
+  if user == Pipe.MATRIX: return m.vector_to_matrix.value
+  return m.vector.value + (m.slow.value - 4//m.turn.value if _is_slow(producer) and m.turn.value == 1 else 0)
+
+def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
+  """Cycles of the matrix unit; of a shape that the chip's row doesn't have, those of its peak rate."""
+  shape, flops = matrix_shape(x.op)
+  return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/chip.pipes.flops)))
+
+def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
+  """What each instruction of a trip that is not the first waits for: for each register that it reads the last instruction that wrote it."""
+  machine, written = MACHINE_OF[chip.family], dict[str, int]()
+  found: list[list[Dependence]] = []
+  used = [uses(x) for x in trip]
+  for now in range(2*len(trip)):
+    x, (writes, reads) = trip[now % len(trip)], used[now % len(trip)]
+    last = set(registers(_operands(x.args)[3])) if x.kind == "matrix" and len(_operands(x.args)) > 3 else set()
+    if _DOT.match(x.op): last = set(writes) if "dot2c" in x.op or "acc" in x.op else set(registers((_operands(x.args) + [""]*4)[3]))
+    needs: dict[int, Dependence] = {}
+    for r in reads:
+      if (at := written.get(r)) is None: continue
+      producer = trip[at % len(trip)]
+      cycles = matrix_cycles_of(producer, chip) if producer.kind == "matrix" else 0
+      latency = _latency(producer, cycles, x, r in last, machine)
+      if latency and (at not in needs or needs[at].latency < latency): needs[at] = Dependence(now - at, latency, r)
+    if now >= len(trip): found.append(list(needs.values()))
+    for r in writes: written[r] = now
+  return found
+
+# ***** accesses *****
+
+def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
+  """For each instruction of a trip that is not among the first, how many instructions earlier the accesses are that it waits for: those of s_waitcnt,
+  and of an access those without which its counter would overflow."""
+  counters, found = COUNTERS[chip.family], list[list[int]]()
+  under_way: dict[str, list[int]] = {}
+  for now in range(3*len(trip)):
+    x, waits = trip[now % len(trip)], list[int]()
+    limits = waited_for(x, counters) if x.kind == "wait" else {name: counters.most.get(name, 63) - 1 for name in raised_by(x, counters)}
+    for name, most in limits.items():
+      pending = under_way.get(name, [])
+      left = max(0, len(pending) - most)
+      waits += pending[:left]
+      under_way[name] = pending[left:]
+    for name in raised_by(x, counters): under_way.setdefault(name, []).append(now)
+    if now >= 2*len(trip): found.append([now - at for at in waits])
+  return found
+
+# ***** the steps of a trip *****
+
+def _pause_of_nop(x:Instruction, step:int) -> int:
+  number = int(m[0], 0) if (m := re.match(r"(0x)?[0-9a-f]+", x.args)) is not None else 0
+  if x.op == "s_nop": return (number + 1)*step
+  return 64*number + step if x.op == "s_sleep" else step
+
+def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep:
+  cu, kind = chip.pipes, x.kind
+  step = TripStep(x, _UNIT_OF_KIND[kind], pause=m.step.value)
+  if step.unit == Pipe.MATRIX:
+    step.matrix = matrix_cycles_of(x, chip)
+    step.hold = cu.matrix_issue if cu.coissue else step.matrix
+  elif step.unit == Pipe.TRANSCENDENTAL: step.hold = cu.trans
+  elif step.unit == Pipe.VECTOR:
+    step.hold = m.slow.value if _is_slow(x) else cu.valu
+    step.alone = bool(m.packed_alone.value) and _PACKED_FP32.match(x.op) is not None
+  elif step.unit == Pipe.LDS:
+    moved, ports = max(4, access_bytes(x.op))*chip.wave, m.lds_ports.value
+    writes = kind == "lds_write"
+    rate = (cu.lds_write if writes else cu.lds_read)//ports
+    least = -(-moved//(cu.lds_write if writes else cu.lds_read))
+    step.banks = bank_cycles if bank_cycles is not None else least
+    step.transfer = max(-(-moved//rate) + (m.lds_address.value if writes or kind == "lds_permute" else 0), step.banks)
+    step.latency = m.permute.value if kind == "lds_permute" else m.lds.value
+  elif step.unit == Pipe.MEMORY:
+    step.transfer = -(-access_bytes(x.op)*chip.wave//m.memory_bytes.value)
+    step.latency = m.memory.value + (m.lds_load.value if kind == "load_to_lds" else 0)
+    if kind == "load_to_lds": step.banks = -(-access_bytes(x.op)*chip.wave//cu.lds_write)
+    if kind == "memory_other": step.transfer = step.latency = 1
+  elif kind == "scalar_load": step.latency = m.scalar_load.value
+  elif kind == "nop": step.pause = _pause_of_nop(x, m.step.value)
+  elif kind == "barrier":
+    step.arrives, step.waits_for_all = not x.op.startswith("s_barrier_wait"), "signal" not in x.op
+  elif x.op == "s_setprio": step.priority = int(x.args, 0)
+  return step
+
+def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
+  """The steps of a trip. `bank_cycles` are those of LDS for each instruction, None where its addresses are not known; `taken` says of each whether it
+  is a branch that is taken."""
+  machine, steps = MACHINE_OF[chip.family], list[TripStep]()
+  for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):
+    step = _step(x, chip, machine, banks)
+    step.needs, step.awaits = needs, waits
+    if step.unit == Pipe.BRANCH: step.pause = machine.taken.value if jumps else machine.passed.value
+    steps.append(step)
+  return steps
+
+_KNOWN = re.compile(r"[vs]_|ds_|buffer_|global_|flat_|scratch_")
+
+def unknown(trip:Sequence[Instruction], chip:Chip) -> Iterator[str]:
+  """The instructions that the model has no figures for, with what they are taken for."""
+  for (op, kind), n in Counter((x.op, x.kind) for x in trip).items():
+    if not _KNOWN.match(op) or kind == "other": yield f"{op} ({n}): not known, taken for one that takes its place in the order and nothing else"
+    elif kind == "matrix" and matrix_shape(op)[0] not in chip.pipes.matrix:
+      yield f"{op} ({n}): a shape without published cycles, taken for one at the chip's peak rate"
+    elif kind in ("lds_other", "memory_other"): yield f"{op} ({n}): taken for an access of {access_bytes(op)} bytes a lane"

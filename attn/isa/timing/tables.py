@@ -1,0 +1,66 @@
+"""A prediction as tables: what a trip takes, what a problem takes on each card, and what is waited for, by instruction and by line."""
+from __future__ import annotations
+from collections.abc import Mapping, Sequence
+from typing import Any
+from rich.table import Table
+from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
+from attn.isa.timing.predict import Prediction
+from attn.isa.timing.trips import LoopTiming, Timing
+
+PythonLines = Mapping[int, tuple[str, int]]    # line of the source -> file and line of Python
+
+def trips_table(timing:Timing) -> Table:
+  """One column a loop."""
+  table = Table("predicted, not measured", *(f"{timing.name}\n{x.label}" for x in timing.loops))
+  for name, values in _rows(timing): table.add_row(name, *values)
+  return table
+
+def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
+  def each(f:Any) -> list[str]: return [f(x) for x in timing.loops]
+  again = [""]*(len(timing.loops) - 1)
+  return [
+    ("cycles of a trip", each(lambda x: f"{x.cycles:.0f}")),
+    ("matrix unit in use", each(lambda x: f"{100*x.matrix_use:.1f}%")),
+    ("instructions of a trip", each(lambda x: str(len(x.steps)))),
+    ("trips measured, after", each(lambda x: f"{len(x.run.starts[0]) - 1 - x.run.first}, {x.run.first}")),
+    ("bank conflicts, cycles of a workgroup", each(lambda x: f"{x.conflicts}" + f", {x.unknown_addresses} accesses of a wave not known"*
+                                                   bool(x.unknown_addresses))),
+    ("waves of a workgroup", [str(timing.waves) + (f", {timing.behind} of them a barrier behind" if timing.behind else ""), *again]),
+    ("workgroups on a compute unit" + (" pair" if timing.whole_processor else ""), [str(timing.groups), *again]),
+    ("cycles before and after the loops", [str(timing.edges), *again])]
+
+def problem_table(title:str, found:Sequence[Prediction]) -> Table:
+  """One line a card and clock."""
+  table = Table("card", "GHz", "trips of a workgroup", "ms", "limit", "TFLOP/s", title=f"{title}: predicted, not measured")
+  for x in found:
+    limit = "memory" if x.memory_seconds > x.compute_seconds else "compute"
+    table.add_row(x.card.name, f"{x.ghz:.2f}", f"{x.trips:.1f}", f"{1e3*x.seconds:.3f}", limit, f"{x.tflops:.0f}")
+  return table
+
+def stalls_table(loop:LoopTiming, most:int, lines:PythonLines) -> Table:
+  """The waits of a trip by what they cost, each with the line that it is from."""
+  table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in a trip, in cycles (predicted)")
+  for x in loop.stalls[:most]:
+    table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, place_of(x.step.instruction.line, lines))
+  return table
+
+def place_of(line:int|None, lines:PythonLines) -> str:
+  """The line of Python behind a line of the source, or that one."""
+  if line is None: return ""
+  return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
+
+def machine_table(family:str) -> Table:
+  """The figures of a family, each with its source."""
+  table = Table("figure", "value", "source", title=f"{family}: cycles, or bytes a cycle")
+  for name, (value, origin) in figures_of(MACHINE_OF[family]).items(): table.add_row(name, str(value), ORIGINS.get(origin, ASSUMED))
+  return table
+
+def timing_json(timing:Timing, found:Sequence[Prediction], lines:PythonLines) -> dict[str, Any]:
+  """Everything of a prediction but the issues themselves."""
+  return {"name": timing.name, "arch": timing.chip.name, "cycles": timing.cycles, "matrix_use": timing.matrix_use, "groups": timing.groups,
+          "waves": timing.waves, "behind": timing.behind, "edges": timing.edges, "unknown": list(timing.unknown),
+          "loops": [{"label": x.label, "cycles": x.cycles, "matrix_use": x.matrix_use, "conflicts": x.conflicts,
+                     "unknown_addresses": x.unknown_addresses,
+                     "stalls": [{"instruction": s.step.instruction.text, "cycles": s.cycles, "idle": s.idle, "why": s.why,
+                                 "line": place_of(s.step.instruction.line, lines)} for s in x.stalls]} for x in timing.loops],
+          "problems": [{"card": x.card.name, "ghz": x.ghz, "seconds": x.seconds, "tflops": x.tflops} for x in found]}

@@ -1,0 +1,243 @@
+"""A kernel's hot loop as the waves of a compute unit walk through it, and what a trip takes: the way from assembly text to a prediction in cycles."""
+from __future__ import annotations
+import math, re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from attn.chips import Chip, modelled
+from attn.isa.flow import Block, Loop, blocks_of, matrix_loops, usual_path, way_inside
+from attn.isa.instruction import Instruction, access_bytes, matrix_shape
+from attn.isa.parse import Kernel, parse
+from attn.isa.report import PRODUCTS, LoopProducts, Resources, flops_of_score, loops_with_part, pick_kernel, resources_of
+from attn.isa.timing.addresses import WaveState, bank_cycles_of
+from attn.isa.timing.steps import Pipe, TripStep, trip_steps, unknown
+from attn.isa.timing.waves import Run, Wave, step_waves
+
+WARM, MEASURED = 2, 4      # trips before those that are measured, and those
+MOST_ISSUES = 60000        # instructions that are stepped, about: fewer trips of a long loop
+
+@dataclass(frozen=True)
+class Stall:
+  """What waves wait for at one instruction, in the mean of a wave's trip."""
+  step: TripStep
+  cycles: float      # that it is issued later than the instruction before allowed
+  idle: float        # of those the ones in which the SIMD's matrix unit had nothing to do
+  why: str           # most of it: "access", "result", "unit", "barrier"
+
+@dataclass(frozen=True)
+class LoopTiming:
+  """What a trip of one loop takes."""
+  label: str
+  cycles: float                    # of a trip of all the waves there are
+  matrix_use: float                # of it the share in which the matrix unit is in use
+  scores: float|None               # elements of S that a wave computes in a trip, where the head dimension is known
+  steps: tuple[TripStep, ...]          # of a trip of the first wave
+  stalls: tuple[Stall, ...]        # the most costly first
+  run: Run
+  conflicts: int                   # cycles that bank conflicts add to a trip of the waves of a workgroup
+  unknown_addresses: int           # accesses of a trip of a wave to LDS whose addresses are not known: taken to be without conflicts
+
+@dataclass(frozen=True)
+class Timing:
+  """What a kernel takes."""
+  name: str
+  chip: Chip
+  resources: Resources
+  waves: int                       # of a workgroup
+  groups: int                      # workgroups on a compute unit
+  whole_processor: bool            # RDNA: a workgroup has both compute units of a pair
+  behind: int                      # waves of a workgroup that begin the loop one barrier behind the others
+  loops: tuple[LoopTiming, ...]
+  edges: int                       # cycles of a workgroup before and after its loops
+  unknown: tuple[str, ...] = field(default=())
+  @property
+  def cycles(self) -> float:
+    """Of a trip of every loop."""
+    return sum(x.cycles for x in self.loops)
+  @property
+  def matrix_use(self) -> float: return sum(x.matrix_use*x.cycles for x in self.loops)/self.cycles
+
+# ***** paths *****
+
+def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
+  """A way from one block to another, which is not in it, that falls through wherever it can; empty where there is none."""
+  def reaches(b:int, seen:set[int]) -> bool:
+    stack, seen = [b], set(seen)
+    while stack:
+      if (x := stack.pop()) == last: return True
+      if x in seen or x in avoid: continue
+      seen.add(x)
+      stack += blocks[x].successors
+    return False
+  way, b = list[int](), first
+  while b != last:
+    if b in way or b in avoid: return []
+    way.append(b)
+    onward = sorted(blocks[b].successors, key=lambda s: s != b + 1)
+    following = next((s for s in onward if reaches(s, set(way))), None)
+    if following is None: return []
+    b = following
+  return way
+
+def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
+  """A wave's trip: the usual path, with the blocks that waves without an active lane jump over if it is known that this one has some."""
+  path = list[int]()
+  for b, after in zip(usual, [*usual[1:], loop.header]):
+    path.append(b)
+    for x in blocks[b].instructions: state.follow(x)
+    jumps = bool(blocks[b].instructions) and blocks[b].instructions[-1].op == "s_cbranch_execz"
+    if jumps and b + 1 in loop.body and b + 1 != after and state.known_active:
+      for side in way_inside(blocks, loop, b + 1, after):
+        path.append(side)
+        for x in blocks[side].instructions: state.follow(x)
+  return path
+
+def _instructions(blocks:Sequence[Block], path:Sequence[int]) -> list[Instruction]: return [x for b in path for x in blocks[b].instructions]
+
+def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool]:
+  """Of each instruction of a path whether it is a branch that is taken; a `closed` one returns to its beginning."""
+  found = list[bool]()
+  for b, after in zip(path, [*path[1:], path[0] if closed else -1]):
+    found += [False]*len(blocks[b].instructions)
+    if found and blocks[b].instructions and after != -1 and after != b + 1: found[-1] = True
+  return found
+
+# ***** workgroups *****
+
+def _waves_of_a_group(resources:Resources, chip:Chip) -> int:
+  if resources.threads is None: raise ValueError("the text doesn't say how many threads a workgroup has: give --threads")
+  return -(-resources.threads//chip.wave)
+
+def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> int:
+  limits = [x for x in (resources.waves_by_registers, resources.waves_by_lds) if x is not None]
+  room = math.floor(min(limits, default=chip.pipes.max_waves)*simds + 1e-9)
+  return max(1, room//waves)
+
+def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
+  """Waves of a workgroup that come to a barrier before the loop that others jump over: a block with nothing else that matters, behind a branch. As
+  those kernels have it, half of them."""
+  return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
+                         b + 1 in blocks[b].successors for b in prologue) else 0
+
+def _only_a_barrier(block:Block) -> bool:
+  kinds = [x.kind for x in block.instructions]
+  return "barrier" in kinds and all(k in ("barrier", "wait", "hint", "nop", "branch") for k in kinds)
+
+# ***** timing *****
+
+def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
+  """What the waves that take the first one's path wait for, by instruction."""
+  same = [i for i, w in enumerate(found.waves) if w.steps is found.waves[0].steps or len(w.steps) == len(steps)]
+  sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+  reasons: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+  busy = [_Busy(x) for x in found.matrix]
+  trips = sum(len(found.starts[i]) - 1 - found.first for i in same)
+  for x in found.issues:
+    if x.wave not in same or x.at <= x.since: continue
+    sums[x.step][0] += x.at - x.since
+    sums[x.step][1] += busy[found.waves[x.wave].simd].idle(x.since, x.at)
+    reasons[x.step][x.why] += x.at - x.since
+  rows = [Stall(steps[i], a/trips, b/trips, max(reasons[i], key=lambda r: reasons[i][r])) for i, (a, b) in sums.items()]
+  return tuple(sorted(rows, key=lambda s: (-s.idle, -s.cycles)))
+
+class _Busy:
+  """When a unit is in use, to be asked how long it isn't between two cycles."""
+  def __init__(self, intervals:Sequence[tuple[int, int]]):
+    self.starts, self.ends, self.sums = list[int](), list[int](), [0]
+    for a, b in intervals:
+      if self.ends and a < self.ends[-1]: a = self.ends[-1]
+      if b <= a: continue
+      self.starts.append(a)
+      self.ends.append(b)
+      self.sums.append(self.sums[-1] + b - a)
+  def _until(self, t:int) -> int:
+    i = bisect_right(self.starts, t)
+    return self.sums[i] - max(0, self.ends[i - 1] - t) if i else 0
+  def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
+
+def _use(found:Run) -> float:
+  """The share of cycles in which the matrix units are in use, while every wave is in the trips that are measured."""
+  begin, end = max(x[found.first] for x in found.starts), min(x[-1] for x in found.starts)
+  used = [_Busy(x) for x in found.matrix]
+  return sum(1 - u.idle(begin, end)/(end - begin) for u in used)/len(used) if end > begin else 0.0
+
+def _loop_timing(blocks:Sequence[Block], loop:Loop, products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
+                 d:int|None, dv:int|None) -> LoopTiming:
+  """What a trip of a loop takes, with so many (workgroups, waves of one, SIMDs, waves behind)."""
+  groups, waves, simds, behind = shape
+  usual = usual_path(blocks, loop, float(flops_of_score(products, d, dv))*chip.wave if d else 0)
+  two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))
+  before = _instructions(blocks, _way(blocks, 0, loop.header, set()))
+  programs: dict[tuple[tuple[int, ...], tuple[int|None, ...]], list[TripStep]] = {}
+  mine, conflicts, unknowns = list[list[TripStep]](), 0, 0
+  for wave in range(waves):
+    state, again = (WaveState(chip, wave, two) for _ in range(2))
+    for x in before:
+      state.follow(x)
+      again.follow(x)
+    path = tuple(_path_of_wave(blocks, loop, usual, state))
+    trip = _instructions(blocks, path)
+    banks = tuple(bank_cycles_of(trip, again))
+    if (path, banks) not in programs: programs[path, banks] = trip_steps(trip, chip, banks, _taken(blocks, path, True))
+    mine.append(programs[path, banks])
+    without = _without_conflicts(trip, chip)
+    conflicts += sum(b - free for b, free in zip(banks, without) if b is not None and free is not None)
+    if wave == 0: unknowns = sum(x.unit == Pipe.LDS and b is None and x.instruction.kind != "lds_permute" for x, b in zip(mine[0], banks))
+  all_waves = [Wave(g, i % simds, mine[i], behind=behind > 0 and i >= waves - behind) for g in range(groups) for i in range(waves)]
+  longest = sum(len(w.steps) for w in all_waves)
+  measured = max(1, min(MEASURED, MOST_ISSUES//longest - WARM))
+  warm = WARM if longest*(WARM + measured) <= MOST_ISSUES else 1
+  apart = sum(x.hold for x in mine[0])//groups if groups > 1 else 0
+  found = step_waves(all_waves, chip, warm + measured, warm, apart)
+  steps = tuple(mine[0])
+  flops = sum(matrix_shape(x.instruction.op)[1] for x in steps if x.instruction.kind == "matrix")
+  scores = flops/flops_of_score(products, d, dv) if d else None
+  return LoopTiming(" ".join(blocks[loop.header].labels), found.cycles, _use(found), scores, steps, _stalls(found, steps), found, conflicts, unknowns)
+
+def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
+  """For each access to LDS the cycles that its banks take without a conflict."""
+  rate = {"lds_read": chip.pipes.lds_read, "lds_write": chip.pipes.lds_write}
+  return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
+
+def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, simds:int) -> int:
+  """Cycles of a workgroup by itself from its beginning to the first loop, and from the last one to its end."""
+  first, last = loops[0], loops[-1]
+  out = next((s for b in sorted(last.body) for s in blocks[b].successors if s not in last.body), None)
+  ends = [i for i, b in enumerate(blocks) if b.instructions and b.instructions[-1].op.startswith("s_endpgm")]
+  parts = [_way(blocks, 0, first.header, set())]
+  if out is not None:
+    after = [w + [e] for e in ends if (w := _way(blocks, out, e, last.body)) or out == e]
+    parts += sorted(after, key=len)[-1:]
+  total = 0
+  for path in parts:
+    trip = _instructions(blocks, path)
+    if not trip: continue
+    steps = trip_steps(trip, chip, [None]*len(trip), _taken(blocks, path, False))
+    found = step_waves([Wave(0, i % simds, steps) for i in range(waves)], chip, 1)
+    total += max(x[1] for x in found.starts)
+  return total
+
+def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, lds:int|None=None, threads:int|None=None,
+              title:str|None=None, products:LoopProducts=PRODUCTS, behind:int|None=None, rank:int=0) -> Timing:
+  """What the hot loop of a kernel in an assembly text takes. `d` and `dv` are the head dimensions as the kernel computes them, `products` says what
+  its loops compute, `behind` how many waves of a workgroup begin it one barrier behind the others (found in the text where it is not given). Raises
+  ValueError for a text without a loop that holds matrix instructions, and where it isn't known how many threads a workgroup has."""
+  kernel = pick_kernel(parse(text, arch), kernel_name)
+  if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
+  chip = modelled(re.split(r"[:+-]", kernel.arch)[0])
+  blocks = blocks_of(kernel.code)
+  loops = matrix_loops(blocks)
+  if len(loops) <= rank: raise ValueError(f"{kernel.name}: there is no loop with matrix instructions in it" + (f" of rank {rank}" if rank else ""))
+  resources = resources_of(kernel, chip, lds, threads)
+  waves = _waves_of_a_group(resources, chip)
+  modes = (kernel.metadata.get(name, 0) for name in ("workgroup_processor_mode", "amdhsa_workgroup_processor_mode"))
+  whole = any(modes) and not chip.pipes.coissue
+  simds = chip.pipes.simds*(2 if whole else 1)
+  groups = _groups_of_a_unit(resources, chip, waves, simds)
+  if len(products) == 1: chosen = [loops[rank]]
+  else: chosen = [loops_with_part(blocks, loops, *(flops_of_score(x, d or 1, dv) for x in (one, max(products))))[rank] for one in products]
+  lag = behind if behind is not None else _behind(blocks, _way(blocks, 0, chosen[0].header, set()), waves)
+  timed = tuple(_loop_timing(blocks, loop, one, kernel, chip, (groups, waves, simds, lag), d, dv) for loop, one in zip(chosen, products))
+  names = tuple(dict.fromkeys(line for x in timed for line in unknown([s.instruction for s in x.steps], chip)))
+  return Timing(title or kernel.name, chip, resources, waves, groups, whole, lag, timed, _edges(blocks, chosen, chip, waves, simds), names)

@@ -1,0 +1,175 @@
+"""The waves of a compute unit, stepped through their trips together: which issues what at which cycle, and why not earlier.
+
+An event is an instruction's issue. A wave's next instruction can be issued when the one before is far enough back, the results that it needs are
+there and the accesses that it waits for are done; then its unit has to be free, at a turn of its SIMD. Of the waves that could go at the same
+cycle the one with the highest priority goes, then the oldest; of SIMDs that want LDS or memory the one that has waited longest. Units are taken from
+issue on, LDS and memory by what is moved, in the order of issue.
+"""
+from __future__ import annotations
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from attn.chips import Chip
+from attn.isa.timing.machine import MACHINE_OF
+from attn.isa.timing.steps import Pipe, TripStep
+
+SHARED = (Pipe.LDS, Pipe.MEMORY)     # units of a compute unit
+LATE = 1 << 40                       # later than any cycle: what orders waves of several SIMDs comes before what orders those of one
+EXTRA = 2      # trips that a wave makes beyond those it has to, while others are not as far
+
+# why an instruction was not issued as soon as the one before it allowed
+ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
+
+@dataclass(frozen=True)
+class Wave:
+  """One wave of those that are stepped."""
+  group: int                 # its workgroup
+  simd: int
+  steps: Sequence[TripStep]      # of its trip
+  behind: bool = False       # begins behind one more barrier than the others of its workgroup
+
+@dataclass(frozen=True)
+class Issue:
+  """An instruction's issue."""
+  wave: int
+  trip: int
+  step: int
+  since: int        # when the instruction before it allowed it
+  at: int           # when it was issued
+  end: int          # of what it holds of its unit, or of its access
+  why: str          # what it waited for between `since` and `at`: of those above, or nothing
+
+@dataclass
+class Run:
+  """What stepping gives."""
+  waves: Sequence[Wave]
+  issues: list[Issue]                                    # of the trips from `first` on
+  starts: list[list[int]]                                # for each wave when each of its trips began
+  first: int                                             # the trip from which on things are measured
+  matrix: list[list[tuple[int, int]]] = field(default_factory=list)     # for each SIMD when its matrix unit was in use
+
+  @property
+  def cycles(self) -> float:
+    """Cycles of a trip, of all waves' trips from `first` on."""
+    return sum((x[-1] - x[self.first])/(len(x) - 1 - self.first) for x in self.starts)/len(self.starts)
+
+class _Groups:
+  """The barriers of each workgroup."""
+  def __init__(self, waves:Sequence[Wave]):
+    self.members = {g: [i for i, w in enumerate(waves) if w.group == g] for g in {w.group for w in waves}}
+    self.arrived = [0]*len(waves)
+    self.complete: dict[tuple[int, int], int] = {}      # (workgroup, which barrier) -> when its last wave arrived
+    self.parked: dict[int, int] = {}                    # wave -> the barrier that it waits at
+  def arrive(self, wave:int, group:int, now:int) -> list[int]:
+    """The waves that a wave's arrival sets free."""
+    self.arrived[wave] += 1
+    nth = self.arrived[wave]
+    if min(self.arrived[i] for i in self.members[group]) < nth: return []
+    self.complete[group, nth] = now
+    return [i for i in self.members[group] if self.parked.get(i) == nth]
+
+def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0) -> Run:
+  """Steps the waves until each has made so many trips; those of the trips from `first` on are kept. Workgroups begin `apart` cycles after another."""
+  m, cu = MACHINE_OF[chip.family], chip.pipes
+  simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
+  beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value
+  vector, matrix, slow = [0]*simds, [0]*simds, [0]*simds     # when each SIMD's units are free
+  packed = [False]*simds                                     # whether packed fp32 was the last on the matrix unit
+  slots = {unit: [0]*simds for unit in (Pipe.SCALAR, Pipe.BRANCH, Pipe.LDS, Pipe.MEMORY)}
+  units = -(-simds//cu.simds)                                # compute units: two where a workgroup has a pair of them
+  port, banks, memory = [0]*(ports*units), [0]*units, [0]*units
+  queue = m.memory_queue.value*1024//m.memory_bytes.value
+  groups = _Groups(waves)
+  issued: list[list[int]] = [[] for _ in waves]              # the cycle of each issue of a wave
+  done: list[list[int]] = [[] for _ in waves]                # and when what it accesses is there
+  free, priority, position = [w.group*apart for w in waves], [0]*len(waves), [0]*len(waves)
+  released: dict[int, int] = {}                              # wave -> when its barrier was complete
+  result = Run(waves, [], [[] for _ in waves], first, [[] for _ in range(simds)])
+  heap: list[tuple[int, int, int, int]] = []
+  for i, w in enumerate(waves):
+    if w.behind:
+      groups.arrive(i, w.group, 0)
+      groups.parked[i] = 1
+    else: heapq.heappush(heap, (free[i], 0, i, i))
+  unfinished = len(waves)
+  while unfinished and heap:
+    key, _, _, i = heapq.heappop(heap)
+    w, own, times = waves[i], free[i], issued[i]
+    n = position[i]
+    trip, at = divmod(n, len(w.steps))
+    x, simd, unit = w.steps[at], w.simd, w.steps[at].unit
+    cu_of, now, why = simd//cu.simds, own, ""
+    # what it needs
+    if (t := released.get(i, 0)) > now: now, why = t, BARRIER
+    for need in x.needs:
+      if n >= need.back and (t := times[n - need.back] + need.latency) > now: now, why = t, RESULT
+    for back in x.awaits:
+      if n >= back and (t := done[i][n - back]) > now: now, why = t, ACCESS
+    # its unit
+    if unit == Pipe.NONE: ready = now
+    elif unit == Pipe.VECTOR:
+      ready = max(now, vector[simd])
+      if x.alone: ready = max(ready, matrix[simd] + (0 if packed[simd] else drain))
+    elif unit == Pipe.MATRIX: ready = max(now, vector[simd], matrix[simd])
+    elif unit == Pipe.TRANSCENDENTAL: ready = max(now, vector[simd], slow[simd] if beside else 0)
+    else:
+      ready = max(now, slots[unit][simd])
+    if turn > 1: ready += (simd - ready) % turn
+    order = i
+    if unit in SHARED:       # not at a turn: those of all SIMDs can go when there is room
+      ready = max(ready, port[simd*ports//cu.simds] - m.lds_queue.value if unit == Pipe.LDS else memory[cu_of] - queue)
+      order = (times[-1] if times else 0) - LATE
+    if ready > key:
+      heapq.heappush(heap, (ready, -priority[i], order, i))
+      continue
+    if unit != Pipe.NONE and ready - turn >= now and ready - now > now - own: why = BUSY
+    # it is issued
+    now, end = ready, ready
+    if at == 0:
+      if trip <= trips: result.starts[i].append(now)
+      if trip == trips: unfinished -= 1
+      if trip == trips + EXTRA: continue
+    if unit == Pipe.VECTOR:
+      end = vector[simd] = now + x.hold
+      if x.alone: matrix[simd], packed[simd] = end, True
+    elif unit == Pipe.MATRIX:
+      vector[simd], end, packed[simd] = now + x.hold, now + x.matrix, False
+      matrix[simd] = end
+      if trip >= first: result.matrix[simd].append((now, end))
+    elif unit == Pipe.TRANSCENDENTAL:
+      end = now + x.hold
+      if beside: vector[simd], slow[simd] = now + cu.valu, end
+      else: vector[simd] = end
+    elif unit != Pipe.NONE:
+      slots[unit][simd] = now + turn
+      if unit == Pipe.LDS:
+        p = simd*ports//cu.simds
+        start = max(now, port[p], banks[cu_of] - x.transfer)
+        port[p] = start + x.transfer
+        banks[cu_of] = max(banks[cu_of], start) + x.banks
+        end = max(port[p], banks[cu_of]) + x.latency
+      elif unit == Pipe.MEMORY:
+        start = max(now, memory[cu_of])
+        memory[cu_of] = start + x.transfer
+        end = start + x.transfer + x.latency
+        if x.banks: banks[cu_of] = max(banks[cu_of], now) + x.banks
+      elif x.latency: end = now + x.latency
+    times.append(now)
+    done[i].append(end)
+    if trip >= first: result.issues.append(Issue(i, trip, at, own, now, end, why))
+    if x.priority is not None: priority[i] = x.priority
+    free[i], position[i] = now + x.pause, n + 1
+    if x.arrives:
+      for other in groups.arrive(i, w.group, now):
+        del groups.parked[other]
+        released[other] = now + barrier
+        heapq.heappush(heap, (free[other], -priority[other], other, other))
+    if x.waits_for_all:
+      nth = groups.arrived[i]
+      if (w.group, nth) not in groups.complete:
+        groups.parked[i] = nth
+        continue
+      released[i] = groups.complete[w.group, nth] + barrier
+    heapq.heappush(heap, (free[i], -priority[i], i, i))
+  if unfinished: raise RuntimeError("the waves wait for each other: a barrier that not all of them come to")
+  return result

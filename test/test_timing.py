@@ -1,0 +1,194 @@
+"""The model that steps through machine code, on sequences whose cycles follow from its sources: what was measured on a MI308X (pyhip's documents),
+the calculator's cycles, LLVM's latencies. The expected numbers were worked out by hand before the model was run."""
+from __future__ import annotations
+import json, re
+import xml.etree.ElementTree as ElementTree
+import pytest
+from click.testing import CliRunner
+from attn.chips import CHIPS, get_chip
+from attn.isa import source
+from attn.isa.__main__ import main
+from attn.isa.parse import parse
+from attn.isa.timing.drawing import svg_of
+from attn.isa.timing.kernels import Shape, of_spec
+from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
+from attn.isa.timing.predict import Division, predict, trips_of_blocks
+from attn.isa.timing.steps import TripStep, trip_steps, unknown, uses
+from attn.isa.timing.trips import timing_of
+from attn.isa.timing.waves import Wave, step_waves
+from attn.problem import Problem
+
+def instructions(text:str, arch:str):
+  return parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
+
+def steps(text:str, arch:str, banks:int|None=None) -> list[TripStep]:
+  trip = instructions(text, arch)
+  return trip_steps(trip, get_chip(arch), [banks]*len(trip), [False]*len(trip))
+
+def cycles(arch:str, *texts:str, simds:list[int]|None=None, banks:int|None=None, group:bool=False) -> float:
+  """Cycles of a trip of waves with these bodies, on one SIMD or on those given, each wave a workgroup or all of them one."""
+  waves = [Wave(0 if group else i, (simds or [0]*len(texts))[i], steps(text, arch, banks)) for i, text in enumerate(texts)]
+  return step_waves(waves, CHIPS[arch], 12, 4).cycles
+
+MFMA = "v_mfma_f32_16x16x16_bf16 v[{0}:{1}], v[40:41], v[42:43], v[{0}:{1}]\n"
+def mfmas(n:int) -> str: return "".join(MFMA.format(4*(i % 4), 4*(i % 4) + 3) for i in range(n))
+def adds(n:int, first:int=100) -> str: return "".join(f"v_add_f32_e32 v{first + i % 4}, v90, v91\n" for i in range(n))
+EXP, PACKED = "v_exp_f32_e32 v60, v61\n", "v_pk_mul_f32 v[70:71], v[72:73], v[74:75]\n"
+
+# ***** issue: measured on gfx942 *****
+
+@pytest.mark.parametrize("body, measured", [
+  (mfmas(1), 16), (mfmas(1) + adds(1), 16), (mfmas(1) + adds(2), 16), (mfmas(1) + adds(3), 16), (mfmas(1) + adds(4), 20),
+  (mfmas(1) + EXP, 20), (mfmas(1) + 2*EXP, 36), (mfmas(1) + 3*EXP, 52), (mfmas(1) + PACKED, 28), (mfmas(1) + 2*PACKED, 32), (mfmas(1) + 3*PACKED, 36),
+  (EXP + adds(1), 20), (2*EXP, 32), (EXP + PACKED, 20), (adds(4), 16), (PACKED, 4), (mfmas(2) + adds(3) + EXP, 48)])
+def test_what_was_measured_on_cdna3(body:str, measured:int) -> None:
+  assert cycles("gfx942", body) == measured
+
+def test_the_same_of_two_waves() -> None:
+  """One wave's vector work runs beside the other's matrix work: 32 x 16 cycles each, and 3 vector instructions beside each MFMA at most."""
+  assert cycles("gfx942", mfmas(8), adds(24)) <= 130
+  assert cycles("gfx942", mfmas(8)) == 128 and cycles("gfx942", adds(24)) == 96
+
+# ***** dependences *****
+
+@pytest.mark.parametrize("arch, body, expected", [
+  ("gfx942", 8*"v_add_f32_e32 v1, v1, v2\n", 32), ("gfx1100", 8*"v_add_f32_e32 v1, v1, v2\n", 40), ("gfx1100", adds(8), 8), ("gfx1201", adds(8), 8),
+  # transcendentals: LLVM's 10 cycles, one in 4
+  ("gfx1100", 2*"v_exp_f32_e32 v1, v1\n", 20), ("gfx1100", 2*EXP, 8),
+  # a sum follows at once, another use 16 cycles after the 32 of the unit, and the next MFMA a step later
+  ("gfx942", 2*"v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]\n", 64),
+  ("gfx942", "v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], 0\nv_add_f32_e32 v60, v0, v1\n", 52),
+  ("gfx950", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47], 0\nv_add_f32_e32 v60, v0, v1\n", 56),
+  ("gfx942", "v_add_f32_e32 v1, v2, v3\ns_nop 3\n", 20), ("gfx1100", "v_add_f32_e32 v1, v2, v3\ns_nop 3\n", 5),
+  # WMMA is on the vector ALU's issue; transcendentals run beside the next one
+  ("gfx1100", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]\n" + adds(4), 36),
+  ("gfx1100", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]\n" + 4*EXP, 45),
+  ("gfx1201", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:11], v[16:19], v[0:7]\n" + adds(4), 20)])
+def test_dependences(arch:str, body:str, expected:int) -> None:
+  assert cycles(arch, body) == expected
+
+@pytest.mark.parametrize("text, writes, reads", [
+  ("v_mfma_f32_4x4x4_16b_f16 v[0:3], v[4:5], v[6:7], 0", {"v0", "v1", "v2", "v3"}, {"v4", "v5", "v6", "v7"}),
+  ("v_dual_fmac_f32 v0, v1, v2 :: v_dual_mov_b32 v3, v4", {"v0", "v3"}, {"v0", "v1", "v2", "v4"}),
+  ("v_dot2c_f32_f16_e32 v1, v2, v3", {"v1"}, {"v1", "v2", "v3"}), ("v_cmp_gt_f32_e32 v1, v2", {"vcc"}, {"v1", "v2"}),
+  ("v_cmp_gt_f32_e64 s[0:1], v1, v2", {"s0", "s1"}, {"v1", "v2"}), ("ds_read_b64 v[0:1], v2 offset:8", {"v0", "v1"}, {"v2"}),
+  ("ds_write_b64 v2, v[0:1]", set(), {"v0", "v1", "v2"}), ("buffer_store_dword v1, v2, s[0:3], 0 offen", set(), {"v1", "v2", "s0", "s1", "s2", "s3"}),
+  ("v_permlane32_swap_b32_e32 v1, v2", {"v1", "v2"}, {"v1", "v2"}), ("v_add_co_u32 v0, vcc, v1, v2", {"v0", "vcc"}, {"v1", "v2"}),
+  ("s_and_saveexec_b64 s[2:3], vcc", {"s2", "s3", "scc", "exec"}, {"vcc"}), ("s_cbranch_scc1 .LBB0_1", set(), {"scc"}),
+  ("v_cvt_f16_f32_e64 v193.h, v232", {"v193"}, {"v232"})])
+def test_uses(text:str, writes:set[str], reads:set[str]) -> None:
+  found = uses(instructions(text, "gfx942")[0])
+  assert (set(found[0]), set(found[1])) == (writes, reads)
+
+# ***** accesses *****
+
+@pytest.mark.parametrize("body, banks, expected", [
+  ("ds_read_b128 v[0:3], v4\ns_waitcnt lgkmcnt(0)\n", None, 68), ("ds_read_b32 v0, v4\ns_waitcnt lgkmcnt(0)\n", None, 56),   # 64 and 52, and a step
+  (8*"ds_read_b128 v[0:3], v4\n", None, 128), (8*"ds_read_b32 v0, v4\n", None, 32), (8*"ds_read_b32 v0, v4\n", 64, 512),    # 16, 4; 64 in one bank
+  ("buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen\ns_waitcnt vmcnt(0)\n", None, 672),     # 650 and 16 of transfer, at its turn, and a step
+  (8*"buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen\n", None, 128)])
+def test_accesses_of_a_wave_on_cdna3(body:str, banks:int|None, expected:int) -> None:
+  assert cycles("gfx942", body, banks=banks) == expected
+
+def test_a_load_that_is_under_way_long_enough_costs_nothing() -> None:
+  early = "ds_read_b128 v[0:3], v4\n" + adds(20) + "s_waitcnt lgkmcnt(0)\n"
+  assert cycles("gfx942", early) == 4 + 80 + 4
+
+def test_simds_share_the_ports_of_lds() -> None:
+  """Each of the two ports serves two SIMDs with 64 bytes a cycle: 8 reads of 1 KB take 128 cycles of it."""
+  body = 8*"ds_read_b128 v[0:3], v4\n"
+  assert cycles("gfx942", body, body, simds=[0, 2]) == 128 and cycles("gfx942", body, body, simds=[0, 1]) == 256
+  assert cycles("gfx942", *[body]*4, simds=[0, 1, 2, 3]) == 256 and cycles("gfx950", *[body]*4, simds=[0, 1, 2, 3]) == 128
+
+def test_a_barrier_waits_for_the_last_wave() -> None:
+  """50 instructions of 4 cycles, the barrier's arrival at the 200th cycle, 8 more until the next one."""
+  assert cycles("gfx942", adds(50) + "s_barrier\n", adds(10) + "s_barrier\n", simds=[0, 1], group=True) == 208
+  signal = "s_barrier_signal -1\n"
+  wait = "s_barrier_wait -1\n"
+  assert cycles("gfx1201", adds(50) + signal + wait, adds(10) + signal + adds(10) + wait, simds=[0, 1], group=True) == 58
+
+def test_priority_decides_who_goes_first() -> None:
+  body = "s_setprio {0}\n" + adds(40)
+  found = step_waves([Wave(0, 0, steps(body.format(0), "gfx942")), Wave(1, 0, steps(body.format(1), "gfx942"))], CHIPS["gfx942"], 3)
+  assert found.starts[1][-1] < found.starts[0][2]
+
+def test_waves_that_wait_for_each_other_are_an_error() -> None:
+  with pytest.raises(RuntimeError, match="wait for each other"):
+    step_waves([Wave(0, 0, steps("s_barrier\n", "gfx942")), Wave(0, 1, steps(adds(1), "gfx942"))], CHIPS["gfx942"], 3)
+
+# ***** kernels *****
+
+LOOP = "\n".join(["s_mov_b32 s0, 0", "{before}", ".LBB0_1:", "v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]", "{inside}",
+                  "s_add_i32 s0, s0, 1", "s_cmp_lt_i32 s0, 9", "s_cbranch_scc1 .LBB0_1", "s_endpgm"])
+
+def kernel(before:str="s_nop 0", inside:str="s_nop 0", arch:str="gfx942", threads:int=256) -> str:
+  body = LOOP.format(before=before, inside=inside)
+  return (f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{body}\n.type k,@function\n.amdhsa_kernel k\n.amdhsa_next_free_vgpr 128\n"
+          f".amdhsa_accum_offset 128\n.end_amdhsa_kernel\namdhsa.kernels:\n  - .max_flat_workgroup_size: {threads}\n    .symbol: k.kd\n")
+
+@pytest.mark.parametrize("shift, expected", [(2, 0), (3, 2*4 - 2*4 + 4*2), (7, 4*(64 - 2))])
+def test_bank_conflicts_from_the_addresses(shift:int, expected:int) -> None:
+  """LaneValues 4 bytes apart meet in no bank, 8 bytes apart two by two (2 cycles more an access and wave), 128 bytes apart all of them."""
+  found = timing_of(kernel(f"v_lshlrev_b32_e32 v50, {shift}, v0", "ds_read_b32 v51, v50\ns_waitcnt lgkmcnt(0)"))
+  assert found.loops[0].conflicts == expected and found.loops[0].unknown_addresses == 0
+
+def test_an_address_that_is_loaded_is_not_known() -> None:
+  found = timing_of(kernel("global_load_dword v50, v0, s[2:3]\ns_waitcnt vmcnt(0)", "ds_read_b32 v51, v50\ns_waitcnt lgkmcnt(0)"))
+  assert found.loops[0].unknown_addresses == 1
+
+def test_waves_that_are_a_barrier_behind_are_found() -> None:
+  found = timing_of(kernel("v_readfirstlane_b32 s9, v0\ns_cmp_lt_i32 s9, 256\ns_cbranch_scc1 .LBB0_9\ns_barrier\n.LBB0_9:", "s_barrier", threads=512))
+  assert found.behind == 4 and found.waves == 8
+  assert timing_of(kernel("s_barrier", "s_barrier", threads=512)).behind == 0
+
+def test_trips_of_causal_problems() -> None:
+  p = Problem(1, 4, 2, 256, 256, 64, 64, window=(-1, 0), softmax_scale=0.125)
+  assert trips_of_blocks(p, Division(64, 32)) == [2, 4, 6, 8] and trips_of_blocks(p, Division(64, 32, keys=True)) == [16, 12, 8, 4]
+
+def test_a_problem_takes_its_trips_and_edges() -> None:
+  """304 workgroups on 304 compute units, one after another: 8 trips and the edges at 2.1 GHz."""
+  timing, card = timing_of(kernel()), next(c for c in CHIPS["gfx942"].cards if c.name == "MI300X")
+  p = Problem(1, 304*timing.groups, 304*timing.groups, 128, 256, 64, 64, softmax_scale=0.125)
+  found = predict(p, timing, Division(128, 32), card)
+  assert found.compute_seconds*2.1e9 == pytest.approx(8*timing.cycles + timing.edges/timing.groups, abs=2)
+  assert predict(p, timing, Division(128, 32), card, 1.05).compute_seconds == pytest.approx(2*found.compute_seconds)
+
+# ***** data and errors *****
+
+def test_each_figure_has_a_source() -> None:
+  for machine in MACHINE_OF.values():
+    assert all(figure.origin in (*ORIGINS, ASSUMED) for figure in figures_of(machine).values())
+  assert {chip.family for chip in CHIPS.values() if chip.unit.pipes is not None} == set(MACHINE_OF)
+
+def test_an_instruction_that_is_not_known_is_named() -> None:
+  text = "x_strange_thing v0, v1\nv_mfma_f32_8x8x99_f16 v[0:3], v[4:5], v[6:7], 0\nv_add_f32 v0, v1, v2"
+  found = list(unknown(instructions(text, "gfx942"), CHIPS["gfx942"]))
+  assert len(found) == 2 and "x_strange_thing (1): not known" in found[0] and "8x8x99" in found[1] and "peak rate" in found[1]
+
+@pytest.mark.parametrize("text, words", [
+  ("v_add_f32 v0, v1, v2\ns_endpgm", "no loop with matrix instructions"),
+  (LOOP.format(before="s_nop 0", inside="s_nop 0"), "how many threads")])
+def test_errors(text:str, words:str) -> None:
+  with pytest.raises(ValueError, match=words): timing_of(f".amdgcn_target \"amdgcn-amd-amdhsa--gfx942\"\nk:\n{text}\n.type k,@function")
+
+def test_the_command(tmp_path) -> None:
+  path, drawn = tmp_path/"k.s", tmp_path/"k.svg"
+  path.write_text(kernel(inside=adds(8)))
+  options = ["--d", "64", "--queries", "32", "--svg", str(drawn), "--card", "MI300X", "--ghz", "1.5", "--json"]
+  done = CliRunner().invoke(main, ["time", str(path), *options])
+  assert done.exit_code == 0, done.output
+  found = json.loads(done.output)
+  assert found["waves"] == 4 and found["problems"][0]["ghz"] == 1.5 and found["loops"][0]["stalls"]
+  root = ElementTree.parse(drawn).getroot()
+  assert sum("SIMD" in (x.text or "") for x in root.iter()) >= 4
+  assert "cards of gfx942 are MI300X" in str(CliRunner().invoke(main, ["time", str(path), "--card", "RX 580"]).exception)
+
+def test_a_kernel_of_ours_with_its_lines() -> None:
+  """The causal kernel's hot loop: every wait has the line of Python that asks for it or of the source, and the picture shows each wave."""
+  found = of_spec(source.Spec.parse("gfx942/64/float16/causal"), Shape(1, 8, 8, 2048))
+  loop = found.timing.loops[0]
+  assert 0.2 < loop.matrix_use < 1 and loop.unknown_addresses == 0 and not found.timing.unknown
+  lines = {x.step.instruction.line for x in loop.stalls}
+  assert any(line in found.lines and re.match(r"attn/kernels/", found.lines[line][0]) for line in lines)
+  assert svg_of(found.timing, loop, 1).count("SIMD ") == found.timing.waves
+  assert all(x.tflops < CHIPS["gfx942"].peak(x.card) for x in found.on_cards())
