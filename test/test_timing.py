@@ -110,11 +110,11 @@ def test_a_barrier_waits_for_the_last_wave() -> None:
 def test_priority_decides_who_goes_first() -> None:
   body = "s_setprio {0}\n" + adds(40)
   found = step_waves([Wave(0, 0, steps(body.format(0), "gfx942")), Wave(1, 0, steps(body.format(1), "gfx942"))], CHIPS["gfx942"], 3)
-  assert found.starts[1][-1] < found.starts[0][2]
+  assert len(found.starts[1]) > len(found.starts[0])
 
 def test_waves_that_wait_for_each_other_are_an_error() -> None:
   with pytest.raises(RuntimeError, match="wait for each other"):
-    step_waves([Wave(0, 0, steps("s_barrier\n", "gfx942")), Wave(0, 1, steps(adds(1), "gfx942"))], CHIPS["gfx942"], 3)
+    step_waves([Wave(0, i, steps("s_barrier_wait -1\n", "gfx1201")) for i in range(2)], CHIPS["gfx1201"], 3)
 
 # ***** kernels *****
 

@@ -63,15 +63,19 @@ def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
   return []
 
 def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
-  """(name, address, contents) of what the symbol table names in a section."""
+  """(name, address, contents) of what the symbol table names in a section. Kernels written by hand may have no size there: such a one lasts to the next
+  or to the section's end."""
   sections = elf_loader(lib)[1]
   by_name = {s.name: s for s in sections}
   table, names = (by_name[n].content for n in ((".symtab", ".strtab") if ".symtab" in by_name else (".dynsym", ".dynstr")))
-  found, base = [], by_name[section].header.sh_addr
-  for name, _, _, index, value, size in struct.iter_unpack("<IBBHQQ", table):
-    if size and index < len(sections) and sections[index].name == section:
-      found.append((names[name:names.index(b"\0", name)].decode(), value, by_name[section].content[value - base:value - base + size]))
-  return found
+  all_of_it, base = by_name[section].content, by_name[section].header.sh_addr
+  named = [(names[name:names.index(b"\0", name)].decode(), sections[index].name, value, size)
+           for name, _, _, index, value, size in struct.iter_unpack("<IBBHQQ", table) if index < len(sections)]
+  kernels = {name.removesuffix(".kd") for name, *_ in named if name.endswith(".kd")}
+  mine = [(name, value, size) for name, where, value, size in named if where == section and (size or name in kernels)]
+  after = sorted({value for _, value, _ in mine} | {base + len(all_of_it)})
+  ends = {value: after[after.index(value) + 1] for _, value, _ in mine if value != after[-1]}
+  return [(name, value, all_of_it[value - base:(value + size if size else ends[value]) - base]) for name, value, size in mine]
 
 def metadata_text(lib:bytes, chip:Chip) -> str:
   """The counts among the metadata, as clang writes them in assembly text."""

@@ -56,6 +56,12 @@ class WaveState:
     self.values: dict[str, LaneValues] = {"v0": lanes | wave << 10 if two_dimensional else lanes + wave*chip.wave}
     self.masks: dict[str, LaneValues] = {"exec": np.ones(chip.wave, bool)}
 
+  def copy(self) -> WaveState:
+    """What they hold now, to be followed on another way."""
+    other = WaveState.__new__(WaveState)
+    other.chip, other.values, other.masks = self.chip, dict(self.values), dict(self.masks)
+    return other
+
   def _operand(self, text:str) -> LaneValues|None:
     named = registers(text)
     if named: return self.values.get(named[0]) if named[0][0] == "v" and named[0] != "vcc" else self.values.get(named[0], np.asarray(0))

@@ -36,8 +36,8 @@ def _bars(loop:LoopTiming, shown:list[int], begin:int, end:int) -> Iterator[_Bar
     if x.at > x.since and x.why: yield _Bar(row[x.wave], len(LANES), max(begin, x.since), min(end, x.at), WAITS[x.why])
 
 def _window(loop:LoopTiming, trips:int) -> tuple[int, int]:
-  starts = loop.run.starts[0]
-  return starts[loop.run.first], starts[min(loop.run.first + trips, len(starts) - 1)]
+  starts = [x for x in loop.run.starts[0] if x >= loop.run.begin]
+  return (starts[0], starts[min(trips, len(starts) - 1)]) if len(starts) > 1 else (loop.run.begin, loop.run.end)
 
 def _shown(loop:LoopTiming) -> list[int]:
   """The waves of the first workgroup, those of a SIMD beneath each other."""

@@ -203,7 +203,7 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   elif kind == "nop": step.pause = _pause_of_nop(x, m.step.value)
   elif kind == "barrier":
     step.arrives, step.waits_for_all = not x.op.startswith("s_barrier_wait"), "signal" not in x.op
-  elif x.op == "s_setprio": step.priority = int(x.args, 0)
+  elif x.op == "s_setprio": step.priority = int(x.args or "0", 0)     # a disassembly leaves out 0
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:

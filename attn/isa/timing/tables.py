@@ -22,7 +22,7 @@ def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
     ("cycles of a trip", each(lambda x: f"{x.cycles:.0f}")),
     ("matrix unit in use", each(lambda x: f"{100*x.matrix_use:.1f}%")),
     ("instructions of a trip", each(lambda x: str(len(x.steps)))),
-    ("trips measured, after", each(lambda x: f"{len(x.run.starts[0]) - 1 - x.run.first}, {x.run.first}")),
+    ("trips measured, of a wave in the mean", each(lambda x: str(x.run.trips))),
     ("bank conflicts, cycles of a workgroup", each(lambda x: f"{x.conflicts}" + f", {x.unknown_addresses} accesses of a wave not known"*
                                                    bool(x.unknown_addresses))),
     ("waves of a workgroup", [str(timing.waves) + (f", {timing.behind} of them a barrier behind" if timing.behind else ""), *again]),

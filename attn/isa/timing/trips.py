@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from attn.chips import Chip, modelled
-from attn.isa.flow import Block, Loop, blocks_of, matrix_loops, usual_path, way_inside
+from attn.isa.flow import Block, Loop, blocks_of, loops_of, matrix_loops, usual_path, way_inside
 from attn.isa.instruction import Instruction, access_bytes, matrix_shape
 from attn.isa.parse import Kernel, parse
 from attn.isa.report import PRODUCTS, LoopProducts, Resources, flops_of_score, loops_with_part, pick_kernel, resources_of
@@ -132,7 +132,7 @@ def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
   sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
   reasons: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
   busy = [_Busy(x) for x in found.matrix]
-  trips = sum(len(found.starts[i]) - 1 - found.first for i in same)
+  trips = max(1, sum(x.step == 0 and x.wave in same for x in found.issues))
   for x in found.issues:
     if x.wave not in same or x.at <= x.since: continue
     sums[x.step][0] += x.at - x.since
@@ -157,26 +157,47 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """The share of cycles in which the matrix units are in use, while every wave is in the trips that are measured."""
-  begin, end = max(x[found.first] for x in found.starts), min(x[-1] for x in found.starts)
+  """The share of the cycles that are measured in which the matrix units are in use."""
   used = [_Busy(x) for x in found.matrix]
-  return sum(1 - u.idle(begin, end)/(end - begin) for u in used)/len(used) if end > begin else 0.0
+  return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
-def _loop_timing(blocks:Sequence[Block], loop:Loop, products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
+def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
+  """The loop that half of a workgroup's waves takes instead of `loop`: with the same matrix work and as many barriers, and of the two none leads to the
+  other within a trip of loops around both. `loop` itself where there is no such one."""
+  def traits(x:Loop) -> tuple[int, int]:
+    return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
+  def leads(a:Loop, b:Loop) -> bool:
+    around = {x.header for x in loops_of(blocks) if {a.header, b.header} <= x.body}
+    return b.header in _reachable(blocks, a.header, around)
+  others = (x for x in loops if x is not loop and traits(x) == traits(loop) and traits(x)[1] and not leads(x, loop) and not leads(loop, x))
+  return next(others, loop)
+
+def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
+  """The blocks that a way leads to from a block, not by way of some others."""
+  found, stack = set[int](), [first]
+  while stack:
+    if (b := stack.pop()) not in found:
+      found.add(b)
+      stack += [s for s in blocks[b].successors if s not in without]
+  return found
+
+def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """What a trip of a loop takes, with so many (workgroups, waves of one, SIMDs, waves behind)."""
+  """What a trip of a loop takes, with so many (workgroups, waves of one, SIMDs, waves behind). The second half of the waves takes the second of the
+  pair, which mostly is the first."""
   groups, waves, simds, behind = shape
-  usual = usual_path(blocks, loop, float(flops_of_score(products, d, dv))*chip.wave if d else 0)
+  per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
   two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))
-  before = _instructions(blocks, _way(blocks, 0, loop.header, set()))
+  usual = {x.header: usual_path(blocks, x, per_exp) for x in pair}
+  before = {x.header: _instructions(blocks, _way(blocks, 0, x.header, set())) for x in pair}
   programs: dict[tuple[tuple[int, ...], tuple[int|None, ...]], list[TripStep]] = {}
   mine, conflicts, unknowns = list[list[TripStep]](), 0, 0
   for wave in range(waves):
-    state, again = (WaveState(chip, wave, two) for _ in range(2))
-    for x in before:
-      state.follow(x)
-      again.follow(x)
-    path = tuple(_path_of_wave(blocks, loop, usual, state))
+    loop = pair[2*wave >= waves]
+    state = WaveState(chip, wave, two)
+    for x in before[loop.header]: state.follow(x)
+    again = state.copy()
+    path = tuple(_path_of_wave(blocks, loop, usual[loop.header], state))
     trip = _instructions(blocks, path)
     banks = tuple(bank_cycles_of(trip, again))
     if (path, banks) not in programs: programs[path, banks] = trip_steps(trip, chip, banks, _taken(blocks, path, True))
@@ -193,7 +214,8 @@ def _loop_timing(blocks:Sequence[Block], loop:Loop, products:tuple[int, int], ke
   steps = tuple(mine[0])
   flops = sum(matrix_shape(x.instruction.op)[1] for x in steps if x.instruction.kind == "matrix")
   scores = flops/flops_of_score(products, d, dv) if d else None
-  return LoopTiming(" ".join(blocks[loop.header].labels), found.cycles, _use(found), scores, steps, _stalls(found, steps), found, conflicts, unknowns)
+  label = " and ".join(dict.fromkeys(" ".join(blocks[x.header].labels) for x in pair))
+  return LoopTiming(label, found.cycles, _use(found), scores, steps, _stalls(found, steps), found, conflicts, unknowns)
 
 def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
   """For each access to LDS the cycles that its banks take without a conflict."""
@@ -214,8 +236,7 @@ def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, s
     trip = _instructions(blocks, path)
     if not trip: continue
     steps = trip_steps(trip, chip, [None]*len(trip), _taken(blocks, path, False))
-    found = step_waves([Wave(0, i % simds, steps) for i in range(waves)], chip, 1)
-    total += max(x[1] for x in found.starts)
+    total += step_waves([Wave(0, i % simds, steps) for i in range(waves)], chip, 1, every=True).end
   return total
 
 def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, lds:int|None=None, threads:int|None=None,
@@ -238,6 +259,7 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
   if len(products) == 1: chosen = [loops[rank]]
   else: chosen = [loops_with_part(blocks, loops, *(flops_of_score(x, d or 1, dv) for x in (one, max(products))))[rank] for one in products]
   lag = behind if behind is not None else _behind(blocks, _way(blocks, 0, chosen[0].header, set()), waves)
-  timed = tuple(_loop_timing(blocks, loop, one, kernel, chip, (groups, waves, simds, lag), d, dv) for loop, one in zip(chosen, products))
+  shape = (groups, waves, simds, lag)
+  timed = tuple(_loop_timing(blocks, (x, _beside(blocks, loops, x)), one, kernel, chip, shape, d, dv) for x, one in zip(chosen, products))
   names = tuple(dict.fromkeys(line for x in timed for line in unknown([s.instruction for s in x.steps], chip)))
   return Timing(title or kernel.name, chip, resources, waves, groups, whole, lag, timed, _edges(blocks, chosen, chip, waves, simds), names)

@@ -2,8 +2,8 @@
 
 An event is an instruction's issue. A wave's next instruction can be issued when the one before is far enough back, the results that it needs are
 there and the accesses that it waits for are done; then its unit has to be free, at a turn of its SIMD. Of the waves that could go at the same
-cycle the one with the highest priority goes, then the oldest; of SIMDs that want LDS or memory the one that has waited longest. Units are taken from
-issue on, LDS and memory by what is moved, in the order of issue.
+cycle the one with the highest priority goes, then the one whose last issue is longest ago: with MFMAs of one wave and vector instructions of another
+neither is kept waiting, as was measured (machine.py, "coissue"). Units are taken from issue on, LDS and memory by what is moved, in the order of issue.
 """
 from __future__ import annotations
 import heapq
@@ -14,8 +14,6 @@ from attn.isa.timing.machine import MACHINE_OF
 from attn.isa.timing.steps import Pipe, TripStep
 
 SHARED = (Pipe.LDS, Pipe.MEMORY)     # units of a compute unit
-LATE = 1 << 40                       # later than any cycle: what orders waves of several SIMDs comes before what orders those of one
-EXTRA = 2      # trips that a wave makes beyond those it has to, while others are not as far
 
 # why an instruction was not issued as soon as the one before it allowed
 ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
@@ -43,15 +41,17 @@ class Issue:
 class Run:
   """What stepping gives."""
   waves: Sequence[Wave]
-  issues: list[Issue]                                    # of the trips from `first` on
-  starts: list[list[int]]                                # for each wave when each of its trips began
-  first: int                                             # the trip from which on things are measured
-  matrix: list[list[tuple[int, int]]] = field(default_factory=list)     # for each SIMD when its matrix unit was in use
+  trips: int                                             # that were measured, of a wave in the mean
+  begin: int = 0                                         # when measuring began
+  end: int = 0                                           # and when it ended
+  issues: list[Issue] = field(default_factory=list)      # from `begin` on
+  starts: list[list[int]] = field(default_factory=list)  # for each wave when each of its trips began
+  matrix: list[list[tuple[int, int]]] = field(default_factory=list)     # for each SIMD when its matrix unit was in use, from `begin` on
 
   @property
   def cycles(self) -> float:
-    """Cycles of a trip, of all waves' trips from `first` on."""
-    return sum((x[-1] - x[self.first])/(len(x) - 1 - self.first) for x in self.starts)/len(self.starts)
+    """Cycles in which every wave makes a trip, in the mean."""
+    return (self.end - self.begin)/self.trips
 
 class _Groups:
   """The barriers of each workgroup."""
@@ -68,8 +68,9 @@ class _Groups:
     self.complete[group, nth] = now
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
-def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0) -> Run:
-  """Steps the waves until each has made so many trips; those of the trips from `first` on are kept. Workgroups begin `apart` cycles after another."""
+def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
+  """Steps the waves until they have made so many trips in the mean, or with `every` each of them; what happens after the first `first` ones is kept.
+  Workgroups begin `apart` cycles after another."""
   m, cu = MACHINE_OF[chip.family], chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
   beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value
@@ -84,15 +85,17 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
   done: list[list[int]] = [[] for _ in waves]                # and when what it accesses is there
   free, priority, position = [w.group*apart for w in waves], [0]*len(waves), [0]*len(waves)
   released: dict[int, int] = {}                              # wave -> when its barrier was complete
-  result = Run(waves, [], [[] for _ in waves], first, [[] for _ in range(simds)])
+  result = Run(waves, trips - first, starts=[[] for _ in waves], matrix=[[] for _ in range(simds)])
   heap: list[tuple[int, int, int, int]] = []
   for i, w in enumerate(waves):
     if w.behind:
       groups.arrive(i, w.group, 0)
       groups.parked[i] = 1
-    else: heapq.heappush(heap, (free[i], 0, i, i))
-  unfinished = len(waves)
-  while unfinished and heap:
+    else: heapq.heappush(heap, (free[i], 0, -1, i))
+  count = len(waves)
+  to_make, to_warm = trips*count, first*count
+  measuring = not to_warm
+  while to_make and heap:
     key, _, _, i = heapq.heappop(heap)
     w, own, times = waves[i], free[i], issued[i]
     n = position[i]
@@ -115,27 +118,29 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
     else:
       ready = max(now, slots[unit][simd])
     if turn > 1: ready += (simd - ready) % turn
-    order = i
-    if unit in SHARED:       # not at a turn: those of all SIMDs can go when there is room
-      ready = max(ready, port[simd*ports//cu.simds] - m.lds_queue.value if unit == Pipe.LDS else memory[cu_of] - queue)
-      order = (times[-1] if times else 0) - LATE
+    # not at a turn: the waves of all SIMDs can go when there is room
+    if unit in SHARED: ready = max(ready, port[simd*ports//cu.simds] - m.lds_queue.value if unit == Pipe.LDS else memory[cu_of] - queue)
     if ready > key:
-      heapq.heappush(heap, (ready, -priority[i], order, i))
+      heapq.heappush(heap, (ready, -priority[i], times[-1] if times else -1, i))
       continue
     if unit != Pipe.NONE and ready - turn >= now and ready - now > now - own: why = BUSY
     # it is issued
     now, end = ready, ready
     if at == 0:
-      if trip <= trips: result.starts[i].append(now)
-      if trip == trips: unfinished -= 1
-      if trip == trips + EXTRA: continue
+      result.starts[i].append(now)
+      if trip and (not every or trip <= trips):
+        to_make, to_warm = to_make - 1, to_warm - 1
+        if not to_warm: measuring, result.begin = True, now
+        if not to_make:
+          result.end = now
+          break
     if unit == Pipe.VECTOR:
       end = vector[simd] = now + x.hold
       if x.alone: matrix[simd], packed[simd] = end, True
     elif unit == Pipe.MATRIX:
       vector[simd], end, packed[simd] = now + x.hold, now + x.matrix, False
       matrix[simd] = end
-      if trip >= first: result.matrix[simd].append((now, end))
+      if measuring: result.matrix[simd].append((now, end))
     elif unit == Pipe.TRANSCENDENTAL:
       end = now + x.hold
       if beside: vector[simd], slow[simd] = now + cu.valu, end
@@ -156,20 +161,20 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
       elif x.latency: end = now + x.latency
     times.append(now)
     done[i].append(end)
-    if trip >= first: result.issues.append(Issue(i, trip, at, own, now, end, why))
+    if measuring: result.issues.append(Issue(i, trip, at, own, now, end, why))
     if x.priority is not None: priority[i] = x.priority
     free[i], position[i] = now + x.pause, n + 1
     if x.arrives:
       for other in groups.arrive(i, w.group, now):
         del groups.parked[other]
         released[other] = now + barrier
-        heapq.heappush(heap, (free[other], -priority[other], other, other))
+        heapq.heappush(heap, (free[other], -priority[other], issued[other][-1] if issued[other] else -1, other))
     if x.waits_for_all:
       nth = groups.arrived[i]
       if (w.group, nth) not in groups.complete:
         groups.parked[i] = nth
         continue
       released[i] = groups.complete[w.group, nth] + barrier
-    heapq.heappush(heap, (free[i], -priority[i], i, i))
-  if unfinished: raise RuntimeError("the waves wait for each other: a barrier that not all of them come to")
+    heapq.heappush(heap, (free[i], -priority[i], now, i))
+  if to_make: raise RuntimeError("the waves wait for each other: a barrier that not all of them come to")
   return result
