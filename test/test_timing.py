@@ -141,6 +141,20 @@ def test_waves_that_are_a_barrier_behind_are_found() -> None:
   assert found.behind == 4 and found.waves == 8
   assert timing_of(kernel("s_barrier", "s_barrier", threads=512)).behind == 0
 
+TWO_LOOPS = "\n".join([
+  "s_cmp_lt_i32 s5, 4", "s_cbranch_scc0 .LBB0_2", ".LBB0_1:", "{matrix}", "s_barrier", "{vector}", "s_barrier", "s_cbranch_scc1 .LBB0_1",
+  "s_branch .LBB0_3", ".LBB0_2:", "{vector}", "s_barrier", "{matrix}", "s_barrier", "s_cbranch_scc1 .LBB0_2", ".LBB0_3:", "s_endpgm"])
+
+def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
+  """Eight waves, two on a SIMD: one multiplies while the other adds, 8 MFMAs of 32 cycles beside 60 additions of 4, twice in a trip. A half takes
+  60*4 + 8*4 = 272 cycles of vector issue, and a barrier; a trip one branch of 32. All waves in the first loop would take 2*256 and 2*240 cycles."""
+  sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
+  matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
+  text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")
+  text = text.replace(LOOP.format(before="s_nop 0", inside="s_nop 0"), TWO_LOOPS.format(matrix=matrix, vector=adds(60)))
+  loop = timing_of(text).loops[0]
+  assert loop.label == ".LBB0_1 and .LBB0_2" and 568 <= loop.cycles <= 620 and loop.matrix_use > 0.8
+
 def test_trips_of_causal_problems() -> None:
   p = Problem(1, 4, 2, 256, 256, 64, 64, window=(-1, 0), softmax_scale=0.125)
   assert trips_of_blocks(p, Division(64, 32)) == [2, 4, 6, 8] and trips_of_blocks(p, Division(64, 32, keys=True)) == [16, 12, 8, 4]

@@ -63,8 +63,8 @@ def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
   return []
 
 def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
-  """(name, address, contents) of what the symbol table names in a section. Kernels written by hand may have no size there: such a one lasts to the next
-  or to the section's end."""
+  """(name, address, contents) of what the symbol table names in a section. Kernels written by hand may have no size there: such a one lasts to the
+  next or to the section's end."""
   sections = elf_loader(lib)[1]
   by_name = {s.name: s for s in sections}
   table, names = (by_name[n].content for n in ((".symtab", ".strtab") if ".symtab" in by_name else (".dynsym", ".dynstr")))

@@ -162,8 +162,8 @@ def _use(found:Run) -> float:
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """The loop that half of a workgroup's waves takes instead of `loop`: with the same matrix work and as many barriers, and of the two none leads to the
-  other within a trip of loops around both. `loop` itself where there is no such one."""
+  """The loop that half of a workgroup's waves takes instead of `loop`: with the same matrix work and as many barriers, and of the two none leads to
+  the other within a trip of loops around both. `loop` itself where there is no such one."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:

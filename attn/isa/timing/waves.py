@@ -3,7 +3,8 @@
 An event is an instruction's issue. A wave's next instruction can be issued when the one before is far enough back, the results that it needs are
 there and the accesses that it waits for are done; then its unit has to be free, at a turn of its SIMD. Of the waves that could go at the same
 cycle the one with the highest priority goes, then the one whose last issue is longest ago: with MFMAs of one wave and vector instructions of another
-neither is kept waiting, as was measured (machine.py, "coissue"). Units are taken from issue on, LDS and memory by what is moved, in the order of issue.
+neither is kept waiting, as was measured (machine.py, "coissue"). Units are taken from issue on, LDS and memory by what is moved, in the order of
+issue.
 """
 from __future__ import annotations
 import heapq
