@@ -25,14 +25,14 @@ from attn.compilers.clang import toolchain
 from attn.isa.source import BACKWARD, Spec, problem_of_spec
 
 def bounds_table(found:Iterable[Class], everything:bool) -> Table:
-  table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "serial", "issued", "overlap", "waves/SIMD",
-                title=f"bounds, not measured; {toolchain().version}")
+  table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "predicted", "serial", "issued", "overlap", "waves/SIMD",
+                title=f"predictions and bounds, not measured; {toolchain().version}")
   for x in found:
     for y in x.ranked if everything else x.rows:
       c, b = y.candidate, y.bound
       tile = amd_tile(problem_of_spec(Spec(x.arch, x.d)), get_chip(x.arch), c)
       table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={c.fills}"*(c.fills > 0),
-                    *(f"{v/2}%" for v in (b.serial, b.issued, b.overlap)), str(b.waves))
+                    *(f"{v/2}%" for v in (b.predicted, b.serial, b.issued, b.overlap)), str(b.waves))
   return table
 
 def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Table:
@@ -41,12 +41,12 @@ def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Ta
   in_use = choose_backward_tiles(p, chip)[BACKWARD.index(kernel)]
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)
   tiles = [backward_tile(p, chip, x.candidate, kernel == "dkdv") for x in found]
-  table = Table("tile", "options", "useful", "issued", "overlap", "waves/SIMD", "in use",
-                title=f"{arch}, D up to {d}, {kernel}: bounds, not measured; {toolchain().version}")
+  table = Table("tile", "options", "predicted", "useful", "issued", "overlap", "waves/SIMD", "in use",
+                title=f"{arch}, D up to {d}, {kernel}: predictions and bounds, not measured; {toolchain().version}")
   for i, (x, tile) in enumerate(zip(found, tiles)):
     if not everything and i >= SHOWN and tile != in_use: continue
-    table.add_row(str(tile), tile.options, *(f"{v/2}%" for v in (x.bound.serial, x.bound.issued, x.bound.overlap)), str(x.bound.waves),
-                  "*"*(tile == in_use))
+    uses = (f"{v/2}%" for v in (x.bound.predicted, x.bound.serial, x.bound.issued, x.bound.overlap))
+    table.add_row(str(tile), tile.options, *uses, str(x.bound.waves), "*"*(tile == in_use))
   return table
 
 SHOWN = 5     # tiles of a backward kernel
@@ -60,7 +60,7 @@ SHOWN = 5     # tiles of a backward kernel
 @click.option("--check", is_flag=True, help="Fail where the table has something else.")
 @click.option("--gradient", type=click.Choice(BACKWARD), help="Of a backward kernel, whose table is written by hand.")
 def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool, gradient:str|None) -> None:
-  """Choose the tiles of the forward kernel by a search over bounds from machine code. Nothing is measured, and no GPU is needed."""
+  """Choose the tiles of the forward kernel by a search over predictions from machine code. Nothing is measured, and no GPU is needed."""
   if write and check: raise click.UsageError("--write or --check: one of them")
   if gradient is not None:
     if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: attn/choose/backward_tiles.py is written by hand")

@@ -41,10 +41,11 @@ def problem(**sizes:Any) -> Problem:
 
 # ***** the search *****
 
-FIGURES = {"enough": 2, "ahead": 1, "issued": 120, "serial": 136, "waves": 2, "overlap": 200, "small": -128, "short": -64}
+FIGURES = {"predicted": 110, "enough": 2, "ahead": 1, "issued": 120, "serial": 136, "waves": 2, "overlap": 200, "small": -128, "short": -64}
 def bound(**figures:int) -> Bound: return Bound(**FIGURES | figures)
 
 @pytest.mark.parametrize(("better", "worse"), [
+  ({"predicted": 111, "enough": 1}, {"predicted": 110}),
   ({"enough": 2}, {"enough": 1, "issued": 140}), ({"enough": 2, "ahead": 0}, {"enough": 1}), ({"ahead": 1}, {"ahead": 0, "issued": 140}),
   ({"issued": 121}, {"serial": 140}), ({"serial": 137}, {"waves": 3}),
   ({"waves": 3, "overlap": 180}, {"waves": 2}), ({"overlap": 180, "small": -256}, {"overlap": 179}),

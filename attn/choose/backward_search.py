@@ -57,11 +57,12 @@ def backward_bound(arch:str, c:BackwardCandidate, kernel:str, dtype:str=VARIANTS
   spec = Spec(arch, c.up_to, dtype, mask, kernel)
   tile = backward_tile(problem_of_spec(spec), get_chip(arch), c, kernel == "dkdv")
   source = kernel_source(spec, tile)
-  try: report = report_of_text(spec, source, assembly(source.text, spec.arch))
+  try: text = assembly(source.text, spec.arch)
   except CompileError: return None
-  if (found := bound_of(report, tile)) is None or (loop := report.loop) is None or loop.useful is None: return None
+  report = report_of_text(spec, source, text)
+  if (found := bound_of(text, source, report, tile)) is None or (loop := report.loop) is None or loop.useful is None: return None
   needed = loop.useful/loop.serial       # of the products that are computed: a second pass computes S again
-  return found._replace(serial=round(found.serial*needed), issued=round(found.issued*needed))
+  return found._replace(predicted=round(found.predicted*needed), serial=round(found.serial*needed), issued=round(found.issued*needed))
 
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
   """The tiles of a class that don't spill in any variant, by the worst of their bounds, the greatest first."""

@@ -1,8 +1,8 @@
-"""The search that makes attn/choose/tiles_table.py: over bounds from machine code, not over measurements. The command is attn/tune.py.
+"""The search that makes attn/choose/tiles_table.py: by predictions from machine code, not by measurements. The command is attn/tune.py.
 
 A row is for one family of matrix units and for head dimensions up to one of CLASSES. Its tiles are those of `candidates` that do not spill; the best
-has the greatest `Bound`, its figures being the worst over fp16 and bf16, full and causal. Where that one takes more than SMALL_TILE queries, the best
-of those that don't follows it, for grids too small to fill a chip.
+has the greatest `Bound`, of which what attn.isa.timing predicts comes first, its figures being the worst over fp16 and bf16, full and causal. Where
+that one takes more than SMALL_TILE queries, the best of those that don't follows it, for grids too small to fill a chip.
 
 Rows belong to the release of LLVM that was searched with: that of attn[isa], or another that ATTN_CLANG names. The rows of an older release are for
 it and those before, and stand in the table only where their tiles are others. On a GPU, TUNE=1 of bench.py goes by time instead.
@@ -24,7 +24,8 @@ from attn.compilers.clang import assembly
 from attn.emulator.banks import phases
 from attn.extras import needs
 from attn.isa.report import Report, analyse
-from attn.isa.source import MASKS, Spec, kernel_source, problem_of_spec
+from attn.isa.source import MASKS, Source, Spec, kernel_source, problem_of_spec
+from attn.isa.timing.trips import timing_of
 from attn.isa.waits import time_of_loads
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
@@ -48,7 +49,8 @@ TABLE_FILE = Path(__file__).parent/"tiles_table.py"
 Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
 
 class Bound(NamedTuple):
-  """What tiles are ranked by, the greatest first. Bounds on the use of the matrix unit are in half percents: less is the compiler's luck."""
+  """What tiles are ranked by, the greatest first. Uses of the matrix unit are in half percents: less is the compiler's luck."""
+  predicted: int  # of the dense rate, in the hot loop
   enough: int     # waves per SIMD, but no more than ENOUGH
   ahead: int      # 1 if a tile is on its way during a good part of the matrix work, else 0: no figure here knows what waiting for memory takes
   issued: int     # where nothing overlaps: the serial bound, in which each access to LDS and memory and each barrier takes an issue slot too
@@ -96,12 +98,6 @@ def candidates(arch:Chip, d:int) -> list[Candidate]:
 
 # ***** the bound of one tile *****
 
-def tile_report(spec:Spec, tile:Tile) -> Report|None:
-  """The machine code of the forward kernel with this tile, None where it doesn't compile."""
-  kernel = kernel_source(spec, tile)
-  try: return analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec))
-  except CompileError: return None
-
 def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   """Waves per SIMD, as many as whole workgroups make."""
   r = report.resources
@@ -109,8 +105,8 @@ def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   simds = chip.pipes.simds
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
-def bound_of(report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """None where the kernel doesn't compile, or spills."""
+def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
+  """None where the kernel doesn't compile, or spills. `text` is its machine code."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   if r.vgpr_spills or r.sgpr_spills or r.scratch: return None
@@ -118,14 +114,22 @@ def bound_of(report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
   others = chip.pipes.valu*sum(loop.kinds[kind] for kind in ISSUED)
   ahead = AHEAD*(time_of_loads(report.waits) or 0) >= sum(loop.matrix.values())
   def halves(x:float) -> int: return round(200*x)
-  return Bound(min(waves, ENOUGH), int(ahead), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
+  timing = timing_of(text, report.arch, kernel.d, kernel.dv, products=kernel.products)
+  return Bound(halves(timing.share), min(waves, ENOUGH), int(ahead), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
                halves(loop.overlap), -tile.block_m, -tile.block_n)
+
+def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
+  """The bound of the forward kernel with this tile, None where it doesn't compile, or spills."""
+  kernel = kernel_source(spec, tile)
+  try: text = assembly(kernel.text, spec.arch)
+  except CompileError: return None
+  return bound_of(text, kernel, analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec)), tile)
 
 def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel."""
   spec = Spec(arch, c.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), c)
-  return bound_of(tile_report(spec, tile), tile)
+  return tile_bound(spec, tile)
 
 def worst_bound(arch:str, c:Candidate, each:Each=map) -> Bound|None:
   """Figure by figure the worst over the variants."""
@@ -191,8 +195,8 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 
 TABLE_HEADER = '''"""The tiles that the forward kernel may have on each family of matrix units, best first: the first one that fits is taken.
 
-Made by a search over bounds from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
-Beside each row the worst over fp16 and bf16, full and causal: bounds on the use of the matrix unit, and waves per SIMD.
+Made by a search by predictions from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
+Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it, and waves per SIMD.
 Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
 """
 from attn.choose.candidates import Candidate
@@ -205,7 +209,8 @@ def row_of(x:RankedTile, llvm:int=EVERY) -> str:
   c = replace(x.candidate, llvm=llvm)
   options = [f"{f.name}={getattr(c, f.name)}" for f in fields(c)[4:] if getattr(c, f.name) != f.default]
   text = f"    Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
-  return f"{text:<72}# serial {x.bound.serial/2}%, issued {x.bound.issued/2}%, overlap {x.bound.overlap/2}%, waves {x.bound.waves}"
+  uses = ", ".join(f"{name} {getattr(x.bound, name)/2}%" for name in ("predicted", "serial", "issued", "overlap"))
+  return f"{text:<72}# {uses}, waves {x.bound.waves}"
 
 RowsKey = tuple[int, int]   # class, and minus the newest release of LLVM that its rows are for: in the order of the table
 TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines

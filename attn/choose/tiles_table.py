@@ -1,7 +1,7 @@
 """The tiles that the forward kernel may have on each family of matrix units, best first: the first one that fits is taken.
 
-Made by a search over bounds from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
-Beside each row the worst over fp16 and bf16, full and causal: bounds on the use of the matrix unit, and waves per SIMD.
+Made by a search by predictions from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
+Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it, and waves per SIMD.
 Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
 """
 from attn.choose.candidates import Candidate
@@ -21,15 +21,14 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     Candidate(256, 4, 1, 32, llvm=21),                                  # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
   ),
   "cdna3": (
-    Candidate(64, 4, 2, 32, fills=256),                                 # serial 51.0%, issued 49.5%, overlap 93.0%, waves 2
-    Candidate(64, 4, 1, 64),                                            # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
+    Candidate(64, 4, 1, 64, fenced=True),                               # predicted 56.5%, serial 51.0%, issued 48.5%, overlap 94.0%, waves 3
     Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
     Candidate(64, 4, 1, 64, llvm=21),                                   # serial 48.0%, issued 46.0%, overlap 83.0%, waves 2
-    Candidate(128, 8, 1, 64, fills=256),                                # serial 67.5%, issued 64.0%, overlap 100.0%, waves 2
-    Candidate(128, 4, 1, 32),                                           # serial 67.5%, issued 63.5%, overlap 100.0%, waves 2
+    Candidate(128, 8, 1, 64, fenced=True, fills=256),                   # predicted 62.0%, serial 67.5%, issued 64.0%, overlap 97.0%, waves 2
+    Candidate(128, 4, 1, 32, fenced=True),                              # predicted 57.5%, serial 67.5%, issued 63.5%, overlap 97.0%, waves 2
     Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 68.0%, issued 64.5%, overlap 100.0%, waves 2
     Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 55.5%, issued 53.0%, overlap 100.0%, waves 2
-    Candidate(192, 4, 1, 32, fenced=True),                              # serial 76.0%, issued 71.0%, overlap 100.0%, waves 2
+    Candidate(192, 4, 1, 32, fenced=True),                              # predicted 67.0%, serial 76.0%, issued 71.0%, overlap 98.0%, waves 2
     Candidate(256, 4, 1, 32, fenced=True),                              # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
     Candidate(256, 4, 1, 32, llvm=21),                                  # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
   ),
@@ -51,7 +50,7 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     Candidate(64, 4, 2, 16),                                            # serial 77.5%, issued 75.0%, overlap 83.5%, waves 4
     Candidate(128, 8, 1, 32, fenced=True),                              # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4
     Candidate(192, 4, 1, 16, q_in_lds=True, fenced=True),               # serial 90.0%, issued 82.0%, overlap 93.0%, waves 2
-    Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True, prefetch=0),   # serial 91.0%, issued 82.5%, overlap 93.0%, waves 2
+    Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True, prefetch=0),   # predicted 63.0%, serial 91.5%, issued 83.0%, overlap 93.5%, waves 2
   ),
   "rdna4": (
     Candidate(64, 4, 2, 16),                                            # serial 67.5%, issued 64.5%, overlap 77.0%, waves 8

@@ -32,6 +32,7 @@ class LoopTiming:
   cycles: float                    # of a trip of all the waves there are
   matrix_use: float                # of it the share in which the matrix unit is in use
   scores: float|None               # elements of S that a wave computes in a trip, where the head dimension is known
+  flops: int                       # of the matrix instructions of a wave's trip
   steps: tuple[TripStep, ...]          # of a trip of the first wave
   stalls: tuple[Stall, ...]        # the most costly first
   run: Run
@@ -57,6 +58,11 @@ class Timing:
     return sum(x.cycles for x in self.loops)
   @property
   def matrix_use(self) -> float: return sum(x.matrix_use*x.cycles for x in self.loops)/self.cycles
+  @property
+  def share(self) -> float:
+    """The loops' matrix operations over what the chip's dense 16-bit rate does in that time."""
+    rate = self.chip.pipes.flops*(2 if self.whole_processor else 1)
+    return sum(x.flops for x in self.loops)*self.waves*self.groups/(self.cycles*rate)
 
 # ***** paths *****
 
@@ -215,7 +221,7 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   flops = sum(matrix_shape(x.instruction.op)[1] for x in steps if x.instruction.kind == "matrix")
   scores = flops/flops_of_score(products, d, dv) if d else None
   label = " and ".join(dict.fromkeys(" ".join(blocks[x.header].labels) for x in pair))
-  return LoopTiming(label, found.cycles, _use(found), scores, steps, _stalls(found, steps), found, conflicts, unknowns)
+  return LoopTiming(label, found.cycles, _use(found), scores, flops, steps, _stalls(found, steps), found, conflicts, unknowns)
 
 def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
   """For each access to LDS the cycles that its banks take without a conflict."""
