@@ -3,8 +3,8 @@
 Contract: with `exact` the float64 computation on the inputs as they are rounded to their dtype, and `same` the textbook computation with the
 roundings that the dtypes force (fp32 scores and sums, P and O rounded), every element of a kernel's output must satisfy
   |out - exact| <= 2 * max|same - exact| + 1e-5,
-and be NaN, +inf or -inf exactly where `exact` is. Gradients likewise, against `exact_backward` and `same_backward`, both of dO as it is rounded to the
-dtype of q, k and v, in which it is a factor.
+and be NaN, +inf or -inf exactly where `exact` is. Gradients likewise, against `exact_backward` and `same_backward`, both of dO as it is rounded
+to the dtype of q, k and v, in which it is a factor.
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace

@@ -123,8 +123,8 @@ def warpgroup_operand(a:Array) -> Array:
   return layout.to_matrices(a, 2, lambda x: x).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
-  """c (registers, T) + A B^T in fp32, of fp32 (warpgroups, 64, k) and (warpgroups, n, k). A product for each warp: a BLAS library shares out larger ones
-  over threads, which cost more than they save, above all where other processes have the cores."""
+  """c (registers, T) + A B^T in fp32, of fp32 (warpgroups, 64, k) and (warpgroups, n, k). A product for each warp: a BLAS library shares out
+  larger ones over threads, which cost more than they save, above all where other processes have the cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   products = b[:, None] @ a.reshape(groups, 4, 16, k).swapaxes(2, 3)
   return layout.add_matrices(c, products.reshape(groups*4, n, 16))

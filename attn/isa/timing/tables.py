@@ -41,10 +41,10 @@ def stalls_table(loop:LoopTiming, most:int, lines:PythonLines) -> Table:
   """The waits of a trip by what they cost, each with the line that it is from."""
   table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in a trip, in cycles (predicted)")
   for x in loop.stalls[:most]:
-    table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, place_of(x.step.instruction.line, lines))
+    table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, python_place(x.step.instruction.line, lines))
   return table
 
-def place_of(line:int|None, lines:PythonLines) -> str:
+def python_place(line:int|None, lines:PythonLines) -> str:
   """The line of Python behind a line of the source, or that one."""
   if line is None: return ""
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
@@ -62,5 +62,5 @@ def timing_json(timing:Timing, found:Sequence[Prediction], lines:PythonLines) ->
           "loops": [{"label": x.label, "cycles": x.cycles, "matrix_use": x.matrix_use, "conflicts": x.conflicts,
                      "unknown_addresses": x.unknown_addresses,
                      "stalls": [{"instruction": s.step.instruction.text, "cycles": s.cycles, "idle": s.idle, "why": s.why,
-                                 "line": place_of(s.step.instruction.line, lines)} for s in x.stalls]} for x in timing.loops],
+                                 "line": python_place(s.step.instruction.line, lines)} for s in x.stalls]} for x in timing.loops],
           "problems": [{"card": x.card.name, "ghz": x.ghz, "seconds": x.seconds, "tflops": x.tflops} for x in found]}
