@@ -71,6 +71,7 @@ extern "C" __bf16 __truncsfbf2(float x) {
 #define __builtin_amdgcn_rcpf(x) (1.0f/(x))
 #define __builtin_amdgcn_ballot_w64(x) vote(x)
 #define __builtin_amdgcn_ballot_w32(x) (u32)vote(x)
+static bool lanes_of(u32 bits) { return bits >> this_lane & 1; }
 #define __builtin_amdgcn_readfirstlane(x) (x)
 #define __builtin_amdgcn_mbcnt_lo(a, b) 0u
 #define __builtin_amdgcn_mbcnt_hi(a, b) (u32)this_lane
@@ -178,7 +179,8 @@ template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, flo
 ASSEMBLY = (
   (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
   (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),
-  (r'asm\("" : "\+s"\(\w+\)\);', ""),
+  (r'asm\("" : "\+[sv]"\(\w+\)( : "v"\([^;]*\))?\);', ""),
+  (r'__attribute__\(\(device\)\) bool lanes_of\(unsigned\) __asm\("llvm.amdgcn.inverse.ballot.i32"\);', ""),
   (r'asm\("prmt\.b32 %0, %1, %1, 0xbb99;" : "=r"\((\w+)\) : "r"\((\w+)\)\)', r"\1 = permuted(\2, 0xbb99)"),
   (r'asm\("cvt\.f32\.f16 %0, %1;" : "=f"\((\w+)\) : "h"\(([^;]*)\)\)', r"\1 = of_f16(\2)"),
   (r'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(\w+)\.\1\.f32 "\s*"\{%0, %1, %2, %3\}, \{%4, %5, %6, %7\}, \{%8, %9\}, \{%0, %1, %2, %3\};"'
@@ -272,7 +274,7 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(arch, "byte_perm"): lambda: amd.byte_perm(u(1, 0), u(1, 1), 0x07060302) for arch in HIPS},
   **{(arch, "byte_perm of low halves"): lambda: amd.byte_perm(u(1, 0), u(1, 1), 0x05040100) for arch in HIPS},
   **{(arch, "concat of halves of 16"): lambda: ops.concat(ops.slice_(f(16), 8, 8), ops.slice_(f(16), 0, 8)) for arch in HIPS},
-  ("gfx1100", "share_halves"): lambda: amd.share_halves(u(4, 0), value(dtypes.bool, 1)),
+  ("gfx1100", "share_halves"): lambda: amd.share_halves(u(4, 0), value(dtypes.bool, 1)), ("gfx1100", "low_lanes"): lambda: amd.low_lanes(u(4)),
   **{(arch, f"pair by {matrix.exchange} over {step} lanes"): lambda matrix=matrix, step=step: amd.pair(f(), step, matrix)
      for arch in (AMD, NATIVE, "gfx1100", RDNA) for row in get_chip(arch).matrix.values() for matrix in row for step in matrix.group_steps},
   **{(arch, f"correct, {tiles} tiles, above {above:g}, {dtype}"): functools.partial(by_columns, arch, tiles, above, dtype)

@@ -63,6 +63,18 @@ def share_halves(x:UOp, low:UOp) -> UOp:
   """Lanes l and l+16 both get lane l's vector followed by lane l+16's; `low` holds in lanes 0-15."""
   return emit("share_halves", u32(2*length(x)), x, low)
 
+def _low_lanes_text(printer:Any, out:str) -> Body:
+  """A number that clang may neither know nor keep from one time to the next. (The intrinsic by its LLVM name: clang 19 has no builtin for it.)"""
+  return Body('__attribute__((device)) bool lanes_of(unsigned) __asm("llvm.amdgcn.inverse.ballot.i32");\n'
+              'unsigned bits = 0xffffu;\nasm("" : "+s"(bits) : "v"(x[0]));\nreturn lanes_of(bits);', "x")
+
+instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
+
+def low_lanes(x:UOp) -> UOp:
+  """Whether this is one of lanes 0-15: a condition that is made anew once the vector x is there. After a comparison it lies in VCC again, with which two
+  selects are one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
+  return emit("low_lanes", dtypes.bool, x)
+
 # ***** order *****
 
 def _waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:

@@ -82,7 +82,7 @@ class Softmax(Carried):
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept) -> list[UOp]:
     """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T: those that dropout keeps."""
-    return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)])
+    return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], compared=True)
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
   """The sum of the elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""
