@@ -17,7 +17,7 @@ from attn.chips.matrix import MMA
 from attn.emulator.matrix import MatrixUnit
 from attn.emulator.plan import EMULATED
 from attn.kernels.parts.softmax import Sums
-from attn.ops import amd, common as ops, dropout, nvidia as nv
+from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
 from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, rounded_sum
@@ -219,6 +219,7 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
     "fma": lambda: ops.fma(f(n, 0), 0.3, f(n, 1)), "as_float": lambda: ops.as_float(u(n)), "as_float of one": lambda: ops.as_float(u()),
     "pack to fp16": lambda: ops.pack(f(n), "float16"), "pack to bf16": lambda: ops.pack(f(n), "bfloat16"),
     "pack a pair to fp16": lambda: ops.pack(f(2), "float16"), "pack a pair to bf16": lambda: ops.pack(f(2), "bfloat16"),
+    **{f"pack P to {dtype}": lambda dtype=dtype: ops.pack_weights(ops.max_(f(n), ops.splat(-1.0, n)), dtype) for dtype in ("float16", "bfloat16")},
     **{f"widen {m} {dtype}": lambda m=m, dtype=dtype: ops.widen_to_float(u(max(m//2, 1)), m, dtype)
        for m in (1, 2, 4) for dtype in ("float16", "bfloat16")},
     "softcap": lambda: ops.softcap(f(n), 0.05, 30.0, False), "softcap that hardly bends": lambda: ops.softcap(f(n), 0.0005, 3000.0, True),
@@ -528,3 +529,13 @@ def test_correction_of_rows() -> None:
   np.testing.assert_allclose(given["part"].elements[0], p.sum((0, 2)), rtol=2e-6)
   got = np.ascontiguousarray(np.concatenate(given["p"].elements)).astype("<u4").T.copy().view(np.float16).reshape(threads, 4, 2, 2)
   np.testing.assert_allclose(got.transpose(1, 2, 3, 0), p, rtol=1e-3, atol=1e-7)
+
+def test_splitting_rounds_to_nearest_even() -> None:
+  """What packs P where no instruction rounds to bf16: for every upper half of a normal fp32 that there may be, and lower halves at both ends and
+  around ties, which include those that carry into the next power of two."""
+  largest = numerics.bits_as(np.array([numerics.LARGEST_WEIGHT], np.float32), "uint32")[0] >> 16
+  upper, lower = np.r_[0, 1 << 7:largest].astype(np.uint32), np.r_[:2, 0x7ffe:0x8002, 0xff00:0xff04, 0xfffc:0x10000].astype(np.uint32)
+  x = (upper[:, None] << np.uint32(16) | lower).view(np.float32)
+  x[0] = 0
+  rounded = numerics.fused_multiply_add(x, np.float32(numerics.SPLITTING), x*np.float32(1 - numerics.SPLITTING))
+  np.testing.assert_array_equal(rounded.view(np.uint32), numerics.round_bf16(x) << np.uint32(16))

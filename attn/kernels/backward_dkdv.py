@@ -130,14 +130,15 @@ class BackwardDkdv(Pipeline[DkdvState]):
     scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
     p, slopes = weights_of(self.scores, scores, exponents, self.row, t, masked)
     found = {}
-    if "dv" in self.wanted: found["dv"] = self.product(s, do.columns, [left.packed(x, i) for i, x in enumerate(self.packed(p))], "dv")
+    if "dv" in self.wanted:
+      weights = [left.packed(ops.pack_weights(x, self.group.p.dtype), i) for i, x in enumerate(p)]
+      found["dv"] = self.product(s, do.columns, weights, "dv")
     if "dk" in self.wanted:
       dp = self.products.with_rows(do.rows, n, self.v, t, [dp_start(minus_delta, left)])[0]
-      found["dk"] = self.product(s, q.columns, self.packed(gradients_of(p, dp, slopes, left, minus_delta)), "dk")
+      ds = gradients_of(p, dp, slopes, left, minus_delta)
+      found["dk"] = self.product(s, q.columns, [ops.pack(x, self.group.p.dtype) for x in ds], "dk")
     made = [self.statements.do(amd.made_here(*found[name])) for name in self.wanted]
     return UOp.group(*made, *store_all(s.acc, [x for name in self.wanted for x in found[name]]))
-
-  def packed(self, x:list[UOp]) -> list[UOp]: return [ops.pack(y, self.group.p.dtype) for y in x]
 
   def product(self, s:DkdvState, columns:LdsTile, weights:list[UOp], name:str) -> list[UOp]:
     """dV^T + dO^T P, or dK^T + Q^T dS."""

@@ -71,8 +71,8 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Whether this is one of lanes 0-15: a condition that is made anew once the vector x is there. After a comparison it lies in VCC again, with which two
-  selects are one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
+  """Whether this is one of lanes 0-15: a condition that is made anew once the vector x is there. After a comparison it lies in VCC again, with which
+  two selects are one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
   return emit("low_lanes", dtypes.bool, x)
 
 # ***** order *****

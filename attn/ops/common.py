@@ -87,6 +87,8 @@ def as_float(x:UOp) -> UOp:
 
 @compound("pack", inline=True)
 def _pack(c:Any, x:Value, *, dtype:str) -> Value: return c.pack(x, dtype)
+@compound("pack_weights", inline=True)
+def _pack_weights(c:Any, x:Value, *, dtype:str) -> Value: return c.pack_weights(x, dtype)
 
 @compound("widen", suffix="_{dtype}")
 def _widen(c:Any, words:Value, *, n:int, dtype:str) -> Value:
@@ -98,6 +100,9 @@ def _widen(c:Any, words:Value, *, n:int, dtype:str) -> Value:
 def pack(x:UOp, dtype:str) -> UOp:
   """n fp32 -> n/2 dwords of two numbers of `dtype`, rounded to nearest even."""
   return emit("pack", u32(length(x)//2), x, dtype=dtype)
+def pack_weights(x:UOp, dtype:str) -> UOp:
+  """The same of P, in fewer instructions: x is finite and not above numerics.LARGEST_WEIGHT, or what becomes of it is only not finite either."""
+  return emit("pack_weights", u32(length(x)//2), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
   """n 16-bit floats, two a dword (a single one in the low half), as fp32."""
   return emit("widen", f32(n), x, n=n, dtype=dtype)

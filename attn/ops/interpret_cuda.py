@@ -69,6 +69,7 @@ class Cuda(Printer):
                                           f'  asm("cvt.rn.{ptx}.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));\n  return y;\n}}')
     pairs = [self.call(name, "unsigned", self.element(x, i), self.element(x, i + 1)) for i in range(0, length_of(x.type), 2)]
     return self.vector(*pairs)
+  def pack_weights(self, x:Value, dtype:str) -> Value: return self.pack(x, dtype)
   def at_least(self, x:Value, least:int) -> Value:
     low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))
     return Term(self, f"({low} | {high})", "unsigned")

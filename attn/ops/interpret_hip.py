@@ -3,9 +3,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 from attn.chips import get_chip
+from attn.ops import numerics
 from attn.ops.numerics import TWO_ONES
 from attn.ops.operation import Value
-from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, length_of, returned, vector_of, wrapped
+from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, float_literal, length_of, returned, vector_of, wrapped
 
 class Hip(Printer):
   """HIP: clang's vectors have arithmetic and elements of their own."""
@@ -83,17 +84,31 @@ class Hip(Printer):
   def pack(self, x:Value, dtype:str) -> Value:
     """Without a conversion instruction for bf16: add half an ulp (and the odd bit, for ties) to the fp32 pattern and keep its upper half."""
     n = length_of(x.type)
-    out, pairs = vector_of("unsigned", n//2), [(f"x[{i}]", f"x[{i + 1}]") for i in range(0, n, 2)]
-    if dtype == "float16": return Term(self, f"__builtin_bit_cast({out}, __builtin_convertvector({x.text}, half{n}))", out)
-    if get_chip(self.arch).bf16_pack:   # pair by pair: of a whole vector clang makes copies
-      words = [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{{low}, {high}}}, bfloat2))" for low, high in pairs]
-      body = ""
-    else:
-      words = [f"__builtin_amdgcn_perm(u[{2*i + 1}], u[{2*i}], 0x07060302u)" for i in range(n//2)]
-      body = f"  uint{n} u = __builtin_bit_cast(uint{n}, x);\n  u += 0x7fffu + ((u >> 16) & 1u);\n"
-    result = returned(self.vector_text(out, words) if n > 2 else words[0])
-    self.declare(f"pack_bfloat({x.type})", f"{self.header}{out} pack_bfloat({x.type} x) {{\n{body}{result}\n}}")
-    return self.call("pack_bfloat", out, x)
+    if dtype == "float16":
+      out = vector_of("unsigned", n//2)
+      return Term(self, f"__builtin_bit_cast({out}, __builtin_convertvector({x.text}, half{n}))", out)
+    if not get_chip(self.arch).bf16_pack:
+      return self._upper_halves("pack_bfloat", x, f"  uint{n} u = __builtin_bit_cast(uint{n}, x);\n  u += 0x7fffu + ((u >> 16) & 1u);\n")
+    # pair by pair: of a whole vector clang makes copies
+    return self._words("pack_bfloat", x, [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{x[{i}], x[{i + 1}]}}, bfloat2))"
+                                          for i in range(0, n, 2)])
+  def pack_weights(self, x:Value, dtype:str) -> Value:
+    """Without a conversion instruction for bf16: x*2^16 - x, rounded to 24 bits, has x's upper 8, so that its difference to x*2^16 is x rounded to
+    nearest even with 8 bits. Two operations, of which CDNA does two elements at a time and RDNA issues two; but x*2^16 has to be finite."""
+    if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
+    n, factor = length_of(x.type), numerics.SPLITTING
+    rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"
+    return self._upper_halves("pack_weights", x, f"  {x.type} less = x*{float_literal(1 - factor)};\n"
+                              f"  uint{n} u = __builtin_bit_cast(uint{n}, {rounded});\n")
+  def _upper_halves(self, name:str, x:Value, rounded:str) -> Value:
+    """Those of the dwords u that these lines make of x, two in a dword."""
+    return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
+  def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
+    """By a function of this name: dwords, made of the elements of x."""
+    out = vector_of("unsigned", len(words))
+    result = returned(self.vector_text(out, words) if len(words) > 1 else words[0])
+    self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
+    return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
     """A difference that saturates at 0 (v_pk_sub_u16 with clamp), held to 1 (v_pk_min_u16). Of a 1 that it knows clang would make comparisons of the
     halves, one by one."""

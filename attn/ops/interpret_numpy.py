@@ -47,6 +47,9 @@ class Numbers:
   def pack(self, x:Value, dtype:str) -> Value:
     packed = numerics.pack_pairs(x, dtype)
     return packed if len(packed) > 1 else packed[0]
+  def pack_weights(self, x:Value, dtype:str) -> Value:
+    """The same of P, which is finite and not above numerics.LARGEST_WEIGHT, or else is packed to anything that is not finite."""
+    return self.pack(x, dtype)
   def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
   def word(self, n:int) -> Value: return np.uint32(n)

@@ -34,6 +34,9 @@ def pack_pairs(x:Array, dtype:str) -> Array:
   r = round_fp16(x) if dtype == "float16" else round_bf16(x)
   return r[0::2] | (r[1::2] << np.uint32(16))
 
+SPLITTING = 2.0**16        # x*SPLITTING - (x*SPLITTING - x), the difference in the brackets rounded: x without its lower 16 bits, to nearest even
+LARGEST_WEIGHT = 2.0**111  # what it may multiply
+
 def fused_multiply_add(x:Array, y:Array, z:Array) -> Array:
   """x*y + z with one rounding: a product of two fp32 is exact in fp64."""
   return np.asarray(np.asarray(x).astype(np.float64)*y + z).astype(np.float32)

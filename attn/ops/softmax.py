@@ -128,7 +128,7 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
     rounded = None
     for i in range(0, count, together):
       found = [weigh(c.load(scores, t*stride + j)) for j in range(i, i + together)]
-      packed = c.let("packed", c.join(*[c.pack(x, dtype) for x in found]))
+      packed = c.let("packed", c.join(*[c.pack_weights(x, dtype) for x in found]))
       c.store(p, (t*stride + i)//together, packed)
       if kind: rounded = add_rounded(c, rounded, packed, kind, matrix, dtype)
       if total is not None:

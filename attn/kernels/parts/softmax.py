@@ -65,7 +65,7 @@ class Softmax(Carried):
               do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
     """Takes the weights of each query tile, a column of S^T tiles, and corrects them and all the rest where scores have outgrown the reference by
     2^above. `do` executes a statement, after what is `before`."""
-    packed = [[ops.pack(x, sums.dtype) for x in column] for column in weights]
+    packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in weights]
     parts = [rounded_sum(column, sums.kinds[0], sums.matrix, sums.dtype, rows=1) for column in packed]
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
     stores = [self.p[i].store(x) for i, x in enumerate(x for column in packed for x in column)]
