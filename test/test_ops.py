@@ -276,6 +276,7 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(arch, "byte_perm of low halves"): lambda: amd.byte_perm(u(1, 0), u(1, 1), 0x05040100) for arch in HIPS},
   **{(arch, "concat of halves of 16"): lambda: ops.concat(ops.slice_(f(16), 8, 8), ops.slice_(f(16), 0, 8)) for arch in HIPS},
   ("gfx1100", "share_halves"): lambda: amd.share_halves(u(4, 0), value(dtypes.bool, 1)), ("gfx1100", "low_lanes"): lambda: amd.low_lanes(u(4)),
+  ("gfx1100", "side_by_side"): lambda: amd.side_by_side(f(8)),
   **{(arch, f"pair by {matrix.exchange} over {step} lanes"): lambda matrix=matrix, step=step: amd.pair(f(), step, matrix)
      for arch in (AMD, NATIVE, "gfx1100", RDNA) for row in get_chip(arch).matrix.values() for matrix in row for step in matrix.group_steps},
   **{(arch, f"correct, {tiles} tiles, above {above:g}, {dtype}"): functools.partial(by_columns, arch, tiles, above, dtype)

@@ -38,6 +38,8 @@ class Family:
   busy_waves: int         # waves that keep a compute unit busy, beyond which they share it: one for each SIMD (of RDNA, those of one CU), on NVIDIA
                           # two, measured on an H200 (docs/nvidia.md)
   bf16_pack: bool = False # converts two fp32 to bf16 in one instruction
+  dual_issue: bool = False   # issues two vector instructions of a wave at once that find their registers in different banks: VOPD, RDNA3 ISA 7.6
+  dual_dots: tuple[str, ...] = ()   # input dtypes whose dot products are among them
   matrix: Mapping[str, tuple[Matrix, ...]] = field(default_factory=dict)   # input dtype -> AMD's matrix instructions, the preferred one first
   sums: Mapping[str, LaneSums] = field(default_factory=dict)     # input dtype -> what sums a lane's packed P, or begins to; else dot products do
   descriptor: int = 0     # last word of a buffer's resource descriptor: a raw buffer of 32-bit data whose range check counts bytes
@@ -70,12 +72,12 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
     "32x32x16": 32, "16x16x32": 16, "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8,
     "32x32x64": 64, "16x16x128": 32}))
 
-RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, descriptor=0x31004000, tables="rdna3", matrix={
+RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_dots=("float16",), descriptor=0x31004000, tables="rdna3", matrix={
     "float16": (wmma("f16_w32", "half", 16, 1),), "bfloat16": (wmma("bf16_w32", "short", 16, 1),)},
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=512,
               matrix={"16x16x16": 32}))
 
-RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, descriptor=0x31004000, tables="rdna4", matrix={
+RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descriptor=0x31004000, tables="rdna4", matrix={
     "float16": (wmma("f16_w32_gfx12", "half", 8, 8),), "bfloat16": (wmma("bf16_w32_gfx12", "short", 8, 8),)},
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=1024,
               matrix={"16x16x16": 16}))

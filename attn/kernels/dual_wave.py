@@ -183,7 +183,7 @@ class DualWave:
     following, exps, units = list[UOp](), list[UOp](), len(self.units)
     for kt in range(self.k_tiles):
       following += self.products([s.k[j].load() for j in range(kt*units, (kt + 1)*units)])
-      exps += s.softmax.weights([x[kt]], 0, scores.to_log2)
+      exps += s.softmax.weights([x[kt]], s.softmax.bias[0].load(), scores.to_log2)
       # packed, P takes half as many registers; a mask takes more, which are there only if the scheduler is free
       if masked is None: s = s.sync(amd.sched_barrier(following[-1], ops.pack_weights(exps[-1], self.sums.dtype), s.done))
     s, weights = self.weigh(s, x, exps, scores)

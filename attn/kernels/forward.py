@@ -56,6 +56,7 @@ class Forward(Pipeline[ForwardState]):
   group: Workgroup
   at: Lane
   sums: Sums
+  dual: bool         # the chip issues two vector instructions at once
   q_lds: LdsTile
 
   @staticmethod
@@ -68,7 +69,7 @@ class Forward(Pipeline[ForwardState]):
     sums = Sums.of(arch, p.dtype, p.writes_lse)
     softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, sums, new)
     group = Workgroup.of(p, arch, tile, args, grid, at)
-    return Forward(tile, new, statements, ForwardState(softmax, k, v), group, at, sums, q_lds)
+    return Forward(tile, new, statements, ForwardState(softmax, k, v), group, at, sums, arch.unit.dual_issue, q_lds)
 
   # ***** sizes *****
   @property
@@ -103,7 +104,7 @@ class Forward(Pipeline[ForwardState]):
     tiles = [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
     softmax = self.weigh(s.softmax, tiles)
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
-    return self.add_to_o(softmax, self.in_lds(s, t, "v").columns, left)
+    return self.add_to_o(softmax, self.in_lds(s, t, "v").columns, left, renewed=not masked)
 
   def outputs(self, softmax:Softmax, qt:int, row:Row) -> list[UOp]:
     """O = O^T / l, LSE = m + ln l."""
@@ -124,13 +125,14 @@ class Forward(Pipeline[ForwardState]):
   def weigh(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
     """P of a key tile, relative to a reference that it does not outgrow."""
     to_log2 = self.group.scores.to_log2
-    weights = [softmax.weights(x, qt, to_log2) for qt, x in enumerate(tiles)]
+    softmax, biases = softmax.biases(self.dual)
+    weights = [softmax.weights(x, bias, to_log2) for x, bias in zip(tiles, biases, strict=True)]
     return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
 
-  def add_to_o(self, softmax:Softmax, v_tile:LdsTile, left:list[Kept]) -> UOp:
-    """O^T += V^T P^T, of the P that dropout keeps."""
+  def add_to_o(self, softmax:Softmax, v_tile:LdsTile, left:list[Kept], renewed:bool) -> UOp:
+    """O^T += V^T P^T, of the P that dropout keeps. `renewed`: see `fragment_operands`. (In masked trips it would take registers.)"""
     q_tiles = range(self.tile.q_tiles)
-    weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt]) for qt in q_tiles]
+    weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
     accs = [[softmax.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)] for qt in q_tiles]
     o_tiles = [acc for column in self.products.with_columns(v_tile, self.tile.block_n, weights, accs) for acc in column]
     return UOp.group(self.statements.do(amd.made_here(*o_tiles)), *store_all(softmax.acc, o_tiles))

@@ -32,6 +32,13 @@ def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
   """Four bytes picked from the eight of (hi, lo): byte value 0-3 of `selector` takes from lo, 4-7 from hi (v_perm_b32)."""
   return emit("byte_perm", dtypes.uint, hi, lo, selector=selector)
 
+instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
+
+def side_by_side(x:UOp) -> UOp:
+  """The vector x, whose elements lie in neighbouring registers at this point, and so in different banks: the compiler keeps them anywhere otherwise.
+  Two instructions issue at once only where their operands, and their results, are in different banks (VOPD: RDNA3 ISA section 7.6)."""
+  return emit("side_by_side", x.dtype, x)
+
 # ***** across lanes *****
 
 def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:

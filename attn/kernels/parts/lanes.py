@@ -80,11 +80,11 @@ def contraction(matrix:Matrix, length:int) -> int:
   """`length` rounded up to what whole units of every lane group cover."""
   return round_up(length, matrix.unit*(2 if matrix.duplicated else matrix.groups))
 
-def fragment_operands(at:Lane, packed:list[UOp], compared:bool=False) -> list[UOp]:
+def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
   """A column of C fragments, packed to the inputs' dtype -> the B operands of a product that contracts over their rows, in the order of
-  `staging.key_row`. `compared`: numbers are compared in every trip, see `amd.low_lanes`."""
+  `staging.key_row`. `renewed`: which lanes are the low ones is told anew, see `amd.low_lanes`."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]
   if not mat.duplicated: return operands(mat, units)
-  return [amd.share_halves(u, amd.low_lanes(u) if compared else at.h.eq(0)) for u in units]
+  return [amd.share_halves(u, amd.low_lanes(u) if renewed else at.h.eq(0)) for u in units]

@@ -15,22 +15,34 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.statements import Carried
-from attn.ops import common as ops
+from attn.ops import amd, common as ops
 from attn.ops.softmax import DOT, LANE, LOWEST, ONES, RowLanes, correct, rounded_sum
 from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
   """Which sums of P a kernel takes, kind by kind (attn/ops/softmax.py): first of P as it is rounded, and where an LSE is written also of P before
-  that. `matrix` is the instruction for the first, where it is not a dot product from its beginning on."""
+  that. `matrix` is the instruction for the first, where it is not a dot product from its beginning on; `dual`: two dot products issue at once."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
+  dual: bool
 
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool) -> Sums:
     matrix = arch.unit.sums.get(dtype)
-    return Sums(dtype, (DOT if matrix is None or matrix.dots else ONES, LANE)[:1 + lse], matrix)
+    return Sums(dtype, (DOT if matrix is None or matrix.dots else ONES, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
+
+  def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
+    """Of each query tile the sum of P as it is rounded, packed, a column of S^T tiles. Dot products that issue at once are of two sums side by side,
+    those of two query tiles or of every other S^T tile of one. The second begins with another dword, for the first ones of both are in one bank."""
+    def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
+    chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
+    if not self.dual or not all(chains): return [total(column) for column in packed]
+    turned = [ops.build(*[ops.extract(x, (i + 1)%ops.length(x)) for i in range(ops.length(x))]) for x in chains[1]]
+    both = amd.side_by_side(ops.build(total(chains[0]), total(turned)))
+    sums = [ops.extract(both, i) for i in range(2)]
+    return sums if len(packed) == 2 else [ops.add(*sums)]
 
 @dataclass(frozen=True)
 class Softmax(Carried):
@@ -57,16 +69,29 @@ class Softmax(Carried):
     begin = ((self.acc, 0.0), (self.m, LOWEST), (self.bias, -LOWEST), (self.l, 0.0))
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
-  def weights(self, scores:list[UOp], qt:int, to_log2:float) -> list[UOp]:
-    """P of a query tile, from the reference that there is."""
-    return [ops.weights(x, self.bias[qt].load(), to_log2) for x in scores]
+  def biases(self, dual:bool) -> tuple[Softmax, list[UOp]]:
+    """The bias of each query tile, as `weights` takes it. For instructions that issue at once (`dual`) those of two tiles lie side by side, or that
+    of a single one and its copy."""
+    found = [self.bias[i].load() for i in range(self.bias.max_numel())]
+    if not dual: return self, found
+    both = amd.side_by_side(ops.build(found[0], found[-1]))
+    kept = self.after(UOp.group(*[self.bias[i].store(ops.extract(both, i)) for i in range(len(found))]))
+    return kept, [kept.bias[i].load() for i in range(2)] if len(found) == 2 else [both]
+
+  def weights(self, scores:list[UOp], bias:UOp, to_log2:float) -> list[UOp]:
+    """P of a query tile, from the reference that there is. A bias and its copy are of the two halves of each vector of scores."""
+    if ops.length(bias) == 1: return [ops.weights(x, bias, to_log2) for x in scores]
+    def exponents(x:UOp) -> UOp:
+      n = ops.length(x)//2
+      return ops.concat(*[ops.fma(ops.slice_(x, i*n, n), to_log2, ops.splat(ops.extract(bias, i), n)) for i in range(2)])
+    return [ops.exp2(amd.side_by_side(exponents(x))) for x in scores]
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
     """Takes the weights of each query tile, a column of S^T tiles, and corrects them and all the rest where scores have outgrown the reference by
     2^above. `do` executes a statement, after what is `before`."""
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in weights]
-    parts = [rounded_sum(column, sums.kinds[0], sums.matrix, sums.dtype, rows=1) for column in packed]
+    parts = sums.rounded(packed)
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
     stores = [self.p[i].store(x) for i, x in enumerate(x for column in packed for x in column)]
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
@@ -80,9 +105,10 @@ class Softmax(Carried):
     """The row sums over the lane groups, kind by kind."""
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
-  def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept) -> list[UOp]:
-    """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T: those that dropout keeps."""
-    return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], compared=True)
+  def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
+    """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T: those that dropout keeps. `renewed`: see
+    `fragment_operands`."""
+    return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
   """The sum of the elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""
