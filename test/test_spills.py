@@ -36,8 +36,14 @@ SPILLED = {
   "long rows in pieces": ("gfx1100", {"B": 8, "H": 32, "Hkv": 8, "Sq": 58, "Sk": 529, "D": 183, "causal": True, "lse": False}),
   "D=70, Dv=50": ("gfx1100", MANY | {"Sq": 300, "D": 70, "Dv": 50}), "D=120, Dv=104": ("gfx1100", MANY | {"Sq": 300, "D": 120, "Dv": 104}),
   "wide, few queries": ("gfx1201", {"Sq": 1, "Sk": 300, "D": 256}),
+  "O of 208 columns beside pieces and few queries": ("gfx1100", {"B": 8, "H": 8, "Sq": 5, "Sk": 1099, "D": 149, "Dv": 206}),
+  "wide rows in pieces for one query": ("gfx942", {"B": 8, "H": 8, "Sq": 1, "Sk": 3021, "D": 255, "causal": True, "dtype": "bfloat16"}),
+  "slopes beside wide rows": ("gfx950", MANY | {"Sq": 367, "Sk": 1187, "D": 248, "causal": "top-left",
+                                                "extras": {"alibi_slopes": np.empty(32, np.float32)}}),
+  "a softcap beside long rows in pieces": ("gfx950", MANY | {"Hkv": 8, "Sq": 1001, "Sk": 3909, "D": 167, "Dv": 139, "causal": True,
+                                                             "softcap": 30.0, "lse": False}),
 }
-BY_DEFAULT = ("few keys and a mask", "rows in pieces and an lse")
+BY_DEFAULT = ("few keys and a mask", "rows in pieces and an lse", "O of 208 columns beside pieces and few queries")
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BY_DEFAULT else pytest.mark.thorough) for x in SPILLED])
 def test_what_spilled(case:str) -> None:
@@ -59,10 +65,7 @@ def drawn_problem(rng:random.Random) -> tuple[str, dict[str, Any]]:
            "Dv": rng.choice((d, d, rng.randint(1, 256)))}
   return rng.choice(ARCHS), {**sizes, **mask, **options, "dtype": rng.choice(("float16", "bfloat16")), "lse": rng.random() < 0.5}
 
-# gfx1100, D=149, Dv=206, five queries: 8 accesses a trip, without prefetch already
-STILL_SPILLS = {30: [pytest.mark.xfail(strict=True, reason="rows in pieces, O of 208 columns and few queries are too much for gfx1100")]}
-
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.thorough, *STILL_SPILLS.get(n, [])] if n > 1 else []) for n in range(60)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.thorough if n > 1 else ()) for n in range(60)])
 def test_drawn(seed:int) -> None:
   arch, parameters = drawn_problem(random.Random(seed))
   assert scratch_accesses(problem(**parameters), arch) == 0, f"{arch}: {parameters}"

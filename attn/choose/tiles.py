@@ -49,14 +49,18 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
   few, shared = needed < c.waves, arch.vgprs < arch.registers          # alone on its SIMD a wave of CDNA has all registers
-  # a loop with both masks has none to spare, and of RDNA one with two sums of P
-  crowded = max(p.D, p.Dv) > WIDE and (p.window[0] >= 0 or (shared and (few or p.writes_lse)))
+  longest = max(p.D, p.Dv)
+  in_pieces = any(width % mat.unit for width in (p.D, p.Dv))          # rows that are no whole number of units come in smaller pieces
+  busy = bool({"softcap", "alibi", "bias", "dropout_p"}.intersection(p.options))      # with what takes registers in every trip
+  # a loop with both masks has none to spare, of CDNA one that is busy or has pieces, of RDNA one with two sums of P
+  crowded = longest > WIDE and (p.window[0] >= 0 or (few or p.writes_lse if shared else busy or in_pieces))
+  crowded |= longest > LONG and busy and in_pieces and not shared
   if crowded and not shared: waves = min(waves, 4)
-  # rows that are no whole number of units come in smaller pieces: on their way beside few queries, two sums of P, an option or long rows of O they
-  # leave RDNA too few registers
-  pieces = shared and (few or p.writes_lse or p.options or max(p.D, p.Dv) > LONG) and any(width % mat.unit for width in (p.D, p.Dv))
+  # pieces on their way beside few queries, two sums of P, an option or long rows of O leave RDNA too few registers
+  sparing = in_pieces and (few or p.writes_lse or p.options or longest > LONG if shared else few and crowded)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
-  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded or pieces else c.prefetch, pack, 0.0 if few else 8.0)
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded or sparing else c.prefetch, pack, sparing,
+              0.0 if few else 8.0)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""

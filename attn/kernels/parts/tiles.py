@@ -36,6 +36,7 @@ class Tile:
   fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
   prefetch: int = 1            # K and V tiles are loaded 0: for their own trip, 1: during the one before, 2: so, and stored to a second buffer in LDS
   pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
+  sparing: bool = False        # without prefetch a trip loads K and V one after the other: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
 
   @property
@@ -47,7 +48,7 @@ class Tile:
     mat = self.matrix
     return row_layout(mat, self.block_m, p.D), row_layout(mat, self.block_n, p.D), column_layout(mat, self.block_n, p.Dv)
   @property
-  def in_turn(self) -> bool: return False
+  def in_turn(self) -> bool: return self.prefetch == 0 and self.sparing
   @property
   def buffers(self) -> int:
     """K tiles in LDS, and as many V tiles."""
@@ -58,7 +59,8 @@ class Tile:
   @property
   def options(self) -> str:
     """What is not by default, in words."""
-    return " ".join([name for name in ("q_in_lds", "fenced") if getattr(self, name)] + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
+    said = [name for name in ("q_in_lds", "fenced", "sparing") if getattr(self, name)]
+    return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 @dataclass(frozen=True)
