@@ -51,15 +51,16 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   few, shared = needed < c.waves, arch.vgprs < arch.registers          # alone on its SIMD a wave of CDNA has all registers
   longest = max(p.D, p.Dv)
   in_pieces = any(width % mat.unit for width in (p.D, p.Dv))          # rows that are no whole number of units come in smaller pieces
-  busy = bool({"softcap", "alibi", "bias", "dropout_p"}.intersection(p.options))      # with what takes registers in every trip
-  # a loop with both masks has none to spare, of CDNA one that is busy or has pieces, of RDNA one with two sums of P
-  crowded = longest > WIDE and (p.window[0] >= 0 or (few or p.writes_lse if shared else busy or in_pieces))
-  crowded |= longest > LONG and busy and in_pieces and not shared
-  if crowded and not shared: waves = min(waves, 4)
-  # pieces on their way beside few queries, two sums of P, an option or long rows of O leave RDNA too few registers
-  sparing = in_pieces and (few or p.writes_lse or p.options or longest > LONG if shared else few and crowded)
+  # a loop with both masks has none to spare, and of RDNA one with two sums of P
+  crowded = longest > WIDE and (p.window[0] >= 0 or (shared and (few or p.writes_lse)))
+  # nor has a wave of CDNA that shares its SIMD, beside pieces or what takes registers in every trip, of which both are too much for shorter rows
+  burdens = in_pieces + bool({"softcap", "alibi", "bias", "dropout_p"}.intersection(p.options))
+  if not shared and (crowded or (burdens and longest > (LONG if burdens > 1 else WIDE))): waves = min(waves, 4)
+  # pieces on their way beside few queries, and on RDNA beside two sums of P, an option or long rows of O, leave too few registers
+  pieces = in_pieces and ((few or p.writes_lse or p.options or longest > LONG) if shared else (few and longest > WIDE))
+  sparing = bool(pieces) and longest > WIDE
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
-  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded or sparing else c.prefetch, pack, sparing,
+  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded or pieces else c.prefetch, pack, sparing,
               0.0 if few else 8.0)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:

@@ -62,6 +62,7 @@ class NumbersOfRows:
   """Two numbers of each query in global memory."""
   lse: GlobalRows
   delta: GlobalRows
+  in_units = True
   def after(self, *deps:UOp) -> NumbersOfRows: return NumbersOfRows(self.lse.after(*deps), self.delta.after(*deps))
 
 @dataclass(frozen=True)

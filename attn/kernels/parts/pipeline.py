@@ -58,11 +58,13 @@ class Pipeline(Generic[S]):
     return UOp.group(*[x for tile, part in zip(tiles, parts, strict=True) for x in tile.store(part)])
 
   def in_turn(self, s:S, t:UOp) -> UOp:
-    """The way of tile t to LDS, one of its tensors after another, which takes the registers of the largest alone."""
+    """The way of tile t to LDS, one of its tensors after another, which takes the registers of the largest alone. Where rows come in pieces, each has
+    an address of its own: they are computed anew."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
       if stores: rows = rows.after(self.statements.do(amd.sched_barrier(), *stores))
-      stores += self.in_lds(s, t, name).store(getattr(self.state, name).fetch(rows, t))
+      tile = self.in_lds(s, t, name) if rows.in_units else self.in_lds(s, t, name).anew(t)
+      stores += tile.store(tile.fetch(rows, t))
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:

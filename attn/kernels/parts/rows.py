@@ -183,6 +183,8 @@ class ConvertedRows:
   to: str
   @property
   def width(self) -> int: return self.given.width
+  @property
+  def in_units(self) -> bool: return self.given.in_units
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:

@@ -8,7 +8,7 @@ from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
 from attn.kernels.parts.rows import Rows
 from attn.ops import amd, common as ops
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import UOp, dtypes
 
 # Sixteen lanes at a time store 8 bytes each to `v_columns` columns of V (rows of V^T), which must not meet in a bank.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
@@ -96,6 +96,11 @@ class StagedTile:
     return self.turned
   @property
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.carried.item(j) for j in range(self.carried.items)]
+
+  def anew(self, t:UOp) -> StagedTile:
+    """The same, but what follows from the thread's number is computed in trip t and not kept in registers."""
+    thread = amd.opaque(self.carried.thread, t).cast(dtypes.weakint).maximum(0).minimum(self.carried.threads - 1)
+    return replace(self, carried=replace(self.carried, thread=thread))
 
   def fetch(self, rows:Rows, t:UOp) -> list[UOp]:
     """This thread's parts of the t-th tile of these rows."""

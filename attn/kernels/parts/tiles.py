@@ -36,7 +36,7 @@ class Tile:
   fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
   prefetch: int = 1            # K and V tiles are loaded 0: for their own trip, 1: during the one before, 2: so, and stored to a second buffer in LDS
   pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
-  sparing: bool = False        # without prefetch a trip loads K and V one after the other: fewer registers
+  sparing: bool = False        # without prefetch a trip loads K and V one after the other, pieces of rows by new addresses: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
 
   @property
