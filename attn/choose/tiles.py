@@ -53,8 +53,8 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   in_pieces = any(width % mat.unit for width in (p.D, p.Dv))          # rows that are no whole number of units come in smaller pieces
   # a loop with both masks has none to spare, and of RDNA one with two sums of P
   crowded = longest > WIDE and (p.window[0] >= 0 or (shared and (few or p.writes_lse)))
-  # nor has a wave of CDNA that shares its SIMD, beside pieces or what takes registers in every trip, of which both are too much for shorter rows
-  burdens = in_pieces + bool({"softcap", "alibi", "bias", "dropout_p"}.intersection(p.options))
+  # nor has a wave of CDNA that shares its SIMD, beside pieces or what takes registers in every trip; two of the three are too much for shorter rows
+  burdens = (p.window[0] >= 0) + in_pieces + bool({"softcap", "alibi", "bias", "dropout_p"}.intersection(p.options))
   if not shared and (crowded or (burdens and longest > (LONG if burdens > 1 else WIDE))): waves = min(waves, 4)
   # pieces on their way beside few queries, and on RDNA beside two sums of P, an option or long rows of O, leave too few registers
   pieces = in_pieces and ((few or p.writes_lse or p.options or longest > LONG) if shared else (few and longest > WIDE))
