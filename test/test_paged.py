@@ -1,7 +1,7 @@
 """Keys and values in pages: attention and append through a block table, on every matrix unit, and what the emulator finds wrong in one."""
 from __future__ import annotations
 import os, sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 import pytest
@@ -9,8 +9,10 @@ from tinygrad import TinyJit
 import attn
 from attn import flash_attn
 from attn.emulator.checks import BadEntry, SharedSlot
+from attn.kernels.append import Append, append
+from attn.problem import Pages, Strided
 from attn.reference import Options, exact, judge, same
-from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
 from cases import EVERY_ARCH, array, arrange, restore, tensor
@@ -160,6 +162,14 @@ def test_refused() -> None:
       (lambda: attn.empty_paged_cache(4, 0, HKV, D), "page_size=0: must be a whole number, at least 1")):
       with pytest.raises((ValueError, NotImplementedError), match=text): what()
     assert (k.uop, v.uop) == before
+
+def test_append_where_there_are_no_operations_of_ours() -> None:
+  """On a device that prints none of them, such as CPU, the kernel is made of tinygrad's own UOps."""
+  a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)
+  shapes = ((a.places.size,), dtypes.half), ((2, HKV, 1, D), dtypes.half), ((2,), dtypes.int), ((2, 2), dtypes.int)
+  for checked in (False, True):
+    sink = append(replace(a, checked=checked))(*[UOp.placeholder(shape, dtype, i) for i, (shape, dtype) in enumerate(shapes)])
+    assert any(u.op is Ops.CUSTOM for u in sink.toposort()) == checked
 
 @pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
 def test_flash_attn_varlen_func(arch:str) -> None:

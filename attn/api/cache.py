@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from attn import values
 from attn.api.attention import attend, check_devices, known, lengths, prepare
-from attn.api.checked_kernel import CheckedKernel, KernelFunction, region, static_shape, whole_buffer
+from attn.api.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, static_shape, whole_buffer
 from attn.api.gradient import no_gradient
 from attn.api.options import AttentionOptions, check_lengths, check_out_dtype, options_of
 from attn.api.pages import check_pages
@@ -162,7 +162,9 @@ def _into_pages(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cach
   if overlap(k_cache, v_cache, list(places), dict(zip(AXES["bshd"], map(int, k_cache.shape)))): raise ValueError(OVERLAP)
   at = Placement(str(k_cache.device))
   start = lengths(cache_seqlens, B, capacity, at, "cache_seqlens")
-  launches = [(cache, rows, _kernel(name, Append(B, heads, new_rows, capacity, int(cache.shape[3]), layout, place, pages, has_threads(at.device))))
+  device = str(at.device)
+  launches = [(cache, rows, _kernel(name, Append(B, heads, new_rows, capacity, int(cache.shape[3]), layout, place, pages, has_threads(at.device),
+                                               device.split(":")[0] in MATRIX_DEVICES)))
               for name, rows, cache, place in (("k_cache", k_new, k_cache, places[0]), ("v_cache", v_new, v_cache, places[1]))]
   return NewRows(tuple(launches), start, filled(start, new_rows, capacity), (block_table,))
 

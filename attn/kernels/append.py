@@ -25,6 +25,7 @@ class Append:
   places: Strided
   pages: Pages|None = None
   threads: bool = True   # False on a device without: one loop over everything
+  checked: bool = True   # False on a device that can't print attn's own operations: there is nothing then for the emulator to look at
 
 @functools.cache
 def append(a:Append) -> Callable[..., UOp]:
@@ -50,7 +51,7 @@ def place_of(a:Append, batch:UOp, head:UOp, to:UOp, inside:UOp, once:UOp, table:
   at = a.places
   if a.pages is None: return at.start + batch*at.batch + head*at.head + to*at.row
   in_page = to%a.pages.size
-  page = Table(table[0], batch*a.pages.most, a.pages.size, a.pages.count, at.batch, False).page(to, inside)
-  # the emulator stops where two rows go to one slot: to a page that two sequences share nobody may append
-  page = ops.alone(page, (page*a.pages.size + in_page)*a.H + head, inside & once).cast(to.dtype).maximum(0).minimum(a.pages.count - 1)
+  page = Table(table[0], batch*a.pages.most, a.pages.size, a.pages.count, at.batch, False, a.checked).page(to, inside)
+  if a.checked:   # the emulator stops where two rows go to one slot: to a page that two sequences share nobody may append
+    page = ops.alone(page, (page*a.pages.size + in_page)*a.H + head, inside & once).cast(to.dtype).maximum(0).minimum(a.pages.count - 1)
   return at.start + page*at.batch + head*at.head + in_page*at.row

@@ -113,10 +113,12 @@ class Table:
   count: int
   apart: int
   whole: bool
+  checked: bool = True
   def page(self, row:UOp, there:UOp) -> UOp:
     """The page of a row, if there is such a row; what the table says beyond the rows that there are is not read. The emulator stops at an entry that
     is no page, elsewhere it is held to those that there are."""
-    entry = ops.page_number(self.entries[(self.first + row//self.size).valid(there)].load(), there, self.count)
+    entry = self.entries[(self.first + row//self.size).valid(there)].load()
+    if self.checked: entry = ops.page_number(entry, there, self.count)
     return (ops.uniform(entry) if self.whole else entry).cast(dtypes.weakint).maximum(0).minimum(self.count - 1)
   def place(self, row:UOp, stride:int, there:UOp) -> UOp:
     """Where a row begins, `stride` elements after the one before it in its page."""
