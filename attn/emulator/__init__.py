@@ -5,12 +5,12 @@ not waited for, matrix.py the matrix instructions, checks.py the sanitiser, list
 at values inside a kernel, banks.py the count of LDS bank conflicts. ATTN_EMU_CHECKS=0 turns the sanitiser off, ATTN_EMU_BANKS=1 the count on,
 which it then prints for each kernel.
 """
-from attn.emulator.checks import (AccessError, BadOperand, Divergence, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsLimit,
-                                  LdsRace, LimitExceeded, Misaligned, NeverWritten, NotWaitedFor, OutOfBounds, OutOfScope, Race, UninitialisedRead,
-                                  UnwrittenOutput)
+from attn.emulator.checks import (AccessError, BadEntry, BadOperand, Divergence, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit,
+                                  LdsLimit, LdsRace, LimitExceeded, Misaligned, NeverWritten, NotWaitedFor, OutOfBounds, OutOfScope, Race,
+                                  SharedSlot, UninitialisedRead, UnwrittenOutput)
 from attn.emulator.machine import Launch, last_run
 from attn.emulator.probe import probe, probes
 
-__all__ = ["AccessError", "BadOperand", "Divergence", "DivergentBarrier", "DivergentMatrix", "EmulatorError", "Launch", "LaunchLimit", "LdsLimit",
-           "LdsRace", "LimitExceeded", "Misaligned", "NeverWritten", "NotWaitedFor", "OutOfBounds", "OutOfScope", "Race", "UninitialisedRead",
-           "UnwrittenOutput", "last_run", "probe", "probes"]
+__all__ = ["AccessError", "BadEntry", "BadOperand", "Divergence", "DivergentBarrier", "DivergentMatrix", "EmulatorError", "Launch", "LaunchLimit",
+           "LdsLimit", "LdsRace", "LimitExceeded", "Misaligned", "NeverWritten", "NotWaitedFor", "OutOfBounds", "OutOfScope", "Race", "SharedSlot",
+           "UninitialisedRead", "UnwrittenOutput", "last_run", "probe", "probes"]
