@@ -4,6 +4,7 @@ pins every name and signature used here, so that another version fails with one 
 from __future__ import annotations
 import contextlib, ctypes, functools, math, os, re, sys, types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 import tinygrad
 from tinygrad import Device, Tensor
@@ -16,6 +17,7 @@ from tinygrad.engine.realize import capturing, compile_linear, get_runtime, run_
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
+from tinygrad.renderer.llvmir import LLVMRenderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.schedule.rangeify import pm_mops
@@ -27,12 +29,12 @@ from tinygrad.uop.ops import (AxisType, GroupOp, KernelInfo, Ops, PatternMatcher
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CStyleLanguage", "CUDARenderer", "CompileError",
            "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer",
-           "KernelInfo", "MARK", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
+           "KernelInfo", "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
            "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "buffer_under", "comgr_compiler", "comgr_version",
            "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals",
            "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "linear_view", "lower", "lowered_with_places",
            "made_with_places", "opened_devices", "shared_memory_text", "spec_names", "statements", "tinygrad_folder", "vector_dtype",
-           "watch_kernels", "with_outputs", "without_comgr", "written_to"]
+           "watch_kernels", "with_outputs", "with_params", "without_comgr", "workgroups_of", "written_to"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -56,6 +58,28 @@ def vector_dtype(element:str, n:int) -> DType:
 spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtype.name == name)
 
 MARK = "// a kernel of attn"   # the first line of a source that is ours: attn/compilers/renderer.py goes by it
+
+# **** what a device has for kernels of plain UOps ****
+@dataclass(frozen=True)
+class Means:
+  """Bytes of local memory that a workgroup may have, 0 where threads do better by themselves; `serial` where there are no workgroups at all."""
+  local_memory: int
+  serial: bool = False
+
+def workgroups_of(device:str) -> Means|None:
+  """Of a device that tinygrad renders C or LLVM for; None of another."""
+  opened = Device[device]
+  if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
+  if not renderer.has_local: return Means(0, serial=True)
+  return Means(0 if is_cpu(opened) else renderer.shared_max if renderer.has_shared else 0)
+
+def is_cpu(device:Any) -> bool:
+  """Whether an OpenCL device is a CPU: what a work-group shares is then memory like any other."""
+  if type(device).__name__ != "CLDevice": return False
+  from tinygrad.runtime.autogen import opencl
+  kind = ctypes.c_uint64()
+  opencl.clGetDeviceInfo(device.cl_dev, opencl.CL_DEVICE_TYPE, 8, ctypes.byref(kind), None)
+  return bool(kind.value & opencl.CL_DEVICE_TYPE_CPU)
 
 # **** lowering without a device ****
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
@@ -260,6 +284,12 @@ def with_outputs(sink:UOp) -> UOp:
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 tinygrad_folder = os.path.dirname(os.path.abspath(tinygrad.__file__)) + os.sep
+
+def with_params(sink:UOp, placeholders:Sequence[UOp]) -> UOp:
+  """A kernel's AST that has these placeholders, which it does not use, among its parameters: tinygrad's CUDA graph gives a program every
+  tensor of its call under TinyJit, whichever it takes."""
+  params = tuple(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
+  return sink.replace(src=sink.src + params) if params else sink
 
 Places = dict[UOp, "tuple[str, int]|None"]   # the file and line that a UOp comes from
 

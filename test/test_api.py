@@ -14,11 +14,11 @@ sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32
 from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, in_turn, normal, on_two
 
-KERNELS = ("forward", "forward_mma", "forward_wgmma", "split_kv", "three_pass")
+KERNELS = ("forward", "forward_mma", "forward_wgmma", "split_kv", "tiled", "three_pass")
 SPLITS = {"split_kv": {"num_splits": 2}}
 DEVICES = ("EMU:0", "EMU:1")
 
-def arch_of(kernel): return {"forward_mma": "sm_80", "forward_wgmma": "sm_90"}.get(kernel, "gfx942")
+def arch_of(kernel): return {"forward_mma": "sm_80", "forward_wgmma": "sm_90", "tiled": "gfx1030"}.get(kernel, "gfx942")
 def on_kernel(kernel, arch="", **parameters): return check_attention(arch or arch_of(kernel), kernel, **SPLITS.get(kernel, {}), **parameters)
 
 # ***** options *****
@@ -233,7 +233,10 @@ def test_explain(capsys):
     assert attn.explain(wide, wide, wide).why_not("forward") == "D=300: a row is held in registers, up to 256"
     single = draw(1, 1, 4, 64, dtype="float32")
     choice = attn.explain(single, single, single)
-    assert choice.kernel == "three_pass" and choice.why_not("forward").startswith("dtype float32") and choice.work.tile is None
+    assert choice.kernel == "tiled" and choice.why_not("forward").startswith("dtype float32")
+    assert dict(choice.memory) == {"tiled": 0, "three_pass": 4*4*4} and "bytes beside inputs and outputs: tiled 0, three_pass 64" in str(choice)
+    choice = attn.explain(*[draw(1, 1, 4, 520)]*3)
+    assert choice.kernel == "three_pass" and choice.work.tile is None and choice.why_not("tiled").startswith("D=520: a row is held")
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
 
 def test_explain_on_nvidia():
@@ -360,7 +363,7 @@ def test_shards_that_do_not_go_together():
 
 def test_a_split_that_no_kernel_makes_is_refused():
   with emulated("gfx942"):
-    q = T(1, 2, 4, 64, dtype=dtypes.float)
+    q = T(1, 2, 4, 600, dtype=dtypes.float)
     with pytest.raises(NotImplementedError, match=r"no kernel takes this problem: .*three_pass: num_splits=2: three_pass has no key ranges"):
       attn.attention(q, q, q, num_splits=2)
 

@@ -65,7 +65,7 @@ def test_bounds() -> None:
 @pytest.mark.parametrize(("settings", "line"), [
   ({"B": "x"}, "B='x': must be a whole number, at least 1"),
   ({"N": "0"}, "N=0: must be at least 1"),
-  ({"D": "300"}, "D=300"),
+  ({"D": "600"}, "D=600"),
   ({"H": "4", "HKV": "3"}, "HKV=3: must divide H=4"),
   ({"DTYPE": "float64"}, "DTYPE='float64': must be one of half, fp16, float16, bf16, bfloat16"),
   ({"OUT_DTYPE": "int8"}, "OUT_DTYPE='int8': must be one of"),
@@ -96,7 +96,7 @@ def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.Monke
 
 @pytest.mark.parametrize(("settings", "line"), [
   ({"B": "x"}, "B='x': must be a whole number, at least 1"),
-  ({"D": "300"}, "D=300"),
+  ({"D": "600"}, "D=600"),
   ({"DEV": "CPU"}, "DEV='CPU': must be AMD, CUDA, or EMU::<arch>"),
   ({"DEV": "EMU::gfx906"}, "EMU does not emulate 'gfx906'"),
 ])

@@ -45,6 +45,7 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp": "op dtype= src= arg= tag= metadata= _buffer=", "tinygrad.uop.ops:UOp.after": "self *src **kwargs",
   "tinygrad.uop.ops:UOp.barrier": "self *src", "tinygrad.uop.ops:UOp.bitcast": "self dtype",
   "tinygrad.uop.ops:UOp.call": "self *srcs ret_dtype= grad_fxn= name= precompile= precompile_backward= aux=",
+  "tinygrad.uop.ops:UOp.get_idx": "self", "tinygrad.uop.ops:UOp.get_valid": "self",
   "tinygrad.uop.ops:UOp.cast": "self dtype", "tinygrad.uop.ops:UOp.const": "b dtype=", "tinygrad.uop.ops:UOp.end": "self *src",
   "tinygrad.uop.ops:UOp.flatten": "self start_dim= end_dim=", "tinygrad.uop.ops:UOp.group": "*srcs **kwargs",
   "tinygrad.uop.ops:UOp.load": "self *src **kwargs", "tinygrad.uop.ops:UOp.max_numel": "self", "tinygrad.uop.ops:UOp.maximum": "self x",
@@ -77,6 +78,7 @@ VALUES = ("tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "
           "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError",
           "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV",
           "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING", "tinygrad.renderer.cstyle:CStyleLanguage",
+          "tinygrad.renderer.llvmir:LLVMRenderer", "tinygrad.runtime.autogen:opencl",
           "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda", "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF",
           "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType", "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops",
           "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")

@@ -14,6 +14,8 @@ SAYS = {
   "decode_kv_cache": ["^12 tokens on EMU, the same with the cache as without, position by position, by one compiled step"],
   "train_gpt": [r"12 steps, the loss curves at most 0\.0\d+ apart, 0\.06\d+ allowed; forward: \d+ calls"],
   "serve": [r"^5 requests, 30 tokens on EMU, up to 3 at a time: [\d.]+ tokens per second", "^the same text alone"],
+  "stable_diffusion_vae_attention": [r"^64 positions, one head of 512, float on EMU", r"these kernels: .* ms a call, 0\.000 MB",
+                                     r"difference \d\.\de-0[67]"],
   "tiny_gpt": [r"^these kernels: .*\(forward: 8 calls\)"],
 }
 

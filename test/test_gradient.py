@@ -266,7 +266,7 @@ def test_launches_of_named_kernels() -> None:
   assert launches("v", kernel="backward_dq") == 3 < launches("q", "k", "v", kernel="backward_three_pass")
 
 def test_backward_kernels_that_cannot_be_forced() -> None:
-  with emulated("gfx942", "backward_dq"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: forward is three_pass"):
+  with emulated("gfx942", "backward_dq"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: dtype float32"):
     attn.attention(*[t.float() for t in three()])
   for arch, kernel, reason in (("gfx942", "backward_dkdv_mma", "gfx942 has no mma.sync"), ("gfx942", "backward_dq_wgmma", "gfx942 has no wgmma"),
                                ("sm_80", "backward_dkdv_wgmma", "sm_80 has no wgmma"), ("sm_90", "backward_dq_wgmma", "Sq=32, Sk=32: a warpgroup")):
@@ -377,7 +377,7 @@ def test_explain_tells_what_computes_the_gradient(capsys:pytest.CaptureFixture[s
     choice = attn.explain(q, k, v, backward=True)
     assert choice.kernels == ("backward_dq", "backward_dkdv") and "forward on gfx942" in (text := capsys.readouterr().out)
     assert re.search(r"gradient on gfx942.*: backward_dq tile \d+x\d+ .*, backward_dkdv tile \d+x\d+ ", text)
-    assert "forward is three_pass" in attn.explain(q.float(), k.float(), v.float(), backward=True).refused
+    assert "dtype float32" in attn.explain(q.float(), k.float(), v.float(), backward=True).refused
     assert attn.explain(q, k, v, arch="sm_80", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma")
     bias = draw(1, 2, 32, 32)
     assert attn.explain(q, k, v, bias=bias, arch="sm_90", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma", "backward_dbias_mma")

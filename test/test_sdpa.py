@@ -125,7 +125,7 @@ def test_install_and_uninstall():
   assert Tensor.scaled_dot_product_attention is own
 
 @pytest.mark.parametrize("q, call, reason", [
-  (lambda: draw(1, 2, 8, 32, dtype="float32"), {}, "forward: dtype float32"), (lambda: draw(1, 2, 8, 300), {}, "forward: D=300"),
+  (lambda: draw(1, 2, 8, 520, dtype="float32"), {}, "forward: dtype float32"), (lambda: draw(1, 2, 8, 600), {}, "tiled: D=600"),
   (lambda: draw(1, 2, 8, 32, dtype="float32").cast(dtypes.double), {}, "has dtype double"),
 ])
 def test_tinygrads_own_where_dispatch_says_no(q, call, reason):

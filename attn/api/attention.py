@@ -15,12 +15,12 @@ from attn.api.plain import bhs, bhsd, from_bhs, from_bhsd, plain_attention
 from attn.api.views import flat_buffer, places_in_cache
 from attn.chips import Chip, get_chip
 from attn.choose.backward import BackwardChoice, by_tinygrad, can_differentiate, choose_backward
-from attn.choose.dispatch import Choice, choose, program_of
+from attn.choose.dispatch import Choice, choose, combine_of, program_of
 from attn.compilers.choice import compiled_on, in_use
-from attn.kernels.combine import combine, combine_arguments
+from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.tensors import arguments
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Problem, problem_of
-from attn.tinygrad_compat import TRAINING, DType, Tensor, UOp, capturing, dtypes
+from attn.tinygrad_compat import TRAINING, DType, Tensor, UOp, capturing, dtypes, with_params
 from attn.values import FLOATS
 
 OF_A_CACHE = "the gradient of attention over part of a cache: train with attn.attention of whole k and v"
@@ -173,10 +173,10 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
     gradient = None if "o" not in given else gradient_of(p, arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders[:len(takes)]), arch)
-      return CheckedKernel(sink, written, gradient=gradient)
+      return CheckedKernel(with_params(sink, placeholders[len(takes):]), written, gradient=gradient)
     return kernel
   programs = [(program_of(choice, p), arguments(p))]
-  if p.num_splits > 1: programs.append((combine(p, arch, p.num_splits), combine_arguments(p)))
+  if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
 
 def launched(p:Problem) -> list[tuple[str, ...]]:
@@ -202,6 +202,7 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """forward, or for split_kv the same into partial results and then combine."""
   p = replace(c.problem, num_splits=choice.work.splits)
   t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else x.contiguous() for name, x in c.tensors.items()}
+  if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # as in run_three_pass
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = replace(p, return_lse=True)      # for backward
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]

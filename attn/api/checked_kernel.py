@@ -5,14 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from attn import values
-from attn.chips import Chip, get_chip
+from attn.chips import Chip, get_chip, other_chip
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
 from attn.ops.renderers import adapt
-from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, device_of
+from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, device_of, workgroups_of
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
+
+PLAIN_DEVICES = (*MATRIX_DEVICES, "CPU", "CL", "METAL", "NV")   # devices that may have none, for kernels of plain UOps
 
 class KernelFunction(Protocol):
   """A function for `Tensor.custom_kernel(..., fxn=...)`."""
@@ -86,19 +88,25 @@ def named_chip(name:str) -> Chip:
   return compiled_on(get_chip(name), device)
 
 def device_arch() -> Chip:
-  """The table row of tinygrad's default device."""
-  return chip_of(default_arch(), Device.DEFAULT)
+  """The table row of tinygrad's default device. Raises ValueError where no kernel runs on it."""
+  if (found := arch_of(device := Device.DEFAULT)) is not None: return found
+  raise ValueError(f"device {device} runs none of these kernels: use DEV=AMD on an AMD GPU, DEV=CUDA on one of NVIDIA, DEV=CL, DEV=CPU with a clang, "
+                   "or DEV=EMU::gfx942 without any")
 
 def arch_of(device:str) -> Chip|None:
-  """The table row of a device's chip; None where it has no matrix unit that the kernels know."""
-  if device.split(":")[0] not in MATRIX_DEVICES: return None
-  try: return chip_of(device_of(device).renderer.target.arch, device)
-  except ValueError: return None
+  """The table row of a device's chip, or one that its renderer makes for it; None where no kernel runs on it."""
+  kind = device.split(":")[0]
+  if kind in MATRIX_DEVICES:
+    try: return chip_of(device_of(device).renderer.target.arch, device)
+    except ValueError: pass
+  if kind not in PLAIN_DEVICES or (means := workgroups_of(device)) is None: return None
+  name = device_of(device).renderer.target.arch if kind in MATRIX_DEVICES else kind
+  return other_chip(name, means.local_memory, means.serial)
 
 def check_device(arch:str, device:str) -> None:
   """Raises ValueError where `arch` is not the chip of the device that is to run a kernel."""
-  if (found := arch_of(device)) is None: raise ValueError(f"arch={arch!r}: {device} has no matrix unit that these kernels know")
-  if found.name != get_chip(arch).name: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs kernels for no other chip")
+  if (found := arch_of(device)) is None: raise ValueError(f"arch={arch!r}: {device} is no device that these kernels know")
+  if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs kernels for no other chip")
 
 def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
   if all(isinstance(s, int) for s in shape): return tuple(map(int, shape))

@@ -26,7 +26,7 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
                  dropout_start (see Problem)
   max_seqlen_q, max_seqlen_k: the longest sequence, of layout "thd"
 
-  q, k, v: float16 or bfloat16; o: float16, bfloat16 or float32. Rows that see no key give o = 0 and lse = -inf.
+  q, k, v and o: float16, bfloat16 or float32, q, k and v the same. Rows that see no key give o = 0 and lse = -inf.
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
   options = KernelOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, dropout_p=dropout_p,

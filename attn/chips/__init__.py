@@ -13,7 +13,7 @@ Sources
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
-from attn.chips.families import CDNA2, CDNA3, CDNA4, NVIDIA, RDNA3, RDNA4, Family, Pipes
+from attn.chips.families import CDNA2, CDNA3, CDNA4, NVIDIA, OTHER, RDNA1, RDNA2, RDNA3, RDNA4, Family, Pipes
 from attn.chips.matrix import Matrix
 
 LLVM = 22    # the release of the compiler with which tiles are chosen where none is named: on the emulator there is none
@@ -34,10 +34,11 @@ class Chip:
   cards: tuple[Card, ...]
   registers: int = 512    # vector registers per lane of a SIMD
   granule: int = 8        # in which waves get them
-  machine: int = 0        # in the e_flags of a code object (EF_AMDGPU_MACH); 0: not AMD's
+  machine: int = 0        # in the e_flags of a code object (EF_AMDGPU_MACH); 0: of which there are no reports
   wgmma: bool = False     # multiplies for warpgroups, from shared memory
   searched: bool = False  # the search for tiles compiles for this chip of the family (attn/choose/search.py)
   tuned: bool = False     # a real device, whose tiles may come from its own TUNE=1 (attn/choose/tuned.py)
+  serial: bool = False    # no workgroups: parts of a kernel are done one after another
   llvm: int = LLVM        # the release of LLVM in the compiler that compiles for it
 
   @property
@@ -66,7 +67,7 @@ class Chip:
   def peak(self, card:Card) -> float:
     """Dense 16-bit TFLOP/s of one of its cards."""
     return card.cus*self.pipes.flops*card.ghz/1e3
-  def __str__(self) -> str: return f"{self.name} ({self.products})"
+  def __str__(self) -> str: return self.name if self.unit is OTHER else f"{self.name} ({self.products})"
 
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in (
   Chip("gfx90a", CDNA2, 65536, (Card("MI250X", 110, 1.7, 1638), Card("MI250", 104, 1.7, 1638), Card("MI210", 104, 1.7, 1638)), machine=0x3f,
@@ -83,6 +84,8 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in (
   Chip("gfx1152", RDNA3, 65536, (Card("Radeon 860M (Krackan Point)", 8, 3.0, 128),), registers=1024, granule=16, machine=0x55),
   Chip("gfx1200", RDNA4, 65536, (Card("RX 9060 XT", 32, 3.13, 320),), registers=1536, granule=24, machine=0x48),
   Chip("gfx1201", RDNA4, 65536, (Card("RX 9070 XT", 64, 2.97, 645), Card("RX 9070", 56)), registers=1536, granule=24, machine=0x4e, searched=True),
+  Chip("gfx1010", RDNA1, 65536, (Card("RX 5700 XT", 40), Card("RX 5700", 36))),
+  Chip("gfx1030", RDNA2, 65536, (Card("RX 6900 XT", 80), Card("RX 6800 XT", 72))),
   Chip("sm_80", NVIDIA, 166912, (Card("A100", 108), Card("A30", 56))),
   Chip("sm_86", NVIDIA, 101376, (Card("RTX 30", 84), Card("A10", 72), Card("A40", 84))),
   Chip("sm_89", NVIDIA, 101376, (Card("RTX 40", 128), Card("L4", 58), Card("L40S", 142))),
@@ -97,6 +100,10 @@ def get_chip(name:str) -> Chip:
   if (chip := CHIPS.get(name.split(":")[0])) is None:
     raise ValueError(f"arch={name!r} has no matrix unit that these kernels know; supported: {', '.join(CHIPS)}")
   return chip
+
+def other_chip(name:str, lds:int, serial:bool=False) -> Chip:
+  """A row for a device that is not in the table: what it says of itself. The number of its compute units is not known, 0."""
+  return Chip(name, OTHER, lds, (Card(name, 0),), serial=serial)
 
 def modelled(name:str) -> Chip:
   """The row of a chip whose machine code has bounds. Raises ValueError for another."""

@@ -82,6 +82,11 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=1024,
               matrix={"16x16x16": 16}))
 
+# no matrix unit: the kernel of plain UOps alone runs on them
+OTHER = Family("other", wave=32, vgprs=255, busy_waves=8)
+RDNA1 = Family("rdna1", wave=32, vgprs=256, busy_waves=2)
+RDNA2 = Family("rdna2", wave=32, vgprs=256, busy_waves=2)
+
 NVIDIA = Family("nvidia", wave=32, vgprs=255, busy_waves=8, bf16_pack=True)   # its instructions: matrix.MMA
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (CDNA2, CDNA3, CDNA4, RDNA3, RDNA4, NVIDIA)}
+FAMILIES: dict[str, Family] = {f.name: f for f in (CDNA2, CDNA3, CDNA4, RDNA1, RDNA2, RDNA3, RDNA4, NVIDIA)}

@@ -10,12 +10,15 @@ from attn.choose import splits, tuned
 from attn.choose.forced import Forced, forced
 from attn.choose.splits import AnyTile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, wgmma_tile
+from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles_table import CANDIDATES
-from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma
+from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, tiled
+from attn.kernels.combine import combine
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tensors import check_range, too_wide
+from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
 from attn.tinygrad_compat import UOp
 
@@ -36,6 +39,7 @@ class Choice:
   work: Work
   arch: Chip|None
   refused: tuple[tuple[str, str], ...]    # (kernel, reason)
+  memory: tuple[tuple[str, int], ...] = ()    # bytes beside inputs and outputs, of it and of three_pass
   def why_not(self, kernel:str) -> str|None:
     """The reason for which `kernel` was not chosen, None if it was."""
     return dict(self.refused).get(kernel)
@@ -44,7 +48,9 @@ class Choice:
     split = packed + (f", {self.work.splits} splits" if self.work.splits > 1 else ", no split")
     where = "any device" if self.arch is None else str(self.arch)
     lines = [f"{self.kernel} on {where}: " + ("scheduled by tinygrad" if self.work.tile is None else f"tile {self.work.tile}{split}")]
-    return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
+    lines += [f"  not {name}: {reason}" for name, reason in self.refused]
+    if self.memory: lines.append("  bytes beside inputs and outputs: " + ", ".join(f"{name} {n}" for name, n in self.memory))
+    return "\n".join(lines)
 
 # ***** what a kernel cannot compute *****
 
@@ -120,6 +126,23 @@ def can_split_kv(p:Problem, arch:Chip) -> Work|str:
   number = max(2, splits.resolve(p, arch, work.tile).num_splits)
   return Work(choose_tile(replace(p, num_splits=min(number, tiles)), arch), min(number, tiles))
 
+MOST_PARTS = 8192    # half of what tinygrad's queue of commands for a CPU holds
+
+def can_tiled(p:Problem, arch:Chip) -> Work|str:
+  """With as many key ranges as are asked for, or as the heuristic finds."""
+  if (reason := tiled.beyond_registers(p)) is not None: return reason
+  if p.dropout_p: return f"dropout_p={p.dropout_p}: it has no dropout"
+  if p.pages is not None: return "block_table: it reads no pages"
+  if p.batch_invariant: return "batch_invariant=True: its tiles are for the whole grid, and so depend on the batch"
+  try:
+    tile = tiled_tile(p, arch)
+    check_range(p, tile)
+  except NotImplementedError as e: return str(e)
+  if arch.serial and (parts := tiled.serial_items(p, tile)[0]) > MOST_PARTS:
+    return f"{parts} blocks of queries: {arch.name} takes {MOST_PARTS} at most, which tinygrad tells it one by one"
+  if tile.alone: return Work(tile) if p.num_splits <= 1 else f"num_splits={p.num_splits}: threads by themselves have no key ranges to merge"
+  return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
+
 def can_three_pass(p:Problem, arch:Chip|None) -> Work|str:
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
   return Work(None)
@@ -154,6 +177,7 @@ def never(p:Problem, arch:Chip) -> None: return None
 
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
   """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
+  if isinstance(tile, tiled.TiledTile): return tiled.tiled(p, arch, tile)
   if isinstance(tile, WgmmaTile): return forward_wgmma.forward_wgmma(p, arch, tile)
   return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
 
@@ -171,9 +195,10 @@ KERNELS: dict[str, Implementation] = {
   "forward": Implementation(can_forward, program=forward.forward),
   "forward_wgmma": Implementation(can_forward_wgmma, lambda p, arch: too_short(p), forward_wgmma.forward_wgmma),
   "forward_mma": Implementation(can_forward_mma, program=forward_mma.forward_mma),
+  "tiled": Implementation(can_tiled, program=forward_of),
   "three_pass": Implementation(can_three_pass)}
 
-NO_UNIT = f"the device has no matrix unit that the kernels know; they know {', '.join(CHIPS)}"
+NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)}, and tiled also OpenCL, Metal and a CPU"
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
   """How the kernel `name` divides `p` on `arch`, or why it cannot compute it there."""
@@ -184,6 +209,17 @@ def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
   program = KERNELS[choice.kernel].program
   if program is None or choice.arch is None: raise NotImplementedError(f"{choice.kernel} is no single kernel")
   return program(p, choice.arch, choice.work.tile)
+
+def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
+  """The kernel that merges the key ranges of `p`, in the operations of the one that was chosen."""
+  assert choice.arch is not None
+  merge = combine(p, choice.arch, p.num_splits)
+  return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
+
+def memory_of_forward(name:str, p:Problem, work:Work) -> int:
+  """Bytes beside inputs and outputs, at least: the parts of split keys, or the score matrix."""
+  if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
+  return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 
 def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
   """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. NotImplementedError where it takes more than one."""
@@ -218,6 +254,8 @@ def _choose(p:Problem, arch:Chip|None, wanted:str) -> Choice:
     if isinstance(work, str): refused.append((name, work))
     elif wanted and name != wanted: refused.append((name, f"ATTN_KERNEL={wanted} forces another"))
     elif not wanted and arch is not None and (slower := kernel.slower(p, arch)) is not None: refused.append((name, slower))
-    else: return Choice(name, work, arch, tuple(refused))
+    else:
+      memory = tuple((x, memory_of_forward(x, p, work)) for x in dict.fromkeys((name, "three_pass")))
+      return Choice(name, work, arch, tuple(refused), memory)
   if wanted: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {dict(refused)[wanted]}")
   raise NotImplementedError(f"no kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in refused)}")

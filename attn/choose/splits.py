@@ -11,13 +11,14 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BlockTile, Tile, heads_of
+from attn.kernels.tiled import TiledTile
 from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
 
 PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys
 COMBINE = 320       # launching `combine`, likewise
 COMBINE_BYTES = 2**14   # scratch that the whole chip writes and reads again while a workgroup gets over one key
 
-AnyTile = Tile|MmaTile|WgmmaTile
+AnyTile = Tile|MmaTile|WgmmaTile|TiledTile
 
 def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
 

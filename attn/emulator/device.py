@@ -33,9 +33,11 @@ class _Emulated(Renderer):
   target: Target
   def adapt(self) -> None:
     self.compiler = UOpCompiler()
-    # of chips that tinygrad doesn't know, such as gfx90a, it takes RDNA3's matrix instructions: they are none of a chip with longer waves
+    # of chips that tinygrad doesn't know, such as gfx90a and gfx1030, it takes RDNA3's matrix instructions: they are none of a chip with longer
+    # waves, or without a matrix unit
+    chip = emulated_chip(self.target.arch)
     self.tensor_cores = [t for t in self.tensor_cores if t.dtype_in not in dtypes.fp8s and (t.dtype_in != dtypes.float or ALLOW_TF32)
-                         and t.threads == emulated_chip(self.target.arch).wave]
+                         and t.threads == chip.wave and chip.multiplies]
   def supported_dtypes(self) -> set[DType]: return super().supported_dtypes() - set(dtypes.fp8s)
   def render(self, uops:list[UOp]) -> str:
     text = super().render(uops)

@@ -1,11 +1,12 @@
-"""The primitives that compound operations are written in, and their three interpretations: HIP text, CUDA text, and numbers in numpy.
+"""The primitives that compound operations are written in, and their interpretations: HIP text, CUDA text, numbers in numpy, and plain UOps.
 
 A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, the operands are its values. Values have Python's operators: + - * for
 numbers, < > <= == between them, & | ~ for conditions. `c` has the rest: `c.fma(x, y, z)`, `c.select(condition, x, y)`, registers, branches, exchanges
 between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n numbers is one value; an operation of a vector and a scalar
 takes the scalar for every element.
 
-attn/ops/interpret_numpy.py computes, interpret_hip.py and interpret_cuda.py print, on what printer.py gives them in common.
+attn/ops/interpret_numpy.py computes, interpret_hip.py and interpret_cuda.py print, on what printer.py gives them in common, and interpret_uops.py
+makes UOps, for kernels that have to run where nobody knows our operations (attn/ops/plain.py).
 """
 from __future__ import annotations
 import inspect

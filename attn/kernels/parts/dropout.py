@@ -7,7 +7,7 @@ columns.
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
-from attn.kernels.parts.lanes import Lane, MmaLane
+from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.rows import flat
 from attn.kernels.parts.scores import Row, Scores
 from attn.ops import common as ops, dropout as bits
@@ -23,7 +23,7 @@ def bit_of(row:int) -> int:
 @dataclass(frozen=True)
 class Kept:
   """Which of a lane's scores of a tile are kept: for each of its rows a dword of every 32 that are walked over; for none of them without dropout."""
-  at: Lane|MmaLane
+  at: Lane|MmaLane|ThreadPlace
   words: tuple[tuple[UOp, ...], ...] = ()
 
   @property
@@ -58,7 +58,7 @@ class Kept:
       found.append(bits.drop_numbers(x, words, places, kt))
     return found
 
-def alternate(at:Lane|MmaLane) -> bool:
+def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
   """Whether neighbouring scores of a lane are two rows apart."""
   return at.matrix.block == 1
 
@@ -72,7 +72,7 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
   """The bits of the lane's scores among eight times `count` rows that are walked over, from octet `first` on."""
   at, p = scores.at, scores.p
-  assert scores.seed is not None
+  assert scores.seed is not None and not isinstance(at, ThreadPlace)
   seed0, seed1 = (ops.uniform(flat(scores.seed)[i].load()) for i in range(2))
   batch, head = (x if scores.start is None else x.cast(dtypes.uint) + flat(scores.start)[i].load() for i, x in enumerate((row.batch, row.head)))
   shared = min(at.matrix.groups, count)           # lanes, each of which has every so manyth octet

@@ -47,6 +47,31 @@ class MmaLane:
   @property
   def in_octet(self) -> UOp: return self.lane // self.matrix.groups
 
+QUAD = 4     # neighbouring elements of a vector where a kernel chooses
+
+@dataclass(frozen=True)
+class OwnKeys:
+  """Which keys of a tile a thread of `tiled` has, in the words of a matrix instruction: quads of neighbouring ones, dealt to the threads in turn."""
+  groups: int     # threads over the keys
+  keys: int       # of each
+  @property
+  def block(self) -> int: return QUAD
+  @property
+  def row_part(self) -> int: return QUAD
+  @property
+  def tile_keys(self) -> int: return self.groups*QUAD
+  def key_of(self, h:int, n:int) -> int: return n//QUAD*self.tile_keys + h*QUAD + n%QUAD
+
+@dataclass(frozen=True)
+class ThreadPlace:
+  """Where a thread stands among those of `tiled`: `h` down, over keys, and `x` across, over queries."""
+  h: UOp
+  x: UOp
+  across: int
+  matrix: OwnKeys
+  @property
+  def thread(self) -> UOp: return self.h*self.across + self.x
+
 # ***** sums *****
 
 def element_sum(x:UOp) -> UOp:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.blocks import Walk
-from attn.kernels.parts.lanes import Lane, MmaLane
+from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.rows import flat
 from attn.ops import common as ops
 from attn.problem import BYTES, Problem
@@ -32,7 +32,7 @@ class Scores:
   """The scores of one row and trip as a lane holds them: a list of vectors, element n of them all being row `tile*block_n + matrix.key_of(h, n)` of
   what is walked over: the keys of a query, or the queries of a key."""
   p: Problem
-  at: Lane|MmaLane
+  at: Lane|MmaLane|ThreadPlace
   block_n: int
   walk: Walk
   first: Row         # the workgroup's first row and head: uniform

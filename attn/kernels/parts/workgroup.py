@@ -8,7 +8,7 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outside, over_keys, over_queries
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
-from attn.kernels.parts.lanes import Lane, MmaLane
+from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, flat, strides
 from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.tensors import Shapes, arguments
@@ -102,7 +102,7 @@ class Workgroup:
   walked_heads: int = 1       # query heads that it walks over
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane,
+  def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          names:Shapes|None=None, parts:int=0) -> Workgroup:
     """The part of the workgroup at this place of the grid that owns queries; `args` are the kernel's placeholders, of the tensors `names` (by default
     those of `arguments`), `at` is the thread's place in a matrix; the keys are divided into `parts`, if any."""
