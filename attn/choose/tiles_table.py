@@ -33,16 +33,14 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     Candidate(256, 4, 1, 32, llvm=21),                                  # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
   ),
   "cdna4": (
-    Candidate(64, 4, 2, 32, fills=256),                                 # serial 52.0%, issued 49.0%, overlap 95.5%, waves 2
-    Candidate(64, 4, 1, 64),                                            # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2
+    Candidate(64, 4, 1, 64, prefetch=2),                                # predicted 55.5%, serial 52.0%, issued 47.5%, overlap 97.0%, waves 3
     Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2
     Candidate(64, 4, 1, 64, llvm=21),                                   # serial 46.5%, issued 42.5%, overlap 78.0%, waves 2
     Candidate(128, 8, 1, 64, fills=256),                                # serial 68.5%, issued 61.5%, overlap 100.0%, waves 2
     Candidate(128, 4, 1, 32),                                           # serial 69.0%, issued 60.5%, overlap 100.0%, waves 2
     Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 69.0%, issued 62.0%, overlap 100.0%, waves 2
     Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 47.5%, issued 44.0%, overlap 81.0%, waves 2
-    Candidate(192, 8, 1, 32, fills=256),                                # serial 77.0%, issued 68.0%, overlap 100.0%, waves 2
-    Candidate(192, 4, 1, 32),                                           # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
+    Candidate(192, 4, 1, 32, fenced=True, prefetch=2),                  # predicted 59.5%, serial 75.5%, issued 66.5%, overlap 99.0%, waves 2
     Candidate(256, 8, 1, 32, fenced=True, prefetch=0, fills=256),       # serial 81.5%, issued 72.5%, overlap 100.0%, waves 2
     Candidate(256, 4, 1, 32, fenced=True, prefetch=0),                  # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
   ),
@@ -54,7 +52,7 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
   ),
   "rdna4": (
     Candidate(64, 4, 2, 16),                                            # serial 67.5%, issued 64.5%, overlap 77.0%, waves 8
-    Candidate(128, 8, 1, 32, fenced=True),                              # serial 79.5%, issued 74.0%, overlap 85.5%, waves 8
+    Candidate(128, 8, 1, 16, fenced=True),                              # predicted 75.5%, serial 79.5%, issued 73.5%, overlap 86.0%, waves 8
     Candidate(192, 8, 1, 32, fenced=True),                              # serial 85.0%, issued 80.0%, overlap 90.0%, waves 4
     Candidate(256, 8, 1, 16),                                           # serial 88.5%, issued 82.0%, overlap 92.0%, waves 4
   ),

@@ -1,6 +1,6 @@
 """What kind of work an AMDGPU instruction is, by its mnemonic."""
 from __future__ import annotations
-import re
+import functools, re
 from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ _KINDS = [(kind, re.compile(pattern)) for kind, pattern in [
 KINDS = [kind for kind, _ in _KINDS] + ["load_to_lds"]
 VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # all of the vector ALU but transcendentals and matrices
 
+@functools.lru_cache(maxsize=8192)
 def kind_of(op:str, args:str="") -> str:
   kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
   return "load_to_lds" if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)) else kind
