@@ -114,19 +114,56 @@ class LdsShadow:
   def arrive(self, at:Array, by:Array) -> None:
     self.writer[at] = self.f.tag[by]
     self.written = True
-  def hold(self, at:Array, operation:int) -> None:
-    """A product that has started to read: nobody may write those locations until it is waited for."""
+  def hold(self, at:Array, per:int, operation:int) -> None:
+    """A product that has started to read: nobody may write those locations, `per` neighbouring ones from `at*per` on, until it is waited for."""
     if not len(self.held): self.held = np.zeros(self.total, np.int32)
-    self.held[at] = operation + 1
-  def release(self, at:Array, operation:int) -> None:
+    chunks(self.held, per)[at] = _repeated(np.array([operation + 1]), per)[0]
+  def release(self, at:Array, per:int, operation:int) -> None:
     """It is done."""
-    self.held[at[self.held[at] == operation + 1]] = 0
+    mine = chunks(self.held, per).take(at).view(np.int32).reshape(-1, per) == operation + 1
+    for part in range(per):       # of a chunk, another one may hold a part by now
+      self.held[at[mine[:, part]]*per + part] = 0
 
   def _unfinished(self, tag:Array, active:Array|None) -> Finding|None:
     if not self.arriving or (bad := _some(tag >= self.first*self.f.stride, active)) is None: return None
     return Finding(NotWaitedFor, bad, tag//self.f.stride - self.first, "writes")
 
   # ***** accesses *****
+  # Each of the locations of an access is looked at by itself where something may be wrong with one; else all of them at once, as one chunk of as many
+  # int32: numpy gathers and scatters chunks as fast as numbers.
+
+  def clean_read(self, at:Array, per:int, active:Array|None) -> bool:
+    """Notes the read of `per` neighbouring locations from `at*per` on (T,), unless something may be wrong with it."""
+    if not (self.complete and not self.written) or self.arriving:
+      tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
+      if not self.complete and not tag.all(): return False
+      if self._unfinished(tag, None) is not None or not self._settled(tag): return False
+    self.note_read(at, per, active)
+    return True
+
+  def clean_write(self, at:Array, per:int, active:Array|None) -> bool:
+    """Notes the write of such locations likewise."""
+    f, writer = self.f, chunks(self.writer, per)
+    if self.holding: return False
+    if self.arriving or (self.written and self.waves > 1):
+      tag = writer.take(at).view(np.int32).reshape(-1, per)
+      if self._unfinished(tag, None) is not None or not self._settled(tag): return False
+    if self.read and self.reader is not None:
+      planes = chunks(self.reader, per).reshape(self.waves, -1)
+      for wave in range(self.waves):
+        seen = planes[wave].take(at).view(np.int32).reshape(-1, per).max(axis=1) >= f.seen_of
+        if seen.any() and (seen & (f.wave_of != wave)).any(): return False
+    self.written = True
+    to, tags = (at, f.tag) if active is None else (at[active], f.tag[active])
+    writer[to] = _repeated(tags, per)
+    return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
+
+  def _settled(self, tag:Array) -> bool:
+    """Whether the last writes of (T, locations) need not be looked at: all are done, or the wave's own."""
+    if not self.written or self.waves == 1: return True
+    f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
+    if not (late := tag >= floor).any(): return True
+    return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
   def on_read(self, at:Array, active:Array|None) -> Finding|None:
     """Notes the read of locations `at` (T,); returns what is wrong with it."""
@@ -137,14 +174,16 @@ class LdsShadow:
       if (wrong := self._unfinished(tag, active)) is not None: return wrong
       if self.written and self.waves > 1 and (bad := _some(self.foreign(tag), active)) is not None:
         return Finding(LdsRace, bad, tag % f.stride, "written")
-    self.note_read(at, active)
+    self.note_read(at, 1, active)
     return None
 
-  def note_read(self, at:Array, active:Array|None) -> None:
+  def note_read(self, at:Array, per:int, active:Array|None) -> None:
+    """That of `per` neighbouring locations from `at*per` on."""
     f, self.read = self.f, True
     if self.reader is None: return
-    if active is None: self.reader[self.plane + at] = f.interval_of
-    else: self.reader[(self.plane + at)[active]] = np.broadcast_to(f.interval_of, active.shape)[active]
+    to, interval = self.plane//per + at, _repeated(np.broadcast_to(f.interval_of, f.T), per)
+    if active is None: chunks(self.reader, per)[to] = interval
+    else: chunks(self.reader, per)[to[active]] = interval[active]
 
   def on_write(self, at:Array, active:Array|None) -> Finding|None:
     f = self.f
@@ -165,6 +204,13 @@ class LdsShadow:
     if self.waves > 1 and (bad := _some(self.writer[at] != f.tag, active)) is not None:
       return Finding(LdsRace, bad, self.writer[at] % f.stride, "written")
     return None
+
+def chunks(x:Array, per:int) -> Array:
+  """int32 as chunks of `per` of them, copied and never interpreted."""
+  return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
+def _repeated(x:Array, per:int) -> Array:
+  """Each number of x as a chunk of `per` of them."""
+  return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 
 def _some(bad:Array, active:Array|None) -> Array|None:
   """`bad` restricted to the active threads, or None if that leaves nobody."""

@@ -142,10 +142,14 @@ class Space:
     shadow = self.shadow
     assert shadow is not None
     per, locations = max(1, chunk//shadow.unit), self.stride//shadow.unit
+    operands = self.f.under_way.operands if verb == "reads" else None
+    if per in (2, 4) and at.shape == (self.f.T,) and (shadow.clean_read if verb == "reads" else shadow.clean_write)(at, per, active):
+      if operands is not None: operands.lds.append((shadow, at, per, active))
+      return
     for part in range(per):
       where = at if chunk == shadow.unit else at*chunk//shadow.unit + part
       if (wrong := note(where, active)) is None:
-        if verb == "reads" and (operands := self.f.under_way.operands) is not None: operands.lds.append((shadow, where, active))
+        if operands is not None: operands.lds.append((shadow, where, 1, active))
         continue
       def text(t:int) -> str:
         what = f"{verb} {self.name} at byte {where[t] % locations * shadow.unit} (element {at[t] % (self.stride//chunk)} of {chunk} bytes)"
@@ -163,7 +167,8 @@ class Pointer:
   def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
     """The addresses of an access in units of at most a dword or, where all are aligned to it, the whole access."""
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
-    unit = nbytes if not (at % nbytes)[gate].any() else min(nbytes & -nbytes, 4)
+    if not (beyond := at % nbytes).any(): return at // nbytes, nbytes
+    unit = nbytes if not beyond[gate].any() else min(nbytes & -nbytes, 4)
     if (bad := gate & (at % unit != 0)).any():
       raise self.space.f.error(Misaligned, bad, lambda t: f"access of {nbytes} bytes at byte {at[t]} of {self.space.name} is not aligned to {unit}")
     return at // unit, unit

@@ -30,8 +30,8 @@ class Copy:
 
 @dataclass
 class Operands:
-  """What a product reads: locations of LDS with the threads that read each, and elements of register arrays."""
-  lds: list[tuple[LdsShadow, Array, Array|None]] = field(default_factory=list)
+  """What a product reads: locations of LDS, so many neighbouring ones at a time, with the threads that read each; and elements of register arrays."""
+  lds: list[tuple[LdsShadow, Array, int, Array|None]] = field(default_factory=list)
   registers: list[tuple[Registers, int]] = field(default_factory=list)
 
 @dataclass(eq=False)
@@ -86,9 +86,9 @@ class UnderWay:
     product = Product(self.start(), accumulators, results, operands, self.f.active)
     self.products.append(product)
     accumulators.coming |= dict.fromkeys(results, product)
-    for shadow, at, active in operands.lds:
+    for shadow, at, per, active in operands.lds:
       shadow.holding += 1
-      shadow.hold(at if active is None else at[active], product.number)
+      shadow.hold(at if active is None else at[active], per, product.number)
     for registers, i in operands.registers: registers.held[i] = product
 
   def wait_products(self, but:int) -> None:
@@ -108,10 +108,10 @@ class UnderWay:
   def _finish(self, product:Product, done:Array) -> None:
     """It is done for these threads."""
     for i, value in product.results.items(): product.accumulators.put(i, value, done)
-    for shadow, at, active in product.operands.lds:
+    for shadow, at, per, active in product.operands.lds:
       mine = done if active is None else done & active
-      shadow.release(at[mine], product.number)
-      shadow.note_read(at, mine)            # it may have read up to now: who writes next has to be a barrier later
+      shadow.release(at[mine], per, product.number)
+      shadow.note_read(at, per, mine)            # it may have read up to now: who writes next has to be a barrier later
 
   def _release(self, product:Product) -> None:
     """It is done for all."""
@@ -119,4 +119,4 @@ class UnderWay:
       if product.accumulators.coming.get(i) is product: del product.accumulators.coming[i]
     for registers, i in product.operands.registers:
       if registers.held.get(i) is product: del registers.held[i]
-    for shadow, _, _ in product.operands.lds: shadow.holding -= 1
+    for shadow, *_ in product.operands.lds: shadow.holding -= 1
