@@ -161,9 +161,10 @@ BY_WGMMA: dict[str, dict[str, Any]] = {
   "bias": dict(H=2, Hkv=1, softcap=4.0, extras=dict(bias=floats(1, 2, 100, 133))),
   "in parts": dict(H=6, Hkv=2, causal=True, parts=6),
   "long rows": dict(D=128, causal=True, dtype="bfloat16"), "two passes": dict(H=2, Hkv=1, D=136, Dv=40, window=(50, 9)),
+  "few queries": dict(Sq=64, Sk=300, D=128, causal=True, parts=2),
 }
 
-RARE = ("two passes", "sinks", "more queries, causal", "long rows")     # or what others have the same of
+RARE = ("two passes", "few queries", "sinks", "more queries, causal", "long rows")     # or what others have the same of
 @pytest.mark.parametrize("arch", ("sm_90", GPU))
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in BY_WGMMA])
 def test_wgmma(arch:str, case:str) -> None: check_backward_kernels(arch, **{**LONG, **BY_WGMMA[case]})
