@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
+from attn.api.views import whole_places
 from attn.chips import MODELLED, SEARCHED, get_chip
 from attn.choose.backward import dkdv_of, dq_of, kernel_tiles
 from attn.choose.backward_tiles import AnyBackwardTile
@@ -70,7 +71,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
   "dropout and a bias": dict(H=64, Sq=512, softcap=3.0, window=(70, 5), layout="bshd", dropout_p=0.1, bias_dtype="float16",
                              extras=dict(dropout_seed=np.array([1, 2], np.uint32), bias=np.zeros((1, 64, 1, 512), np.float32))),
   "packed sequences": dict(H=64, Sq=512, D=37, Dv=21, layout="thd", extras=dict(cu_seqlens_q=ints(0, 100, 512), cu_seqlens_k=ints(0, 90, 512)))}
-APPENDED = Append(2, 4, 3, 100, 72, "bhsd")
+APPENDED = Append(2, 4, 3, 100, 72, "bhsd", whole_places((2, 4, 100, 72), "bhsd"))
 
 @functools.cache
 def forward_text(name:str, arch:str, kernel:str, tile:AnyTile) -> str:
