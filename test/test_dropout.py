@@ -12,9 +12,8 @@ from attn import flash_attn
 from attn.api import attention as api
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile
-from attn.kernels import (backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_mma, backward_dq_wgmma,
-                          forward)
-from attn.kernels.parts import backward_warps, gradients, own_queries
+from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma, forward
+from attn.kernels.parts import backward_mma, backward_warps, gradients, own_queries
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.epilogue import finish
 from attn.kernels.parts.gradients import exponent, scaled_delta
@@ -183,9 +182,10 @@ def summed_after(self:Any, s:Any, t:Any, masked:bool) -> Any:
   scores = self.group.scores
   tiles = [scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
   left = [kept_scores(scores, [row], t) for row in self.queries]
-  weights = [left[i].numbers(s.softmax.weights(x, i, scores.to_log2)) for i, x in enumerate(tiles)]
-  softmax = s.softmax.correct(weights, tiles, scores.to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
-  return self.add_to_o(softmax, s.v.number(t%self.tile.buffers).columns, left)
+  softmax, biases = s.softmax.biases(self.dual)
+  weights = [kept.numbers(softmax.weights(x, bias, scores.to_log2)) for kept, x, bias in zip(left, tiles, biases, strict=True)]
+  softmax = softmax.correct(weights, tiles, scores.to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
+  return self.add_to_o(softmax, self.in_lds(s, t, "v").columns, left, renewed=not masked)
 
 def wrong_head(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, [replace(row, head=row.head + 1) for row in rows], tile)
 def wrong_tile(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, rows, tile + 1)
@@ -208,7 +208,7 @@ def hold_to_the_contract(kernel:str) -> None:
   else: check_backward_kernels("gfx1201", H=1, Sq=40, Sk=40, D=16, only=kernel, **with_seed())
 
 ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
-  "dQ by another tile's mask": ("dq", (backward_dq_mma, backward_dq_wgmma), "kept_scores", wrong_tile),
+  "dQ by another tile's mask": ("dq", (backward_mma, backward_dq_wgmma), "kept_scores", wrong_tile),
   "dQ of all dP": ("dq", (Kept,), "numbers", as_it_was), "dV of all P": ("dkdv", (Kept,), "packed", as_it_was),
   "dK and dV by another head's mask": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "kept_scores", wrong_head),
   "dK with too much delta": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "scaled_delta", whole_delta),

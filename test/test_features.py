@@ -323,7 +323,6 @@ def test_output_type_compiles(dtype:str, out:str) -> None:
   (dict(layout="thd"), "layout='thd' needs cu_seqlens_q"),
   (dict(layout="thd", extras=dict(cu_seqlens_q=ints(0), cu_seqlens_k=ints(0, 4))), "cu_seqlens_q has shape (1,)"),
   (dict(layout="thd", extras=dict(cu_seqlens_q=ints(0, 4), cu_seqlens_k=ints(0, 4, 8))), "cu_seqlens_k has shape (3,)"),
-  (dict(layout="thd", max_seqlen_k=65, extras=dict(cu_seqlens_q=ints(0, 4), cu_seqlens_k=ints(0, 4))), "max_seqlen_k=65"),
   (dict(layout="thd", extras=dict(cu_seqlens_q=ints(0, 4), cu_seqlens_k=ints(0, 4), bias=floats(1, 2, 64, 64))), "bias with layout='thd'"),
 ), ids=lambda x: x if isinstance(x, str) else "")
 def test_refuses(options:dict[str, Any], text:str) -> None:

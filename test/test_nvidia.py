@@ -14,6 +14,7 @@ from attn.choose.tiles import mma_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels import forward_mma
 from attn.kernels.forward_mma import MmaTile
+from attn.kernels.parts import ring
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.tensors import arguments
 from attn.ops import nvidia
@@ -150,7 +151,7 @@ def test_copies_have_to_be_waited_for(monkeypatch) -> None:
   with pytest.raises(NotWaitedFor, match=r"reads lds.*still writes"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
 
 def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
-  monkeypatch.setattr(forward_mma, "workgroup_barrier", lambda after: after)
+  monkeypatch.setattr(ring, "workgroup_barrier", lambda after: after)
   with pytest.raises(LdsRace): check("sm_80", H=1, Sq=64, Sk=130, D=16)
 
 

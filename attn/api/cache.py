@@ -124,7 +124,7 @@ class NewRows:
       tensors = rows.contiguous(), self.start, *(t.contiguous() for t in self.table)
       if (buffer := buffer_under(cache.uop)) is None or not isinstance(cache.device, str):
         cache.replace(Tensor.custom_kernel(cache, *tensors, fxn=fxn)[0])
-      else: written_to(buffer, Tensor.custom_kernel(Tensor(buffer.flatten()), *tensors, fxn=fxn)[0].uop.src[1])
+      else: written_to(buffer, Tensor.custom_kernel(Tensor(buffer), *tensors, fxn=fxn)[0].uop.src[1])
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
   """Where the rows of a cache that is to be written lie in the buffer that it is a view of, None for a buffer of its own or one on each of several

@@ -5,7 +5,7 @@ slice as long as a Variable says, with the mask `Tensor.full(..., -inf).triu(sta
 """
 from __future__ import annotations
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from attn.api.placement import AXES
 from attn.api.plain import bhsd
 from attn.kernels.parts.rows import strides
@@ -113,11 +113,18 @@ def cache_of(k:Tensor, v:Tensor) -> tuple[InBuffer, InBuffer]|None:
     if in_k is not None and in_v is not None: return in_k, in_v
   return None
 
+def is_whole(t:Tensor, places:Strided, layout:str) -> bool:
+  """Whether a tensor whose rows lie there is all of its buffer, in order. The step of an axis of one is no matter."""
+  shape = tuple(map(int, t.shape))
+  sizes, whole = dict(zip(AXES[layout], shape)), whole_places(shape, layout)
+  single = [step for axis, step in (("batch", "batch"), ("heads", "head"), ("rows", "row")) if sizes.get(axis, 1) == 1]
+  return replace(places, **{step: getattr(whole, step) for step in single}) == whole
+
 def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|None:
   """Where the rows of caches lie that are parts of larger buffers; None for whole buffers and for computed values."""
   found = [in_buffer(bhsd(t, layout)) for t in (k, v)]
   if found[0] is None or found[1] is None: return None
-  if all(x is not None and x.places == whole_places(tuple(map(int, t.shape)), layout) for x, t in zip(found, (k, v))): return None
+  if all(x is not None and is_whole(t, x.places, layout) for x, t in zip(found, (k, v))): return None
   return found[0].places, found[1].places
 
 # ***** the causal mask *****
