@@ -12,7 +12,7 @@ from attn.reference import exact, judge, same
 from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32
-from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, in_turn, normal, on_two
+from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, every_other, in_turn, normal, on_two
 
 KERNELS = ("forward", "forward_mma", "forward_wgmma", "split_kv", "tiled", "three_pass")
 SPLITS = {"split_kv": {"num_splits": 2}}
@@ -35,9 +35,10 @@ OPTIONS = {
 @in_turn("name, kernel", OPTIONS, KERNELS)
 def test_options(name, kernel): on_kernel(kernel, B=2, H=4, Hkv=2, Sq=20, Sk=150, D=32, **OPTIONS[name])
 
-@pytest.mark.parametrize("arch, kernel", [*itertools.product(ARCHS[1:], ("forward", "split_kv")), ("sm_80", "forward_mma"), ("sm_86", "split_kv"),
-                                          ("sm_90", "split_kv")])
-def test_all_options_on_every_chip(kernel, arch):
+@pytest.mark.parametrize("on", every_other([*itertools.product(ARCHS[1:], ("forward", "split_kv")), ("sm_80", "forward_mma"),
+                                                      ("sm_86", "split_kv"), ("sm_90", "split_kv")]))
+def test_all_options_on_every_chip(on):
+  arch, kernel = on
   on_kernel(kernel, arch, B=2, H=4, Hkv=2, Sq=3, Sk=150, D=32, causal=True, window=(70, -1), softcap=2.0, dtype="bfloat16",
             extras={"alibi_slopes": np.float32([.5, .25, .1, .03]), "bias": floats(2, 1, 3, 150), "sinks": floats(4), "kv_lengths": int32(101, 150)})
 
