@@ -4,7 +4,7 @@ backend, and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`, with SWE
 Device time, by events around many launches, median over rounds in which the peers take turns: what the chip's temperature does to one it does to all.
 """
 from __future__ import annotations
-import itertools, statistics
+import csv, itertools, statistics, sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 import numpy as np
@@ -88,18 +88,25 @@ def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any
   row |= {f"x {peer}": t/times[OURS] for peer, t in times.items() if peer != OURS}
   return row | {"apart": max(apart.values()), "verdict": "ok" if max(apart.values()) <= ULPS[p.dtype] else "WRONG"}
 
+def rows_of_file(path:str) -> list[dict[str, Any]]:
+  """The rows of a CSV that COMPARE=1 has written."""
+  with open(path, newline="") as file:
+    return [{name: float(x) if name.startswith("TFLOP/s") else x for name, x in row.items()} | {"causal": row["causal"] == "True"}
+            for row in csv.DictReader(file)]
+
 def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
   """Bars of TFLOP/s, a group for each shape."""
   import matplotlib
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt
+  there = [peer for peer in (OURS, FLASH, CUDNN, OWN) if any(f"TFLOP/s {peer}" in row for row in rows)]
   parts = list(dict.fromkeys((row["dtype"], row["causal"]) for row in rows))
   figure, axes = plt.subplots(len(parts), 1, figsize=(12, 3.2*len(parts)), squeeze=False, layout="constrained")
   for axis, part in zip(axes[:, 0], parts, strict=True):
     mine = [row for row in rows if (row["dtype"], row["causal"]) == part]
-    for i, peer in enumerate((OURS, FLASH, CUDNN, OWN)):
+    for i, peer in enumerate(there):
       heights = [row.get(f"TFLOP/s {peer}", 0.0) for row in mine]
-      bars = axis.bar([x + (i - 1.5)*0.2 for x in range(len(mine))], heights, 0.2, label=peer)
+      bars = axis.bar([x + (i - (len(there) - 1)/2)*0.2 for x in range(len(mine))], heights, 0.2, label=peer)
       axis.bar_label(bars, fmt="%.0f", fontsize=7)
     axis.set_xticks(range(len(mine)), [row["shape"] for row in mine], fontsize=8)
     axis.set_ylabel("TFLOP/s")
@@ -107,3 +114,7 @@ def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
   axes[0, 0].legend(ncols=4, fontsize=8)
   figure.suptitle(title, fontsize=10)
   figure.savefig(path, dpi=120)
+
+if __name__ == "__main__":     # python -m attn.measure.peers FILE.csv PICTURE.png TITLE
+  written, picture, heading = sys.argv[1:]
+  plot(rows_of_file(written), picture, heading)
