@@ -113,7 +113,7 @@ def cache_of(k:Tensor, v:Tensor) -> tuple[InBuffer, InBuffer]|None:
     if in_k is not None and in_v is not None: return in_k, in_v
   return None
 
-def is_whole(t:Tensor, places:Strided, layout:str) -> bool:
+def is_all_of_its_buffer(t:Tensor, places:Strided, layout:str) -> bool:
   """Whether a tensor whose rows lie there is all of its buffer, in order. The step of an axis of one is no matter."""
   shape = tuple(map(int, t.shape))
   sizes, whole = dict(zip(AXES[layout], shape)), whole_places(shape, layout)
@@ -124,7 +124,7 @@ def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|N
   """Where the rows of caches lie that are parts of larger buffers; None for whole buffers and for computed values."""
   found = [in_buffer(bhsd(t, layout)) for t in (k, v)]
   if found[0] is None or found[1] is None: return None
-  if all(x is not None and is_whole(t, x.places, layout) for x, t in zip(found, (k, v))): return None
+  if all(x is not None and is_all_of_its_buffer(t, x.places, layout) for x, t in zip(found, (k, v))): return None
   return found[0].places, found[1].places
 
 # ***** the causal mask *****
