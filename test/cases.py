@@ -58,7 +58,7 @@ def every_other(cases:Iterable[Any]) -> list[Any]:
 
 def drawn(test:Any) -> Any:
   """A test of `draws` problems: a few in each run, and many among the thorough ones."""
-  return pytest.mark.parametrize("draws", (12, pytest.param(100, marks=pytest.mark.thorough)))(test)
+  return pytest.mark.parametrize("draws", (6, pytest.param(100, marks=pytest.mark.thorough)))(test)
 
 # each case on one of the matrix units
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)

@@ -19,7 +19,7 @@ SMALL = {"a sample": dict(H=1, Sq=260, Sk=150, D=32),
 def small(monkeypatch) -> None:
   for name, parameters in SMALL.items(): monkeypatch.setitem(contract.SHAPES, name, parameters)
 
-@in_turn("chip, dtype", CHIPS, ("float16", "bfloat16"))
+@in_turn("chip, dtype", CHIPS, ("float16", "bfloat16"), among=4)
 def test_sample(chip:str, dtype:str) -> None:
   for i, kind in enumerate(KINDS):
     case = Case(kind, list(SMALL)[i % 2], dtype, "float32" if i % 3 else dtype, chip)

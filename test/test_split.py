@@ -16,7 +16,7 @@ from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
-from cases import (DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_amd, every_arch, expected, floats, in_turn, ints,
+from cases import (ARCHS, DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_arch, expected, floats, in_turn, ints, on_two,
                    judge, normal, on_the_emulator, problem, run_kernels, tensor)
 
 
@@ -162,7 +162,7 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
 
 # ***** machine code *****
 
-@every_amd
+@on_two("arch", ARCHS)
 @in_turn("D, dtype", (64, 128, 256), ("float16", "bfloat16"))
 def test_no_spills(arch:str, dtype:str, D:int) -> None:
   """Of the split kernel for decoding, and of the merge."""
