@@ -61,9 +61,20 @@ KERNEL_OPTIONS = [
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
   click.option("--gradient", type=click.Choice(source.BACKWARD), help="The backward kernel that computes it. [default: forward]"),
 ]
-def kernel_options(command:Any) -> Any:
-  for option in reversed(KERNEL_OPTIONS): command = option(command)
+FILE_OPTIONS = [
+  click.option("--dv", type=int, help="Head dimension of V in a file, where it differs."),
+  click.option("--kernel", help="The kernel in a file whose name contains this. [default: the one with the most matrix instructions]"),
+  click.option("--queries", type=int, help="Queries of a wave, for a file; without them time says nothing of a problem."),
+  click.option("--lds", type=int, help="LDS bytes given at launch, for a file."),
+  click.option("--threads", type=int, help="Threads of a workgroup, for a file."),
+  click.option("--products", default="1,1", show_default=True, callback=lambda _, __, text: _products(text),
+               help="Of the hot loop of a file: how many products go over D and how many over Dv. Forward has 1,1, a backward up to 3,2."),
+]
+def with_options(command:Any, options:list[Any]) -> Any:
+  for option in reversed(options): command = option(command)
   return command
+def kernel_options(command:Any) -> Any: return with_options(command, KERNEL_OPTIONS)
+def file_options(command:Any) -> Any: return with_options(command, FILE_OPTIONS)
 
 @click.group(cls=ReportByDefault)
 @click.version_option(package_name="attn")
@@ -77,13 +88,7 @@ def main() -> None:
 @main.command()
 @click.argument("what", nargs=-1)
 @kernel_options
-@click.option("--dv", type=int, help="Head dimension of V in a file, where it differs.")
-@click.option("--kernel", help="The kernel in a file whose name contains this. [default: the one with the most matrix instructions]")
-@click.option("--queries", type=int, help="Queries of a wave, for a file.")
-@click.option("--lds", type=int, help="LDS bytes given at launch, for a file.")
-@click.option("--threads", type=int, help="Threads of a workgroup, for a file.")
-@click.option("--products", default="1,1", show_default=True, callback=lambda _, __, text: _products(text),
-              help="Of the hot loop of a file: how many products go over D and how many over Dv. Forward has 1,1, a backward up to 3,2.")
+@file_options
 @click.option("--loop", type=int, default=0, help="Which loop, 0 for the one with the most matrix work.")
 @click.option("--every-block", is_flag=True, help="Count every block of the loop and not only its usual path.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -133,12 +138,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, gradie
 @main.command("time")
 @click.argument("what", nargs=-1)
 @kernel_options
-@click.option("--dv", type=int, help="Head dimension of V in a file, where it differs.")
-@click.option("--kernel", help="The kernel in a file whose name contains this. [default: the one with the most matrix instructions]")
-@click.option("--queries", type=int, help="Queries of a wave, for a file; without them nothing is said of a problem.")
-@click.option("--lds", type=int, help="LDS bytes given at launch, for a file.")
-@click.option("--threads", type=int, help="Threads of a workgroup, for a file.")
-@click.option("--products", default="1,1", show_default=True, callback=lambda _, __, text: _products(text), help="As of report.")
+@file_options
 @click.option("--behind", type=int, help="Waves of a workgroup that begin the loop one barrier behind. [default: found in the text]")
 @click.option("--b", "batch", type=click.IntRange(1), default=4, show_default=True, help="Batch of the problem.")
 @click.option("--h", "heads", type=click.IntRange(1), default=16, show_default=True, help="Query heads.")

@@ -1,7 +1,7 @@
 """A definition printed as CUDA, whose vectors have names for their elements and nothing else, so that all is done element by element."""
 from __future__ import annotations
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 from attn.ops.numerics import TWO_ONES
 from attn.ops.operation import Value
 from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
@@ -9,6 +9,7 @@ from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 class Cuda(Printer):
   """CUDA: its vectors have names for their elements and nothing else, so that all is done element by element."""
   header = "static __device__ __forceinline__ "
+  functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "rcp": "1.0f/{0}", "max": "fmaxf({0}, {1})"}
   def __init__(self, arch:str, functions:dict[str, str]):
     super().__init__(arch, functions)
     self.inf, self.nan = Term(self, "INFINITY", "float"), Term(self, "__int_as_float(0x7fc00000)", "float")
@@ -37,9 +38,6 @@ class Cuda(Printer):
     return self.elementwise("exp2_of", "exp2_of({0})", x)
   def fma(self, x:Value, y:Value, z:Value) -> Value: return self.elementwise("fma_of", "fmaf({0}, {1}, {2})", x, y, z)
   def abs(self, x:Value) -> Value: return self.elementwise("abs_of", "fabsf({0})", x)
-  def log2(self, x:Value) -> Value: return self.elementwise("log2_of", "log2f({0})", x)
-  def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", "1.0f/{0}", x)
-  def max(self, x:Value, y:Value) -> Value: return self.elementwise("max_of", "fmaxf({0}, {1})", x, y)
   def select(self, condition:Value, x:Value, y:Value) -> Value:
     x, y = self.term(x), self.term(y)
     return Term(self, f"({condition.text} ? {x.text} : {y.text})", x.type)
@@ -53,9 +51,7 @@ class Cuda(Printer):
       beyond = self.operation(operator, Term(self, str(key), "int"), limit, "bool")
       return self.select(beyond, -self.inf, self.element(x, i))
     return self.vector(*[element(i, key) for i, key in enumerate(offsets)])
-  def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
   def as_float(self, x:Value) -> Value: return self.elementwise("as_float", "__uint_as_float({0})", x)
-  def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
   def widen(self, bits:Value, dtype:str) -> Value:
     """9.7.9.21 of the PTX ISA for fp16; bf16 is the upper half of an fp32."""
     if dtype == "bfloat16": return Term(self, f"__uint_as_float({bits.text} << 16)", "float")

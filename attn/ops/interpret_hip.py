@@ -1,7 +1,7 @@
 """A definition printed as HIP, which clang compiles: its vectors have arithmetic and elements of their own."""
 from __future__ import annotations
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 from attn.chips import get_chip
 from attn.ops import numerics
 from attn.ops.numerics import TWO_ONES
@@ -11,6 +11,8 @@ from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, elem
 class Hip(Printer):
   """HIP: clang's vectors have arithmetic and elements of their own."""
   header = "static inline __attribute__((device, always_inline)) "
+  functions_of_numbers: ClassVar[dict[str, str]] = {
+    "log2": "__builtin_amdgcn_logf({0})", "rcp": "__builtin_amdgcn_rcpf({0})", "max": "__builtin_fmaxf({0}, {1})"}
   def __init__(self, arch:str, functions:dict[str, str]):
     super().__init__(arch, functions)
     self.inf, self.nan = Term(self, "__builtin_inff()", "float"), Term(self, '__builtin_nanf("")', "float")
@@ -32,9 +34,6 @@ class Hip(Printer):
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})(-__builtin_inff()) : {x.text})", x.type)
   def exp2(self, x:Value) -> Value: return self.elementwise("exp2_of", "__builtin_amdgcn_exp2f({0})", x)
-  def log2(self, x:Value) -> Value: return self.elementwise("log2_of", "__builtin_amdgcn_logf({0})", x)
-  def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", "__builtin_amdgcn_rcpf({0})", x)
-  def max(self, x:Value, y:Value) -> Value: return self.elementwise("max_of", "__builtin_fmaxf({0}, {1})", x, y)
   def select(self, condition:Value, x:Value, y:Value) -> Value:
     x, y = self.term(x), self.term(y)
     return Term(self, f"({condition.text} ? {x.text} : {y.text})", max((x.type, y.type), key=length_of))
@@ -73,11 +72,9 @@ class Hip(Printer):
     lines = ["({", wrapped(f"  auto now = {name}({', '.join([f'{{{now}}}', *rest])});", " "*6)]
     lines += [f"  {at(x, i)} = {x.text}[{i}];" for x in kept for i in sorted(x.stored)]
     return "\n".join([*lines, "  0.0f;", "})"])
-  def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
   def as_float(self, x:Value) -> Value:
     out = vector_of("float", length_of(x.type))
     return Term(self, f"__builtin_bit_cast({out}, {bare(x.text)})", out)
-  def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
   def widen(self, bits:Value, dtype:str) -> Value:
     if dtype == "bfloat16": return Term(self, f"__builtin_bit_cast(float, {bits.text} << 16)", "float")
     return Term(self, f"(float)__builtin_bit_cast(_Float16, (unsigned short)({bare(bits.text)}))", "float")

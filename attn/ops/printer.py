@@ -5,7 +5,7 @@ import math, re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from attn.ops.operation import Value, Variable
 
 PRINTED_WIDTH = 120            # columns of a printed line, where what is in it can be broken
@@ -96,6 +96,7 @@ class Signature:
 class Printer:
   """Runs a definition to get the statements of a C++ function, and the functions that those call."""
   header: str           # what a function begins with
+  functions_of_numbers: ClassVar[dict[str, str]]      # how the language takes them of numbers, {0} and {1} being these
   inf: Any
   nan: Any
   def __init__(self, arch:str, functions:dict[str, str]):
@@ -149,6 +150,11 @@ class Printer:
   def declare(self, key:str, text:str) -> None:
     """Adds a function, after those it calls. Two different ones of the same name and types are a mistake in an operation's text."""
     if self.functions.setdefault(key, text) != text: raise ValueError(f"two functions {key}:\n{self.functions[key]}\n{text}")
+  def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)
+  def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", self.functions_of_numbers["rcp"], x)
+  def max(self, x:Value, y:Value) -> Value: return self.elementwise("max_of", self.functions_of_numbers["max"], x, y)
+  def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
+  def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
   # vectors
   def length(self, x:Value) -> int: return length_of(x.type)
   def at(self, text:str, ctype:str, i:int) -> str: raise NotImplementedError
