@@ -1,4 +1,4 @@
-"""Which tile the kernel of plain UOps gets, and what the kernels take of memory beside inputs and outputs.
+"""Which tile the kernel of plain UOps gets.
 
 The rows for NVIDIA were measured on an H200, those of one thread on a CPU (docs/plain.md). Other chips take the first that their local memory has
 room for.
