@@ -18,6 +18,7 @@ from attn.emulator.matrix import MatrixUnit
 from attn.emulator.plan import EMULATED
 from attn.kernels.parts.softmax import Sums
 from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
+from attn.ops.language import KernelText
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
 from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, rounded_sum
@@ -393,7 +394,7 @@ def function(number:int, arch:str, x:UOp) -> str:
   """C++ that runs an expression in every thread, with what its text calls in a namespace of its own."""
   if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
-  renderer.functions, renderer.r = {}, {}
+  renderer.operations, renderer.r = KernelText(language(arch), arch), {}
   copies, back, parameters = [], [], []
   for j, s in enumerate(operands(x)):
     name, kind = f"a{j}", c_type(s).rstrip("*")
@@ -410,7 +411,7 @@ def function(number:int, arch:str, x:UOp) -> str:
       renderer.r[y] = renderer.string_rewrite.rewrite(y, ctx=renderer)
     return renderer.r[y]
   code, out = text(x), ctype(x.dtype)
-  functions = "\n".join(renderer.functions.values())
+  functions = "\n".join(renderer.operations.functions.values())
   for assembly, stand_in in ASSEMBLY: functions = re.sub(assembly, stand_in, functions)
   return f"""namespace n{number} {{
 {functions}

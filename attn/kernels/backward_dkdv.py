@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.counts import below, round_up
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import PASSES, NumbersOfRows, RowNumbers, dp_start, gradients_of, weights_of, where_known
 from attn.kernels.parts.lanes import Lane, fragment_operands
@@ -93,7 +93,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
   def row(self) -> Row:
     """The lane's key."""
     key, x = self.group.first_row + self.k.in_block[0], self.group.sequence
-    return Row(self.group.batch, self.head, key, key < (x.n_k if self.group.p.varlen else self.group.p.Sk))
+    return Row(self.group.batch, self.head, key, below(key, x.n_k if self.group.p.varlen else self.group.p.Sk))
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
   @property

@@ -110,7 +110,7 @@ class Forward(Pipeline[ForwardState]):
     """O = O^T / l, LSE = m + ln l."""
     mat = self.mat
     factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.totals(qt, mat))
-    o = [(dt*mat.M + self.at.h*mat.accumulator, ops.mul(softmax.acc[qt*self.d_tiles + dt].load(), factor)) for dt in range(self.d_tiles)]
+    o = [(self.at.h*mat.accumulator + dt*mat.M, ops.mul(softmax.acc[qt*self.d_tiles + dt].load(), factor)) for dt in range(self.d_tiles)]
     return self.group.outputs(row, o, log_sum)
 
   @property

@@ -11,6 +11,7 @@ makes UOps, for kernels that have to run where nobody knows our operations (attn
 from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from attn.ops.interpret_cuda import Cuda
 from attn.ops.interpret_hip import Hip
@@ -20,15 +21,34 @@ from attn.ops.printer import Printer, RegisterArray, Term, bare, returned, wrapp
 
 LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 
-def text_of_call(call:Call, language:str, arch:str, out:str, types:Sequence[str], sources:Sequence[str], functions:dict[str, str]) -> str:
-  """The expression for a call in a kernel, of operands with these C types (a pointer's ends in *) and texts. What functions it needs, it adds."""
-  operation, printer = call.operation, LANGUAGES[language](arch, functions)
-  if operation.definition is not None: return compound_text(call, operation, printer, out, types, sources)
-  found: Any = operation.hip if language == "hip" else operation.cuda
-  if found is None: raise NotImplementedError(f"{call.name} is no operation of {arch}")
-  if callable(found): found = found(printer, out, **call.parameters)
-  if isinstance(found, str): return found.format(*sources)
-  return function_text(call.name, found, printer, out, types, sources)
+@dataclass
+class KernelText:
+  """The text of one kernel's calls, and of the functions that they need."""
+  language: str
+  arch: str
+  functions: dict[str, str] = field(default_factory=dict)                          # by name and types, each after those that it calls
+  compounds: dict[Any, tuple[str, list[Any]]] = field(default_factory=dict)        # the function and the operands of those printed so far
+  def printer(self) -> Printer: return LANGUAGES[self.language](self.arch, self.functions)
+
+  def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
+    """The expression for a call of operands with these C types (a pointer's ends in *) and texts."""
+    operation, printer = call.operation, self.printer()
+    if operation.inline: return inlined(operation, call.parameters, printer, types, sources)
+    if operation.definition is not None: return self.compound(call, operation.definition, out, types, sources)
+    found: Any = operation.hip if self.language == "hip" else operation.cuda
+    if found is None: raise NotImplementedError(f"{call.name} is no operation of {self.arch}")
+    if callable(found): found = found(printer, out, **call.parameters)
+    if isinstance(found, str): return found.format(*sources)
+    return function_text(call.name, found, printer, out, types, sources)
+
+  def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
+    """Calls a compound operation's function, which is printed once for all calls with these types."""
+    names = operands_of(definition)
+    types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # what else there is only says what comes before
+    key = (call, out, *types)
+    if key not in self.compounds: self.compounds[key] = compound_function(call, definition, self.printer(), out, dict(zip(names, types)))
+    function, operands = self.compounds[key]
+    return self.printer().registers_call(function, dict(zip(names, sources)), operands)
 
 def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
   name, count = body.name or name, len(body.parameters.split())
@@ -44,26 +64,25 @@ def operands_of(definition:Callable[..., Any]) -> list[str]:
   """The names of a definition's operands."""
   return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
-def compound_text(call:Call, operation:Operation, printer:Printer, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-  definition, static = operation.definition, call.parameters
-  assert definition is not None
-  if operation.inline:
-    return bare(printer.term(definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
-  names = operands_of(definition)
-  types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # what else there is only says what comes before
-  operands = [RegisterArray(name, t[:-1]) if t.endswith("*") else Term(printer, name, t) for name, t in zip(names, types)]
+def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:Sequence[str], sources:Sequence[str]) -> str:
+  assert operation.definition is not None
+  return bare(printer.term(operation.definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
+
+def compound_function(call:Call, definition:Callable[..., Any], printer:Printer, out:str, types:dict[str, str]) -> tuple[str, list[Any]]:
+  """Declares the function of a compound operation, its operands being of these types: its name, and what it uses of its operands."""
+  static, name = call.parameters, call.name + call.operation.suffix.format(**call.parameters)
+  operands = [RegisterArray(x, t[:-1]) if t.endswith("*") else Term(printer, x, t) for x, t in types.items()]
   registers = [x for x in operands if isinstance(x, RegisterArray)]
   if registers:      # a first run tells which of their elements are used, and how
     definition(type(printer)(printer.arch, {}), *operands, **static)
-  printer.names.update(names)
+  printer.names.update(types.keys())
   signature = printer.registers_signature(call.name, registers)
   result = printer.term(definition(printer, *operands, **static))
-  name = call.name + operation.suffix.format(**static)
   parameters = ", ".join([*signature.parameters, *(f"{x.type} {x.text}" for x in operands if isinstance(x, Term))])
   body = "\n".join([*printer.lines, returned(signature.result or bare(result.text))])
   head = wrapped(f"{printer.header}{signature.type or out} {name}({parameters}) {{", " "*6)
-  printer.declare(f"{name}({', '.join(types)})", f"{signature.declaration}{head}\n{body}\n}}")
-  return printer.registers_call(name, dict(zip(names, sources)), operands)
+  printer.declare(f"{name}({', '.join(types.values())})", f"{signature.declaration}{head}\n{body}\n}}")
+  return name, operands
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
   """Makes the function below it the definition of the operation `name`; `suffix`, of static parameters, tells functions of the same types apart."""

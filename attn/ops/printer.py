@@ -1,7 +1,7 @@
 """A definition run to be printed: `Printer` builds the C++ text of an operation. What HIP and CUDA spell differently are methods that
 attn/ops/interpret_hip.py and attn/ops/interpret_cuda.py define."""
 from __future__ import annotations
-import math, re
+import functools, math, re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ def bare(text:str) -> str:
   """The expression without the parentheses around all of it."""
   if not (text.startswith("(") and text.endswith(")")): return text
   depth = 0
-  for i, letter in enumerate(text):
-    depth += (letter == "(") - (letter == ")")
-    if not depth: return text[1:-1] if i == len(text) - 1 else text
+  for x in re.finditer(r"[()]", text):
+    depth += 1 if x[0] == "(" else -1
+    if not depth: return text[1:-1] if x.end() == len(text) else text
   return text
 
 def wrapped(text:str, indent:str) -> str:
@@ -40,6 +40,7 @@ def returned(expression:str) -> str: return wrapped(f"  return {expression};", "
 
 # ***** values *****
 
+@functools.cache
 def length_of(ctype:str) -> int:
   """Elements of a value of this C type."""
   return int(found[1]) if (found := re.fullmatch(r"[a-z]+(\d+)", ctype)) is not None else 1

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from attn.chips.matrix import LaneSums, Matrix, Mma
 from attn.ops import amd as amd, common as common, dropout as dropout, hopper as hopper, nvidia as nvidia   # they fill OPERATIONS
 from attn.ops import softmax as softmax
-from attn.ops.language import LANGUAGES, text_of_call
+from attn.ops.language import KernelText
 from attn.ops.printer import wrapped
 from attn.ops.operation import Call
 from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
@@ -49,15 +49,15 @@ class OperationsPrinter(CStyleLanguage):
     """From now on the renderer knows operations: its constructor's last step."""
     self.string_rewrite = print_calls + self.string_rewrite
   def _render(self, uops:list[UOp]) -> Any:
-    self.functions: dict[str, str] = {}      # that the operations of this kernel call
+    self.operations = KernelText(self.language, self.target.arch)
     name, kernel, bufs = super()._render(uops)
     return name, ["\n".join(map(readable, lines.split("\n"))) for lines in kernel], bufs
   def call_text(self, x:UOp) -> str:
     types = [c_type(u) for u in x.src]
-    return text_of_call(x.arg, self.language, self.target.arch, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src], self.functions)
+    return self.operations.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src])
   def need_operator(self, x:UOp) -> None:
     """tinygrad prints an operator between vectors as it is: sees to it that there is one."""
-    LANGUAGES[self.language](self.target.arch, self.functions).vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
+    self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     """What the source needs that tinygrad declares only where a kernel computes with it."""
     raise NotImplementedError
@@ -65,7 +65,7 @@ class OperationsPrinter(CStyleLanguage):
     """The source. That of a kernel of ours, which its name or its vector types tell, begins with a mark; another kernel's stays as it is."""
     if not function_name.startswith("attn_") and not any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
-    functions = list(self.functions.values())
+    functions = list(self.operations.functions.values())
     needed = self.declarations(prefix or [], bufs, "\n".join([*functions, *kernel]))
     text = super().render_kernel(function_name, kernel, bufs, uops, [MARK, *(prefix or []), *needed, *functions])
     return "\n".join(readable(line) if f" {function_name}(" in line else line for line in text.split("\n"))

@@ -45,7 +45,7 @@ def forward_k(family:str, mat:Matrix, chip:str) -> Panel:
   lanes = [int(lane) for lane in phases(family, mat.wave, True, 16)[1][0]]
   layout = PaddedRows(64, 8)
   return Panel("K, D = 64", ("A row is 8 units and one left free:", "an odd stride."), 32, 8, 8,
-               lambda row, unit: layout.place(UOp.const(row), unit),
+               lambda row, unit: layout.place(UOp.const(row), UOp.const(unit)),
                (Access(f"read in one phase ({chip})", [(lane % mat.N, lane//mat.N) for lane in lanes]),))
 
 def forward_v(family:str, mat:Matrix, chip:str, block_n:int=32) -> Panel:
@@ -57,7 +57,7 @@ def forward_v(family:str, mat:Matrix, chip:str, block_n:int=32) -> Panel:
     pieces.append((mat.row_of(constant(unit)*UNIT), constant(quad)))
   gap = f"A gap of {layout.skew} units after every 16 rows." if layout.skew else "An odd stride, here of 5 units."
   return Panel(f"Vᵀ, {chip}", (f"A row is a column of V, {block_n} keys long.", gap), 32, block_n//4, 16,
-               lambda row, half: layout.place(UOp.const(row), 0)*2 + half, (Access("stored in one phase", pieces),))
+               lambda row, half: layout.place(UOp.const(row), UOp.const(half), 2), (Access("stored in one phase", pieces),))
 
 # ***** dual_wave *****
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from attn.chips import Chip
 from attn.chips.matrix import Mma
-from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.counts import below, round_up
 from attn.kernels.parts.epilogue import place_of_row
 from attn.kernels.parts.gradients import PASSES, exponent, scaled_delta, where_known
 from attn.kernels.parts.lanes import element_sum
@@ -83,7 +83,7 @@ class WarpsBackward(Generic[L]):
       for r, row in enumerate(own):
         known = row.index < group.sequence.n_k if name != "dq" and self.p.kv_lengths else None
         parts = [where_known(known, ops.slice_(acc[j].load(), 2*r, 2), scale) for j in self.place(name, i)]
-        columns = [(n*self.mat.N + self.warps.at.h*self.mat.block, part) for n, part in enumerate(parts)]
+        columns = [(self.warps.at.h*self.mat.block + n*self.mat.N, part) for n, part in enumerate(parts)]
         stores += group.gradient(name, row, columns)
     return stores
 
@@ -159,7 +159,7 @@ class KeysOfWarps(WarpsBackward[L]):
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
     numbers = [[group.first_row + first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)] for first in self.in_block]
-    return [[Row(group.batch, self.head, key, key < there) for key in own] for own in numbers]
+    return [[Row(group.batch, self.head, key, below(key, there)) for key in own] for own in numbers]
 
   @property
   def scores(self) -> Scores:

@@ -6,6 +6,7 @@ from typing import Callable, Mapping
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.counts import below
 from attn.kernels.parts.blocks import Extent, Outside, outside, trip_count
 from attn.kernels.parts.rows import flat, strides
 from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF, Row, Scores
@@ -38,18 +39,22 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
   a time where rows are so aligned."""
-  index, n, size = begin + column, ops.length(values), BYTES[dtype]
+  n, size = ops.length(values), BYTES[dtype]
+  column, constant = column.pop_const()      # what all columns of a lane have in common is computed once
+  further = int(constant)
+  index = begin + column
   words = values if size == 4 else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
   wide = min(UNIT_BYTES//size, n)                                                          # elements of a store
+  def place(first:UOp, on:int, i:int) -> UOp: return (first + on).valid(there & below(column + (further + i), length))
   if length % wide == 0 and wide*size >= 4:
     kind = ops.f32 if size == 4 else ops.u32
     view, per = o.bitcast(kind(wide*size//4)), wide*size//4
-    return [view[((index + i)//wide).valid(there & (column + i < length))].store(ops.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
-  if size == 4: return [o[(index + i).valid(there & (column + i < length))].store(ops.extract(values, i)) for i in range(n)]
+    return [view[place((index + further%wide)//wide, (further + i)//wide, i)].store(ops.slice_(words, i*size//4, per)) for i in range(0, n, wide)]
+  if size == 4: return [o[place(index, further + i, i)].store(ops.extract(values, i)) for i in range(n)]
   stores = []
   for i in range(n):
     half = (ops.extract(words, i//2) >> (16*(i % 2))).cast(dtypes.ushort).bitcast(o.dtype)
-    stores.append(o[(index + i).valid(there & (column + i < length))].store(half))
+    stores.append(o[place(index, further + i, i)].store(half))
   return stores
 
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
@@ -77,7 +82,7 @@ def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
   trip = new.range(count, AxisType.LOOP)
   item = (trip*block[1] + block[0])*thread[1] + thread[0]
-  there, column, row = item < rows.count*columns, item%columns*vec, rows.row(item//columns).minimum(rows.total - 1)
+  there, column, row = below(item, rows.count*columns), item%columns*vec, rows.row(item//columns).minimum(rows.total - 1)
   return [UOp.group(*stores(row, column, there)).end(trip)]
 
 def estimates(p:Problem) -> Estimates:

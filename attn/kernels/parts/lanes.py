@@ -92,7 +92,7 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
   """The units of a contraction of `length` elements that a lane reads, in the order of the matrix instructions that use them."""
   if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
-  return [u*matrix.groups + h for u in range(length//(matrix.unit*matrix.groups))]
+  return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 
 def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   """Register images of 16-byte units -> the operands of successive matrix instructions."""
@@ -107,7 +107,7 @@ def contraction(matrix:Matrix, length:int) -> int:
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
   """A column of C fragments, packed to the inputs' dtype -> the B operands of a product that contracts over their rows, in the order of
-  `staging.key_row`. `renewed`: which lanes are the low ones is told anew, see `amd.low_lanes`."""
+  `staging.key_rows`. `renewed`: which lanes are the low ones is told anew, see `amd.low_lanes`."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]

@@ -5,6 +5,7 @@ A place is counted in units of 16 bytes. Each layout sees to it that what some l
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
+from attn.chips.matrix import Int
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.ops import common as ops
@@ -36,8 +37,16 @@ class PaddedRows(SharedLayout):
   `skew` units."""
   skew: int = 0
   @property
-  def size(self) -> int: return self.rows*(self.units | 1) + ceildiv(self.rows, 16)*self.skew
-  def place(self, row:UOp, unit:UOp|int) -> UOp: return self.base + row*(self.units | 1) + row//16*self.skew + unit
+  def size(self) -> int: return self.begin(self.rows) + (self.skew if self.rows%16 else 0)
+  def begin(self, row:Int) -> Int:
+    """Where a row begins, counted from the first one."""
+    return row*(self.units | 1) + row//16*self.skew
+  def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
+    """The same for a unit in so many pieces. What is added to a row is a multiple of 16, or stays in its 16. Constants come last: tinygrad then works
+    once on the sum that many places have in common."""
+    (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
+    common = (self.base + self.begin(row))*pieces + unit
+    return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
@@ -128,4 +137,5 @@ class LdsTile:
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
     """Stores 8 bytes at the `half`-th half unit of a row, in a layout that has a row's units side by side."""
-    return self.halves[(self.layout.place(row, UOp.const(0))*2 + half).valid(gate)].store(value)
+    assert isinstance(self.layout, PaddedRows)
+    return self.halves[self.layout.place(row, half, 2).valid(gate)].store(value)

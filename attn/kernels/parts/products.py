@@ -86,7 +86,7 @@ class Products:
     for kt, first in itertools.product(range(count), range(0, len(own.units), together)):
       steps, before = slice(first, first + together), tiles[-1][kt - (first == 0)]
       fence = [self.statements.do(amd.sched_barrier(before))] if self.fenced and (kt or first) else []
-      a_operands = operands(mat, [tile.after(*fence).load(kt*mat.M + self.at.n, u) for u in own.units[steps]])
+      a_operands = operands(mat, [tile.after(*fence).load(self.at.n + kt*mat.M, u) for u in own.units[steps]])
       for a, *bs in zip(a_operands, *own.operands(t, steps, *fence)):
         for i, b in enumerate(bs): tiles[i][kt] = amd.shaped_wmma(mat, a, b, tiles[i][kt])
     return tiles
@@ -97,7 +97,7 @@ class Products:
     for dt in range(len(accs[0])):
       before = accs[-1][dt - 1] if dt else weights[-1][-1]
       if self.fenced or not dt: tile = tile.after(self.statements.do(amd.sched_barrier(before)))
-      a_operands = operands(mat, [tile.load(dt*mat.M + self.at.n, u) for u in units_of(mat, block_n, self.at.h)])
+      a_operands = operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
       for a, *bs in zip(a_operands, *weights):
         for i, b in enumerate(bs): accs[i][dt] = amd.shaped_wmma(mat, a, b, accs[i][dt])
     return accs

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Callable, Self
 from attn.chips.matrix import UNIT_BYTES
+from attn.kernels.parts.counts import below
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
@@ -94,11 +95,9 @@ class GlobalRows:
   def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
     """The `unit`-th 16 bytes of a row, of what `load` (the number of the first element, whether it is there, bytes) finds: all at once, or where
     rows are no whole units element by element."""
-    if self.in_units: return load(0, unit < self.width//self.unit if gate is None else gate & (unit < self.width//self.unit), UNIT_BYTES)
-    parts = []
-    for i in range(self.unit):
-      inside = unit*self.unit + i < self.width if gate is None else gate & (unit*self.unit + i < self.width)
-      parts.append(load(i, inside, self.size))
+    def inside(place:UOp, width:int) -> UOp: return below(place, width) if gate is None else gate & below(place, width)
+    if self.in_units: return load(0, inside(unit, self.width//self.unit), UNIT_BYTES)
+    parts = [load(i, inside(unit*self.unit + i, self.width), self.size) for i in range(self.unit)]
     for size, selector in ((1, 0x01010400), (2, 0x05040100)):   # two elements side by side, until they fill dwords
       if size >= self.size: parts = [amd.byte_perm(hi, lo, selector) for lo, hi in zip(parts[0::2], parts[1::2])]
     return ops.build(*parts)

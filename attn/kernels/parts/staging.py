@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.counts import below, ceildiv, round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
 from attn.kernels.parts.rows import Rows
@@ -31,7 +31,7 @@ class Staging:
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
     """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their stores fill a row."""
     index, groups = self.thread + j*self.threads, self.rows//self.group
-    gate = index < groups*self.units
+    gate = below(index, groups*self.units)
     if self.group == 1: return index//self.units, index%self.units, gate
     fast, block = math.gcd(groups, 8), self.together*self.apart
     unit = index//fast%self.units
@@ -45,11 +45,12 @@ def transpose(rows:list[UOp]) -> list[UOp]:
     for selector in (0x05040100, 0x07060302): columns.append(ops.build(amd.byte_perm(r1, r0, selector), amd.byte_perm(r3, r2, selector)))
   return columns
 
-def key_row(matrix:Matrix, quad:UOp, i:int) -> UOp:
-  """The key that a row of V^T has in slot quad*4 + i: unit quad//2 belongs to lane group quad//2 % groups."""
-  unit, slot = quad//2, quad%2*4 + i
-  n = unit//matrix.groups*matrix.unit + slot
-  return n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
+def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
+  """The keys that a row of V^T has in the four slots from quad*4 on: unit quad//2 belongs to lane group quad//2 % groups."""
+  unit = quad//2
+  n = unit//matrix.groups*matrix.unit + quad%2*4
+  first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
+  return [first + matrix.c_row(0, i) for i in range(4)]
 
 def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   """Rows of `width` elements as they lie: operand A of products that contract over the elements."""
@@ -106,7 +107,7 @@ class StagedTile:
     """This thread's parts of the t-th tile of these rows."""
     first, n = t*self.block_n, self.block_n
     if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]
-    return [rows.load_units(first, n, key_row(self.matrix, quad, i), unit, gate) for quad, unit, gate in self.items for i in range(4)]
+    return [rows.load_units(first, n, row, unit, gate) for quad, unit, gate in self.items for row in key_rows(self.matrix, quad)]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
     """The stores to LDS of what was fetched."""
@@ -116,9 +117,9 @@ class StagedTile:
     for j, (quad, unit, gate) in enumerate(self.items):
       four = parts[4*j:4*j + 4]
       if self.lies is not None:
-        inside = gate & (unit < self.lies.layout.units)
-        stores += [self.lies.store(key_row(self.matrix, quad, i), unit, part, inside) for i, part in enumerate(four)]
-        gate = gate & (unit*self.matrix.unit < self.turned.layout.rows)
-      row = unit*self.matrix.unit
-      stores += [self.turned.store_half(self.matrix.row_of(row + i), quad, column, gate) for i, column in enumerate(transpose(four))]
+        inside = gate & below(unit, self.lies.layout.units)
+        stores += [self.lies.store(row, unit, part, inside) for row, part in zip(key_rows(self.matrix, quad), four)]
+        gate = gate & below(unit*self.matrix.unit, self.turned.layout.rows)
+      row = self.matrix.row_of(unit*self.matrix.unit)
+      stores += [self.turned.store_half(row + self.matrix.row_of(i), quad, column, gate) for i, column in enumerate(transpose(four))]
     return stores

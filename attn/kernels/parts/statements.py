@@ -19,10 +19,10 @@ class Statements:
   statement that is given `done` among its operands comes after those before it."""
   register: UOp
   effects: tuple[UOp, ...] = ()  # stores that are still to be waited for: by the end of the loop around at the latest
-  deps: tuple[UOp, ...] = ()     # what `done` waits for
+  latest: UOp|None = None        # the register after what `done` waits for
   @staticmethod
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
-  def after(self, *deps:UOp) -> Statements: return replace(self, deps=(*self.deps, *deps))
+  def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
     """Executes a statement, when these are done: its store."""
     return (self.register.after(*after) if after else self.register)[0].store(statement)
@@ -35,16 +35,16 @@ class Statements:
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
     """The same of a statement that was executed, by its store."""
-    return replace(self, effects=(*self.effects, stored), deps=(stored,))
+    return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
     """A value that is there when all that this is `after` is done. A statement that is given it comes later."""
-    return self.register.after(*self.deps)[0].load()
+    return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
     """The same where the first statement may not have been executed yet: then there is nothing to come after."""
-    return (self.done,) if self.deps else ()
+    return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
   """What is carried in a kernel whose steps follow one another: each statement comes after those before."""

@@ -99,7 +99,7 @@ class Warps:
       parts = [ops.extract(total, r) for total in sums]
       totals = [part if kind == ONES else sum_over_quad(part) for part, kind in zip(parts, kinds)]
       factor, log_sum = group.normalised(row, ops.extract(m, r), totals)
-      o = [(dt*mat.N + self.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for dt, acc in enumerate(accs)]
+      o = [(self.at.h*mat.block + dt*mat.N, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for dt, acc in enumerate(accs)]
       stores += group.outputs(row, o, log_sum)
     return stores
 

@@ -6,7 +6,7 @@ from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outside, over_keys, over_queries
-from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.counts import below, ceildiv
 from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, flat, strides
@@ -151,7 +151,7 @@ class Workgroup:
   def row(self, *i:UOp) -> Row:
     """The row of the block whose number is the sum of these."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
-    return Row(self.batch, self.first_head + row%self.heads, row//self.heads, row < self.sequence.n_q*self.heads)
+    return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.sequence.n_q*self.heads))
 
   def rows(self, name:str, head:UOp|None=None) -> GlobalRows:
     """The rows of a tensor that the workgroup reads or writes: those of its sequence and head, or of the query head `head`; of q of all its heads."""
