@@ -56,7 +56,7 @@ def scores(width:int):
     k_rows, q_rows = (GlobalRows(flat(x), UOp.const(0), width, 32, width, FP8.size, True) for x in (k, q))
     layout = PaddedRows(32, depth//FP8.unit)
     stage, k_lds = Staging(32, layout.units, 64, at.thread), LdsTile(Allocator().lds(layout.size), layout)
-    parts = [stage.item(j) for j in range(stage.items)]
+    parts = stage.items
     k_lds = k_lds.after(UOp.group(*[k_lds.store(row, unit, k_rows.load_units(first, 32, row, unit, gate), gate) for row, unit, gate in parts]))
     units = units_of(FP8, depth, at.h)
     acc = splat(0.0, FP8.accumulator)

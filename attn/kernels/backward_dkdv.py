@@ -149,7 +149,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
     """The stores of dk or dv: 0 of keys beyond kv_lengths."""
     mat, known = self.tile.matrix, self.row.index < self.group.sequence.n_k if self.group.p.kv_lengths else None
     factor = self.group.p.softmax_scale if name == "dk" else 1.0
-    columns = [(i*mat.M + self.at.h*mat.accumulator, where_known(known, x, factor)) for i, x in enumerate(found)]
+    columns = [(self.at.h*mat.accumulator + i*mat.M, where_known(known, x, factor)) for i, x in enumerate(found)]
     return self.group.gradient(name, self.row, columns)
 
   @property

@@ -63,7 +63,7 @@ class BackwardDq(OwnQueries[DqState]):
     dq, delta = self.state.dq, self.delta
     s = self.state.after(UOp.group(*store_all(dq, zeros(mat, 1, dq.max_numel())[0])))
     s = self.walk(s, group.walked, masked_first=p.window[0] >= 0)
-    columns = [(dt*mat.M + self.at.h*mat.accumulator, ops.mul(s.dq[dt].load(), p.softmax_scale)) for dt in range(dq.max_numel())]
+    columns = [(self.at.h*mat.accumulator + dt*mat.M, ops.mul(s.dq[dt].load(), p.softmax_scale)) for dt in range(dq.max_numel())]
     number = place_of_row(p, group.sequence, self.row)[0]
     store_delta = flat(group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0) & group.is_first_part)].store(delta)
     return group.gradient_kernel("backward_dq", ("dq", "delta"), [store_delta, *group.gradient("dq", self.row, columns)],

@@ -171,7 +171,7 @@ class DualWave:
     """O = O^T / l, LSE = m + ln l."""
     (here, row), mat = self.late(s), self.mat
     factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
-    o = [(dt*mat.M + here.h*mat.accumulator, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
+    o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
     return replace(self.group, scores=replace(self.group.scores, at=here)).outputs(row, o, log_sum)
 
   # ***** the four clusters of tile t, the i-th of its trip *****

@@ -1,12 +1,15 @@
 """Whole numbers of things."""
 from __future__ import annotations
-from attn.tinygrad_compat import UOp, dtypes
+from attn.tinygrad_compat import Ops, UOp, dtypes
 
 def ceildiv(a:int, b:int) -> int: return -(-a//b)
 def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
 
 def below(x:UOp, limit:int|UOp) -> UOp:
-  """x < limit, as the gate of an access. tinygrad tries in three passes to simplify an address by what its gate says of the numbers in it, which is
-  up to a third of the time for lowering; an int is none of them."""
-  if isinstance(limit, int) and x.vmax < limit: return UOp.const(True)
-  return x.cast(dtypes.int) < limit
+  """x < limit, as the gate of an access."""
+  return UOp.const(True) if isinstance(limit, int) and x.vmax < limit else left_alone(x < limit)
+
+def left_alone(gate:UOp) -> UOp:
+  """A gate that tinygrad does not try on the addresses that it guards. In three passes it would simplify each by what the gate says of the numbers in
+  it, which is up to a third of the time for lowering; of a number that is 1 or 0 it knows nothing."""
+  return gate if gate.op is Ops.CONST else gate.where(UOp.const(1, dtypes.int), UOp.const(0, dtypes.int)).ne(0)

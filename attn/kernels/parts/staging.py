@@ -1,9 +1,9 @@
 """The way of a tile of rows from global memory through registers to LDS, as it lies or transposed on the way: who carries what."""
 from __future__ import annotations
-import math
+import functools, math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.counts import below, ceildiv, round_up
+from attn.kernels.parts.counts import below, ceildiv, left_alone, round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
 from attn.kernels.parts.rows import Rows
@@ -26,16 +26,17 @@ class Staging:
   group: int = 1       # rows that one item takes, to be transposed
   together: int = 1    # so many neighbouring items of a row group take units `apart`: their columns then go to different banks
   apart: int = 1
-  @property
-  def items(self) -> int: return ceildiv(self.rows//self.group*self.units, self.threads)
+  @functools.cached_property
+  def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.item(j) for j in range(ceildiv(self.rows//self.group*self.units, self.threads))]
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
     """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their stores fill a row."""
     index, groups = self.thread + j*self.threads, self.rows//self.group
-    gate = below(index, groups*self.units)
+    gate = left_alone((index < groups*self.units).simplify())
     if self.group == 1: return index//self.units, index%self.units, gate
     fast, block = math.gcd(groups, 8), self.together*self.apart
-    unit = index//fast%self.units
-    return index//(fast*self.units)*fast + index%fast, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
+    row, unit = index%fast, index//fast
+    if groups > fast: row, unit = row + unit//self.units*fast, unit%self.units      # else all items that there are lie in the first eight
+    return row, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
 
 def transpose(rows:list[UOp]) -> list[UOp]:
   """Four rows of eight 16-bit elements -> eight columns of four (dword pairs)."""
@@ -96,7 +97,7 @@ class StagedTile:
     assert self.turned is not None
     return self.turned
   @property
-  def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.carried.item(j) for j in range(self.carried.items)]
+  def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items
 
   def anew(self, t:UOp) -> StagedTile:
     """The same, but what follows from the thread's number is computed in trip t and not kept in registers."""
@@ -117,9 +118,9 @@ class StagedTile:
     for j, (quad, unit, gate) in enumerate(self.items):
       four = parts[4*j:4*j + 4]
       if self.lies is not None:
-        inside = gate & below(unit, self.lies.layout.units)
+        inside = gate & (unit < self.lies.layout.units).simplify()
         stores += [self.lies.store(row, unit, part, inside) for row, part in zip(key_rows(self.matrix, quad), four)]
-        gate = gate & below(unit*self.matrix.unit, self.turned.layout.rows)
+        gate = gate & (unit*self.matrix.unit < self.turned.layout.rows).simplify()
       row = self.matrix.row_of(unit*self.matrix.unit)
       stores += [self.turned.store_half(row + self.matrix.row_of(i), quad, column, gate) for i, column in enumerate(transpose(four))]
     return stores
