@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.counts import below, ceildiv, left_alone, round_up
+from attn.kernels.parts.counts import ceildiv, left_alone, round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
 from attn.kernels.parts.rows import Rows
