@@ -29,35 +29,33 @@ class Layout:
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
-    # registers as an array: element factors, the wave, lane factors, and for packed operands the part of a dword (the minor part of the element)
-    self.split = [size[x] for x in e], [size[x] for x in l]
-    self.matrix_split = [size[x] for x in cols + rows]
+    self.split = [size[x] for x in e], [size[x] for x in l]     # registers as an array: these factors of the element, the wave, those of the lane
+    self.matrix_split = [size[x] for x in rows + cols]
     duplicate = "".join(x for x in l if x not in rows + cols)
-    self.duplicated = bool(duplicate)
-    place = {x: i for i, x in enumerate(e)} | {x: len(e)+1+i for i, x in enumerate(l)}
-    self.axes = [len(e), *[place[x] for x in duplicate + cols + rows]]
-    self.packed_axes = [b for a in self.axes for b in ([a, len(e)+1+len(l)] if a == len(e)-1 else [a])]
+    self.duplicated = len(e) + 1 + l.index(duplicate) if duplicate else None          # the axis of what is there twice
+    kept = l.replace(duplicate, "") if duplicate else l
+    place = {x: i for i, x in enumerate(e)} | {x: len(e)+1+i for i, x in enumerate(kept)}
+    self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
-  def to_matrices(self, x:Array, nbytes:int, widen:Callable[[Array], Array]) -> Array:
-    """Elements (elements, T), or where `nbytes` is that of an element, dwords (elements*nbytes/4, T) of packed ones, the low end first -> (waves,
-    columns, rows), widened. Duplicates must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
-    (e, l), axes = self.split, self.axes
-    if nbytes: (e, l), axes = ([*e[:-1], e[-1]*nbytes//4], [*l, 4//nbytes]), self.packed_axes
-    m = (np.ascontiguousarray(x).view(f"u{nbytes}") if nbytes else x).reshape(*e, -1, *l).transpose(axes)
-    if self.duplicated:
-      if (differ := m[:, 0] != m[:, 1]).any():
+  def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
+    """Registers (registers, T) -> (waves, columns, rows). `unpack` makes the elements (elements, T) of them, as the numbers to compute with. Duplicates
+    must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
+    e, l = self.split
+    if self.duplicated is not None:
+      each, once = x.reshape(len(x), -1, *l), [slice(None)]*(self.duplicated - len(e) + 1)
+      if (differ := each[(*once, 0)] != each[(*once, 1)]).any():
         raise BadOperand("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
-                            f"{int(np.argwhere(differ)[0][0])} of those that run")
-      m = m[:, 0]
-    return widen(m).reshape(-1, self.columns, self.rows)
+                         f"{int(np.argwhere(differ)[0][1])} of those that run")
+      x, l = each[(*once, 0)].reshape(len(x), -1), [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
+    m = unpack(x).reshape(*e, -1, *l).transpose(self.by_columns)
+    return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
   def add_matrices(self, c:Array, m:Array) -> Array:
-    """c (elements, T) + the elements of m (waves, columns, rows)."""
+    """c (elements, T) + the elements of m (waves, rows, columns)."""
     e, l = self.split
-    m = m.reshape(-1, *self.matrix_split).transpose(np.argsort(self.axes))
-    out = np.empty((self.elements, m.size//self.elements), np.result_type(c, m))
-    np.add(c.reshape(*e, -1, *l), m, out=out.reshape(*e, -1, *l))
-    return out
+    order = np.argsort(self.by_rows)
+    found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
+    return np.add(found, c, out=found)
 
 @dataclass(frozen=True)
 class MatrixInstruction:
@@ -120,16 +118,41 @@ WARPGROUP = 128
 def warpgroup_operand(a:Array) -> Array:
   """The fragments of A of some 16 columns each, uint32 (registers, T) -> bits, uint16 (warpgroups, 64, columns)."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=2, w=4, g=8, t=4)
-  return layout.to_matrices(a, 2, lambda x: x).swapaxes(1, 2)
+  return layout.to_matrices(a, lambda x: _parts(x, "u2")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
   """c (registers, T) + A B^T in fp32, of fp32 (warpgroups, 64, k) and (warpgroups, n, k). A product for each warp: a BLAS library shares out
   larger ones over threads, which cost more than they save, above all where other processes have the cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
-  products = b[:, None] @ a.reshape(groups, 4, 16, k).swapaxes(2, 3)
-  return layout.add_matrices(c, products.reshape(groups*4, n, 16))
+  products = a.reshape(groups, 4, 16, k) @ b[:, None].swapaxes(2, 3)
+  return layout.add_matrices(c, products.reshape(groups*4, 16, n))
 
-_HALF = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)   # every fp16 value
+_SIGN_AND_REST, _REBIAS, _BEYOND_FP16 = np.int32(0x8fffe000 - 2**32), np.float32(2.0**112), np.float32(65536)
+
+def _from_high_half(x:Array) -> Array:
+  """The fp32 values of fp16 bits that are the upper halves of the int32 x, which changes. A sign, an exponent and a mantissa, moved to their places in
+  an fp32, make 2^-112 of the value, exactly, denormals too; inf and NaN come out as 2^16 and more."""
+  x >>= 3
+  x &= _SIGN_AND_REST
+  found = x.view(np.float32)
+  found *= _REBIAS
+  if found.size and (found.max() >= _BEYOND_FP16 or found.min() <= -_BEYOND_FP16):
+    size = np.abs(found)
+    found[size > _BEYOND_FP16] = np.nan
+    found[size == _BEYOND_FP16] *= np.float32(np.inf)
+  return found
+
+def _halves(x:Array) -> Array:
+  """The numbers packed in dwords (n, T), the low one first, each as the upper half of an int32 (2n, T)."""
+  halves = np.empty((len(x), 2, x.shape[-1]), np.int32)
+  np.left_shift(x.view(np.int32), 16, out=halves[:, 0])
+  np.bitwise_and(x.view(np.int32), np.int32(-65536), out=halves[:, 1])
+  return halves.reshape(-1, x.shape[-1])
+
+def _parts(x:Array, kind:str) -> Array:
+  """The numbers packed in dwords (n, T), the low end first."""
+  parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
+  return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
 def _fp8() -> Array:
   """The values of CDNA3's FP8 (E4M3FNUZ; LLVM, APFloat.h, Float8E4M3FNUZ): a sign, 4 bits of exponent with bias 8, 3 of mantissa; no infinity, and
@@ -142,11 +165,16 @@ def _fp8() -> Array:
 _FP8 = _fp8()
 
 _WIDEN: dict[str, Callable[[Array], Array]] = {
-  "float16": lambda x: _HALF.take(np.ascontiguousarray(x).view(np.uint16), mode="wrap"),   # every index is there: "wrap" saves numpy looking
+  "float16": lambda x: _from_high_half(np.ascontiguousarray(x).view(np.uint16).astype(np.int32) << 16),
   "bfloat16": bf16_to_float,
   "fp8e4m3fnuz": lambda x: _FP8.take(x.view(np.uint8)),
   "int8": lambda x: x.view(np.int8).astype(np.float64),                              # exact: 16 products below 2^14
   "tfloat32": lambda x: (x.view(np.uint32) & np.uint32(0xffffe000)).view(np.float32),  # mma.tf32 reads the upper 19 bits
+}
+
+_UNPACK: dict[str, Callable[[Array], Array]] = {   # dwords of packed ones -> the same
+  "float16": lambda x: _from_high_half(_halves(x)), "bfloat16": lambda x: _halves(x).view(np.float32),
+  "fp8e4m3fnuz": lambda x: _WIDEN["fp8e4m3fnuz"](_parts(x, "u1")), "tfloat32": _WIDEN["tfloat32"],
 }
 
 _BYTES = {"float16": 2, "bfloat16": 2, "fp8e4m3fnuz": 1, "int8": 1, "tfloat32": 4}   # of an element
@@ -180,10 +208,9 @@ class MatrixUnit:
 
   def _operand(self, x:Array, layout:Layout, dtype:str, packed:bool) -> Array:
     if (hit := self._recent.get(key := (id(x), id(layout)))) is not None: return hit[1]
-    nbytes = _BYTES[dtype] if packed else 0
-    if (held := x.shape[0]*(4//nbytes if nbytes else 1)) != layout.elements:
+    if (held := x.shape[0]*(4//_BYTES[dtype] if packed else 1)) != layout.elements:
       raise BadOperand(f"a matrix operand has {held} elements a lane, the instruction wants {layout.elements}")
-    m = layout.to_matrices(x, nbytes, _WIDEN[dtype])
+    m = layout.to_matrices(x, (_UNPACK if packed else _WIDEN)[dtype])
     if self.family in FLUSHING: m = flushed(m, dtype)
     while len(self._recent) >= 64: self._recent.pop(next(iter(self._recent)))
     self._recent[key] = x, m
@@ -191,8 +218,8 @@ class MatrixUnit:
 
   def _run(self, i:MatrixInstruction, a:Array, b:Array, c:Array, packed:bool) -> Array:
     if c.shape[0] != i.c.elements: raise BadOperand(f"a matrix accumulator has {c.shape[0]} elements a lane, the instruction wants {i.c.elements}")
-    # (waves, K, M) and (waves, K, N) -> the transpose of the product, (waves, N, M)
-    product = self._operand(b, i.b, i.dtype, packed).transpose(0, 2, 1) @ self._operand(a, i.a, i.dtype, packed)
+    # (waves, K, M) and (waves, K, N) -> the product, (waves, M, N)
+    product = self._operand(a, i.a, i.dtype, packed).transpose(0, 2, 1) @ self._operand(b, i.b, i.dtype, packed)
     if self.family not in FLUSHING: return i.c.add_matrices(c, product)
     return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
@@ -207,9 +234,9 @@ class MatrixUnit:
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
     """v_dot2_f32_f16 and v_dot2_f32_bf16 on dwords a and b (T,) and fp32 c (T,)."""
     if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of pairs of {dtype}")
-    pairs = [_WIDEN[dtype](np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)) for x in (a, b)]
+    pairs = [_UNPACK[dtype](np.atleast_2d(x)) for x in (a, b)]
     if self.family in FLUSHING: pairs = [flushed(x, dtype) for x in pairs]
-    low, high = (pairs[0]*pairs[1]).T
+    low, high = pairs[0]*pairs[1]
     return flushed(flushed(c, "float32") + low + high, "float32")
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
