@@ -75,6 +75,20 @@ class Finding:
   other: Array|None = None
   verb: str = ""
 
+Extent = tuple[int, int]     # the first location of a workgroup's buffer that an access touches, and the first one beyond
+
+class Extents:
+  """Where some buffer was accessed: the extents, each with the last interval in which a wave did it."""
+  def __init__(self) -> None: self.last, self.latest = dict[Extent, int](), 0
+  def add(self, extent:Extent, interval:int) -> None: self.last[extent] = self.latest = interval
+  def clear(self) -> None: self.last, self.latest = {}, 0
+  def meet(self, extent:Extent, since:int) -> bool:
+    """Whether one of them, of interval `since` or later, has a location of `extent`."""
+    low, high = extent
+    return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
+
+PENDING = 64   # reads that are kept as they are before they go to the planes
+
 class LdsShadow:
   """Who wrote and who read each location of a LOCAL buffer since the last barrier. A location is `unit` bytes: the narrowest access in the kernel.
 
@@ -83,23 +97,44 @@ class LdsShadow:
   in the program later than the others do, so what it did in its interval n happens along with what they do in theirs: an access is safe only after a
   barrier, that is in a later interval, whatever the order in which the program has them.
 
-  A write that is under way has the number of its operation in place of the interval, from `UNDER_WAY` on. `held` has, for what a product under way
-  reads, its number + 1."""
+  A write that is under way has the number of its operation in place of the interval, from `UNDER_WAY` on.
+
+  Locations are looked at only where it may matter: each access has its extent, and two whose extents have nothing in common don't meet. So most reads
+  never get to the planes of `reader`: they wait, in their order, until a write meets one, and those before the last barrier are dropped."""
   def __init__(self, f:Frame, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
     self.writer = np.zeros(self.total, np.int32)
     self.reader = np.zeros(self.total * self.waves, np.int32) if self.waves > 1 else None
-    self.held = np.zeros(0, np.int32)
     self.plane = f.wave_of.astype(np.int64) * self.total
-    self.written = self.read = False    # anything since the last barrier?
+    self.written_at, self.read_at = Extents(), Extents()      # since the last barrier
+    self.pending: list[tuple[Array, int, Array|None, Any, int]] = []   # reads: at, per, active, the interval, the last one
     self.complete = False               # no location is unwritten
+    self.full: set[Extent] = set()      # extents that are written in all workgroups,
+    self.looked: dict[Extent, int] = {} # and when others were last looked at
     self.arriving = self.holding = 0    # how many operations under way write and read here
     self.first = UNDER_WAY//f.stride    # the number of operation 0, as an interval
 
   def barrier(self, everyone:bool) -> None:
-    if not self.complete and self.written: self.complete = bool(self.writer.all())
-    if everyone: self.written = self.read = False
+    if not self.complete and self.written_at.latest: self.complete = bool(self.writer.all())
+    if everyone:
+      self.written_at.clear()
+      self.read_at.clear()
+      self.pending.clear()
+
+  def all_written(self, extent:Extent) -> bool:
+    """Whether every workgroup has written these locations; False where nobody has looked since the last barrier."""
+    if self.complete or extent in self.full: return True
+    if self.looked.get(extent) == self.f.since: return False
+    self.looked[extent] = self.f.since
+    if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, extent[0]:extent[1]].all())): self.full.add(extent)
+    return full
+  def coming(self, extent:Extent) -> bool:
+    """Whether a copy under way writes to one of these locations."""
+    return self.arriving > 0 and self.f.under_way.writes(self, extent)
+  def kept(self, extent:Extent) -> bool:
+    """Whether a product under way reads one of them."""
+    return self.holding > 0 and self.f.under_way.reads(self, extent)
 
   def foreign(self, tag:Array) -> Array:
     """Where the last write, by another wave, need not have been done."""
@@ -111,18 +146,17 @@ class LdsShadow:
   def send(self, at:Array, by:Array, operation:int) -> None:
     """A store that threads `by` have started: nobody may touch those locations until it arrives, not even their own wave."""
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
-  def arrive(self, at:Array, by:Array) -> None:
+  def arrive(self, at:Array, by:Array, extent:Extent) -> None:
     self.writer[at] = self.f.tag[by]
-    self.written = True
-  def hold(self, at:Array, per:int, operation:int) -> None:
-    """A product that has started to read: nobody may write those locations, `per` neighbouring ones from `at*per` on, until it is waited for."""
-    if not len(self.held): self.held = np.zeros(self.total, np.int32)
-    chunks(self.held, per)[at] = _repeated(np.array([operation + 1]), per)[0]
-  def release(self, at:Array, per:int, operation:int) -> None:
-    """It is done."""
-    mine = chunks(self.held, per).take(at).view(np.int32).reshape(-1, per) == operation + 1
-    for part in range(per):       # of a chunk, another one may hold a part by now
-      self.held[at[mine[:, part]]*per + part] = 0
+    self.written_at.add(extent, self.f.last_interval)
+  def held(self, at:Array) -> Array:
+    """The number + 1 of a product under way that reads the locations `at`; 0 for none. Nobody may write those until the product is waited for."""
+    held = np.zeros(self.total, np.int32)
+    for product in self.f.under_way.products:
+      for x in product.operands.lds:
+        if x.shadow is self: chunks(held, x.per)[x.at[product.threads if x.active is None else product.threads & x.active]] = _repeated(
+          np.array([product.number + 1]), x.per)[0]
+    return held[at]
 
   def _unfinished(self, tag:Array, active:Array|None) -> Finding|None:
     if not self.arriving or (bad := _some(tag >= self.first*self.f.stride, active)) is None: return None
@@ -132,73 +166,87 @@ class LdsShadow:
   # Each of the locations of an access is looked at by itself where something may be wrong with one; else all of them at once, as one chunk of as many
   # int32: numpy gathers and scatters chunks as fast as numbers.
 
-  def clean_read(self, at:Array, per:int, active:Array|None) -> bool:
+  def clean_read(self, at:Array, per:int, active:Array|None, extent:Extent) -> bool:
     """Notes the read of `per` neighbouring locations from `at*per` on (T,), unless something may be wrong with it."""
-    if not (self.complete and not self.written) or self.arriving:
+    meets = self.waves > 1 and self.written_at.meet(extent, self.f.since)
+    if (coming := self.coming(extent)) or meets or not self.all_written(extent):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
       if not self.complete and not tag.all(): return False
-      if self._unfinished(tag, None) is not None or not self._settled(tag): return False
-    self.note_read(at, per, active)
+      if coming and self._unfinished(tag, None) is not None or meets and not self._settled(tag): return False
+    self.note_read(at, per, active, extent)
     return True
 
-  def clean_write(self, at:Array, per:int, active:Array|None) -> bool:
+  def clean_write(self, at:Array, per:int, active:Array|None, extent:Extent) -> bool:
     """Notes the write of such locations likewise."""
     f, writer = self.f, chunks(self.writer, per)
-    if self.holding: return False
-    if self.arriving or (self.written and self.waves > 1):
+    if self.kept(extent): return False
+    meets = self.waves > 1 and self.written_at.meet(extent, f.since)
+    if (coming := self.coming(extent)) or meets:
       tag = writer.take(at).view(np.int32).reshape(-1, per)
-      if self._unfinished(tag, None) is not None or not self._settled(tag): return False
-    if self.read and self.reader is not None:
-      planes = chunks(self.reader, per).reshape(self.waves, -1)
+      if coming and self._unfinished(tag, None) is not None or meets and not self._settled(tag): return False
+    if (reader := self.readers(extent)) is not None:
+      planes = chunks(reader, per).reshape(self.waves, -1)
       for wave in range(self.waves):
         seen = planes[wave].take(at).view(np.int32).reshape(-1, per).max(axis=1) >= f.seen_of
         if seen.any() and (seen & (f.wave_of != wave)).any(): return False
-    self.written = True
+    self.written_at.add(extent, f.last_interval)
     to, tags = (at, f.tag) if active is None else (at[active], f.tag[active])
     writer[to] = _repeated(tags, per)
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
     """Whether the last writes of (T, locations) need not be looked at: all are done, or the wave's own."""
-    if not self.written or self.waves == 1: return True
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
-  def on_read(self, at:Array, active:Array|None) -> Finding|None:
+  def on_read(self, at:Array, active:Array|None, extent:Extent) -> Finding|None:
     """Notes the read of locations `at` (T,); returns what is wrong with it."""
-    f = self.f
-    if not (self.complete and not self.written) or self.arriving:
+    f, meets = self.f, self.waves > 1 and self.written_at.meet(extent, self.f.since)
+    if (coming := self.coming(extent)) or meets or not self.complete:
       tag = self.writer[at]
       if not self.complete and (bad := _some(tag == 0, active)) is not None: return Finding(UninitialisedRead, bad)
-      if (wrong := self._unfinished(tag, active)) is not None: return wrong
-      if self.written and self.waves > 1 and (bad := _some(self.foreign(tag), active)) is not None:
-        return Finding(LdsRace, bad, tag % f.stride, "written")
-    self.note_read(at, 1, active)
+      if coming and (wrong := self._unfinished(tag, active)) is not None: return wrong
+      if meets and (bad := _some(self.foreign(tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
+    self.note_read(at, 1, active, extent)
     return None
 
-  def note_read(self, at:Array, per:int, active:Array|None) -> None:
+  def note_read(self, at:Array, per:int, active:Array|None, extent:Extent) -> None:
     """That of `per` neighbouring locations from `at*per` on."""
-    f, self.read = self.f, True
     if self.reader is None: return
-    to, interval = self.plane//per + at, _repeated(np.broadcast_to(f.interval_of, f.T), per)
-    if active is None: chunks(self.reader, per)[to] = interval
-    else: chunks(self.reader, per)[to[active]] = interval[active]
+    self.read_at.add(extent, self.f.last_interval)
+    self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))
+    if len(self.pending) >= PENDING: self._settle_reads()
 
-  def on_write(self, at:Array, active:Array|None) -> Finding|None:
-    f = self.f
-    if self.arriving or (self.written and self.waves > 1):
+  def readers(self, extent:Extent) -> Array|None:
+    """The planes that say when each wave has read each location, if a read that matters meets the extent."""
+    if self.reader is None or not self.read_at.meet(extent, self.f.since): return None
+    self._settle_reads()
+    return self.reader
+
+  def _settle_reads(self) -> None:
+    """Reads that have waited go to the planes, but for those that are over."""
+    assert self.reader is not None
+    for at, per, active, interval, last in self.pending:
+      if last < self.f.since: continue
+      to, intervals = self.plane//per + at, _repeated(np.broadcast_to(interval, self.f.T), per)
+      if active is None: chunks(self.reader, per)[to] = intervals
+      else: chunks(self.reader, per)[to[active]] = intervals[active]
+    self.pending.clear()
+
+  def on_write(self, at:Array, active:Array|None, extent:Extent) -> Finding|None:
+    f, meets = self.f, self.waves > 1 and self.written_at.meet(extent, self.f.since)
+    if (coming := self.coming(extent)) or meets:
       tag = self.writer[at]
-      if (wrong := self._unfinished(tag, active)) is not None: return wrong
-      if self.written and self.waves > 1 and (bad := _some(self.foreign(tag), active)) is not None:
-        return Finding(LdsRace, bad, tag % f.stride, "written")
-    if self.read and self.reader is not None:
+      if coming and (wrong := self._unfinished(tag, active)) is not None: return wrong
+      if meets and (bad := _some(self.foreign(tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
+    if (reader := self.readers(extent)) is not None:
       for wave in range(self.waves):
-        seen = self.reader[wave*self.total + at] >= f.seen_of
+        seen = reader[wave*self.total + at] >= f.seen_of
         if seen.any() and (bad := _some(seen & (f.wave_of != wave), active)) is not None:
           return Finding(LdsRace, bad, np.full_like(f.wave_of, wave), "read")
-    if self.holding and (bad := _some((held := self.held[at]) > 0, active)) is not None: return Finding(NotWaitedFor, bad, held - 1, "reads")
-    self.written = True
+    if self.kept(extent) and (bad := _some((held := self.held(at)) > 0, active)) is not None: return Finding(NotWaitedFor, bad, held - 1, "reads")
+    self.written_at.add(extent, f.last_interval)
     if active is None: self.writer[at] = f.tag
     else: self.writer[at[active]] = f.tag[active]
     if self.waves > 1 and (bad := _some(self.writer[at] != f.tag, active)) is not None:

@@ -16,7 +16,7 @@ from attn.emulator.banks import BankCounter, BankUse
 from attn.emulator.checks import (BadEntry, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds,
                                   SharedSlot)
 from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, to_float32
-from attn.emulator.memory import PADDING, Pointer, RegisterPointer, Registers, Space, View
+from attn.emulator.memory import PADDING, Pointer, divided, RegisterPointer, Registers, Space, View
 from attn.emulator.probe import note_probe
 from attn.emulator.switches import switch
 from attn.emulator.under_way import Operands, UnderWay
@@ -131,10 +131,10 @@ class Frame:
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
     """An index counted in parts of a chunk -> the same counted in chunks of `per` parts."""
-    bad = index % per != 0
-    if bad.any() and (active is None or (bad := bad & active).any()):
-      raise self.error(Misaligned, bad, lambda t: f"access of {per} elements at {name}[{self.full(index)[t]}] is not aligned to its width")
-    return index//per
+    index, beyond = divided(index, per)
+    if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
+      raise self.error(Misaligned, bad, lambda t: f"access of {per} elements at {name}[{self.full(index*per + beyond)[t]}] is not aligned to its width")
+    return index
 
   # ***** divergence *****
 
@@ -185,6 +185,7 @@ class Frame:
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]
     self.settled = bool((self.seen == self.interval).all())
+    self.last_interval, self.since = int(self.interval.max()), int(self.seen.min())   # what was before `since` every wave has waited for
     self.seen_of: Any = self.interval_of if self.settled else self.seen[self.workgroup_of, self.wave_of]
     self.tag_floor: Any = self.seen_of*np.int32(self.stride)
     self.tag = self.interval_of*np.int32(self.stride) + self.wave_of
@@ -250,9 +251,10 @@ class Frame:
     gate = np.broadcast_to(gate, self.T)
     pointer.store(offset, data, gate)
     if self.checks and (shadow := pointer.space.shadow) is not None and gate.any():
-      by = np.flatnonzero(gate)
-      first = self.workgroup_of[by]*(pointer.space.stride//shadow.unit) + np.broadcast_to(pointer.offset + offset, self.T)[by]//shadow.unit
-      self.under_way.copy(shadow, first + np.arange(len(data)//shadow.unit)[:, None], by)
+      by, count = np.flatnonzero(gate), len(data)//shadow.unit
+      first = np.broadcast_to(pointer.offset + offset, self.T)[by]//shadow.unit
+      at = self.workgroup_of[by]*(pointer.space.stride//shadow.unit) + first
+      self.under_way.copy(shadow, at + np.arange(count)[:, None], by, (int(first.min()), int(first.max()) + count))
     return np.zeros(self.T, np.float32)
   def commit_stores(self) -> Array:
     self.under_way.commit()

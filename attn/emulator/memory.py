@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Callable
 import numpy as np
 from numpy.typing import NDArray
 from attn.tinygrad_compat import UOp
-from attn.emulator.checks import Finding, LdsShadow, Misaligned, NotWaitedFor, OutOfBounds, UninitialisedRead, UnwrittenOutput
+from attn.emulator.checks import Extent, Finding, LdsShadow, Misaligned, NotWaitedFor, OutOfBounds, UninitialisedRead, UnwrittenOutput
+from attn.emulator.under_way import LdsOperand
 if TYPE_CHECKING:
   from attn.emulator.machine import Frame
   from attn.emulator.under_way import Product
@@ -20,6 +21,10 @@ POISON, PADDING = 0xff, 64   # what fresh memory holds (NaN in every float type)
 def chunk_type(nbytes:int) -> np.dtype[Any]:
   """A numpy type of that many bytes that is copied and never interpreted."""
   return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.get(nbytes, f"V{nbytes}"))
+
+def divided(x:Array, n:int) -> tuple[Array, Array]:
+  """x//n and x%n; of integers, and powers of two many times as fast by shifts."""
+  return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
 def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
   """Chunks (T,) -> values (T,), or vectors (n, T)."""
@@ -115,7 +120,7 @@ class Space:
     if self.stride and self.f.banks is not None: self.f.banks.count(self.name, True, at % (self.stride//chunk)*chunk, chunk, active)
     if len(view := self._view(chunk)) == 0: return np.zeros(self.f.T, view.dtype)
     if self.f.checks:
-      if self.shadow is not None: self._note(self.shadow.on_read, at, chunk, active, "reads")
+      if self.shadow is not None: self._note(self.shadow.on_read, index, at, chunk, active, "reads")
       elif self.guarded: self._check_flags(at, chunk, active)
     return view.take(at)
 
@@ -123,7 +128,7 @@ class Space:
     at = self._at(index, chunk, active, "store to")
     if self.stride and self.f.banks is not None: self.f.banks.count(self.name, False, at % (self.stride//chunk)*chunk, chunk, active)
     if len(view := self._view(chunk)) == 0: return
-    if self.shadow is not None and self.f.checks: self._note(self.shadow.on_write, at, chunk, active, "writes")
+    if self.shadow is not None and self.f.checks: self._note(self.shadow.on_write, index, at, chunk, active, "writes")
     at = np.broadcast_to(at, self.f.T)
     if active is not None: at, values = at[active], np.broadcast_to(values, active.shape)[active]
     view[at] = values
@@ -138,18 +143,21 @@ class Space:
       raise self.f.error(UninitialisedRead, bad, lambda t: f"load of {self.name}[{np.broadcast_to(at, self.f.T)[t]}] (elements of {chunk} bytes) "
                                                            "reads global memory that nobody has written")
 
-  def _note(self, note:Callable[[Array, Array|None], Finding|None], at:Array, chunk:int, active:Array|None, verb:str) -> None:
+  def _note(self, note:Callable[[Array, Array|None, Extent], Finding|None], index:Array, at:Array, chunk:int, active:Array|None, verb:str) -> None:
     shadow = self.shadow
     assert shadow is not None
     per, locations = max(1, chunk//shadow.unit), self.stride//shadow.unit
     operands = self.f.under_way.operands if verb == "reads" else None
-    if per in (2, 4) and at.shape == (self.f.T,) and (shadow.clean_read if verb == "reads" else shadow.clean_write)(at, per, active):
-      if operands is not None: operands.lds.append((shadow, at, per, active))
+    if (touched := index if active is None else np.broadcast_to(index, active.shape)[active]).size == 0: return
+    extent = int(touched.min())*chunk//shadow.unit, -(-(int(touched.max()) + 1)*chunk//shadow.unit)
+    if chunk == per*shadow.unit and per in (1, 2, 4) and at.shape == (self.f.T,) and (
+        shadow.clean_read if verb == "reads" else shadow.clean_write)(at, per, active, extent):
+      if operands is not None: operands.lds.append(LdsOperand(shadow, at, per, active, extent))
       return
     for part in range(per):
       where = at if chunk == shadow.unit else at*chunk//shadow.unit + part
-      if (wrong := note(where, active)) is None:
-        if operands is not None: operands.lds.append((shadow, where, 1, active))
+      if (wrong := note(where, active, extent)) is None:
+        if operands is not None: operands.lds.append(LdsOperand(shadow, where, 1, active, extent))
         continue
       def text(t:int) -> str:
         what = f"{verb} {self.name} at byte {where[t] % locations * shadow.unit} (element {at[t] % (self.stride//chunk)} of {chunk} bytes)"
@@ -167,11 +175,13 @@ class Pointer:
   def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
     """The addresses of an access in units of at most a dword or, where all are aligned to it, the whole access."""
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
-    if not (beyond := at % nbytes).any(): return at // nbytes, nbytes
+    index, beyond = divided(at, nbytes)
+    if not beyond.any(): return index, nbytes
     unit = nbytes if not beyond[gate].any() else min(nbytes & -nbytes, 4)
-    if (bad := gate & (at % unit != 0)).any():
+    index, beyond = divided(at, unit)
+    if (bad := gate & (beyond != 0)).any():
       raise self.space.f.error(Misaligned, bad, lambda t: f"access of {nbytes} bytes at byte {at[t]} of {self.space.name} is not aligned to {unit}")
-    return at // unit, unit
+    return index, unit
 
   def load(self, offset:Array, nbytes:int, gate:Array) -> Array:
     at, unit = self.units(offset, nbytes, gate)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 if TYPE_CHECKING:
-  from attn.emulator.checks import LdsShadow
+  from attn.emulator.checks import Extent, LdsShadow
   from attn.emulator.machine import Frame
   from attn.emulator.memory import Registers
 
@@ -23,15 +23,25 @@ class Copy:
   at: Array        # locations: (of a thread, threads)
   by: Array        # threads
   group: Array     # of each
+  extent: Extent
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
     """What has arrived, and what has not."""
-    return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x]) for x in (arrived, ~arrived))   # type: ignore[return-value]
+    return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.extent) for x in (arrived, ~arrived))   # type: ignore[return-value]
+
+@dataclass
+class LdsOperand:
+  """Locations of LDS that a product reads: `per` neighbouring ones from `at*per` on, in the active threads."""
+  shadow: LdsShadow
+  at: Array
+  per: int
+  active: Array|None
+  extent: Extent
 
 @dataclass
 class Operands:
-  """What a product reads: locations of LDS, so many neighbouring ones at a time, with the threads that read each; and elements of register arrays."""
-  lds: list[tuple[LdsShadow, Array, int, Array|None]] = field(default_factory=list)
+  """What a product reads: of LDS, and of register arrays these elements."""
+  lds: list[LdsOperand] = field(default_factory=list)
   registers: list[tuple[Registers, int]] = field(default_factory=list)
 
 @dataclass(eq=False)
@@ -59,10 +69,18 @@ class UnderWay:
 
   # ***** copies *****
 
-  def copy(self, shadow:LdsShadow, at:Array, by:Array) -> None:
+  def copy(self, shadow:LdsShadow, at:Array, by:Array, extent:Extent) -> None:
     shadow.send(at, by, self.start())
     shadow.arriving += 1
-    self.copies.append(Copy(shadow, at, by, self.group[by]))
+    self.copies.append(Copy(shadow, at, by, self.group[by], extent))
+
+  def writes(self, shadow:LdsShadow, extent:Extent) -> bool:
+    """Whether a copy does, to one of these locations."""
+    return any(x.shadow is shadow and _meet(x.extent, extent) for x in self.copies)
+
+  def reads(self, shadow:LdsShadow, extent:Extent) -> bool:
+    """Whether a product does, one of these locations."""
+    return any(x.shadow is shadow and _meet(x.extent, extent) for product in self.products for x in product.operands.lds)
 
   def commit(self) -> None: self.group = self.group + self.f.active
 
@@ -75,7 +93,7 @@ class UnderWay:
         left.append(copy)
         continue
       done, rest = (copy, None) if arrived.all() else copy.split(arrived)
-      done.shadow.arrive(done.at, done.by)
+      done.shadow.arrive(done.at, done.by, done.extent)
       if rest is not None: left.append(rest)
       else: copy.shadow.arriving -= 1
     self.copies = left
@@ -86,9 +104,7 @@ class UnderWay:
     product = Product(self.start(), accumulators, results, operands, self.f.active)
     self.products.append(product)
     accumulators.coming |= dict.fromkeys(results, product)
-    for shadow, at, per, active in operands.lds:
-      shadow.holding += 1
-      shadow.hold(at if active is None else at[active], per, product.number)
+    for x in operands.lds: x.shadow.holding += 1
     for registers, i in operands.registers: registers.held[i] = product
 
   def wait_products(self, but:int) -> None:
@@ -108,10 +124,8 @@ class UnderWay:
   def _finish(self, product:Product, done:Array) -> None:
     """It is done for these threads."""
     for i, value in product.results.items(): product.accumulators.put(i, value, done)
-    for shadow, at, per, active in product.operands.lds:
-      mine = done if active is None else done & active
-      shadow.release(at[mine], per, product.number)
-      shadow.note_read(at, per, mine)            # it may have read up to now: who writes next has to be a barrier later
+    for x in product.operands.lds:               # it may have read up to now: who writes next has to be a barrier later
+      x.shadow.note_read(x.at, x.per, done if x.active is None else done & x.active, x.extent)
 
   def _release(self, product:Product) -> None:
     """It is done for all."""
@@ -119,4 +133,6 @@ class UnderWay:
       if product.accumulators.coming.get(i) is product: del product.accumulators.coming[i]
     for registers, i in product.operands.registers:
       if registers.held.get(i) is product: del registers.held[i]
-    for shadow, *_ in product.operands.lds: shadow.holding -= 1
+    for x in product.operands.lds: x.shadow.holding -= 1
+
+def _meet(a:Extent, b:Extent) -> bool: return a[0] < b[1] and b[0] < a[1]

@@ -1,6 +1,7 @@
 """The instructions of AMD's chips that tinygrad has no UOp for: HIP text and numpy meaning side by side. What all vendors have is in common.py."""
 from __future__ import annotations
 from typing import Any
+import functools
 import numpy as np
 from attn.ops.common import descriptor, f32, length, u32
 from attn.ops.interpret_hip import exchange_rows
@@ -18,9 +19,13 @@ def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
 # ***** vectors and bits *****
 
 def _byte_perm(lanes:Any, hi:Array, lo:Array, selector:int) -> Array:
-  source = np.stack([(w >> np.uint32(8*i)) & np.uint32(0xff) for w in (lo, hi) for i in range(4)])
-  words = [source[selector >> 8*i & 7] << np.uint32(8*i) for i in range(4)]
-  return np.asarray(words[0] | words[1] | words[2] | words[3], np.uint32)
+  moved: dict[tuple[int, int], int] = {}     # (word, bytes up) -> the bytes of the result that are of it
+  for i in range(4):
+    word, byte = divmod(selector >> 8*i & 7, 4)
+    moved[word, i - byte] = moved.get((word, i - byte), 0) | 0xff << 8*i
+  def shifted(x:Array, up:int) -> Array: return x << np.uint32(8*up) if up > 0 else x >> np.uint32(-8*up) if up else x
+  parts = [shifted((lo, hi)[word], up) & np.uint32(mask) for (word, up), mask in moved.items()]
+  return functools.reduce(np.bitwise_or, parts)
 
 def _byte_perm_cuda(printer:Any, out:str, selector:int) -> str:
   picked = sum((selector >> 8*i & 7) << 4*i for i in range(4))      # four bits for each byte

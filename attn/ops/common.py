@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from attn.chips import get_chip
 from attn.ops.language import compound, instruction
+from attn.ops.numerics import words_of
 from attn.ops.operation import Array, Value
 from attn.ops.operation import Body, emit
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
@@ -170,10 +171,7 @@ def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int)
   """Raw buffer load: `width` bytes at `pointer` + `offset`, all zero where the range check fails (offset + width > records, unsigned)."""
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
-  raw = lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records))
-  if width < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
-  words = np.ascontiguousarray(raw.reshape(width//4, 4, -1).transpose(0, 2, 1)).view(np.uint32)[..., 0]
-  return words if width > 4 else words[0]
+  return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))
 
 def descriptor(arch:str) -> str:
   """The expression for a descriptor of the `records` bytes from `base` on."""
@@ -202,10 +200,7 @@ def _load_where_text(printer:Any, out:str, width:int) -> Body:
   return Body(f"{out} found = {{}};\nif (gate) found = *(const {kind}*)(const void*)at;\nreturn found;", "at gate", name=f"load_where_b{8*width}")
 
 def _load_where(lanes:Any, pointer:Any, gate:Array, width:int) -> Array:
-  raw = lanes.load_bytes(pointer, np.zeros(len(gate), np.int64), width, lanes.active & gate)
-  if width < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
-  words = np.ascontiguousarray(raw.reshape(width//4, 4, -1).transpose(0, 2, 1)).view(np.uint32)[..., 0]
-  return words if width > 4 else words[0]
+  return words_of(lanes.load_bytes(pointer, np.zeros(len(gate), np.int64), width, lanes.active & gate))
 
 instruction("load_where", _load_where, _load_where_text, _load_where_text)
 

@@ -33,11 +33,13 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
-    thread, read = (np.arange(len(lanes.active)) + turned) % GROUP, list[Array]()
+    thread, read = (np.arange(GROUP) + turned) % GROUP, list[Array]()
     for first in range(0, lines*units, GROUP):
       i = np.minimum(first + thread, lines*units - 1)
-      at = pointer.offset + line(i//units) + i % units*16
-      read.append(lanes.load_bytes(pointer, (at ^ (at//PANEL % 8*16)) - pointer.offset, 16, lanes.active & (first + thread < lines*units)))
+      there = line(i//units) + i % units*16
+      # the pattern of the swizzle repeats where a tile may begin: so it is that of the offset from there
+      offset, gate = there ^ (there//PANEL % 8*16), first + thread < lines*units
+      read.append(lanes.load_bytes(pointer, np.tile(offset, groups), 16, lanes.active & np.tile(gate, groups)))
     return read
   load(lanes.wave)     # hardware does not say which wave of the group reads what: for the race check another one does, too
   read = load(0)

@@ -14,10 +14,16 @@ def bits_as(x:Array, dtype:str) -> Array:
   """The same bits as numbers of another type of the same size."""
   return np.ascontiguousarray(x).view(dtype)
 
+def words_of(raw:Array) -> Array:
+  """Bytes (n, T) as lanes load them -> dwords (n/4, T), or for one dword (T,); fewer bytes lie in the low end of it."""
+  if len(raw) < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
+  words = np.ascontiguousarray(np.ascontiguousarray(raw.T).view(np.uint32).T)
+  return words if len(words) > 1 else words[0]
+
 def round_bf16(x:Array) -> Array:
   """fp32 -> the bits (uint32, low 16) of the nearest bf16, ties to even; a NaN stays one."""
-  u = bits_as(x.astype(np.float32), "uint32").astype(np.uint64)
-  r = ((u + 0x7fff + ((u >> 16) & 1)) >> 16).astype(np.uint32) & 0xffff
+  u = bits_as(x.astype(np.float32), "uint32")
+  r = (u + np.uint32(0x7fff) + (u >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)     # only what is no number may go beyond 32 bits
   return np.where(np.isnan(x), np.uint32(0x7fc0), r)
 
 def round_fp16(x:Array) -> Array:

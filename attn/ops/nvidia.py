@@ -28,7 +28,7 @@ def shared(name:str) -> str:
 # ***** asynchronous copies: 9.7.9.25.3 *****
 
 def _copy(lanes:Any, to:Any, source:Any, nbytes:Array, gate:Array, step:tuple[int, int], asynchronous:bool) -> Array:
-  data, gate = np.zeros((16, len(gate)), np.uint8), gate & lanes.active
+  data, gate = np.zeros((len(gate), 16), np.uint8).T, gate & lanes.active
   here, there = (np.full(len(gate), x, np.int64) for x in step)
   size = 16 if asynchronous else 2      # bytes of an access
   for i in range(0, 16, size): data[i:i + size] = lanes.load_bytes(source, there + i, size, gate & (nbytes > i))
