@@ -114,7 +114,7 @@ class Frame:
 
   def full(self, x:Any) -> Array:
     """A value with one column for every thread."""
-    return x if np.shape(x)[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
+    return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
     """An error about the first of the `bad` threads."""

@@ -42,11 +42,12 @@ class Layout:
     must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
     e, l = self.split
     if self.duplicated is not None:
-      each, once = x.reshape(len(x), -1, *l), [slice(None)]*(self.duplicated - len(e) + 1)
-      if (differ := each[(*once, 0)] != each[(*once, 1)]).any():
+      each, once = np.ascontiguousarray(x).reshape(len(x), -1, *l), [slice(None)]*(self.duplicated - len(e) + 1)
+      pairs = each.view(f"u{2*x.itemsize}")          # half as many to compare
+      if (differ := pairs[(*once, 0)] != pairs[(*once, 1)]).any():
         raise BadOperand("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
                          f"{int(np.argwhere(differ)[0][1])} of those that run")
-      x, l = each[(*once, 0)].reshape(len(x), -1), [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
+      x, l = each[(*once, 0)], [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
     m = unpack(x).reshape(*e, -1, *l).transpose(self.by_columns)
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
@@ -143,11 +144,11 @@ def _from_high_half(x:Array) -> Array:
   return found
 
 def _halves(x:Array) -> Array:
-  """The numbers packed in dwords (n, T), the low one first, each as the upper half of an int32 (2n, T)."""
-  halves = np.empty((len(x), 2, x.shape[-1]), np.int32)
+  """The numbers packed in dwords (n, ...), the low one first, each as the upper half of an int32 (2n, ...)."""
+  halves = np.empty((len(x), 2, *x.shape[1:]), np.int32)
   np.left_shift(x.view(np.int32), 16, out=halves[:, 0])
   np.bitwise_and(x.view(np.int32), np.int32(-65536), out=halves[:, 1])
-  return halves.reshape(-1, x.shape[-1])
+  return halves.reshape(-1, *x.shape[1:])
 
 def _parts(x:Array, kind:str) -> Array:
   """The numbers packed in dwords (n, T), the low end first."""

@@ -228,7 +228,7 @@ class Plan:
     if not isinstance(u.arg, Call):
       raise NotImplementedError(f"{self.name}: the emulator does not know what this {u.op.name} means: {u.arg!r}. Build it with "
                                 "attn.ops.operation.emit, of an operation that attn.ops.language.instruction or compound has defined")
-    meaning = u.arg.meaning
+    meaning, static = u.arg.operation.meaning, u.arg.parameters
     args: list[Address|int] = [self.addresses[s] if s in self.addresses else self.slot[s] for s in u.src]
     for a in args:
       if isinstance(a, Address):
@@ -236,7 +236,7 @@ class Plan:
         self.units[a.buffer] = math.gcd(self.units.get(a.buffer, 0), 4)
     out, dtype = self._new(u), None if u.dtype == dtypes.void else numpy_dtype(u.dtype)
     def step(f:Frame) -> None:
-      got = meaning(f, *[f.pointer(a) if isinstance(a, Address) else f.full(f.v[a]) for a in args])
+      got = meaning(f, *[f.pointer(a) if isinstance(a, Address) else f.full(f.v[a]) for a in args], **static)
       f.v[out] = literal(0, u.dtype) if got is None and dtype is not None else None if got is None else np.asarray(got, dtype)
     self._emit(u, step)
 
