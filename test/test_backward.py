@@ -224,8 +224,8 @@ def without_last_head(m:pytest.MonkeyPatch) -> None:
 def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     def mask(original:Any) -> Any:
-      return lambda self, x, row, tile: original(self, x, replace(row, index=row.index + int(self.walk.over == over)), tile)
-    wrong(m, Scores, "mask", mask)
+      return lambda self, x, row, *rest: original(self, x, replace(row, index=row.index + int(self.walk.over == over)), *rest)
+    wrong(m, Scores, "_beyond", mask)
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def columns_swapped(m:pytest.MonkeyPatch) -> None:
   wrong(m, BackwardDkdvMma, "columns", lambda columns: lambda self, *args: columns(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
-    wrong(m, Scores, "mask", lambda mask: lambda self, x, row, tile: x if self.walk.over == over else mask(self, x, row, tile))
+    wrong(m, Scores, "_beyond", lambda mask: lambda self, x, *rest: x if self.walk.over == over else mask(self, x, *rest))
   plant.__name__ = f"unmasked_{over}"
   return plant
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])

@@ -172,7 +172,7 @@ class LdsShadow:
     if (coming := self.coming(extent)) or meets or not self.all_written(extent):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
       if not self.complete and not tag.all(): return False
-      if coming and self._unfinished(tag, None) is not None or meets and not self._settled(tag): return False
+      if (coming and self._unfinished(tag, None) is not None) or (meets and not self._settled(tag)): return False
     self.note_read(at, per, active, extent)
     return True
 
@@ -183,7 +183,7 @@ class LdsShadow:
     meets = self.waves > 1 and self.written_at.meet(extent, f.since)
     if (coming := self.coming(extent)) or meets:
       tag = writer.take(at).view(np.int32).reshape(-1, per)
-      if coming and self._unfinished(tag, None) is not None or meets and not self._settled(tag): return False
+      if (coming and self._unfinished(tag, None) is not None) or (meets and not self._settled(tag)): return False
     if (reader := self.readers(extent)) is not None:
       planes = chunks(reader, per).reshape(self.waves, -1)
       for wave in range(self.waves):

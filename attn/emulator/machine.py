@@ -133,7 +133,8 @@ class Frame:
     """An index counted in parts of a chunk -> the same counted in chunks of `per` parts."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
-      raise self.error(Misaligned, bad, lambda t: f"access of {per} elements at {name}[{self.full(index*per + beyond)[t]}] is not aligned to its width")
+      at = self.full(index*per + beyond)
+      raise self.error(Misaligned, bad, lambda t: f"access of {per} elements at {name}[{at[t]}] is not aligned to its width")
     return index
 
   # ***** divergence *****

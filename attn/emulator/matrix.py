@@ -38,22 +38,22 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Registers (registers, T) -> (waves, columns, rows). `unpack` makes the elements (elements, T) of them, as the numbers to compute with. Duplicates
-    must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
+    """Registers (registers, T) -> (waves, columns, rows). `unpack` makes of them the elements (elements, T), as the numbers to compute with.
+    Duplicates must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
     e, l = self.split
     if self.duplicated is not None:
-      each, once = np.ascontiguousarray(x).reshape(len(x), -1, *l), [slice(None)]*(self.duplicated - len(e) + 1)
+      axis = self.duplicated - len(e) + 1
+      each = np.ascontiguousarray(x).reshape(len(x), -1, *l)
       pairs = each.view(f"u{2*x.itemsize}")          # half as many to compare
-      if (differ := pairs[(*once, 0)] != pairs[(*once, 1)]).any():
+      if (differ := pairs.take(0, axis) != pairs.take(1, axis)).any():
         raise BadOperand("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
                          f"{int(np.argwhere(differ)[0][1])} of those that run")
-      x, l = each[(*once, 0)], [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
+      x, l = each.take(0, axis), [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
     m = unpack(x).reshape(*e, -1, *l).transpose(self.by_columns)
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
   def add_matrices(self, c:Array, m:Array) -> Array:
     """c (elements, T) + the elements of m (waves, rows, columns)."""
-    e, l = self.split
     order = np.argsort(self.by_rows)
     found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
     return np.add(found, c, out=found)
@@ -131,8 +131,8 @@ def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
 _SIGN_AND_REST, _REBIAS, _BEYOND_FP16 = np.int32(0x8fffe000 - 2**32), np.float32(2.0**112), np.float32(65536)
 
 def _from_high_half(x:Array) -> Array:
-  """The fp32 values of fp16 bits that are the upper halves of the int32 x, which changes. A sign, an exponent and a mantissa, moved to their places in
-  an fp32, make 2^-112 of the value, exactly, denormals too; inf and NaN come out as 2^16 and more."""
+  """The fp32 values of fp16 bits that are the upper halves of the int32 x, which changes. A sign, an exponent and a mantissa, moved to their places
+  in an fp32, make 2^-112 of the value, exactly, denormals too; inf and NaN come out as 2^16 and more."""
   x >>= 3
   x &= _SIGN_AND_REST
   found = x.view(np.float32)

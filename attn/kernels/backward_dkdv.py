@@ -128,14 +128,14 @@ class BackwardDkdv(Pipeline[DkdvState]):
     exponents, minus_delta = numbers.load(self.at)
     left = kept_scores(self.scores, [self.row], t)
     scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
-    p, slopes = weights_of(self.scores, scores, exponents, self.row, t, masked)
+    weights = weights_of(self.scores, scores, exponents, self.row, t, masked)
     found = {}
     if "dv" in self.wanted:
-      weights = [left.packed(ops.pack_weights(x, self.group.p.dtype), i) for i, x in enumerate(p)]
-      found["dv"] = self.product(s, do.columns, weights, "dv")
+      p = [left.packed(ops.pack_weights(x, self.group.p.dtype), i) for i, x in enumerate(weights.p)]
+      found["dv"] = self.product(s, do.columns, p, "dv")
     if "dk" in self.wanted:
       dp = self.products.with_rows(do.rows, n, self.v, t, [dp_start(minus_delta, left)])[0]
-      ds = gradients_of(p, dp, slopes, left, minus_delta)
+      ds = gradients_of(weights, dp, left, minus_delta)
       found["dk"] = self.product(s, q.columns, [ops.pack(x, self.group.p.dtype) for x in ds], "dk")
     made = [self.statements.do(amd.made_here(*found[name])) for name in self.wanted]
     return UOp.group(*made, *store_all(s.acc, [x for name in self.wanted for x in found[name]]))

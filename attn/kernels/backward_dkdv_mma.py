@@ -88,10 +88,10 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps[SwizzledRows]):
     raw = self.with_rows(s, self.own("k"), self.walked("q", t), part, [[nv.zero(s.done)]*len(exponents) for _ in self.keys])
     weights = [weights_of_rows(scores, x, [exponents]*nv.ROWS, rows, number, masked) for rows, x in zip(self.keys, raw)]
     if "dv" in self.wanted:
-      kept = [[one.packed(x, 2*i) for i, x in enumerate(self.packed(p))] for one, (p, _) in zip(left, weights)]
+      kept = [[one.packed(x, 2*i) for i, x in enumerate(self.packed(w.p))] for one, w in zip(left, weights)]
       s = self.add_product(s, "dv", kept, self.walked("do", t), part)
     if "dk" not in self.wanted: return s
     minus_delta = [ops.concat(x, x) for x in self.columns(s, t, part, 1)]
     dp = self.with_rows(s, self.own("v"), self.walked("do", t), part, [dp_start(minus_delta, kept) for kept in left])
-    ds = [self.packed(gradients_of(p, y, slopes, one, minus_delta)) for (p, slopes), y, one in zip(weights, dp, left)]
+    ds = [self.packed(gradients_of(w, y, one, minus_delta)) for w, y, one in zip(weights, dp, left)]
     return self.add_product(s, "dk", ds, self.walked("q", t), part)

@@ -50,14 +50,14 @@ class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps[SwizzledPanels]):
     s = self.fetch(s, self.next(trip))                                      # the products of the trip before are done, too
     left = kept_scores(self.scores, self.keys[0], trip.tile)
     raw = [s.scores[i].load() for i in range(len(exponents))]
-    p, slopes = weights_of_rows(self.scores, raw, [exponents]*nv.ROWS, self.keys[0], trip.tile, masked)
+    weights = weights_of_rows(self.scores, raw, [exponents]*nv.ROWS, self.keys[0], trip.tile, masked)
     if of_v:                                                                # dV += P^T dO
-      s = s.store(store_all(s.p, [left.packed(x, 2*i) for i, x in enumerate(self.packed(p))]))
+      s = s.store(store_all(s.p, [left.packed(x, 2*i) for i, x in enumerate(self.packed(weights.p))]))
       s = self.add(s, "dv", s.p, "do", trip)
     if not of_k: return s
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int(of_v)))
     minus_delta = [ops.concat(x, x) for x in [scaled_delta(x, self.p) for x in self.columns(s, trip, 1)]]
-    s = s.store(store_all(s.ds, self.ds(s, p, slopes, left, minus_delta)))
+    s = s.store(store_all(s.ds, self.ds(s, weights, left, minus_delta)))
     return self.add(s, "dk", s.ds, "q", trip)                               # dK += dS^T Q
 
   # ***** global -> shared memory *****

@@ -133,11 +133,19 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
   """A select and not an addition, so that a NaN score disappears too."""
-  return c.masked(x, offsets, ">", limit)
+  return c.masked(x, offsets, ">", limit, -c.inf)
 
 @compound("mask_below")
 def _mask_below(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  return c.masked(x, offsets, "<", limit)
+  return c.masked(x, offsets, "<", limit, -c.inf)
+
+@compound("clear_above")
+def _clear_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
+  return c.masked(x, offsets, ">", limit, c.number(0.0))
+
+@compound("clear_below")
+def _clear_below(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
+  return c.masked(x, offsets, "<", limit, c.number(0.0))
 
 @compound("weights")
 def _weights(c:Any, scores:Value, bias:Value, *, rows:int, scale:float) -> Value:
@@ -156,6 +164,12 @@ def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
 def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """-inf in the elements whose offset is below the limit."""
   return emit("mask_below", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
+  """0 in the elements whose offset is above the limit, whatever was there."""
+  return emit("clear_above", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+def clear_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
+  """0 in the elements whose offset is below the limit, whatever was there."""
+  return emit("clear_below", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   """The distances from the first one: the same few for all vectors, which one function then serves."""
   return tuple(x - offsets[0] for x in offsets)

@@ -46,10 +46,10 @@ class Cuda(Printer):
     out = vector_of("float", n)
     self.declare(f"splat{n}(float)", f"{self.header}{out} splat{n}(float x) {{\n{returned(self.vector_text(out, ['x']*n))}\n}}")
     return Term(self, f"splat{n}({bare(self.term(x).text)})", out, (self.term(x).text,)*n)
-  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
     def element(i:int, key:int) -> Value:
       beyond = self.operation(operator, Term(self, str(key), "int"), limit, "bool")
-      return self.select(beyond, -self.inf, self.element(x, i))
+      return self.select(beyond, instead, self.element(x, i))
     return self.vector(*[element(i, key) for i, key in enumerate(offsets)])
   def as_float(self, x:Value) -> Value: return self.elementwise("as_float", "__uint_as_float({0})", x)
   def widen(self, bits:Value, dtype:str) -> Value:

@@ -28,11 +28,11 @@ class Hip(Printer):
     wide, terms = self.same(x, y, z)
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
-  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
     """By one comparison of vectors: of many clang keeps the results, in scalar registers that it hasn't got."""
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
-    return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})(-__builtin_inff()) : {x.text})", x.type)
+    return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def exp2(self, x:Value) -> Value: return self.elementwise("exp2_of", "__builtin_amdgcn_exp2f({0})", x)
   def select(self, condition:Value, x:Value, y:Value) -> Value:
     x, y = self.term(x), self.term(y)

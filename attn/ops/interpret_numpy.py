@@ -29,10 +29,10 @@ class Numbers:
   def max(self, x:Value, y:Value) -> Value: return np.fmax(x, y)
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
-  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value) -> Value:
-    """-inf in the elements of x whose offset is above (>) or below (<) the limit."""
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
+    """`instead` of the elements of x whose offset is above (>) or below (<) the limit."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
-    return np.where(beyond, -self.inf, x)
+    return np.where(beyond, instead, x)
   def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors
   def length(self, x:Value) -> int: return x.shape[0] if x.ndim > 1 else 1

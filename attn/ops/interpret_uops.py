@@ -49,10 +49,10 @@ class PlainUOps:
   def abs(self, x:Elements) -> Elements: return elementwise(lambda a: (a < 0).where(-a, a), x)
   def max(self, x:Elements, y:Elements) -> Elements: return elementwise(UOp.maximum, x, y)
   def select(self, condition:Elements, x:Any, y:Any) -> Elements: return elementwise(lambda c, a, b: c.where(a, b), condition, x, y)
-  def masked(self, x:Elements, offsets:Sequence[int], comparison:str, limit:Elements) -> Elements:
+  def masked(self, x:Elements, offsets:Sequence[int], comparison:str, limit:Elements, instead:Any) -> Elements:
     beyond = {">": operator.gt, "<": operator.lt}[comparison]
     keys = Elements(tuple(UOp.const(n, dtypes.int) for n in offsets))
-    return elementwise(lambda a, n, most: beyond(n, most).where(-math.inf, a), x, keys, limit)
+    return elementwise(lambda a, n, most: beyond(n, most).where(instead, a), x, keys, limit)
   def to_float(self, x:Elements) -> Elements: return elementwise(lambda a: a.cast(dtypes.float), x)
   # vectors
   def length(self, x:Elements) -> int: return len(x.each)

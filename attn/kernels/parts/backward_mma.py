@@ -179,6 +179,6 @@ class QueriesByMma(MmaBackward, QueriesOfWarps[SwizzledRows]):
     dp = self.with_rows(s, self.own("do"), self.walked("v", t), part, [dp_start(x, kept) for x, kept in zip(minus_deltas, left)])
     found = []
     for i, rows in enumerate(self.queries):
-      p, slopes = weights_of_rows(scores, raw[i], [[ops.splat(e, 2)]*columns for e in self.exponents[i]], rows, number, masked)
-      found.append(gradients_of(p, dp[i], slopes if capped else None, left[i], minus_deltas[i]))
+      weights = weights_of_rows(scores, raw[i], [[ops.splat(e, 2)]*columns for e in self.exponents[i]], rows, number, masked)
+      found.append(gradients_of(weights, dp[i], left[i], minus_deltas[i], capped))
     return found

@@ -14,7 +14,7 @@ from attn.kernels.parts.backward_warps import WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.dropout import Kept
-from attn.kernels.parts.gradients import gradients_of
+from attn.kernels.parts.gradients import Weights, gradients_of
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
 from attn.kernels.parts.statements import Statements, store_all
@@ -184,8 +184,8 @@ class WgmmaBackward(WarpsBackward[SwizzledPanels]):
     """C fragments as operand A."""
     return [nv.pack_a(x, y, self.p.dtype) for x, y in zip(tiles[0::2], tiles[1::2])]
 
-  def ds(self, s:WgmmaBackwardState, p:list[UOp], slopes:list[UOp]|None, left:Kept, minus_delta:list[UOp]) -> list[UOp]:
+  def ds(self, s:WgmmaBackwardState, weights:Weights, left:Kept, minus_delta:list[UOp]) -> list[UOp]:
     """dS as operand A, given dP, which began with 0."""
-    dp = [s.dp[i].load() for i in range(len(p))]
+    dp = [s.dp[i].load() for i in range(len(weights.p))]
     if not left.words: dp = [ops.add(x, d) for x, d in zip(dp, minus_delta)]
-    return self.packed(gradients_of(p, dp, slopes, left, minus_delta))
+    return self.packed(gradients_of(weights, dp, left, minus_delta))

@@ -1,6 +1,7 @@
 """From scores and dP to P and dS, and what that takes of each query: its lse and its delta."""
 from __future__ import annotations
 import functools, math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
@@ -29,27 +30,40 @@ def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
   """What dP begins with: -delta, or with dropout 0, for delta is not dropped."""
   return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
-def weights_of(scores:Scores, raw:list[UOp], exponents:list[UOp], row:Row, tile:UOp, masked:bool) -> tuple[list[UOp], list[UOp]|None]:
-  """P = exp2(scores + exponent) of raw scores, and the slope of the softcap at each where there is one."""
-  capped = raw if scores.raw else scores.capped(raw)
-  x = capped if scores.raw else scores.shifted(capped, row, tile)
-  if masked: x = scores.mask(x, row, tile)
-  return [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(x, exponents)], scores.cap_slopes(capped) if scores.p.softcap else None
+@dataclass(frozen=True)
+class Weights:
+  """P of a lane's scores. Both what is made of P and of dS is a factor of rows of tensors, so where a query does not see a key both are exactly 0,
+  whatever numbers the two have: `visible` clears a vector there."""
+  p: list[UOp]
+  slopes: list[UOp]|None                            # of the softcap at each score, where there is one
+  visible: Callable[[list[UOp]], list[UOp]]
 
-def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[UOp]], rows:list[Row], tile:UOp,
-                    masked:bool) -> tuple[list[UOp], list[UOp]|None]:
+def weights_of(scores:Scores, raw:list[UOp], exponents:list[UOp], row:Row, tile:UOp, masked:bool) -> Weights:
+  """P = exp2(scores + exponent) of raw scores."""
+  return weights_of_rows(scores, raw, [exponents], [row], tile, masked)
+
+def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[UOp]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
   """The same of vectors that have the elements of several rows, one row after another; `exponents` row by row."""
-  n = ops.length(raw[0])//len(rows)
-  found = [weights_of(scores, [ops.slice_(y, i*n, n) for y in raw], own, row, tile, masked) for i, (own, row) in enumerate(zip(exponents, rows))]
-  slopes = [y for _, y in found if y is not None]
+  def by_row(x:list[UOp]) -> list[list[UOp]]:
+    n = ops.length(x[0])//len(rows)
+    return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
   def joined(parts:list[list[UOp]]) -> list[UOp]: return [functools.reduce(ops.concat, xs) for xs in zip(*parts)]
-  return joined([p for p, _ in found]), joined(slopes) if slopes else None
+  def visible(x:list[UOp]) -> list[UOp]:
+    return joined([scores.clear(part, row, tile) for part, row in zip(by_row(x), rows)]) if masked else x
+  def of_row(part:list[UOp], row:Row, own:list[UOp]) -> tuple[list[UOp], list[UOp]]:
+    capped = part if scores.raw else scores.capped(part)
+    x = capped if scores.raw else scores.shifted(capped, row, tile)
+    return [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(x, own)], capped
+  found = [of_row(*of) for of in zip(by_row(raw), rows, exponents)]
+  slopes = joined([scores.cap_slopes(capped) for _, capped in found]) if scores.p.softcap else None
+  return Weights(visible(joined([p for p, _ in found])), slopes, visible)
 
-def gradients_of(p:list[UOp], dp:list[UOp], slopes:list[UOp]|None, kept:Kept, minus_delta:list[UOp]) -> list[UOp]:
-  """dS = P * (dP - delta), given a dP that began with `dp_start`, times the slope of the softcap. What it lacks is softmax_scale."""
+def gradients_of(weights:Weights, dp:list[UOp], kept:Kept, minus_delta:list[UOp], capped:bool=True) -> list[UOp]:
+  """dS = P * (dP - delta), given a dP that began with `dp_start`, of the scores before softcap, or after it. What it lacks is softmax_scale."""
   if kept.words: dp = [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)]
-  ds = [ops.mul(y, d) for y, d in zip(p, dp)]
-  return ds if slopes is None else [ops.mul(y, slope) for y, slope in zip(ds, slopes)]
+  ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
+  if weights.slopes is not None and capped: ds = [ops.mul(y, slope) for y, slope in zip(ds, weights.slopes)]
+  return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
   """Elements of a row of a gradient times a factor; exactly 0 where the row is not `known`, whatever x is there. None: it is stored where it is

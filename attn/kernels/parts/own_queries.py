@@ -57,5 +57,5 @@ class OwnQueries(Pipeline[KS]):
     kept, minus_delta = kept_scores(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
     dp = self.products.with_rows(v, n, self.do, t, [dp_start(minus_delta, kept)])[0]
     exponents = [ops.splat(self.exponent, mat.accumulator)]*n
-    p, slopes = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
-    return gradients_of(p, dp, slopes if capped else None, kept, minus_delta)
+    weights = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
+    return gradients_of(weights, dp, kept, minus_delta, capped)

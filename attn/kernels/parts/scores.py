@@ -5,6 +5,7 @@ scores are mapped to base-2 logarithms here, in fp32, and the softmax works on t
 """
 from __future__ import annotations
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.blocks import Walk
@@ -103,11 +104,17 @@ class Scores:
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """-inf where there is no such key or query, or where the query does not see the key."""
+    return self._beyond(x, row, tile, ops.mask_above, ops.mask_below)
+  def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
+    """0 there."""
+    return self._beyond(x, row, tile, ops.clear_above, ops.clear_below)
+
+  def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_below:Callable[..., UOp]) -> list[UOp]:
     walk, here = self.walk, self.begin(tile)
     last = walk.count - 1 if isinstance(walk.count, UOp) else UOp.const(walk.count - 1)
     above = last - here if walk.ahead < 0 else (row.index + walk.offset + walk.ahead).minimum(last) - here
-    x = [ops.mask_above(y, above, rows) for y, rows in zip(x, self.walked)]
-    return x if walk.back < 0 else [ops.mask_below(y, row.index + walk.offset - walk.back - here, rows) for y, rows in zip(x, self.walked)]
+    x = [of_above(y, above, rows) for y, rows in zip(x, self.walked)]
+    return x if walk.back < 0 else [of_below(y, row.index + walk.offset - walk.back - here, rows) for y, rows in zip(x, self.walked)]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
     """What the softmax takes, of the raw scores of these rows, whose elements lie in each vector one row after another."""
