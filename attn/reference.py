@@ -3,7 +3,8 @@
 Contract: with `exact` the float64 computation on the inputs as they are rounded to their dtype, and `same` the textbook computation with the
 roundings that the dtypes force (fp32 scores and sums, P and O rounded), every element of a kernel's output must satisfy
   |out - exact| <= 2 * max|same - exact| + 1e-5,
-and be NaN, +inf or -inf exactly where `exact` is. Gradients likewise, against `exact_backward` and `same_backward`, both of dO as it is rounded
+and be NaN, +inf or -inf exactly where `exact` is. A pair that a mask hides adds exactly 0, whatever is in its rows: where kernels cannot have
+that, docs/attention.md says how far a NaN reaches. Gradients likewise, against `exact_backward` and `same_backward`, both of dO as it is rounded
 to the dtype of q, k and v, in which it is a factor.
 """
 from __future__ import annotations
@@ -86,13 +87,23 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
     s, _ = _scores(q, k, scale, window, offset, x)
     p, lse = _softmax(s, x)
     p = _dropped(p, x)
-    o = (p if p_dtype is None else rounded(p, p_dtype)).astype(work) @ v
+    o = _of_visible((p if p_dtype is None else rounded(p, p_dtype)).astype(work), v, visible(q.shape[-2], k.shape[-2], window, offset))
   return o, lse
 
 def _alike(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
   """q, k and v in the type of the computation, with as many heads all three."""
   ratio = q.shape[-3]//k.shape[-3]
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
+
+def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
+  """weights @ rows, to which a pair that a mask hides (not `seen`) adds exactly 0, whatever its weight and its row have."""
+  nothing, weights = weights.dtype.type(0), np.where(seen, weights, 0)
+  odd = np.asarray(~np.isfinite(rows).all(-1, keepdims=True))
+  total = np.asarray(weights @ np.where(odd, nothing, rows))
+  for j in np.flatnonzero(odd[..., 0].any(tuple(range(odd.ndim - 2)))):
+    row = np.where(odd, rows, nothing)[..., j:j + 1, :]
+    total += np.where(seen[:, j:j + 1], weights[..., j:j + 1]*row, nothing)
+  return total
 
 def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, Array]:
   """The scores, -inf where a query does not see a key, and the slope of the softcap at each."""
@@ -155,6 +166,7 @@ def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:f
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]), work)
   if dlse is None: dlse = np.zeros(q.shape[:-1], work)
   if x.kv_lengths is not None: return _backward_by_batch(q, k, v, do, dlse, scale, window, offset, x, work, p_dtype, o_dtype)
+  seen = visible(q.shape[-2], k.shape[-2], window, offset)
   groups = (k.shape[-3], q.shape[-3]//k.shape[-3])         # query heads that share keys lie side by side
   do, dlse, (q, k, v) = do.astype(work), dlse.astype(work), _alike(q, k, v, work)
   def operand(a:Array) -> Array: return a if p_dtype is None else rounded(a, p_dtype)
@@ -162,16 +174,16 @@ def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:f
   with np.errstate(all="ignore"):
     s, slope = _scores(q, k, scale, window, offset, x)
     weights, lse = _softmax(s, x)
-    o = operand(_dropped(weights, x)) @ v
+    o = _of_visible(operand(_dropped(weights, x)), v, seen)
     if p_dtype is not None: o = rounded(o, o_dtype)
     safe = np.where(lse == -np.inf, work(0), lse)        # of a row that sees no key: all its scores are -inf
-    p = np.exp(s - safe[..., None])
+    p = np.where(seen, np.exp(s - safe[..., None]), work(0))
     delta = (do*o).sum(-1) - np.where(lse == -np.inf, work(0), dlse)
     ds = np.where(s == -np.inf, work(0), p*(_dropped(do @ v.swapaxes(-1, -2), x) - delta[..., None]))
     dsinks = None if x.sinks is None else _sum_to(-np.exp(x.sinks.astype(work)[:, None] - lse)*delta, (x.sinks.shape[0], 1))[:, 0]
     dscores = operand(ds*slope)
-    dq, dk = dscores @ k*work(scale), of_group(dscores.swapaxes(-1, -2) @ q*work(scale))
-    dv = of_group(operand(_dropped(p, x)).swapaxes(-1, -2) @ do)
+    dq, dk = _of_visible(dscores, k, seen)*work(scale), of_group(_of_visible(dscores.swapaxes(-1, -2), q, seen.T)*work(scale))
+    dv = of_group(_of_visible(operand(_dropped(p, x)).swapaxes(-1, -2), do, seen.T))
   return Gradients(dq, dk, dv, None if x.bias is None else _sum_to(ds, x.bias.shape), dsinks)
 
 def _sum_to(a:Array, shape:tuple[int, ...]) -> Array:

@@ -2,12 +2,17 @@
 
     python test/contract.py --write docs/contract.md [--draws 100] [--jobs 2] [--chips gfx942 gfx1100]
 
-With --chips the columns of the other chips stay as the file has them.
+With --chips the columns of the other chips stay as the file has them, and with --of the other tables.
 
 A draw is a problem with one head or a few (the fewer rows, the oftener the textbook's error, and with it the limit, is small by chance: of one row
 alone it may be 0); the batch is made of draws, and each draw is judged by itself, element by element: the ratio is the largest
 |out - exact| over the draw's limit, 2 max|same - exact| + 1e-5. For O it is that of the contract; for an LSE, where the contract allows two units in
 the last place of its own size besides (LSE_ULPS), too.
+
+Gradients are those of `attn.attention` for a dO of its own in each draw, by all of its kernels one after the other. The bias is one row of each
+draw, so its gradient is a sum over heads and queries, of which that of the key with the largest bias has most of the error: of one draw chance would
+often make the textbook's small, so those of all draws are judged together. Sinks are shared by the draws that run together, and their gradient, a
+number a head, is a sum over these: all such sums are judged together, too.
 """
 from __future__ import annotations
 import argparse, itertools, os, sys
@@ -16,10 +21,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 import numpy as np
+import attn
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, exact, judge, rounded, same
-from cases import Inputs, normal, problem, run_kernels
+from attn.tinygrad_compat import Context, Tensor
+from cases import DTYPES, Inputs, array, expected_gradients, floats, normal, problem, run_kernels, tensor
 
 CHIPS = ("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90")
 
@@ -54,8 +62,28 @@ def plain(p:Problem, seed:int) -> Inputs: return normal(p, seed)
 
 KINDS:dict[str, Callable[[Problem, int], Inputs]] = {"normal": plain, "rising": rising, "falling": falling, "q times 8": steep,
                                                      "constant rows": constant_rows, "one huge key": huge_key}
-SHAPES = {"2 heads, 239 x 203, D 64": dict(H=2, Sq=239, Sk=203, D=64), "1 head, 96 x 512, D 128": dict(H=1, Sq=96, Sk=512, D=128),
-          "8 heads, 1 x 700, D 128, 4 splits": dict(H=8, Sq=1, Sk=700, D=128, num_splits=4)}
+
+def level(p:Problem, seed:int) -> Inputs:
+  """dP and delta nearly cancel."""
+  x = normal(p, seed)
+  return replace(x, v=rounded(3 + 0.1*x.v, p.dtype))
+
+def deep(p:Problem, seed:int) -> Inputs:
+  """Every lse is below -100."""
+  x = normal(p, seed)
+  return replace(x, q=np.full_like(x.q, 4), k=rounded(x.k*0.125 - 12, p.dtype))
+
+OF_GRADIENTS = {"V near 3": level, "lse below -100": deep, "dO 1000 times as large": plain}     # besides KINDS
+SHAPES:dict[str, dict[str, Any]] = {
+  "2 heads, 239 x 203, D 64": dict(H=2, Sq=239, Sk=203, D=64), "1 head, 96 x 512, D 128": dict(H=1, Sq=96, Sk=512, D=128),
+  "8 heads, 1 x 700, D 128, 4 splits": dict(H=8, Sq=1, Sk=700, D=128, num_splits=4)}
+
+GRADIENT_SHAPES:dict[str, dict[str, Any]] = {
+  "gradients, 4 heads on 2, 97 x 113, D 64, causal": dict(H=4, Hkv=2, Sq=97, Sk=113, D=64, causal=True),
+  "gradients, 2 heads, 70 x 200, D 128": dict(H=2, Sq=70, Sk=200, D=128)}
+GRADIENT_OUT = dict(zip(GRADIENT_SHAPES, ("", "float32")))      # the output's dtype, where it is not that of the inputs
+
+def kinds_of(shape:str) -> dict[str, Callable[[Problem, int], Inputs]]: return {**KINDS, **OF_GRADIENTS} if shape in GRADIENT_SHAPES else KINDS
 
 # ***** one case *****
 
@@ -68,8 +96,14 @@ class Case:
   chip: str
   def __str__(self) -> str: return f"{self.chip}, {self.kind}, {self.shape}, {self.dtype} to {self.out_dtype}"
 
-CASES = [Case(kind, shape, dtype, out, chip) for shape in SHAPES for chip in CHIPS for kind in KINDS for dtype in ("float16", "bfloat16")
-         for out in ("float32", dtype)]
+def types_of(shape:str) -> list[tuple[str, str]]:
+  """(dtype, out_dtype): of gradients, a float32 output, and with it dO, in one shape, and one of the inputs' dtype in the other."""
+  return [(dtype, out) for dtype in ("float16", "bfloat16")
+          for out in (("float32", dtype) if shape in SHAPES else (GRADIENT_OUT[shape] or dtype,))]
+
+# those of the same kernels side by side: a process keeps what it has lowered
+CASES = [Case(kind, shape, dtype, out, chip) for shape in (*SHAPES, *GRADIENT_SHAPES) for chip in CHIPS for dtype, out in types_of(shape)
+         for kind in kinds_of(shape)]
 
 @dataclass(frozen=True)
 class Ratios:
@@ -77,12 +111,24 @@ class Ratios:
   o: np.ndarray
   lse: np.ndarray
 
+@dataclass(frozen=True)
+class GradientRatios:
+  """The same of each gradient; of dbias and dsinks, of all draws together."""
+  dq: np.ndarray
+  dk: np.ndarray
+  dv: np.ndarray
+  dbias: np.ndarray
+  dsinks: np.ndarray
+
 def ratio(out:np.ndarray, want:np.ndarray, text:np.ndarray, relative:float=0.0) -> float:
   verdict = judge(out, want, text, relative)
   return np.inf if verdict.pattern else verdict.error/verdict.limit
 
-def ratios(case:Case, draws:int, seed:int=0, together:int=25) -> Ratios:
+def ratios(case:Case, draws:int, seed:int=0) -> Ratios|GradientRatios:
   """Runs the kernels on so many draws, some at a time, and judges each."""
+  return (gradient_ratios if case.shape in GRADIENT_SHAPES else forward_ratios)(case, draws, seed)
+
+def forward_ratios(case:Case, draws:int, seed:int, together:int=25) -> Ratios:
   found:list[tuple[float, float]] = []
   for first in range(0, draws, together):
     n = min(together, draws - first)
@@ -94,37 +140,64 @@ def ratios(case:Case, draws:int, seed:int=0, together:int=25) -> Ratios:
     found += [(ratio(o[b], want[0][b], text[0][b]), ratio(lse[b], want[1][b], text[1][b], LSE_ULPS)) for b in range(n)]
   return Ratios(*map(np.array, zip(*found)))
 
+Pair = tuple[np.ndarray, np.ndarray]
+
+def gradients(case:Case, n:int, seed:int) -> tuple[dict[str, np.ndarray], dict[str, Pair]]:
+  """Of so many draws together: those that `attention` gives, and (exact, by the textbook)."""
+  options = dict(GRADIENT_SHAPES[case.shape])
+  extras = {"bias": floats(n, 1, 1, options["Sk"], seed=seed + 2), "sinks": floats(options["H"], seed=seed + 3)}
+  p = problem(B=n, dtype=case.dtype, out_dtype=case.out_dtype, lse=False, extras=extras, **options)
+  x, size = kinds_of(case.shape)[case.kind](p, seed), 1000.0 if case.kind == "dO 1000 times as large" else 1.0
+  do = rounded(floats(n, p.H, p.Sq, p.Dv, seed=seed + 4)*np.float32(size), p.out_dtype)
+  with Context(DEV=f"EMU::{case.chip}", TRAINING=1):
+    given = {name: tensor(a, p.dtype) for name, a in vars(x).items()} | {name: tensor(a, "float32") for name, a in extras.items()}
+    o = attn.attention(**given, out_dtype=DTYPES[p.out_dtype], causal=options.get("causal", False))
+    found = o.gradient(*given.values(), gradient=tensor(do, p.out_dtype))
+    Tensor.realize(*found)
+    got = {name: array(g) for name, g in zip(given, found)}
+  return got, expected_gradients(p, x, extras, do, None)
+
+def gradient_ratios(case:Case, draws:int, seed:int, together:int=10) -> GradientRatios:
+  runs = [gradients(case, min(together, draws - first), seed + first) for first in range(0, draws, together)]
+  def of(name:str) -> list[float]:
+    return [ratio(*each) for got, want in runs for each in zip(got[name], *want[name], strict=True)]
+  def together_of(name:str) -> list[float]:
+    return [ratio(*map(np.stack, zip(*[(got[name], *want[name]) for got, want in runs], strict=True)))]
+  return GradientRatios(*[np.array(of(name)) for name in ("q", "k", "v")], *[np.array(together_of(name)) for name in ("bias", "sinks")])
+
 # ***** the table *****
 
 HEADER = """# The accuracy contract over {draws} draws of each kind
 
-The worst ratio of error to limit, on the emulator: of O and of the LSE, where the limit is 2 max|same - exact| + 1e-5 of the draw (attn/reference.py)
-and 1 is what the contract allows. `max|same - exact|` is the error of the textbook computation in the input type, rounded to the output type. The
-emulator sums what a matrix instruction or a dot product adds up in fp32, in an order of its own. What the kinds are: test/contract.py, which also
-writes this file: `python test/contract.py --write docs/contract.md`.
+The worst ratio of error to limit, on the emulator: of O and of the LSE, and of the gradients of `attn.attention`, where the limit is
+2 max|same - exact| + 1e-5 of the draw (attn/reference.py) and 1 is what the contract allows. `max|same - exact|` is the error of the textbook
+computation in the input type, rounded to the output type. The emulator sums what a matrix instruction or a dot product adds up in
+fp32, in an order of its own. What the kinds are: test/contract.py, which also writes this file: `python test/contract.py --write docs/contract.md`.
+
+Gradients are through o, with a bias of keys, one row for each draw, and sinks. dq, dk and dv are judged draw by draw, and of all draws together dbias, and dsinks, sums over ten draws each.
 """
 
 def rows_of(shape:str) -> dict[str, tuple[str, str, str]]:
   """The begin of each line of a shape's table, and what it is of: dtype, out_dtype and kind."""
-  return {f"| {dtype} to {out} | {kind} |": (dtype, out, kind)
-          for dtype in ("float16", "bfloat16") for out, kind in itertools.product(("float32", dtype), KINDS)}
+  return {f"| {dtype} to {out} | {kind} |": (dtype, out, kind) for (dtype, out), kind in itertools.product(types_of(shape), kinds_of(shape))}
 
-def cell(x:Ratios) -> str: return f"{x.o.max():.2f}, {x.lse.max():.2f}"
+def cell(x:Ratios|GradientRatios) -> str: return ", ".join(f"{of.max():.2f}" for of in vars(x).values())
 
 def table(cells:dict[Case, str], draws:int) -> str:
   lines = [HEADER.format(draws=draws)]
-  for shape in SHAPES:
+  for shape in (*SHAPES, *GRADIENT_SHAPES):
     lines += [f"## {shape}", "", "| types | kind | " + " | ".join(CHIPS) + " |", "|---|---|" + "---|"*len(CHIPS)]
     for begin, (dtype, out, kind) in rows_of(shape).items():
-      lines.append(begin + "".join(f" {cells[Case(kind, shape, dtype, out, chip)]} |" for chip in CHIPS))
+      lines.append(begin + "".join(f" {cells.get(Case(kind, shape, dtype, out, chip), 'not drawn')} |" for chip in CHIPS))
     lines.append("")
-  lines.append("Each cell: O, LSE.")
+  lines.append("Each cell: O, LSE; or dq, dk, dv, dbias, dsinks.")
   return "\n".join(lines) + "\n"
 
 def cells_of(text:str) -> dict[Case, str]:
   """What a table has."""
   found = dict[Case, str]()
-  for shape in SHAPES:
+  for shape in (*SHAPES, *GRADIENT_SHAPES):
+    if f"## {shape}\n" not in text: continue
     part = text.split(f"## {shape}\n")[1].split("\n## ")[0]
     for begin, (dtype, out, kind) in rows_of(shape).items():
       line = next(line for line in part.splitlines() if line.startswith(begin))
@@ -132,11 +205,11 @@ def cells_of(text:str) -> dict[Case, str]:
       found |= {Case(kind, shape, dtype, out, chip): value for chip, value in zip(CHIPS, values, strict=True)}
   return found
 
-def computed(cases:Iterable[Case], draws:int, jobs:int) -> Iterable[tuple[Case, Ratios]]:
+def computed(cases:Iterable[Case], draws:int, jobs:int) -> Iterable[tuple[Case, Ratios|GradientRatios]]:
   cases = list(cases)
   os.environ["OMP_NUM_THREADS"] = "1"      # of the processes to come: each core has one
   with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-    yield from zip(cases, pool.map(ratios, cases, [draws]*len(cases)))
+    yield from zip(cases, pool.map(ratios, cases, [draws]*len(cases), chunksize=3))
 
 def main() -> int:
   options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -144,16 +217,17 @@ def main() -> int:
   options.add_argument("--draws", type=int, default=100)
   options.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
   options.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS, help="those to compute")
+  options.add_argument("--of", choices=("all", "forward", "gradients"), default="all", help="what to compute")
   given = options.parse_args()
-  cells = dict[Case, str]() if given.chips == CHIPS else cells_of(given.write.read_text())
-  found = dict[Case, Ratios]()
-  for case, x in computed([case for case in CASES if case.chip in given.chips], given.draws, given.jobs):
+  cells = dict[Case, str]() if given.chips == CHIPS and given.of == "all" else cells_of(given.write.read_text())
+  found, wanted = dict[Case, Ratios|GradientRatios](), {"all": (False, True), "forward": (False,), "gradients": (True,)}[given.of]
+  cases = [case for case in CASES if case.chip in given.chips and (case.shape in GRADIENT_SHAPES) in wanted]
+  for case, x in computed(cases, given.draws, given.jobs):
     found[case], cells[case] = x, cell(x)
     print(f"{case}: {cell(x)}", file=sys.stderr, flush=True)
-  text = table(cells, given.draws)
-  if given.write is None: print(text)
-  else: given.write.write_text(text)
-  over = [str(case) for case, x in found.items() if max(x.o.max(), x.lse.max()) > 1]
+    if given.write is not None: given.write.write_text(table(cells, given.draws))
+  if given.write is None: print(table(cells, given.draws))
+  over = [str(case) for case, x in found.items() if max(of.max() for of in vars(x).values()) > 1]
   for case in over: print(f"over its limit: {case}", file=sys.stderr)
   return bool(over)
 

@@ -4,7 +4,7 @@ import itertools, re, shutil, subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from attn.chips import get_chip
@@ -32,10 +32,10 @@ from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
-from attn.reference import rounded
+from attn.reference import judge, rounded, visible
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
-from backward_cases import check_backward_kernels
-from cases import DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, ints, normal, problem
+from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
+from cases import DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, in_turn, ints, normal, problem
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -117,6 +117,49 @@ def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
 def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
   """Their P would be exp(0 - lse), which overflows."""
   check_backward_kernels(arch, deep, B=2, H=1, Sq=20, Sk=40, D=16, dtype="bfloat16", extras=dict(kv_lengths=ints(20, 0)), only="dkdv")
+
+# ***** NaN *****
+
+class Reach(NamedTuple):
+  """Where a NaN is put, in a tensor and its row; and the gradient for which that row is a factor of 0 for what doesn't see it, in the same tile."""
+  tensor: str
+  row: int
+  gradient: str
+
+REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
+
+def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
+  """Which rows share a trip with this one, which is walked over: a block of own rows of which one sees, or is seen by, one of that row's tile."""
+  seen = visible(p.Sq, p.Sk, p.window, p.offset)
+  if not of_queries: seen = seen.T                  # (own, walked)
+  first = row//tile.block_n*tile.block_n
+  meets = seen[:, first:first + tile.block_n].any(1)
+  return np.array([meets[i//tile.block_m*tile.block_m:][:tile.block_m].any() for i in range(len(meets))])
+
+@in_turn("nan, arch", REACHES, (*EVERY_ARCH, "sm_90"), among=2)
+def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
+  """Exactly where it is by the reference, in which a hidden pair adds 0; and as docs/attention.md says, where 0 times NaN goes."""
+  p = problem(H=1, Sq=200, D=16, causal=True)
+  x, loss = normal(p), loss_of(p)
+  (loss.do if nan.tensor == "do" else getattr(x, nan.tensor))[..., nan.row, 3] = np.nan
+  got, want = run_backward(p, x, loss, arch, {}), expected_gradients(p, x, loss, {})
+  tiles = dict(zip(("dq", "dk", "dv"), (*(chosen := choose_backward_tiles(p, get_chip(arch))), chosen[1])))
+  assert any(np.isnan(exact).any() for exact, _ in want.values())
+  for name, (exact, same) in want.items():
+    out = got[name]
+    if name == nan.gradient:
+      beyond = np.isnan(out) & ~np.isnan(exact)
+      assert not beyond[:, :, ~same_tiles(p, tiles[name], nan.row, name == "dq")].any(), f"{name}: a NaN reaches another tile"
+      out = np.where(beyond, exact, out)
+    assert (verdict := judge(out, exact, same)).ok, f"{name}: {verdict}"
+
+def test_nan_of_a_query_reaches_no_bias_that_it_does_not_see() -> None:
+  p = problem(H=1, Sq=70, D=16, causal=True, extras=(extras := dict(bias=floats(1, 1, 70, 70))))
+  x, loss = normal(p), loss_of(p)
+  x.q[..., 40, 3] = np.nan
+  for arch in ("gfx1201", "sm_80"):
+    out = run_backward(p, x, loss, arch, extras, only="dbias")["dbias"]
+    assert np.isnan(out[0, 0, 40, :41]).all() and np.isnan(out).sum() == 41
 
 # ***** tiles *****
 

@@ -60,7 +60,7 @@ class BackwardDbiasMma(QueriesByMma):
   def program(self) -> UOp:
     group, s = self.warps.group, self.cleared(self.state)
     s = self.one_trip(s) if self.share.trips == 1 else self.over_trips(s)
-    outputs = [*self.bias.outside(group.walked, self.nothing), s.done] if self.share.stored_at_once else self.sums(s)
+    outputs = [*self.bias.outside(group.walked, self.nothing), s.statements.do(s.done)] if self.share.stored_at_once else self.sums(s)
     return group.gradient_kernel("backward_dbias_mma", (), outputs, self.p.flops, self.tile.lds_bytes(self.p))
 
   def over_trips(self, s:BackwardState) -> BackwardState:
