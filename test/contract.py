@@ -174,7 +174,8 @@ The worst ratio of error to limit, on the emulator: of O and of the LSE, and of 
 computation in the input type, rounded to the output type. The emulator sums what a matrix instruction or a dot product adds up in
 fp32, in an order of its own. What the kinds are: test/contract.py, which also writes this file: `python test/contract.py --write docs/contract.md`.
 
-Gradients are through o, with a bias of keys, one row for each draw, and sinks. dq, dk and dv are judged draw by draw, and of all draws together dbias, and dsinks, sums over ten draws each.
+Gradients are through o, with a bias of keys, one row for each draw, and sinks. dq, dk and dv are judged draw by draw, and of all draws together
+dbias, and dsinks, sums over ten draws each.
 """
 
 def rows_of(shape:str) -> dict[str, tuple[str, str, str]]:
