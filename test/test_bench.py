@@ -148,6 +148,24 @@ def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.Mon
   monkeypatch.setitem(sys.modules, "torch", None)
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
 
+def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tmp_path:Path) -> None:
+  """With the device, and PyTorch, left out: from settings to the table and the picture, of shapes that are too large to be computed again."""
+  pytest.importorskip("matplotlib")
+  def row(p:Problem, causal:bool) -> dict[str, object]:
+    theirs = {"TFLOP/s cuDNN": 2.0} if p.D < 256 else {}
+    return {"shape": backward.shape_of(p), "causal": causal, "dtype": p.dtype, "TFLOP/s ours": 1.0, **theirs, "verdict": "ok"}
+  monkeypatch.setattr(backward, "compare_backward", row)
+  monkeypatch.setattr(bench, "compare_all", lambda task: bench.compare_all_backward(task, "a card"))
+  monkeypatch.setattr(bench, "find_device", lambda: "EMU::gfx942")
+  table, picture = tmp_path/"bwd.csv", tmp_path/"bwd.png"
+  for name, value in {"BWD": 1, "COMPARE": 1, "SWEEP": 1, "CSV": table, "PLOT": picture}.items(): monkeypatch.setenv(name, str(value))
+  bench.getenv.cache_clear()
+  try: assert bench.main() == 0
+  finally: bench.getenv.cache_clear()
+  found = rows(table)
+  assert len(found) == len(backward.problems([])) and picture.stat().st_size > 10000
+  assert {x["shape"] for x in found if not x["TFLOP/s cuDNN"]} == {"2x16x4096x256"}
+
 def test_problems_of_the_backward() -> None:
   """What `python -m attn.measure.backward` measures, by words."""
   both = backward.problems(["32/8", "bfloat16"])

@@ -9,7 +9,7 @@ from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import UOp
 from cases import Inputs, in_turn, normal, problem, run_kernels
-from contract import CHIPS, KINDS, Case, ratios
+from contract import CHIPS, GRADIENT_SHAPES, KINDS, Case, cells_of, forward_ratios, gradient_ratios, kinds_of, table
 
 # On AMD fewer queries than fill a workgroup get a kernel whose references follow every maximum.
 SMALL = {"a sample": dict(H=1, Sq=260, Sk=150, D=32),
@@ -23,8 +23,19 @@ def small(monkeypatch) -> None:
 def test_sample(chip:str, dtype:str) -> None:
   for i, kind in enumerate(KINDS):
     case = Case(kind, list(SMALL)[i % 2], dtype, "float32" if i % 3 else dtype, chip)
-    found = ratios(case, 4)
+    found = forward_ratios(case, 4)
     assert found.o.max() <= 1 and found.lse.max() <= 1, f"{case}: {found}"
+
+@in_turn("chip, dtype", CHIPS, ("float16", "bfloat16"), among=6)
+def test_sample_of_gradients(chip:str, dtype:str, monkeypatch) -> None:
+  monkeypatch.setitem(GRADIENT_SHAPES, "a sample", dict(H=2, Hkv=1, Sq=40, Sk=70, D=16, causal=True))
+  for kind in list(kinds_of("a sample"))[::3]:
+    found = gradient_ratios(Case(kind, "a sample", dtype, dtype, chip), 16, 0, together=8)
+    assert max(found.together.values()) <= 1, f"{chip}, {kind}: {found}"
+
+def test_tables_are_read_as_they_are_written() -> None:
+  cells = {case: f"{i}" for i, case in enumerate(contract.CASES[::7])}
+  assert {case: x for case, x in cells_of(table(cells, 100)).items() if x != "not drawn"} == cells
 
 def two_keys(p:Problem, seed:int) -> Inputs:
   """Two keys count, the first and the last, whose weight is 2^6 to 2^7.9 of the first one's, relative to a reference that still holds: only division
@@ -49,7 +60,7 @@ def test_faults_show(chip:str, name:str, monkeypatch) -> None:
   monkeypatch.setitem(KINDS, "two keys", two_keys)
   monkeypatch.setitem(contract.SHAPES, "with a fault", dict(H=1, Sq=Sq, Sk=149, D=32))
   for dtype in ("float16", "bfloat16"):
-    found = ratios(Case("two keys", "with a fault", dtype, "float32", chip), 12)
+    found = forward_ratios(Case("two keys", "with a fault", dtype, "float32", chip), 12)
     for what in ("o", "lse"): assert (getattr(found, what).max() > 1) == (what == wrong), f"{dtype}: {what} {getattr(found, what)}"
 
 # ***** 16-bit denormals *****
