@@ -14,7 +14,7 @@ from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
 from attn.choose.backward import can_differentiate
-from attn.kernels import backward_dkdv_mma, backward_dq
+from attn.kernels import backward_dkdv_mma, backward_dkdv_wgmma, backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
 from attn.kernels.backward_dkdv import backward_dkdv
@@ -27,7 +27,7 @@ from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.backward_wgmma import WgmmaBackward
 from attn.kernels.parts.gradients import RowNumbers
 from attn.kernels.parts.scores import LOG2E, Scores
-from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
@@ -272,7 +272,8 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  for of in (gradients, own_queries, backward_warps, backward_dkdv_mma): m.setattr(of, "exponent", lambda x, _: ops.mul(x, -LOG2E))
+  for of in (gradients, own_queries, backward_warps, backward_dkdv_mma, backward_dkdv_wgmma):
+    m.setattr(of, "exponent", lambda x, _: ops.mul(x, -LOG2E))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
@@ -284,7 +285,7 @@ def lanes_swapped(m:pytest.MonkeyPatch) -> None:
                                                                                    self.thread < self.block_n) for x in (rows.lse, rows.delta)])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
   """The numbers of a lane's columns in the order of its fragments, the other way round."""
-  wrong(m, BackwardDkdvMma, "columns", lambda columns: lambda self, *args: columns(self, *args)[::-1])
+  for of in (BackwardDkdvMma, BackwardDkdvWgmma): wrong(m, of, "columns", lambda columns: lambda self, *args: columns(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Scores, "_beyond", lambda mask: lambda self, x, *rest: x if self.walk.over == over else mask(self, x, *rest))
@@ -292,41 +293,52 @@ def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   return plant
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
 
+def blind_row(Sq:int) -> np.ndarray:
+  """A bias that hides all keys from one query, in tiles that no mask touches."""
+  bias = floats(1, 1, Sq, 1)
+  bias[0, 0, 7] = -np.inf
+  return bias
+
 FAULTS: dict[Any, tuple[dict[str, Any], str]] = {   # what is planted: in which problem, and where it shows
   without_delta: (SMALL, "dq: "), without_dlse: ({**SMALL, "dlse": True}, "dq: "),
   scaled("dq", power=1): (SMALL, "dq: "), scaled("dq", power=-1): (SMALL, "dq: "),
   scaled("dk", power=1): (SMALL, "dk: "), scaled("dk", power=-1): (SMALL, "dk: "),
   without_last_head: ({**SMALL, "H": 3, "Hkv": 1}, "dk: "),
   diagonal("keys"): ({**SMALL, "causal": True}, "dq: "), diagonal("queries"): ({**SMALL, "causal": True}, "dk: "),
-  unguarded: ({**SMALL, "Sk": 20, "causal": True}, "dq: NaN"),
+  unguarded: ({**SMALL, "extras": dict(bias=blind_row(40))}, "dq: NaN"),
   of_head_0("lse"): ({**SMALL, "H": 2}, "dq: "), of_head_0("delta"): ({**SMALL, "H": 2}, "dk: "),
   lanes_swapped: (SMALL, "dk: "), columns_swapped: (SMALL, "dk: "),
   unmasked("keys"): ({**SMALL, "make": deep}, "dq: "), unmasked("queries"): ({**SMALL, "extras": dict(bias=floats(1, 1, 1, 65) + 200)}, "dk: "),
   unwritten: ({**SMALL, **CASES["packed"]}, "never written"),
 }
 
-ONLY_ON = {lanes_swapped: "gfx942", columns_swapped: "sm_80"}
+ONLY_ON = {lanes_swapped: ("gfx942", "gfx950", "gfx1100"), columns_swapped: ("sm_80", "sm_90")}     # on RDNA4 the two orders are the same
+FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes, which has 64 rows at least
+  "unguarded": dict(Sq=100, Sk=133, extras=dict(bias=blind_row(100))), "unwritten": BY_WGMMA["packed"],
+  "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
   """Where the kernels share what a fault is planted in, one of them is enough by default."""
-  shared = arch == "sm_80" and plant.__name__.startswith(("scale_of", "unmasked", "lse_of"))
-  return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=pytest.mark.thorough if shared else ())
+  by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
+  return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
-@pytest.mark.parametrize("plant, arch", [fault_on(plant, arch) for plant in FAULTS for arch in ("gfx942", "sm_80")
-                                         if ONLY_ON.get(plant, arch) == arch])
+@pytest.mark.parametrize("plant, arch", [fault_on(plant, arch) for plant in FAULTS for arch in (*EVERY_ARCH, "sm_90")
+                                         if arch in ONLY_ON.get(plant, (arch,))])
 def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], arch:str) -> None:
   parameters, text = FAULTS[plant]
+  if arch == "sm_90": parameters = {**parameters, **FOR_WARPGROUPS.get(plant.__name__, dict(Sq=100, Sk=133))}
   plant(monkeypatch)
   only = "dq" if text.startswith("dq") else "dkdv"
   with pytest.raises(Exception, match=text) as found: check_backward_kernels(arch, only=only, **parameters)
   assert found.type is (UnwrittenOutput if plant is unwritten else AssertionError), found.value
 
+@pytest.mark.parametrize("arch", ("gfx942", *(pytest.param(arch, marks=pytest.mark.thorough) for arch in ("gfx950", "gfx1100", "gfx1201"))))
 @pytest.mark.parametrize("prefetch", (0, 1))
-def test_without_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int) -> None:
+def test_without_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int, arch:str) -> None:
   monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
   monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
   with pytest.raises((LdsRace, UninitialisedRead)):
-    check_backward_kernels("gfx942", **{**SMALL, "Sq": 100}, tiles=lambda t: replace(t, prefetch=prefetch))
+    check_backward_kernels(arch, **{**SMALL, "Sq": 100}, tiles=lambda t: replace(t, prefetch=prefetch))
 
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
 def test_ring_without(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
@@ -338,25 +350,38 @@ def test_ring_without(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
   with pytest.raises((LdsRace, UninitialisedRead) if fault == "barrier" else NotWaitedFor):
     check_backward_kernels("sm_80", **{**SMALL, "Sq": 72}, only="dkdv")
 
+def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
+  """What ptxas says of a kernel."""
+  target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
+  placeholders = [UOp.placeholder(shape, DTYPES[kind], i) for i, (shape, kind) in enumerate(names.values())]
+  source = to/"kernel.cu"
+  source.write_text(render(program(*placeholders), arch))
+  command = ["nvcc", f"-gencode=arch=compute_{target},code=sm_{target}", "-cubin", "-Xptxas", "-v", "-o", str(to/"kernel.cubin"), str(source)]
+  return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("kernel, d, arch", [
   pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) == ("dkdv", 128, "sm_90") else pytest.mark.thorough)
   for kernel, d, arch in itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120"))])
 def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
   """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
-  target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   for dtype, causal in (("float16", False), ("bfloat16", True)):
     extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
     p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)
     names, program = {"dq": lambda: (dq_arguments(p), dq_of(p, on, choose_backward_tiles(p, on)[0])),
                       "dkdv": lambda: (dkdv_arguments(p), dkdv_of(p, on, choose_backward_tiles(p, on)[1])),
                       "dbias": lambda: (dbias_arguments(p), dbias_of(p, on, choose_bias_tile(p, on)))}[kernel]()
-    placeholders = [UOp.placeholder(shape, DTYPES[kind], i) for i, (shape, kind) in enumerate(names.values())]
-    source = tmp_path/"kernel.cu"
-    source.write_text(render(program(*placeholders), arch))
-    command = ["nvcc", f"-gencode=arch=compute_{target},code=sm_{target}", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    text = compiled_by_nvcc(arch, names, program, tmp_path)
     assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "serialized" not in text, text
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_a_capped_bias_of_long_rows_compiles_without_spills(arch:str, tmp_path:Path) -> None:
+  on = get_chip(arch)
+  p = problem(B=2, H=32, Sq=4096, D=256, causal=True, softcap=30.0, extras={"bias": np.zeros((1, 32, 1, 4096), np.float32)})
+  spilled = compiled_by_nvcc(arch, dbias_arguments(p), dbias_of(p, on, choose_bias_tile(p, on)), tmp_path)
+  assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in spilled, spilled
 
 @pytest.mark.parametrize("arch", ("gfx1201", "sm_80"))
 def test_same_in_every_run(arch:str) -> None:
@@ -390,8 +415,8 @@ OF_BIAS: dict[Any, dict[str, Any]] = {
   of_rows_that_are_not_there: dict(Sq=50, extras=dict(bias=floats(1, 1, 1, 65) + 100))}
 
 @pytest.mark.parametrize("plant, arch", [
-  pytest.param(plant, arch, marks=pytest.mark.thorough if (plant, arch) == (cap_slope_of_bias, "sm_80") else ())
-  for plant in OF_BIAS for arch in ("gfx942", "sm_80")])
+  pytest.param(plant, arch, marks=() if arch == "gfx942" or (arch == "sm_80" and plant is not cap_slope_of_bias) else pytest.mark.thorough)
+  for plant in OF_BIAS for arch in EVERY_ARCH])
 def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], arch:str) -> None:
   plant(monkeypatch)
   with pytest.raises(AssertionError, match="dbias: "): check_backward_kernels(arch, only="dbias", **{**SMALL, **OF_BIAS[plant]})

@@ -178,6 +178,7 @@ template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, flo
 """
 # inline assembly -> the stand-ins
 ASSEMBLY = (
+  (r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = 1.0f/\2"),
   (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
   (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),
   (r'asm\("" : "\+[sv]"\(\w+\)( : "v"\([^;]*\))?\);', ""),

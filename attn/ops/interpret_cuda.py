@@ -9,7 +9,7 @@ from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 class Cuda(Printer):
   """CUDA: its vectors have names for their elements and nothing else, so that all is done element by element."""
   header = "static __device__ __forceinline__ "
-  functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "rcp": "1.0f/{0}", "max": "fmaxf({0}, {1})"}
+  functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "max": "fmaxf({0}, {1})"}
   def __init__(self, arch:str, functions:dict[str, str]):
     super().__init__(arch, functions)
     self.inf, self.nan = Term(self, "INFINITY", "float"), Term(self, "__int_as_float(0x7fc00000)", "float")
@@ -31,11 +31,17 @@ class Cuda(Printer):
     values = [f"{self.at('x', x, i)} {operator} {self.at('y', y, i)}" for i in range(n)]
     self.declare(f"operator{operator}({x}, {y})",
                  f"{self.header}{out} operator{operator}({x} x, {y} y) {{\n{returned(self.vector_text(out, values))}\n}}")
+  def approximate(self, name:str, instruction:str, x:Value) -> Value:
+    """An instruction of one operand and one result, in PTX."""
+    self.declare(f"{name}(float)", f'{self.header}float {name}(float x) {{\n  float y;\n  asm("{instruction} %0, %1;" : "=f"(y) : "f"(x));\n'
+                                   "  return y;\n}")
+    return self.elementwise(name, f"{name}({{0}})", x)
   def exp2(self, x:Value) -> Value:
     """9.7.3.24 of the PTX ISA."""
-    self.declare("exp2_of(float)", f'{self.header}float exp2_of(float x) {{\n  float y;\n  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));\n'
-                                   "  return y;\n}")
-    return self.elementwise("exp2_of", "exp2_of({0})", x)
+    return self.approximate("exp2_of", "ex2.approx.ftz.f32", x)
+  def rcp(self, x:Value) -> Value:
+    """To 1 unit in the last place, as AMD's. A division is a call where its operands are extreme, around which ptxas spills registers."""
+    return self.approximate("rcp_of", "rcp.approx.ftz.f32", x)
   def fma(self, x:Value, y:Value, z:Value) -> Value: return self.elementwise("fma_of", "fmaf({0}, {1}, {2})", x, y, z)
   def abs(self, x:Value) -> Value: return self.elementwise("abs_of", "fabsf({0})", x)
   def select(self, condition:Value, x:Value, y:Value) -> Value:
