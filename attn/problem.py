@@ -107,6 +107,7 @@ class Problem:
     k_view, v_view   k and v are parts of larger buffers, which are the tensors k and v, of one dimension: where the rows of each lie in it
     pages        beside k_view and v_view, whose batches are pages here: tensor block_table int32 (B, pages.most) says in which page the rows
                  n*pages.size to (n + 1)*pages.size - 1 of batch b are, for those that are there. Sk is pages.rows
+    v_in_k       V is the first Dv columns of K: there is no tensor v, and no v_view
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q); tensors
                  cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1]; Sq and Sk are the lengths
                  of the longest ones
@@ -146,6 +147,7 @@ class Problem:
   k_view: Strided|None = None
   v_view: Strided|None = None
   pages: Pages|None = None
+  v_in_k: bool = False
   kv_starts: bool = False
   total_q: int = 0
   total_k: int = 0
@@ -159,7 +161,8 @@ class Problem:
     for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"):
       put(name, values.whole_number(name, getattr(self, name), 1, None, "a whole number: every dimension is at least 1"))
     for name in ("total_q", "total_k"): put(name, values.whole_number(name, getattr(self, name), 0, None, "a number of rows"))
-    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts", "dropout_start", "batch_invariant"):
+    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts", "dropout_start", "batch_invariant",
+                 "v_in_k"):
       put(name, values.truth(name, getattr(self, name)))
     for name, check in (("layout", check_layout), ("window", check_window), ("softmax_scale", check_softmax_scale), ("softcap", check_softcap),
                         ("num_splits", check_splits), ("dropout_p", check_dropout_p)):
@@ -192,7 +195,10 @@ class Problem:
       if self.sk_variable.least < 0: raise ValueError(f"sk_variable={self.sk_variable}: must be at least 0")
     if self.sq_variable is not None and (self.sk_variable is None or self.top_left):
       raise ValueError(f"sq_variable={self.sq_variable}: the alignment to the last query is of a number of keys that is a Variable, too")
-    if (self.k_view is None) != (self.v_view is None) or (self.k_view is not None and self.varlen and self.pages is None):
+    if self.v_in_k and (self.Dv > self.D or self.v_view is not None):
+      raise ValueError(f"v_in_k with D={self.D}, Dv={self.Dv}, v_view={self.v_view}: rows of V are the first columns of those of K")
+    one = not self.v_in_k and (self.k_view is None) != (self.v_view is None)
+    if one or (self.k_view is not None and self.varlen and self.pages is None):
       raise ValueError(f"k_view={self.k_view}, v_view={self.v_view}: k and v are both parts of larger buffers or neither, and not with layout='thd'")
     if self.kv_starts and not self.kv_lengths: raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
     if self.pages is not None:
@@ -208,7 +214,7 @@ class Problem:
   @property
   def options(self) -> tuple[str, ...]:
     """Those of the options that a kernel has to be written for which are in use, by name."""
-    names = ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "k_view", "pages", "kv_starts", "varlen", "dropout_p")
+    names = ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p")
     return tuple(x for x in names if getattr(self, x))
   @property
   def kept(self) -> float:
@@ -232,7 +238,7 @@ class Problem:
     if self.return_lse:
       tensors["lse"] = {"nsd": (self.B*self.H, self.Sq), "thd": (self.H, self.total_q)}.get(self.layout, (self.B, self.H, self.Sq)), "float32"
     tensors["q"] = of(self.H, self.Sq, self.total_q, self.D), self.dtype
-    for name, view, width in (("k", self.k_view, self.D), ("v", self.v_view, self.Dv)):
+    for name, view, width in (("k", self.k_view, self.D), ("v", self.v_view, self.Dv))[:1 if self.v_in_k else 2]:
       tensors[name] = (of(self.Hkv, self.Sk, self.total_k, width) if view is None else (view.size,)), self.dtype
     if self.alibi: tensors["alibi_slopes"] = (self.B, self.H) if self.alibi_batched else (self.H,), "float32"
     if self.bias is not None:
@@ -271,13 +277,13 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
                causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None, layout:str="bhsd", softcap:float=0.0,
                extras:dict[str, tuple[Sequence[int], str]]|None=None, sk_variable:Count|None=None, max_seqlen_q:int|None=None,
                max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0,
-               views:tuple[Strided, Strided]|None=None, pages:Pages|None=None) -> Problem:
+               views:tuple[Strided, Strided]|None=None, pages:Pages|None=None, v_in_k:bool=False) -> Problem:
   """The Problem that the shapes of o, q, k, v (and lse) pose; `dtypes` are the dtype names of (o, q, k, v[, lse]).
 
   `extras`: (shape, dtype name) of each optional tensor there is, by its name in `EXTRAS`. `max_seqlen_q` and `max_seqlen_k`: the longest sequence of
   layout "thd" (by default as long as all of them together: right, but with workgroups that find nothing to do). `views` are Problem's k_view and
-  v_view; with `pages` k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv, pages.rows, Dv), whatever the layout. The other options are
-  Problem's.
+  v_view; with `pages` k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv, pages.rows, Dv), whatever the layout; with `v_in_k` v is the
+  shape that the first columns of k have. The other options are Problem's.
 
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported.
   """
@@ -311,8 +317,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   elif max_seqlen_q is not None or max_seqlen_k is not None:
     raise ValueError(f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are for layout='thd' only, not {layout!r}")
   p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout, (window[0], 0) if causal else window,
-              0 if causal == "top-left" else Sk - Sq, scale, lse is not None, k_view=views[0] if views else None, v_view=views[1] if views else None,
-              pages=pages, **options, **_extras(extras, B, H, Sq, Sk))
+              0 if causal == "top-left" else Sk - Sq, scale, lse is not None, k_view=views[0] if views else None,
+              v_view=views[1] if views and not v_in_k else None, pages=pages, v_in_k=v_in_k, **options, **_extras(extras, B, H, Sq, Sk))
   for name, given in extras.items():
     if name not in p.shapes:
       raise ValueError(f"{name} with " + (f"dropout_p={dropout_p}: there is no dropout" if name.startswith("dropout") else

@@ -73,14 +73,26 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
     raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows")
 
-def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
+def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
+  """Whether V is part of K. Raises ValueError where neither v nor v_dim says what it is, or both do."""
+  if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: must be a Tensor, or v_dim say how many columns of k it is")
+  if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: must be None where V is k[..., :v_dim]")
+  return v is None
+
+def columns_of(shape:tuple[int, ...], v_dim:int) -> tuple[int, ...]:
+  """The shape of so many first columns of k."""
+  if v_dim > shape[-1]: raise ValueError(f"v_dim={v_dim}: must lie in 1..{shape[-1]}, the columns of k, which has shape {shape}")
+  return (*shape[:-1], v_dim)
+
+def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
   """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths; `in_place`: k and v that are views of a buffer are read where
   they lie in it."""
   layout, bias, out = options.layout, options.bias, options.out
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
-  inputs = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v))}
-  types = [dtype_of(name, t) for name, t in inputs.items()]
+  inputs = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v)) if name != "v" or not part_of_k(v, options.v_dim)}
+  v = inputs.get("v", k)       # where its rows lie
+  types = [dtype_of(name, t) for name, t in (inputs | {"v": v}).items()]
   shape = {name: static_shape(name, t.shape) for name, t in inputs.items()}
   rank = len(AXES[layout])
   pages = check_pages(q, k, v, options, lengths_name) if options.block_table is not None else None
@@ -91,9 +103,10 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   if pages is not None:
     views, of_k = (places_in_pages(k), places_in_pages(v)), shape["k"]
     sequences = int(options.block_table.shape[0]) if options.block_table is not None else 0
-    shape |= {name: (sequences, of_k[2], pages.rows, width) for name, width in (("k", of_k[3]), ("v", shape["v"][3]))}
+    shape |= {name: (sequences, of_k[2], pages.rows, width[3]) for name, width in (("k", of_k), ("v", shape.get("v", of_k)))}
   elif in_place and isinstance(at.device, str): views = places_in_cache(k, v, layout)
   if at.shared != "keys" and pages is None: shape = {name: local_shape(t) for name, t in inputs.items()}
+  if options.v_dim is not None: shape["v"] = columns_of(shape["k"], options.v_dim)
   of_keys = layout if pages is None else "bhsd"
   batch, capacity = (shape["k"][AXES[of_keys].index(axis)] if axis in AXES[of_keys] else 1 for axis in ("batch", "rows"))
 
@@ -134,7 +147,7 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   o_shape = (*shape["q"][:-1], shape["v"][-1])
   if out is not None:
     whole_buffer("out", out.uop)
-    want = (*q.shape[:-1], v.shape[-1])
+    want = (*q.shape[:-1], shape["v"][-1])
     if out.shape != want: raise ValueError(f"out has shape {out.shape}: must be {want}")
     if options.out_dtype not in (None, out.dtype):
       raise ValueError(f"out_dtype={values.dtype_text(options.out_dtype)} but out has dtype {values.dtype_text(out.dtype)}")
@@ -144,6 +157,7 @@ def prepare(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name
   p = problem_of(o_shape, shape["q"], shape["k"], shape["v"], dtypes=[out_dtype, *types], causal=options.causal, window=options.window,
                  softmax_scale=options.softmax_scale, layout=layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q,
                  max_seqlen_k=options.max_seqlen_k, num_splits=options.num_splits, dropout_p=options.dropout_p, views=views, pages=pages,
+                 v_in_k="v" not in inputs,
                  extras={name: (local_shape(t), dtype_of(name, t)) for name, t in extras.items()})
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
   if p.varlen and pages is None:
@@ -238,9 +252,9 @@ def run(c:CheckedCall) -> list[Tensor]:
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)
 
-def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd",
-              window:tuple[int, int]=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None,
-              kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None,
+def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd",
+              window:tuple[int, int]=(-1, -1), softcap:float=0.0, v_dim:int|None=None, alibi_slopes:Tensor|None=None, bias:Tensor|None=None,
+              sinks:Tensor|None=None, kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None,
               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
               dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, return_lse:bool=False,
               out:Tensor|None=None, out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
@@ -256,6 +270,10 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
                  int32 (sequences + 1), the row each begins at, and perhaps max_seqlen_q and max_seqlen_k, the longest
   window:        (left, right) keys seen on each side of the diagonal, itself included; -1 for no bound
   softcap:       scores become softcap*tanh(score/softcap); 0 for none
+  v_dim:         V is k[..., :v_dim], and v None: multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) as it decodes, with D=576 and
+                 v_dim=512, and 16 to 128 query heads on one. K is read once, and no V is copied out of it. The default of softmax_scale stays
+                 1/sqrt(D); DeepSeek's models take (128 + 64)**-0.5, of the head before its projections are absorbed, and with YaRN times
+                 mscale**2, mscale = 0.1*mscale_all_dim*ln(factor) + 1 by their configuration's rope_scaling. The gradient is by tinygrad
   alibi_slopes:  (H) or (B, H): slope*|i + Sk - Sq - j| is subtracted
   bias:          added, broadcastable to (B, H, Sq, Sk); -inf masks
   sinks:         (H): scores of one more key per head, which has no value; lse counts it
@@ -281,9 +299,9 @@ def attention(q:Tensor, k:Tensor, v:Tensor, *, causal:bool|str=False, softmax_sc
   rows, with q on every device, are merged over the devices by their LSE.
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
-  options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, max_seqlen_q=max_seqlen_q,
-                             max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
-                             kv_lengths=kv_lengths, kv_starts=kv_starts, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
+  options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, v_dim=v_dim,
+                             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch, alibi_slopes=alibi_slopes,
+                             bias=bias, sinks=sinks, kv_lengths=kv_lengths, kv_starts=kv_starts, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
                              cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, num_splits=num_splits,
                              batch_invariant=batch_invariant, out=out, out_dtype=out_dtype)
   return attend(prepare(q, k, v, options))
@@ -294,17 +312,17 @@ def attend(c:CheckedCall) -> Any:
   o, *lse = run(seeded(c))
   return (o, *lse) if lse else o
 
-def choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> Choice:
+def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
   """The kernel, tile and split that `attention` takes with these arguments, and why not the others; `arch` may be any chip."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
-def backward_choice_of(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> BackwardChoice:
+def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:
   """What computes the gradients of `attention` with these arguments, and why not the backward kernels."""
   call = prepare(q, k, v, options_of("attention", options))
   if call.at.shared == "keys": return by_tinygrad(call.arch, SHARDED_ROWS)
   return choose_backward(call.problem, call.arch, call.choice().kernel)
 
-def explain(q:Tensor, k:Tensor, v:Tensor, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
+def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
   """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md). With `backward` it also
   prints what computes the gradients, `backward_choice_of(...)`, and returns that."""
   choice, backward = choice_of(q, k, v, **options), values.truth("backward", backward)

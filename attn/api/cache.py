@@ -5,7 +5,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 from attn import values
-from attn.api.attention import attend, check_devices, known, lengths, prepare
+from attn.api.attention import attend, check_devices, known, lengths, part_of_k, prepare
 from attn.api.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, static_shape, whole_buffer
 from attn.api.gradient import no_gradient
 from attn.api.options import AttentionOptions, check_lengths, check_out_dtype, options_of
@@ -92,8 +92,10 @@ def has_threads(device:str|tuple[str, ...]|None) -> bool:
   """Whether a workgroup of the device has threads; one core of a CPU has not."""
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
-def overlap(x:Tensor, y:Tensor, places:list[Strided|None], sizes:dict[str, int]) -> bool:
-  """Whether two caches share memory; `places` are where their rows lie in a buffer, where that is known."""
+def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]) -> bool:
+  """Whether there are two caches, and they share memory; `places` are where their rows lie in a buffer, where that is known."""
+  if len(parts) == 1: return False
+  x, y = (part.cache for part in parts)
   if places[0] is not None and places[1] is not None:
     counts = (sizes.get("batch", 1), sizes["heads"], sizes["rows"], sizes["width"])
     return buffer_of(x.uop) is buffer_of(y.uop) and overlapping(places[0], places[1], counts)
@@ -113,7 +115,7 @@ def _kernel(name:str, a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """New rows of a cache, checked: `launches` has, for each of the two caches, the cache, its rows and the kernel that writes them."""
+  """New rows of a cache, checked: `launches` has, for each cache, of which there are one or two, the cache, its rows and the kernel that writes them."""
   launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): the rows filled before
   filled: Tensor     # and after
@@ -139,14 +141,24 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
       raise ValueError(f"{name} is expanded along its {axis}, of which {sizes[axis]} are the same memory: there is no appending to it")
   return places
 
-def _into_pages(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
+@dataclass(frozen=True)
+class OfCache:
+  """The new rows of k or v, and the cache that they go to."""
+  name: str
+  new: Tensor
+  cache: Tensor
+
+def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
   """The arguments of `append_kv` with pages, checked."""
   options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
-  pages = check_pages(k_new, k_cache, v_cache, options, "cache_seqlens", ("k_new", "k_cache", "v_cache"))
-  if v_new.ndim != k_new.ndim: raise ValueError(f"v_new has shape {values.shown_shape(v_new.shape)}: must be {LAYOUTS[layout]}, as k_new")
+  k_new, k_cache = parts[0].new, parts[0].cache
+  pages = check_pages(k_new, k_cache, parts[-1].cache, options, "cache_seqlens", ("k_new", "k_cache", f"{parts[-1].name}_cache"))
+  for x in parts:
+    if x.new.ndim != k_new.ndim: raise ValueError(f"{x.name}_new has shape {values.shown_shape(x.new.shape)}: must be {LAYOUTS[layout]}, as k_new")
   B, heads, capacity = int(block_table.shape[0]), int(k_cache.shape[2]), pages.rows
-  sizes = [dict(zip(AXES[layout], static_shape(f"{name}_new", t.shape))) for name, t in (("k", k_new), ("v", v_new))]
-  for name, size, new, cache in (("k", sizes[0], k_new, k_cache), ("v", sizes[1], v_new, v_cache)):
+  sizes = [dict(zip(AXES[layout], static_shape(f"{x.name}_new", x.new.shape))) for x in parts]
+  for size, x in zip(sizes, parts):
+    name, new, cache = x.name, x.new, x.cache
     of_heads = size["heads"]//B if layout == "nsd" else size["heads"]
     if (len(new.shape), of_heads, size["width"]) != (len(AXES[layout]), heads, cache.shape[3]) or size["rows"] != sizes[0]["rows"]:
       raise ValueError(f"{name}_new has shape {values.shown_shape(new.shape)}: must be {LAYOUTS[layout]} of {B} sequences with {heads} heads of "
@@ -157,51 +169,58 @@ def _into_pages(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cach
   new_rows = sizes[0]["rows"]
   if (n := known(cache_seqlens)) is not None and n + new_rows > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new_rows} new rows that is more than the {capacity} that block_table has pages for")
-  places = [rows_in(name, cache, "bshd") or whole_places(tuple(map(int, cache.shape)), "bshd")
-            for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))]
-  if overlap(k_cache, v_cache, list(places), dict(zip(AXES["bshd"], map(int, k_cache.shape)))): raise ValueError(OVERLAP)
+  places = [rows_in(f"{x.name}_cache", x.cache, "bshd") or whole_places(tuple(map(int, x.cache.shape)), "bshd") for x in parts]
+  if overlap(parts, list(places), dict(zip(AXES["bshd"], map(int, k_cache.shape)))): raise ValueError(OVERLAP)
   at = Placement(str(k_cache.device))
   start = lengths(cache_seqlens, B, capacity, at, "cache_seqlens")
   device = str(at.device)
-  launches = [(cache, rows, _kernel(name, Append(B, heads, new_rows, capacity, int(cache.shape[3]), layout, place, pages, has_threads(at.device),
-                                               device.split(":")[0] in MATRIX_DEVICES)))
-              for name, rows, cache, place in (("k_cache", k_new, k_cache, places[0]), ("v_cache", v_new, v_cache, places[1]))]
+  def append_of(x:OfCache, place:Strided) -> Append:
+    return Append(B, heads, new_rows, capacity, int(x.cache.shape[3]), layout, place, pages, has_threads(at.device),
+                  device.split(":")[0] in MATRIX_DEVICES)
+  launches = [(x.cache, x.new, _kernel(f"{x.name}_cache", append_of(x, place))) for x, place in zip(parts, places)]
   return NewRows(tuple(launches), start, filled(start, new_rows, capacity), (block_table,))
 
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
-def _rows(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, layout:str, block_table:Tensor|None=None) -> NewRows:
+def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None) -> list[OfCache]:
+  """Of k and v, or where v is part of k of k alone."""
+  for one, other, x, y in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
+    if x is None and y is not None: raise ValueError(f"{one}=None with {other}: must both be Tensors, or both None where v is part of k")
+  given = [("k", k_new, k_cache), ("v", v_new, v_cache)][:1 if v_new is None else 2]
+  return [OfCache(name, values.tensor(f"{name}_new", new), values.tensor(f"{name}_cache", cache)) for name, new, cache in given]
+
+def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, layout:str,
+          block_table:Tensor|None=None) -> NewRows:
   """The arguments of `append_kv`, checked."""
-  layout = check_cache_layout("layout", layout)
-  for name, t in (("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)): values.tensor(name, t)
+  layout, parts = check_cache_layout("layout", layout), _parts(k_new, v_new, k_cache, v_cache)
   cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
   if values.tensor_or_none("block_table", block_table) is not None:
     assert block_table is not None
-    return _into_pages(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, block_table)
-  (new, capacity), (new_v, capacity_v) = _check("k", k_new, k_cache, layout), _check("v", v_new, v_cache, layout)
-  if (new, capacity) != (new_v, capacity_v):
-    raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
+    return _into_pages(parts, cache_seqlens, layout, block_table)
+  (new, capacity), *of_v = [_check(x.name, x.new, x.cache, layout) for x in parts]
+  for new_v, capacity_v in of_v:
+    if (new, capacity) != (new_v, capacity_v):
+      raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
   if (n := known(cache_seqlens)) is not None and n + new > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
-  places = [rows_in(name, cache, layout) for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))]
-  sizes = [dict(zip(AXES[layout], local_shape(cache))) for cache in (k_cache, v_cache)]
-  if overlap(k_cache, v_cache, places, sizes[0]): raise ValueError(OVERLAP)
+  places = [rows_in(f"{x.name}_cache", x.cache, layout) for x in parts]
+  sizes = [dict(zip(AXES[layout], local_shape(x.cache))) for x in parts]
+  if overlap(parts, places, sizes[0]): raise ValueError(OVERLAP)
   at = placement_of(k_cache, k_cache, v_cache, layout)
   start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, at, "cache_seqlens")
-  def launch(name:str, rows:Tensor, cache:Tensor, size:dict[str, int], place:Strided|None) -> tuple[Tensor, Tensor, KernelFunction]:
-    a = Append(size.get("batch", 1), size["heads"], new, size["rows"], size["width"], layout, place or whole_places(local_shape(cache), layout),
-               threads=has_threads(cache.device))
-    return cache, rows, _kernel(name, a)
-  launches = [launch("k_cache", k_new, k_cache, sizes[0], places[0]), launch("v_cache", v_new, v_cache, sizes[1], places[1])]
-  return NewRows(tuple(launches), start, filled(start, new, capacity))
+  def launch(x:OfCache, size:dict[str, int], place:Strided|None) -> tuple[Tensor, Tensor, KernelFunction]:
+    a = Append(size.get("batch", 1), size["heads"], new, size["rows"], size["width"], layout, place or whole_places(local_shape(x.cache), layout),
+               threads=has_threads(x.cache.device))
+    return x.cache, x.new, _kernel(f"{x.name}_cache", a)
+  return NewRows(tuple(map(launch, parts, sizes, places)), start, filled(start, new, capacity))
 
-def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, layout:str="bhsd",
+def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *, layout:str="bhsd",
               block_table:Tensor|None=None) -> Tensor:
   """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
 
   k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must share no memory. They
   may be views of larger buffers with constant strides, such as slices of one tensor for K and V and all layers: that tensor, and views of it that are
-  there already, have the new rows, too.
+  there already, have the new rows, too. v_new and v_cache are None where values are part of the keys, as of MLA.
   block_table, int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D) whatever the layout, as `attention` has them, and the rows go
   to the pages that the table says. To a page that sequences share nobody may append: the emulator stops where two rows go to one place.
   An overflow that the host knows of raises ValueError: cache_seqlens + new > capacity for an int, or for the value that a Variable is bound to.
@@ -212,13 +231,14 @@ def append_kv(k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_
   rows.append()
   return rows.filled
 
-def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor, v_cache:Tensor, cache_seqlens:Length, *, causal:bool|str=True,
-                            layout:str="bhsd", **options:Any) -> Any:
+def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *,
+                            causal:bool|str=True, layout:str="bhsd", **options:Any) -> Any:
   """Appends k_new and v_new to the caches, in place, as `append_kv` does, and attends over the cache_seqlens + new rows that each batch has then.
 
   q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those
   of `attention`, but for dropout and what says where rows lie; so is what is returned. What is wrong with any argument is said before a row is
   appended.
+  With v_dim v_new and v_cache are None, and V is k_cache[..., :v_dim]: one cache of rows of D=576 with v_dim=512 is that of MLA.
   With block_table the caches are pages, as `append_kv` has them. The caches may be views of larger buffers: they are read where they lie.
   Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
   """
@@ -228,7 +248,8 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor, k_cache:Tensor
     if name in options: raise ValueError(f"{name} with a cache: there is no training with a cache, and so no dropout")
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, options.get("block_table"))
   checked = options_of("attention_with_kv_cache", {**options, "causal": causal, "layout": layout, "kv_lengths": rows.filled})
-  if checked.block_table is None: check_caches(q, k_cache, v_cache, checked.layout)
+  part_of_k(v_cache, checked.v_dim)
+  if checked.block_table is None: check_caches(q, k_cache, v_cache if v_cache is not None else k_cache, checked.layout)
   call = prepare(q, k_cache, v_cache, checked, "cache_seqlens", in_place=True)
   call.choice()
   check_devices(call)

@@ -19,6 +19,8 @@ def check_arch(name:str, x:Any) -> str:
   get_chip(x)
   return x
 
+def check_v_dim(name:str, x:Any) -> int: return values.whole_number(name, x, 1, None, "the first columns of k that are v, at least 1")
+
 def check_longest(name:str, x:Any) -> int: return values.whole_number(name, x, 1, None, "the rows of the longest sequence, at least 1")
 
 def check_out_dtype(name:str, x:Any) -> DType:
@@ -54,6 +56,7 @@ class KernelOptions:
 @dataclass(frozen=True, eq=False)
 class AttentionOptions(KernelOptions):
   """The options of `attention`, checked as far as they can be without q, k and v."""
+  v_dim: int|None = option(None, unless_none(check_v_dim), "V is k[..., :v_dim], and v None: keys and values of MLA, which are read once")
   alibi_slopes: Tensor|None = option(None, values.tensor_or_none, "(H) or (B, H): adds -slope * abs(i + offset - j)")
   bias: Tensor|None = option(None, values.tensor_or_none, "added to the scores, broadcast to (B, H, Sq, Sk); -inf masks")
   sinks: Tensor|None = option(None, values.tensor_or_none, "(H): one more logit per head, in the denominator alone")

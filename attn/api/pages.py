@@ -50,4 +50,5 @@ def out_of_pages(p:Problem, t:dict[str, Tensor]) -> dict[str, Tensor]:
     raise NotImplementedError(f"block_table with layout={p.layout!r} where no matrix kernel takes the problem: must be 'bhsd' or 'bshd'")
   def rows(x:Tensor, width:int) -> Tensor:
     return from_bhsd(x[t["block_table"]].reshape(p.B, p.Sk, p.Hkv, width).transpose(1, 2), p.layout)
-  return {name: x for name, x in t.items() if name != "block_table"} | {"k": rows(t["k"], p.D), "v": rows(t["v"], p.Dv)}
+  return {name: x for name, x in t.items() if name != "block_table"} | {name: rows(t[name], width) for name, width in (("k", p.D), ("v", p.Dv))
+                                                                        if name in t}

@@ -24,7 +24,8 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
   """(o, lse) of q, k, v and the extras by name; o in the problem's out_dtype. Sharded tensors are whole ones here, of more batches or heads: dropout
   counts those from the first one on."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "dropout_start" or t[name].uop.axis is None)}
-  o, lse = three_pass(*(bhsd(t[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window, top_left=p.top_left,
-                      offset=p.offset, softcap=p.softcap, longest=(p.Sq, p.Sk) if p.varlen else None,
+  tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
+  o, lse = three_pass(*(bhsd(tensors[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window,
+                      top_left=p.top_left, offset=p.offset, softcap=p.softcap, longest=(p.Sq, p.Sk) if p.varlen else None,
                       dropout_p=p.dropout_p, **given)
   return from_bhsd(o, p.layout).cast(FLOATS[p.out_dtype]), from_bhs(lse, p.layout)

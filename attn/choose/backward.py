@@ -124,6 +124,7 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> tupl
   """The tiles of the backward kernels for `p` on `arch`, of those for some units, or why they cannot compute its gradient."""
   if arch is None: return NO_UNIT
   if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
+  if p.v_in_k: return "v_dim: the backward kernels have keys and values apart"
   if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
   p = replace(p, num_splits=1)
   try:

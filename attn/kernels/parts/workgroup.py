@@ -156,23 +156,24 @@ class Workgroup:
   def rows(self, name:str, head:UOp|None=None) -> GlobalRows:
     """The rows of a tensor that the workgroup reads or writes: those of its sequence and head, or of the query head `head`; of q of all its heads."""
     p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
+    within, whole_row = ("k", p.D) if name == "v" and p.v_in_k else (name, width)      # the tensor that has them, and how long its rows are
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
     else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
-    if p.pages is not None and name in ("k", "v"): return self.paged_rows(name)
-    sb, sh, ss = strides(p.layout, heads, length, width)
-    view = {"k": p.k_view, "v": p.v_view}.get(name)
+    if p.pages is not None and name in ("k", "v"): return self.paged_rows(within, width)
+    sb, sh, ss = strides(p.layout, heads, length, whole_row)
+    view = {"k": p.k_view, "v": p.v_view}.get(within)
     if view is not None: sb, sh, ss = view.batch, view.head, view.row
     start = start*ss + (0 if view is None else view.start)
-    pin, size = bool(self.split) or isinstance(x.n_k, UOp), self.given[name].dtype.itemsize
+    pin, size = bool(self.split) or isinstance(x.n_k, UOp), self.given[within].dtype.itemsize
     whole = view is None or view.whole(UNIT_BYTES//size)
-    rows = GlobalRows(flat(self.given[name]), self.batch*sb + head*sh + start, ss, count, width, size, pin, whole)
+    rows = GlobalRows(flat(self.given[within]), self.batch*sb + head*sh + start, ss, count, width, size, pin, whole)
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
-  def paged_rows(self, name:str) -> PagedRows:
-    """Those of k or v in pages."""
-    p, view, pages, buffer = self.p, self.p.k_view if name == "k" else self.p.v_view, self.p.pages, flat(self.given[name])
+  def paged_rows(self, name:str, width:int) -> PagedRows:
+    """The first `width` columns of k or v in pages."""
+    view, pages, buffer = self.p.k_view if name == "k" else self.p.v_view, self.p.pages, flat(self.given[name])
     assert view is not None and pages is not None
-    size, width, begin = buffer.dtype.itemsize, p.D if name == "k" else p.Dv, self.sequence.k_start
+    size, begin = buffer.dtype.itemsize, self.sequence.k_start
     whole = (pages.size % self.tile.block_n == 0 or pages.most == 1) and isinstance(begin, int)
     table = Table(flat(self.given["block_table"]), self.batch*pages.most, pages.size, pages.count, view.batch, whole)
     return PagedRows(buffer, self.kv_head*view.head + view.start, view.row, self.sequence.n_k, width, size, True, view.whole(UNIT_BYTES//size),
