@@ -62,6 +62,10 @@ class Matrix:
     """The row of A that must hold row d of V^T so that a lane's elements of O^T are consecutive d (and its stores wide)."""
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
+  def column_of(self, row:Int) -> Int:
+    """The row d of V^T that is row `row` of A: the inverse of `row_of`."""
+    tile, r = row//self.M*self.M, row%self.M
+    return tile + r//self.block%self.groups*self.accumulator + r//(self.block*self.groups)*self.block + r%self.block
 
 def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
   """MFMA of CDNA."""

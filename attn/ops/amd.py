@@ -165,6 +165,23 @@ instruction("load_transposed", _load_transposed,
             Body("typedef short four __attribute__((vector_size(8)));\n"
                  "return __builtin_bit_cast(uint2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((__attribute__((address_space(3))) four*)p));", "p"))
 
+def _load_column(lanes:Any, pointer:Any, steps:tuple[int, ...]) -> Array:
+  start = np.zeros(lanes.active.shape, np.int64)
+  halves = [lanes.load_bytes(pointer, start + step, 2, lanes.active).astype(np.uint32) for step in steps]
+  numbers = [low | high << np.uint32(8) for low, high in halves]
+  return np.stack([low | high << np.uint32(16) for low, high in zip(numbers[0::2], numbers[1::2])])
+
+def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
+  elements = ", ".join(f"p[{step//2}]" for step in steps)
+  return Body(f"typedef unsigned short numbers __attribute__((vector_size({2*len(steps)})));\n"
+              "auto p = (const __attribute__((address_space(3))) unsigned short*)column;\n"
+              f"return __builtin_bit_cast({out}, (numbers){{{elements}}});", "column", name=f"load_column_{steps[-1]}")
+
+instruction("load_column", _load_column, _load_column_text)
+
+def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
+  """Numbers of 16 bits in LDS, `steps` bytes on from `lds` (an INDEX), two a dword: a column of a tile that lies in rows (ds_read_u16)."""
+  return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
   """`buffer_load` of 16 bytes straight to LDS: lane l's go to `lds` (an INDEX: wave-uniform) + 16*l. Under way until `wait_loads`. A statement."""
   return statement("load_to_lds", base, records.cast(dtypes.int), offset.cast(dtypes.uint), lds, *done)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
-from attn.ops.common import f32
+from attn.ops.common import f32, length
 from attn.ops.language import compound
 from attn.ops.operation import Value, Variable
 from attn.ops.operation import emit, statement
@@ -150,6 +150,39 @@ def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp
   operands = [x[0] for x in (reference, bias, l, acc)] + [p[first//together], scores[first], part[0]]
   return statement("correct", *operands, *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
                    count=stride if count is None else count, accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
+
+# ***** the same where a row's scores are several waves': its reference is raised by all of them at a time *****
+
+@compound("raised")
+def _raised(c:Any, reference:Value, top:Value, *, rows:int, scale:float, above:float) -> Value:
+  def each(r:int) -> Value:
+    old, new = c.let("old", c.element(reference, r)), c.let("top", c.element(top, r))
+    return c.select(~((new - old)*scale <= above) | (old == LOWEST), new, old)
+  return c.vector(*map(each, range(rows))) if rows > 1 else each(0)
+
+@compound("weights_from", suffix="_{rows}")
+def _weights_from(c:Any, scores:Value, reference:Value, *, rows:int, scale:float) -> Value:
+  return c.join(*[c.exp2((y - c.element(reference, r))*scale) for r, y in enumerate(parts(c, scores, rows))])
+
+@compound("rescale")
+def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) -> Value:
+  found = [[c.element(c.load(factors, t), r) for r in range(rows)] for t in range(tiles)]
+  def rescale_all() -> None:
+    for i in range(tiles*accs): c.store(acc, i, scaled(c, c.load(acc, i), found[i//accs]))
+  c.when(c.any_lane(functools.reduce(operator.or_, [~(x == 1.0) for row in found for x in row])), rescale_all)
+  return c.number(0.0)
+
+def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
+  """The references of rows whose largest scores so far are `top`: these, where they exceed what there was by more than 2^above."""
+  return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
+def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
+  """P = exp2((scores - reference)*scale), of rows one after another in the vector: exact however large both are."""
+  return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
+def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
+  """Each tile of rows of what was accumulated times the factors of its rows, where any of the wave's is not 1. Both are placeholders of registers. A
+  statement."""
+  tiles = factors.max_numel()
+  return statement("rescale", acc[0], factors[0], *done, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 
 @compound("lane_sum")
 def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:

@@ -133,6 +133,9 @@ class LdsTile:
   def halves(self) -> UOp:
     """The buffer in pieces of 8 bytes, of which a unit has two."""
     return self.buffer.bitcast(ops.u32(2))
+  def from_row(self, row:UOp) -> LdsTile:
+    """The rows from `row`, a multiple of 16, on."""
+    return replace(self, layout=self.layout.at(self.layout.place(row, UOp.const(0))))
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:

@@ -7,6 +7,7 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import Blocks, trip_count
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.gradients import RowNumbers
+from attn.kernels.parts.shared_rows import RowScalars
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Carried, Statements, workgroup_barrier
 from attn.ops import amd
@@ -18,7 +19,7 @@ class TripState(Carried):
     """The tiles in LDS alone: a barrier where `deps` store to them."""
     self_: Any = self
     found = {f.name: getattr(self, f.name) for f in fields(self_)}
-    return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, LdsTile|StagedTile|RowNumbers)})
+    return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, LdsTile|StagedTile|RowNumbers|RowScalars)})
 
 S = TypeVar("S", bound=TripState)
 

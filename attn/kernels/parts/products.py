@@ -1,8 +1,8 @@
 """The two kinds of matrix product of a trip, between a tile in LDS and what each lane has of the rows of its own."""
 from __future__ import annotations
 import functools, itertools
-from dataclasses import dataclass
-from attn.chips.matrix import Matrix
+from dataclasses import dataclass, replace
+from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
 from attn.kernels.parts.layouts import LdsTile
@@ -71,6 +71,21 @@ class OwnRows:
     return [operands(mat, [self.kept.after(*after).load(row, u) for u in self.units[steps]]) for row in rows]
 
 @dataclass(frozen=True)
+class LdsColumns:
+  """The columns of a tile that lies in LDS by rows, from column `first` on: what `LdsTile` is of the transposed tile in the order of
+  `staging.key_row`. Columns beyond the rows' end are their last one."""
+  tile: LdsTile
+  matrix: Matrix
+  first: UOp
+  def after(self, *deps:UOp) -> LdsColumns: return replace(self, tile=self.tile.after(*deps))
+  def load(self, row:UOp, unit:UOp) -> UOp:
+    mat, layout = self.matrix, self.tile.layout
+    column = (self.first + mat.column_of(row)).minimum(layout.units*mat.unit - 1)
+    place = layout.place(mat.key_of(unit%mat.groups, unit//mat.groups*mat.unit), column//mat.unit)*mat.unit + column%mat.unit
+    steps = tuple(mat.key_of(0, i)*(layout.units | 1)*UNIT_BYTES for i in range(mat.unit))
+    return amd.load_column(self.tile.buffer.bitcast(dtypes.ushort)[place], steps)
+
+@dataclass(frozen=True)
 class Products:
   """`fenced`: work on so many units of operand A, or on a tile, is done before the next ones are read from LDS, which takes fewer registers; 0: the
   compiler reads ahead."""
@@ -91,7 +106,7 @@ class Products:
         for i, b in enumerate(bs): tiles[i][kt] = amd.shaped_wmma(mat, a, b, tiles[i][kt])
     return tiles
 
-  def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]]) -> list[list[UOp]]:
+  def with_columns(self, tile:LdsTile|LdsColumns, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]]) -> list[list[UOp]]:
     """`accs` + A B of a tile that lies transposed in LDS, whose `block_n` columns meet the `weights`, operands of each tile of own rows."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):

@@ -1,0 +1,223 @@
+"""Flash attention forward whose values are the first columns of its keys, on every AMD matrix unit: multi-head latent attention (MLA, DeepSeek-V2,
+arXiv 2405.04434) as it decodes, with 576 columns of K, of which 512 are V, and many query heads on one.
+
+A row of O is too long for the registers of the wave that has its query, and all heads share the keys. So a workgroup has the queries of as many heads
+as it can, reads each key once for them all, and its waves share the work twice over. The scores S^T = K Q^T of a tile of keys: each wave has one tile
+of queries, and a part of the keys where there are more waves than such tiles. Then O^T = V^T P^T: each wave has some columns of V, for all queries.
+In between P goes through LDS, and so do what the softmax multiplies O by, and where waves share a query its largest score. V^T is read from the tile of
+K, which lies in LDS once, by columns.
+"""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass, replace
+from typing import Callable
+from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.lanes import Lane, contraction, operands, sum_over_groups, units_of
+from attn.kernels.parts.layouts import LdsTile, PaddedRows
+from attn.kernels.parts.pipeline import Pipeline, TripState
+from attn.kernels.parts.products import FENCE_UNITS, LdsColumns, OwnRows, Products, zeros
+from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.scores import Row
+from attn.kernels.parts.shared_rows import RowScalars, Share, Told
+from attn.kernels.parts.softmax import Sums, row_sum
+from attn.kernels.parts.staging import StagedTile, row_layout
+from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.workgroup import Workgroup, head_fastest
+from attn.ops import amd, common as ops
+from attn.ops.softmax import LANE, LOWEST, raised, rescale, weights_from
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+
+@dataclass(frozen=True)
+class MlaTile:
+  """How the kernel divides the work on one chip."""
+  matrix: Matrix
+  row_tiles: int               # of matrix.N queries of a workgroup, those of all heads that share a key/value head
+  block_n: int                 # keys of a trip
+  key_parts: int = 1           # into which they are divided for the scores: so many waves have the same queries
+  q_anew: bool = False         # Q is read from memory in every trip instead of being kept in registers
+  fenced: bool = False         # matrix work on some operands is done before the next ones are read from LDS: fewer registers
+  prefetch: int = 1            # K is loaded 0: for its own trip, 1: during the one before
+  rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
+
+  @property
+  def block_m(self) -> int: return self.row_tiles*self.matrix.N
+  @property
+  def waves(self) -> int: return self.row_tiles*self.key_parts
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  @property
+  def pack_gqa(self) -> bool: return True
+  @property
+  def in_turn(self) -> bool: return False
+  @property
+  def buffers(self) -> int: return 1
+  def columns(self, p:Problem) -> int:
+    """Matrix tiles of columns of O that a wave has."""
+    return ceildiv(ceildiv(p.Dv, self.matrix.M), self.waves)
+  def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
+    """The tiles of K and of P in LDS."""
+    return row_layout(self.matrix, self.block_n, p.D), PaddedRows(self.block_m, self.block_n//self.matrix.unit)
+  def told(self, p:Problem) -> Told: return Told(self.key_parts, 1 + p.writes_lse)
+  def lds_bytes(self, p:Problem) -> int:
+    k, weights = self.layouts(p)
+    return UNIT_BYTES*(k.size + weights.size + RowScalars.units(self.block_m, self.told(p).count))
+  @property
+  def options(self) -> str:
+    """What is not by default, in words."""
+    said = [name for name in ("q_anew", "fenced") if getattr(self, name)]
+    return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
+
+def mla(p:Problem, arch:Chip, tile:MlaTile) -> Callable[..., UOp]:
+  """The kernel of problem `p`, whose v_in_k is true, as a function of its placeholders, those of `tensors.arguments(p)`: called as `forward.forward`,
+  and with the same errors."""
+  check_problem(p, tile)
+  return lambda *args: Mla.of(p, arch, tile, args).program()
+
+@dataclass(frozen=True)
+class MlaState(TripState):
+  """What crosses trips: of O^T the wave's columns of all queries; of its own query the reference m and the sums of P over its part of the keys, kind
+  by kind; and of each tile of queries, within a trip, the factor of O. In LDS the tile of K, P, and what waves tell each other."""
+  acc: UOp
+  m: UOp
+  l: UOp
+  factors: UOp
+  k: StagedTile
+  weights: LdsTile
+  told: RowScalars
+
+@dataclass(frozen=True)
+class Mla(Pipeline[MlaState]):
+  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  tile: MlaTile
+  state: MlaState
+  group: Workgroup
+  at: Lane
+  sums: Sums
+  share: Share
+
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:MlaTile, args:tuple[UOp, ...]) -> Mla:
+    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
+    at, new, (of_k, of_weights) = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
+    sums, share = Sums.of(arch, p.dtype, p.writes_lse), Share(grid.wave, tile.row_tiles, tile.block_n, tile.key_parts)
+    k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None)
+    state = MlaState(new.registers(tile.row_tiles*tile.columns(p), ops.f32(mat.accumulator)), new.registers(1), new.registers(len(sums.kinds)),
+                     new.registers(tile.row_tiles), k, LdsTile.of(new, of_weights), RowScalars.of(new, tile.block_m, tile.told(p).count))
+    return Mla(tile, new, Statements.of(new), state, Workgroup.of(p, arch, tile, args, grid, at), at, sums, share)
+
+  # ***** sizes *****
+  @property
+  def mat(self) -> Matrix: return self.tile.matrix
+  @property
+  def row_tiles(self) -> range: return range(self.tile.row_tiles)
+  @property
+  def columns(self) -> int: return self.tile.columns(self.group.p)
+  @property
+  def names(self) -> Told: return self.tile.told(self.group.p)
+  def in_block(self, tile:int|UOp) -> UOp:
+    """A lane's row of a tile of queries."""
+    return tile*self.mat.N + self.at.n
+  @functools.cached_property
+  def own(self) -> UOp:
+    """That whose scores the wave computes."""
+    return self.in_block(self.share.tile)
+  @functools.cached_property
+  def query(self) -> Row: return self.group.row(self.own)
+  @functools.cached_property
+  def q(self) -> OwnRows:
+    """Operand B of S^T."""
+    group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
+    return OwnRows(self.at, group.rows("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
+  @property
+  def products(self) -> Products: return Products(self.at, FENCE_UNITS if self.tile.fenced else 0, self.statements)
+  @property
+  def loaded(self) -> dict[str, GlobalRows]: return {"k": self.group.rows("k")}
+
+  # ***** the algorithm *****
+  def program(self) -> UOp:
+    group, s = self.group, self.state.after(self.start())
+    s = self.walk(s, group.walked, masked_first=group.p.window[0] >= 0)
+    return group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(self.totals(s), tile)])
+
+  def work(self, s:MlaState, t:UOp, masked:bool) -> UOp:
+    """The wave's scores of a tile of keys, their softmax, and its part of O."""
+    scores = self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.number(t), masked)
+    return self.add_to_o(self.weigh(s, scores), self.in_lds(s, t, "k").rows)
+
+  def start(self) -> UOp:
+    s, begin = self.state, ((self.state.acc, 0.0), (self.state.m, LOWEST), (self.state.l, 0.0))
+    return UOp.group(*[x for to, value in begin for x in store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel())])
+
+  # ***** one trip *****
+  def raw_scores(self, s:MlaState, t:UOp) -> list[UOp]:
+    """S^T = K Q^T of the wave's keys and queries: a column of C fragments."""
+    tiles = self.share.keys//self.mat.M
+    k = self.in_lds(s, t, "k").rows.from_row(self.share.part*self.share.keys)
+    return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
+
+  def weigh(self, s:MlaState, scores:list[UOp]) -> MlaState:
+    """P, relative to a reference that it does not outgrow, and by what factor O is to be multiplied before it is added: all in LDS."""
+    to_log2, m, dtype = self.group.scores.to_log2, s.m[0].load(), self.group.p.dtype
+    top = self.highest(s, functools.reduce(ops.max_, [ops.extract(x, i) for x in scores for i in range(ops.length(x))], m))
+    reference = raised(m, top, to_log2, self.tile.rescale_above)
+    factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
+    weights = [weights_from(x, reference, to_log2) for x in scores]
+    packed = [ops.pack_weights(x, dtype) for x in weights]
+    parts = self.sums.rounded([packed]) + [row_sum(weights, self.mat.wave == 64)]*(LANE in self.sums.kinds)
+    s = s.after(UOp.group(s.m[0].store(reference), *store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), x) for i, x in enumerate(parts)])))
+    first = self.at.h.eq(0) & self.share.part.eq(0)
+    return s.lds_after(UOp.group(*self.store_weights(s, packed), s.told.store(self.names.factor, self.own, factor, first)))
+
+  def highest(self, s:MlaState, top:UOp) -> UOp:
+    """The largest of a row's scores over the lanes, and waves, that share it."""
+    for step in self.mat.group_steps:
+      pair = amd.pair(top, step, self.mat)
+      top = ops.max_(ops.extract(pair, 0), ops.extract(pair, 1))
+    if self.share.key_parts == 1: return top
+    told = s.told.after(s.told.store(self.names.top(self.share.part), self.own, top, self.at.h.eq(0)))
+    return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
+
+  def store_weights(self, s:MlaState, packed:list[UOp]) -> list[UOp]:
+    """The stores of P, by units in the order in which lanes have it: that of `staging.key_row`."""
+    mat, words = self.mat, UNIT_BYTES//4
+    if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
+    units = [ops.slice_(x, i, words) for x in packed for i in range(0, ops.length(x), words)]
+    before = self.share.part*(self.share.keys//mat.unit)
+    return [s.weights.store(self.own, before + i*mat.groups + self.at.h, x, UOp.const(True)) for i, x in enumerate(units)]
+
+  def add_to_o(self, s:MlaState, k:LdsTile) -> UOp:
+    """O^T += V^T P^T of the wave's columns."""
+    s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
+    s = s.after(self.statements.do(rescale(s.acc, s.factors)))
+    weights = [operands(self.mat, [s.weights.load(self.in_block(tile), u) for u in units_of(self.mat, self.tile.block_n, self.at.h)])
+               for tile in self.row_tiles]
+    accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
+    v = LdsColumns(k, self.mat, self.first_column)
+    return UOp.group(*store_all(s.acc, [x for row in self.products.with_columns(v, self.tile.block_n, weights, accs) for x in row]))
+
+  @property
+  def first_column(self) -> UOp:
+    """Of O, of those that the wave has."""
+    return self.at.wave*(self.columns*self.mat.M)
+
+  # ***** after the last trip *****
+  def totals(self, s:MlaState) -> MlaState:
+    """With the reference of each row, and its sums over each part of the keys, in LDS."""
+    first = self.at.h.eq(0)
+    sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
+    stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]
+    return s.lds_after(UOp.group(*stores, s.told.store(self.names.reference, self.own, s.m[0].load(), first & self.share.part.eq(0))))
+
+  def outputs(self, s:MlaState, tile:int) -> list[UOp]:
+    """O = O^T / l of the wave's columns; LSE = m + ln l by the first wave."""
+    mat, names, in_block = self.mat, self.names, self.in_block(tile)
+    row, totals = self.group.row(in_block), [functools.reduce(ops.add, [s.told.load(names.total(kind, part), in_block)
+                                                                        for part in range(self.share.key_parts)]) for kind in range(names.kinds)]
+    factor, log_sum = self.group.normalised(row, s.told.load(names.reference, in_block), totals)
+    o = [(self.first_column + i*mat.M + self.at.h*mat.accumulator, ops.mul(s.acc[tile*self.columns + i].load(), factor)) for i in range(self.columns)]
+    return self.group.outputs(row, o, None) + self.group.outputs(replace(row, there=row.there & self.at.wave.eq(0)), [], log_sum)
