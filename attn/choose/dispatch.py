@@ -9,13 +9,15 @@ from attn.chips.matrix import MMA
 from attn.choose import splits, tuned
 from attn.choose.forced import Forced, forced
 from attn.choose.splits import AnyTile
+from attn.choose.mla_tiles import MLA_CANDIDATES, latent_refuses, mla_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, wgmma_tile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles_table import CANDIDATES
-from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, tiled
+from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, tiled
 from attn.kernels.combine import combine
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
+from attn.kernels.mla import MlaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tensors import check_range, too_wide
 from attn.ops.plain import plain
@@ -83,6 +85,10 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
     if view is not None and not view.whole(unit): return f"{name} lies as {view} says: rows are copied by {unit} elements, from a multiple of them on"
   return None
 
+def mla_refuses(p:Problem, arch:Chip) -> str|None:
+  if arch.family not in MLA_CANDIDATES: return f"{arch.name}: it has tiles for {', '.join(MLA_CANDIDATES)}"
+  return latent_refuses(p)
+
 # ***** how a kernel would divide a problem, or why it cannot compute it *****
 
 def whole(p:Problem, tile:Callable[[], AnyTile]) -> Work|str:
@@ -102,9 +108,12 @@ def can_forward_mma(p:Problem, arch:Chip) -> Work|str: return mma_refuses(p, arc
 
 def can_forward_wgmma(p:Problem, arch:Chip) -> Work|str: return wgmma_refuses(p, arch) or whole(p, lambda: wgmma_tile(p, arch))
 
+def can_mla(p:Problem, arch:Chip) -> Work|str: return mla_refuses(p, arch) or whole(p, lambda: mla_tile(p, arch))
+
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""
   if arch.family != "nvidia":
+    if p.v_in_k and too_wide(p) is not None and mla_refuses(p, arch) is None: return mla_tile(p, arch)
     if (reason := amd_refuses(p, arch)) is not None: raise NotImplementedError(reason)
     return choose_amd_tile(p, arch)
   if wgmma_refuses(p, arch) is None and too_short(p) is None: return wgmma_tile(p, arch)
@@ -178,6 +187,7 @@ def never(p:Problem, arch:Chip) -> None: return None
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
   """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
   if isinstance(tile, tiled.TiledTile): return tiled.tiled(p, arch, tile)
+  if isinstance(tile, MlaTile): return mla.mla(p, arch, tile)
   if isinstance(tile, WgmmaTile): return forward_wgmma.forward_wgmma(p, arch, tile)
   return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
 
@@ -195,6 +205,7 @@ KERNELS: dict[str, Implementation] = {
   "forward": Implementation(can_forward, program=forward.forward),
   "forward_wgmma": Implementation(can_forward_wgmma, lambda p, arch: too_short(p), forward_wgmma.forward_wgmma),
   "forward_mma": Implementation(can_forward_mma, program=forward_mma.forward_mma),
+  "mla": Implementation(can_mla, program=mla.mla),
   "tiled": Implementation(can_tiled, program=forward_of),
   "three_pass": Implementation(can_three_pass)}
 

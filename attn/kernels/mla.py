@@ -15,9 +15,9 @@ from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.lanes import Lane, contraction, operands, sum_over_groups, units_of
-from attn.kernels.parts.layouts import LdsTile, PaddedRows
+from attn.kernels.parts.layouts import LINE, LdsTile, PaddedRows
 from attn.kernels.parts.pipeline import Pipeline, TripState
-from attn.kernels.parts.products import FENCE_UNITS, LdsColumns, OwnRows, Products, zeros
+from attn.kernels.parts.products import LdsColumns, OwnRows, Products, zeros
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.shared_rows import RowScalars, Share, Told
@@ -39,7 +39,8 @@ class MlaTile:
   block_n: int                 # keys of a trip
   key_parts: int = 1           # into which they are divided for the scores: so many waves have the same queries
   q_anew: bool = False         # Q is read from memory in every trip instead of being kept in registers
-  fenced: bool = False         # matrix work on some operands is done before the next ones are read from LDS: fewer registers
+  fenced: int = 0              # matrix work on so many units of a row is done before the next ones are read: fewer registers; 0: no fences
+  weight_parts: int = 1        # of a trip's keys, whose P is read from LDS by turns
   prefetch: int = 1            # K is loaded 0: for its own trip, 1: during the one before
   rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
 
@@ -68,8 +69,9 @@ class MlaTile:
   @property
   def options(self) -> str:
     """What is not by default, in words."""
-    said = [name for name in ("q_anew", "fenced") if getattr(self, name)]
-    return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
+    numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
+                                                            ("prefetch", self.prefetch, 1)) if value != usual]
+    return " ".join(["q_anew"]*self.q_anew + numbers)
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 def mla(p:Problem, arch:Chip, tile:MlaTile) -> Callable[..., UOp]:
@@ -105,7 +107,7 @@ class Mla(Pipeline[MlaState]):
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
     at, new, (of_k, of_weights) = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
     sums, share = Sums.of(arch, p.dtype, p.writes_lse), Share(grid.wave, tile.row_tiles, tile.block_n, tile.key_parts)
-    k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None)
+    k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None, LINE)
     state = MlaState(new.registers(tile.row_tiles*tile.columns(p), ops.f32(mat.accumulator)), new.registers(1), new.registers(len(sums.kinds)),
                      new.registers(tile.row_tiles), k, LdsTile.of(new, of_weights), RowScalars.of(new, tile.block_m, tile.told(p).count))
     return Mla(tile, new, Statements.of(new), state, Workgroup.of(p, arch, tile, args, grid, at), at, sums, share)
@@ -134,7 +136,7 @@ class Mla(Pipeline[MlaState]):
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     return OwnRows(self.at, group.rows("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
   @property
-  def products(self) -> Products: return Products(self.at, FENCE_UNITS if self.tile.fenced else 0, self.statements)
+  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
   @property
   def loaded(self) -> dict[str, GlobalRows]: return {"k": self.group.rows("k")}
 
@@ -194,11 +196,21 @@ class Mla(Pipeline[MlaState]):
     """O^T += V^T P^T of the wave's columns."""
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))
-    weights = [operands(self.mat, [s.weights.load(self.in_block(tile), u) for u in units_of(self.mat, self.tile.block_n, self.at.h)])
-               for tile in self.row_tiles]
     accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
-    v = LdsColumns(k, self.mat, self.first_column)
-    return UOp.group(*store_all(s.acc, [x for row in self.products.with_columns(v, self.tile.block_n, weights, accs) for x in row]))
+    keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(k, self.mat, self.first_column), list[UOp]()
+    for part in range(self.tile.weight_parts):
+      units = [part*keys//self.mat.unit + u for u in units_of(self.mat, keys, self.at.h)]
+      p = s.weights.after(self.fence(done)) if done else s.weights
+      weights = [operands(self.mat, [p.load(self.in_block(tile), u) for u in units]) for tile in self.row_tiles]
+      for i in range(self.columns):
+        if self.tile.fenced or not done: v = v.after(self.fence(done or [weights[-1][-1]]))
+        a_operands = operands(self.mat, [v.load(i*self.mat.M + self.at.n, u) for u in units])
+        for a, *bs in zip(a_operands, *weights):
+          for row, b in zip(accs, bs): row[i] = amd.shaped_wmma(self.mat, a, b, row[i])
+        done = [row[i] for row in accs]
+    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
+
+  def fence(self, done:list[UOp]) -> UOp: return self.statements.do(amd.sched_barrier(*done))
 
   @property
   def first_column(self) -> UOp:

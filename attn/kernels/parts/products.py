@@ -106,7 +106,7 @@ class Products:
         for i, b in enumerate(bs): tiles[i][kt] = amd.shaped_wmma(mat, a, b, tiles[i][kt])
     return tiles
 
-  def with_columns(self, tile:LdsTile|LdsColumns, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]]) -> list[list[UOp]]:
+  def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]]) -> list[list[UOp]]:
     """`accs` + A B of a tile that lies transposed in LDS, whose `block_n` columns meet the `weights`, operands of each tile of own rows."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):

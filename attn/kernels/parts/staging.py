@@ -26,10 +26,19 @@ class Staging:
   group: int = 1       # rows that one item takes, to be transposed
   together: int = 1    # so many neighbouring items of a row group take units `apart`: their columns then go to different banks
   apart: int = 1
+  across: int = 0      # so many threads carry each row, where it is long: all that a thread carries is then a constant way from its first unit
   @functools.cached_property
-  def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.item(j) for j in range(ceildiv(self.rows//self.group*self.units, self.threads))]
+  def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.item(j) for j in range(self.count)]
+  @property
+  def count(self) -> int:
+    if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
+    return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
     """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their stores fill a row."""
+    if self.across:
+      rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
+      row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
+      return row, unit, left_alone(((row < self.rows) & (unit < self.units)).simplify())
     index, groups = self.thread + j*self.threads, self.rows//self.group
     gate = left_alone((index < groups*self.units).simplify())
     if self.group == 1: return index//self.units, index%self.units, gate
@@ -71,10 +80,10 @@ class StagedTile:
   turned: LdsTile|None
 
   @staticmethod
-  def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None) -> StagedTile:
-    """Of one tile or both, carried by so many threads."""
+  def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
+    """Of one tile or both, carried by so many threads; `across`: see Staging."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
-    if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread), lies, None)
+    if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
     units = max(units, turned.layout.rows//mat.unit)
     spread = (fast, 2) if units % (2*fast) == 0 else (1, 1)
     return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, 4, *spread), lies, turned)
