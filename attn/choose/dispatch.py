@@ -9,15 +9,16 @@ from attn.chips.matrix import MMA
 from attn.choose import splits, tuned
 from attn.choose.forced import Forced, forced
 from attn.choose.splits import AnyTile
-from attn.choose.mla_tiles import MLA_CANDIDATES, latent_refuses, mla_tile
+from attn.choose.mla_tiles import MLA_CANDIDATES, latent_refuses, mla_mma_tile, mla_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, wgmma_tile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles_table import CANDIDATES
-from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, tiled
+from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, mla_mma, tiled
 from attn.kernels.combine import combine
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.mla import MlaTile
+from attn.kernels.mla_mma import MlaMmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tensors import check_range, too_wide
 from attn.ops.plain import plain
@@ -89,6 +90,9 @@ def mla_refuses(p:Problem, arch:Chip) -> str|None:
   if arch.family not in MLA_CANDIDATES: return f"{arch.name}: it has tiles for {', '.join(MLA_CANDIDATES)}"
   return latent_refuses(p)
 
+def mla_mma_refuses(p:Problem, arch:Chip) -> str|None:
+  return latent_refuses(p) if arch.family == "nvidia" else f"{arch.name} has no mma.sync"
+
 # ***** how a kernel would divide a problem, or why it cannot compute it *****
 
 def whole(p:Problem, tile:Callable[[], AnyTile]) -> Work|str:
@@ -110,12 +114,16 @@ def can_forward_wgmma(p:Problem, arch:Chip) -> Work|str: return wgmma_refuses(p,
 
 def can_mla(p:Problem, arch:Chip) -> Work|str: return mla_refuses(p, arch) or whole(p, lambda: mla_tile(p, arch))
 
+def can_mla_mma(p:Problem, arch:Chip) -> Work|str: return mla_mma_refuses(p, arch) or whole(p, lambda: mla_mma_tile(p, arch))
+
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""
+  latent = p.v_in_k and too_wide(p) is not None
   if arch.family != "nvidia":
-    if p.v_in_k and too_wide(p) is not None and mla_refuses(p, arch) is None: return mla_tile(p, arch)
+    if latent and mla_refuses(p, arch) is None: return mla_tile(p, arch)
     if (reason := amd_refuses(p, arch)) is not None: raise NotImplementedError(reason)
     return choose_amd_tile(p, arch)
+  if latent and mla_mma_refuses(p, arch) is None: return mla_mma_tile(p, arch)
   if wgmma_refuses(p, arch) is None and too_short(p) is None: return wgmma_tile(p, arch)
   if (reason := mma_refuses(p, arch)) is not None: raise NotImplementedError(reason)
   return mma_tile(p, arch)
@@ -188,6 +196,7 @@ def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
   """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
   if isinstance(tile, tiled.TiledTile): return tiled.tiled(p, arch, tile)
   if isinstance(tile, MlaTile): return mla.mla(p, arch, tile)
+  if isinstance(tile, MlaMmaTile): return mla_mma.mla_mma(p, arch, tile)
   if isinstance(tile, WgmmaTile): return forward_wgmma.forward_wgmma(p, arch, tile)
   return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
 
@@ -206,6 +215,7 @@ KERNELS: dict[str, Implementation] = {
   "forward_wgmma": Implementation(can_forward_wgmma, lambda p, arch: too_short(p), forward_wgmma.forward_wgmma),
   "forward_mma": Implementation(can_forward_mma, program=forward_mma.forward_mma),
   "mla": Implementation(can_mla, program=mla.mla),
+  "mla_mma": Implementation(can_mla_mma, program=mla_mma.mla_mma),
   "tiled": Implementation(can_tiled, program=forward_of),
   "three_pass": Implementation(can_three_pass)}
 

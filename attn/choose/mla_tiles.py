@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.kernels.mla import MlaTile
+from attn.kernels.mla_mma import MlaMmaTile
 from attn.problem import Problem
 
 LONGEST = {"D": 576, "Dv": 512}      # the rows of K and of O that the tiles have registers for
@@ -28,6 +29,18 @@ OF_CDNA = (MlaCandidate(0, 1, 4, 32, 1),)
 OF_RDNA = (MlaCandidate(32, 0, 4, 32, 2, q_anew=True, weight_parts=2), MlaCandidate(0, 0, 2, 32, 2, q_anew=True, weight_parts=2, prefetch=0))
 MLA_CANDIDATES: Mapping[str, tuple[MlaCandidate, ...]] = {"cdna2": OF_CDNA, "cdna3": OF_CDNA, "cdna4": OF_CDNA, "rdna3": OF_RDNA, "rdna4": OF_RDNA}
 
+@dataclass(frozen=True)
+class MlaMmaCandidate:
+  """A tile of mla_mma for problems of more than `beyond` rows; the other fields are those of MlaMmaTile."""
+  beyond: int
+  row_tiles: int
+  block_n: int
+  key_parts: int
+
+# the first that shared memory has room for
+MLA_MMA_CANDIDATES = (MlaMmaCandidate(32, 4, 64, 2), MlaMmaCandidate(32, 4, 32, 2), MlaMmaCandidate(16, 2, 64, 4), MlaMmaCandidate(16, 2, 32, 2),
+                      MlaMmaCandidate(0, 1, 64, 4), MlaMmaCandidate(0, 1, 32, 2))
+
 def latent_refuses(p:Problem) -> str|None:
   """Why neither kernel takes `p` on any chip, or None."""
   if not p.v_in_k: return "v_dim=None: it takes values that are the first columns of the keys"
@@ -43,3 +56,11 @@ def mla_tile(p:Problem, arch:Chip) -> MlaTile:
   tile = MlaTile(arch.matrix[p.dtype][c.matrix], c.row_tiles, c.block_n, c.key_parts, c.q_anew, c.fenced, c.weight_parts, c.prefetch)
   if (need := tile.lds_bytes(p)) > arch.lds: raise NotImplementedError(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
   return tile
+
+def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
+  """The first candidate for as many rows that fits. Raises NotImplementedError where shared memory has no room for any."""
+  rows = p.Sq*(p.H//p.Hkv)
+  for c in MLA_MMA_CANDIDATES:
+    tile = MlaMmaTile(MMA[p.dtype], c.row_tiles, c.block_n, c.key_parts)
+    if rows > c.beyond and tile.lds_bytes(p) <= arch.lds: return tile
+  raise NotImplementedError(f"no tile of mla_mma fits D={p.D}, Dv={p.Dv} on {arch}")

@@ -10,6 +10,7 @@ from attn.chips import Chip
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.mla import MlaTile
+from attn.kernels.mla_mma import MlaMmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BlockTile, Tile, heads_of
 from attn.kernels.tiled import TiledTile
@@ -19,7 +20,7 @@ PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits fo
 COMBINE = 320       # launching `combine`, likewise
 COMBINE_BYTES = 2**14   # scratch that the whole chip writes and reads again while a workgroup gets over one key
 
-AnyTile = Tile|MmaTile|WgmmaTile|MlaTile|TiledTile
+AnyTile = Tile|MmaTile|WgmmaTile|MlaTile|MlaMmaTile|TiledTile
 
 def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
 

@@ -78,6 +78,10 @@ class CopiedLayout(SharedLayout):
     """Threads that copy a row."""
     raise NotImplementedError
   @property
+  def panels(self) -> int:
+    """How often they do, LINE units further on each time."""
+    return 1
+  @property
   def pitch(self) -> int:
     """Units from a row to the one eight further on, over eight."""
     raise NotImplementedError
@@ -100,6 +104,14 @@ class SwizzledRows(CopiedLayout):
     """Where a unit lies that is `rows` (a multiple of 8) rows and `units` (even) units on from `unit` (0 or 1) of `row`: a part for a register, of
     which there are few different ones, and a constant."""
     return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
+
+@dataclass(frozen=True)
+class LongRows(SwizzledRows):
+  """The same of rows of many lines, which few threads copy line by line: what a thread copies is a constant way from its first unit."""
+  @property
+  def across(self) -> int: return LINE
+  @property
+  def panels(self) -> int: return self.stride//LINE
 
 @dataclass(frozen=True)
 class SwizzledPanels(CopiedLayout):

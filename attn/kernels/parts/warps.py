@@ -3,6 +3,7 @@
 A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
 """
 from __future__ import annotations
+import itertools
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
@@ -74,15 +75,16 @@ class Warps:
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []
-    for j in range(ceildiv(to.rows*to.across, threads)):
+    for j, panel in itertools.product(range(ceildiv(to.rows*to.across, threads)), range(to.panels)):
       moved = j*apart if regular else 0                # rows further on: in the instruction
       index = self.at.thread + (0 if regular else j*threads)
       row, unit = index//to.across, index%to.across
-      left_over = UOp.const(UNIT_BYTES) if width % (2*source.unit) == 0 else ((width - unit*source.unit)*size).maximum(0).minimum(UNIT_BYTES)
+      apart_units, whole = panel*LINE, width % (2*source.unit) == 0 and to.units*source.unit == width
+      left_over = UOp.const(UNIT_BYTES) if whole else ((width - (apart_units + unit)*source.unit)*size).maximum(0).minimum(UNIT_BYTES)
       nbytes = (first + row + moved < source.count).where(left_over, 0)
-      further = UNIT_BYTES*moved*to.pitch, size*moved*source.stride
+      further = UNIT_BYTES*(moved*to.pitch + apart_units), size*(moved*source.stride + apart_units*source.unit)
       statements.append(nv.copy(shared[to.place(row, unit)], source.buffer[source.start(first, row) + unit*source.unit], further, nbytes,
-                                (row + moved < to.rows) & (unit < to.units), source.in_units))
+                                (row + moved < to.rows) & (apart_units + unit < to.units), source.in_units))
     return statements
 
   # ***** the softmax's registers, O and LSE *****

@@ -1,0 +1,247 @@
+"""The algorithm of attn/kernels/mla.py on NVIDIA's mma.sync (sm_80 and later), with the query on the rows: values are the first columns of the keys.
+
+A block has the queries of many heads and reads each key once for them all. Its warps share the work twice over: of the scores S = Q K^T of a tile of
+keys each has 16 queries and a part of the keys, of O += P V some columns of all queries. In between P goes through shared memory. K comes by cp.async
+into a ring of `stages`; V is read from it, transposed on the way, as attn/kernels/forward_mma.py does.
+"""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass, replace
+from typing import Callable
+from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
+from attn.kernels.parts.ring import CopyGroups
+from attn.kernels.parts.scores import Row
+from attn.kernels.parts.shared_rows import RowScalars, Share, Told
+from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
+from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.warps import Warps, fragments, sum_over_quad
+from attn.ops import common as ops, nvidia as nv
+from attn.ops.softmax import LANE, LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, weights_from
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+@dataclass(frozen=True)
+class MlaMmaTile:
+  """How the kernel divides the work on one chip."""
+  matrix: Mma
+  row_tiles: int               # of 16 queries of a block, those of all heads that share a key/value head
+  block_n: int                 # keys of a trip
+  key_parts: int               # into which they are divided for the scores: so many warps have the same queries
+  stages: int = 2              # tiles of K in shared memory
+  rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
+
+  @property
+  def block_m(self) -> int: return self.row_tiles*self.matrix.M
+  @property
+  def waves(self) -> int: return self.row_tiles*self.key_parts
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  @property
+  def pack_gqa(self) -> bool: return True
+  def columns(self, p:Problem) -> int:
+    """C fragments of columns of O that a warp has: whole lines of shared memory."""
+    return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
+  def layouts(self, p:Problem) -> tuple[LongRows, LongRows, SwizzledRows]:
+    """The tiles of Q, of K and of P in shared memory."""
+    units = round_up(p.D, LINE*self.matrix.unit)//self.matrix.unit
+    return LongRows(self.block_m, units), LongRows(self.block_n, units), SwizzledRows(self.block_m, self.block_n//self.matrix.unit)
+  def told(self, p:Problem) -> Told: return Told(self.key_parts, 1 + p.writes_lse)
+  def lds_bytes(self, p:Problem) -> int:
+    q, k, weights = self.layouts(p)
+    return UNIT_BYTES*(q.size + self.stages*k.size + weights.size + RowScalars.units(self.block_m, self.told(p).count))
+  def __str__(self) -> str:
+    return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
+
+def mla_mma(p:Problem, arch:Chip, tile:MlaMmaTile) -> Callable[..., UOp]:
+  """The kernel of problem `p`, whose v_in_k is true, as a function of its placeholders, those of `tensors.arguments(p)`: called as `forward.forward`,
+  and with the same errors."""
+  check_problem(p, tile)
+  return lambda *args: MlaMma.of(p, arch, tile, args).program()
+
+@dataclass(frozen=True)
+class MlaMmaState(CopyGroups):
+  """What crosses trips: of O the warp's columns of all queries; of its own queries the reference m and the sums of P over its part of the keys, kind by
+  kind; and of each tile of queries, within a trip, the factors of O. Shared memory, and where statements are stored."""
+  shared: UOp
+  acc: UOp
+  m: UOp
+  l: UOp
+  factors: UOp
+  statements: Statements
+
+@dataclass(frozen=True)
+class MlaMma:
+  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  warps: Warps
+  tile: MlaMmaTile
+  state: MlaMmaState      # at the start
+  share: Share
+
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:MlaMmaTile, args:tuple[UOp, ...]) -> MlaMma:
+    warps = Warps.of(p, arch, tile, tile.matrix, args)
+    new = warps.group.grid.allocator
+    state = MlaMmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(tile.row_tiles*tile.columns(p), nv.F4), new.registers(1, nv.F2),
+                        new.registers(tile.told(p).kinds, nv.F2), new.registers(tile.row_tiles, nv.F2), Statements.of(new))
+    return MlaMma(warps, tile, state, Share(warps.at.wave, tile.row_tiles, tile.block_n, tile.key_parts))
+
+  # ***** sizes *****
+  @property
+  def mat(self) -> Mma: return self.tile.matrix
+  @property
+  def p(self) -> Problem: return self.warps.group.p
+  @property
+  def names(self) -> Told: return self.tile.told(self.p)
+  @property
+  def columns(self) -> int: return self.tile.columns(self.p)
+  @property
+  def row_tiles(self) -> range: return range(self.tile.row_tiles)
+  @functools.cached_property
+  def own(self) -> UOp:
+    """The first of the 16 rows whose scores the warp computes."""
+    return self.share.tile*self.mat.M
+  @functools.cached_property
+  def queries(self) -> list[Row]: return self.warps.queries(self.own)
+  def in_block(self, first:int|UOp) -> list[UOp]:
+    """A lane's rows of the 16 from `first` on."""
+    return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
+
+  # ***** the algorithm *****
+  def program(self) -> UOp:
+    warps, keys, stages, s = self.warps, self.warps.group.walked, self.tile.stages, self.state
+    begin = ((s.acc, 0.0), (s.m, LOWEST), (s.l, 0.0))
+    s = s.store([s.statements.first], *[store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel()) for to, value in begin])
+    s = s.started(warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
+    for i in range(stages - 1): s = self.fetch(s, keys.begin + i)
+    if self.p.window[0] >= 0: s = self.trips(s, keys.begin, keys.full_begin, masked=True)
+    s = self.trips(s, keys.full_begin, keys.full_end, masked=False)
+    s = self.totals(self.trips(s, keys.full_end, keys.end, masked=True))
+    return warps.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)], self.tile.lds_bytes(self.p))
+
+  def trips(self, s:MlaMmaState, first:UOp, last:UOp, masked:bool) -> MlaMmaState:
+    if (count := trip_count(last - first)) is None: return s
+    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
+    return s.after(self.trip(s.after(r).arrived(self.tile.stages - 2), first + r, masked).end(r))
+
+  def trip(self, s:MlaMmaState, t:UOp, masked:bool) -> UOp:
+    """The warp's scores of a tile of keys, their softmax, and its part of O."""
+    scores = self.share.scores(self.warps.group.scores).finished(self.raw_scores(s, t), self.queries, self.share.number(t), masked)
+    s = self.fetch(s, t + self.tile.stages - 1)      # while the tensor cores work
+    return self.add_to_o(self.weigh(s, scores), t)
+
+  # ***** shared memory *****
+  def k_rows(self, t:UOp) -> LongRows:
+    q, k, _ = self.tile.layouts(self.p)
+    return k.at(q.size + t%self.tile.stages*k.size)
+  @property
+  def weight_rows(self) -> SwizzledRows:
+    q, k, weights = self.tile.layouts(self.p)
+    return weights.at(q.size + self.tile.stages*k.size)
+  def told(self, s:MlaMmaState) -> RowScalars:
+    return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
+  def tell(self, s:MlaMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
+    """Tells all waves a number of each of the lane's own two rows. Statements."""
+    told, to = self.told(s), s.shared.bitcast(dtypes.float)
+    return [nv.put(to[told.at(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
+  def hear(self, s:MlaMmaState, i:int|UOp, first:int|UOp) -> UOp:
+    """That number of the lane's two rows of the 16 from `first` on."""
+    return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
+  def met(self, s:MlaMmaState) -> MlaMmaState:
+    """All warps have done what they did."""
+    return s.after(workgroup_barrier(s.done))
+  def fetch(self, s:MlaMmaState, t:UOp) -> MlaMmaState:
+    group, block_n = self.warps.group, self.tile.block_n
+    there = (group.walked.end*block_n).minimum(group.sequence.n_k)
+    return s.started(self.warps.copies(replace(group.rows("k"), count=there), s.shared, t*block_n, self.k_rows(t)))
+
+  # ***** one trip *****
+  def raw_scores(self, s:MlaMmaState, t:UOp) -> list[UOp]:
+    """S = Q K^T of the warp's queries and keys: its C fragments."""
+    mat, lane, q = self.mat, self.warps.at.lane, self.tile.layouts(self.p)[0]
+    (a_row, a_unit), (b_row, b_unit) = mat.a_address(lane), mat.b_address(lane)
+    tiles = [nv.zero(s.done)]*(self.share.keys//mat.N)
+    for step in range(round_up(self.p.D, mat.K)//mat.K):
+      a = s.read(q, self.own + a_row, a_unit, 0, 2*step)
+      for pair in range(len(tiles)//2):
+        b = s.read(self.k_rows(t), self.share.part*self.share.keys + b_row, b_unit, pair*mat.K, 2*step)
+        for half in range(2): tiles[2*pair + half] = nv.mma(mat, a, b, half, tiles[2*pair + half])
+    return tiles
+
+  def weigh(self, s:MlaMmaState, scores:list[UOp]) -> MlaMmaState:
+    """P, relative to a reference that it does not outgrow, and by what factor O is to be multiplied before it is added: all in shared memory."""
+    to_log2, m, dtype, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p.dtype, ops.splat(0.0, nv.ROWS)
+    s, top = self.highest(s, scores, m)
+    reference = raised(m, top, to_log2, self.tile.rescale_above)
+    factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
+    weights = [weights_from(x, reference, to_log2) for x in scores]
+    packed = [nv.pack_a(x, y, dtype) for x, y in zip(weights[0::2], weights[1::2])]
+    exact = functools.reduce(lambda l, x: lane_sum(l, x, nv.ROWS), weights, zero)
+    sums = (rounded_sum(packed, ONES, self.mat, dtype, nv.ROWS, nv.zero(s.done)), exact)[:self.names.kinds]
+    s = s.store([s.m[0].store(reference)], store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), x) for i, x in enumerate(sums)]))
+    return self.met(s.do(*self.put_weights(s, packed), *self.tell(s, self.names.factor, factor, self.share.part.eq(0))))
+
+  def highest(self, s:MlaMmaState, scores:list[UOp], m:UOp) -> tuple[MlaMmaState, UOp]:
+    """The largest of each row's scores, and of what m was, over the lanes and warps that share it."""
+    tops = []
+    for r in range(nv.ROWS):
+      top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
+      for step in (1, 2): top = ops.max_(top, nv.xor_lane(top, step))
+      tops.append(top)
+    if self.share.key_parts == 1: return s, ops.build(*tops)
+    s = self.met(s.do(*self.tell(s, self.names.top(self.share.part), ops.build(*tops), UOp.const(True))))
+    heard = [self.hear(s, self.names.top(part), self.own) for part in range(self.share.key_parts)]
+    return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
+
+  def put_weights(self, s:MlaMmaState, packed:list[UOp]) -> list[UOp]:
+    """The stores of P: dword i of an A fragment is of row i%2 and tile i//2. Statements."""
+    to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
+    for step, x in enumerate(packed):
+      for i in range(4):
+        place = self.weight_rows.place(self.in_block(self.own)[i%2], first + 2*step + i//2)
+        statements.append(nv.put(to[place*4 + self.warps.at.h], ops.as_float(ops.extract(x, i)), UOp.const(True)))
+    return statements
+
+  def add_to_o(self, s:MlaMmaState, t:UOp) -> UOp:
+    """O += P V of the warp's columns."""
+    mat, lane = self.mat, self.warps.at.lane
+    s = s.store(store_all(s.factors, [self.hear(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
+    s = s.do(rescale(s.acc, s.factors, s.done))
+    (a_row, a_unit), (b_row, b_unit), k = mat.a_address(lane), mat.b_transposed_address(lane), self.k_rows(t)
+    v = k.at(k.base + self.line*LINE)
+    accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
+    for step in range(self.tile.block_n//mat.K):
+      weights = [s.read(self.weight_rows, a_row, a_unit, tile*mat.M, 2*step) for tile in self.row_tiles]
+      for pair in range(self.columns//2):
+        b = s.read(v, b_row, b_unit, step*mat.K, 2*pair, transposed=True)
+        for row, a in zip(accs, weights):
+          for half in range(2): row[2*pair + half] = nv.mma(mat, a, b, half, row[2*pair + half])
+    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
+
+  @property
+  def line(self) -> UOp:
+    """Of a row of K, where the warp's columns of V begin; a warp that has none is given the last ones."""
+    lines = self.columns//LINE
+    return (self.warps.at.wave*lines).minimum(self.tile.layouts(self.p)[1].panels - lines)
+
+  # ***** after the last trip *****
+  def totals(self, s:MlaMmaState) -> MlaMmaState:
+    """With the reference of each row, and its sums over each part of the keys, in shared memory."""
+    sums = [s.l[0].load(), *[ops.build(*[sum_over_quad(ops.extract(s.l[1].load(), r)) for r in range(nv.ROWS)])]*(LANE in (ONES, LANE)[:self.names.kinds])]
+    told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
+    return self.met(s.do(*told, *self.tell(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
+
+  def outputs(self, s:MlaMmaState, tile:int) -> list[UOp]:
+    """O = O / l of the warp's columns; LSE = m + ln l by the first warp."""
+    group, mat, names, stores = self.warps.group, self.mat, self.names, list[UOp]()
+    accs, first = [s.acc[tile*self.columns + i].load() for i in range(self.columns)], self.warps.at.wave*(self.columns*mat.N)
+    for r, (row, in_block) in enumerate(zip(self.warps.queries(UOp.const(tile*mat.M)), self.in_block(tile*mat.M))):
+      totals = [functools.reduce(ops.add, [self.told(s).load(names.total(kind, part), in_block) for part in range(self.tile.key_parts)])
+                for kind in range(names.kinds)]
+      factor, log_sum = group.normalised(row, self.told(s).load(names.reference, in_block), totals)
+      o = [(first + i*mat.N + self.warps.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for i, acc in enumerate(accs)]
+      stores += group.outputs(row, o, None) + group.outputs(replace(row, there=row.there & self.warps.at.wave.eq(0)), [], log_sum)
+    return stores
