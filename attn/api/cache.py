@@ -115,7 +115,7 @@ def _kernel(name:str, a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """New rows of a cache, checked: `launches` has, for each cache, of which there are one or two, the cache, its rows and the kernel that writes them."""
+  """New rows of a cache, checked: `launches` has, for each cache, one or two, the cache, its rows and the kernel that writes them."""
   launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): the rows filled before
   filled: Tensor     # and after
@@ -206,7 +206,7 @@ def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, 
   places = [rows_in(f"{x.name}_cache", x.cache, layout) for x in parts]
   sizes = [dict(zip(AXES[layout], local_shape(x.cache))) for x in parts]
   if overlap(parts, places, sizes[0]): raise ValueError(OVERLAP)
-  at = placement_of(k_cache, k_cache, v_cache, layout)
+  at = placement_of(k_cache, k_cache, parts[-1].cache, layout)
   start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, at, "cache_seqlens")
   def launch(x:OfCache, size:dict[str, int], place:Strided|None) -> tuple[Tensor, Tensor, KernelFunction]:
     a = Append(size.get("batch", 1), size["heads"], new, size["rows"], size["width"], layout, place or whole_places(local_shape(x.cache), layout),

@@ -13,14 +13,11 @@ from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
 from attn.emulator.listing import Listing
 from attn.isa.report import PRODUCTS, LoopProducts
-from attn.kernels.forward_mma import MmaTile
-from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.gradients import PASSES
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile
-from attn.kernels.tiled import TiledTile
 from attn.ops.renderers import printer_of, render
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
@@ -86,7 +83,7 @@ def _chip(spec:Spec, llvm:int|None=None) -> Chip:
 
 def _ast(spec:Spec, kernel:str, tile:AnyTile|AnyBackwardTile) -> UOp:
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
-  if not isinstance(tile, Tile|MmaTile|WgmmaTile|TiledTile):
+  if not isinstance(tile, AnyTile):
     if spec.kernel == "dq": return dq_of(p, arch, tile)(*_placeholders(dq_arguments(p)))
     return dkdv_of(p, arch, tile)(*_placeholders(dkdv_arguments(p)))
   program = KERNELS[kernel].program

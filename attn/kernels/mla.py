@@ -2,10 +2,10 @@
 arXiv 2405.04434) as it decodes, with 576 columns of K, of which 512 are V, and many query heads on one.
 
 A row of O is too long for the registers of the wave that has its query, and all heads share the keys. So a workgroup has the queries of as many heads
-as it can, reads each key once for them all, and its waves share the work twice over. The scores S^T = K Q^T of a tile of keys: each wave has one tile
-of queries, and a part of the keys where there are more waves than such tiles. Then O^T = V^T P^T: each wave has some columns of V, for all queries.
-In between P goes through LDS, and so do what the softmax multiplies O by, and where waves share a query its largest score. V^T is read from the tile of
-K, which lies in LDS once, by columns.
+as it can, reads each key once for them all, and its waves share the work twice over. Of the scores S^T = K Q^T of a tile of keys each wave has one
+tile of queries, and a part of the keys where there are more waves than such tiles; of O^T = V^T P^T some columns of V, for all queries.
+In between P goes through LDS, and so do what the softmax multiplies O by, and where waves share a query its largest score. V^T is read by columns
+from the tile of K, which lies in LDS once.
 """
 from __future__ import annotations
 import functools
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.lanes import Lane, contraction, operands, sum_over_groups, units_of
 from attn.kernels.parts.layouts import LINE, LdsTile, PaddedRows
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -152,7 +152,7 @@ class Mla(Pipeline[MlaState]):
     return self.add_to_o(self.weigh(s, scores), self.in_lds(s, t, "k").rows)
 
   def start(self) -> UOp:
-    s, begin = self.state, ((self.state.acc, 0.0), (self.state.m, LOWEST), (self.state.l, 0.0))
+    begin = ((self.state.acc, 0.0), (self.state.m, LOWEST), (self.state.l, 0.0))
     return UOp.group(*[x for to, value in begin for x in store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel())])
 
   # ***** one trip *****

@@ -20,7 +20,7 @@ from attn.kernels.parts.statements import Statements, store_all, workgroup_barri
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.warps import Warps, fragments, sum_over_quad
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.softmax import LANE, LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, weights_from
+from attn.ops.softmax import LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, weights_from
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
@@ -64,8 +64,9 @@ def mla_mma(p:Problem, arch:Chip, tile:MlaMmaTile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class MlaMmaState(CopyGroups):
-  """What crosses trips: of O the warp's columns of all queries; of its own queries the reference m and the sums of P over its part of the keys, kind by
-  kind; and of each tile of queries, within a trip, the factors of O. Shared memory, and where statements are stored."""
+  """What crosses trips: of O the warp's columns of all queries; of its own queries the reference m and the sums of P over its part of the keys: as it
+  is rounded, and for the LSE the lane's part of the exact ones; and of each tile of queries, within a trip, the factors of O. Shared memory, and
+  where statements are stored."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -210,27 +211,26 @@ class MlaMma:
     mat, lane = self.mat, self.warps.at.lane
     s = s.store(store_all(s.factors, [self.hear(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
     s = s.do(rescale(s.acc, s.factors, s.done))
-    (a_row, a_unit), (b_row, b_unit), k = mat.a_address(lane), mat.b_transposed_address(lane), self.k_rows(t)
-    v = k.at(k.base + self.line*LINE)
+    (a_row, a_unit), (b_row, b_unit), pairs = mat.a_address(lane), mat.b_transposed_address(lane), LINE//2
     accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
     for step in range(self.tile.block_n//mat.K):
       weights = [s.read(self.weight_rows, a_row, a_unit, tile*mat.M, 2*step) for tile in self.row_tiles]
       for pair in range(self.columns//2):
-        b = s.read(v, b_row, b_unit, step*mat.K, 2*pair, transposed=True)
+        b = s.read(self.v_rows(t, pair//pairs), b_row, b_unit, step*mat.K, 2*(pair%pairs), transposed=True)
         for row, a in zip(accs, weights):
           for half in range(2): row[2*pair + half] = nv.mma(mat, a, b, half, row[2*pair + half])
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
 
-  @property
-  def line(self) -> UOp:
-    """Of a row of K, where the warp's columns of V begin; a warp that has none is given the last ones."""
-    lines = self.columns//LINE
-    return (self.warps.at.wave*lines).minimum(self.tile.layouts(self.p)[1].panels - lines)
+  def v_rows(self, t:UOp, line:int) -> LongRows:
+    """The rows of K from a line of the warp's columns of V on. Where there is no such line, the last one: nobody will store what comes of it."""
+    k = self.k_rows(t)
+    return k.at(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
   # ***** after the last trip *****
   def totals(self, s:MlaMmaState) -> MlaMmaState:
     """With the reference of each row, and its sums over each part of the keys, in shared memory."""
-    sums = [s.l[0].load(), *[ops.build(*[sum_over_quad(ops.extract(s.l[1].load(), r)) for r in range(nv.ROWS)])]*(LANE in (ONES, LANE)[:self.names.kinds])]
+    sums = [s.l[kind].load() for kind in range(self.names.kinds)]
+    sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # of the lane's own P
     told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
     return self.met(s.do(*told, *self.tell(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
 

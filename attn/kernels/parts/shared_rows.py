@@ -1,12 +1,9 @@
 """Where the waves of a workgroup share the rows of O: each has some of its columns, and of the scores some queries and some keys of each trip."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
-from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.scores import Scores
-from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
