@@ -1,6 +1,6 @@
 """Values that are the first columns of the keys: the kernels whose waves share them, mla and mla_mma, and attention and caches of one tensor."""
 from __future__ import annotations
-import os, sys
+import contextlib, os, sys
 from dataclasses import replace
 from typing import Any, Callable
 import numpy as np
@@ -12,6 +12,7 @@ from attn.choose.dispatch import KERNELS, choose
 from attn.choose.mla_tiles import LONGEST, mla_mma_tile, mla_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
+from attn.emulator.matrix import Layout
 from attn.emulator.plan import Plan
 from attn.kernels import mla, mla_mma
 from attn.kernels.mla import Mla, MlaTile
@@ -85,10 +86,30 @@ def not_a_number(p:Problem) -> Inputs:
 @in_turn("arch, make", UNITS, [not_a_number], among=len(UNITS), turn=3)
 def test_a_nan_stays_in_its_row(arch:str, make:Maker) -> None: check_mla(arch, make, Sk=90)
 
+def wrong(m:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: m.setattr(of, name, make(getattr(of, name)))
+
+def sums_cut_off(m:pytest.MonkeyPatch) -> None:
+  """The matrix unit cuts off, towards 0, what fp32 has no room for, as an H200's does."""
+  def cut(add:Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    def added(self:Any, c:np.ndarray, product:np.ndarray) -> np.ndarray:
+      exactly = add(self, c.astype(np.float64), product.astype(np.float64))
+      found = exactly.astype(np.float32)
+      return np.where(np.abs(found) > np.abs(exactly), np.nextafter(found, np.float32(0)), found)
+    return added
+  wrong(m, Layout, "add_matrices", cut)
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("added_up", (mla_mma.ADDED_UP, 36))
+def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch, added_up:int) -> None:
+  """The LSE of peaked rows holds, but would not if all of a row's products went to one sum."""
+  sums_cut_off(monkeypatch)
+  monkeypatch.setattr(mla_mma, "ADDED_UP", added_up)
+  with contextlib.nullcontext() if added_up < 36 else pytest.raises(AssertionError, match="lse: "):
+    check_mla("sm_80", lambda p: KINDS["q times 8"](p, 1), H=128, Sk=500, D=576)
+
 # ***** planted faults: each is caught *****
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-def wrong(m:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: m.setattr(of, name, make(getattr(of, name)))
 
 def first_columns_only(m:pytest.MonkeyPatch) -> None:
   """Every wave reads the columns of V that the first one has."""
