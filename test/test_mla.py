@@ -9,7 +9,7 @@ import attn
 from attn.api.attention import choice_of
 from attn.chips import CHIPS, get_chip
 from attn.choose.dispatch import KERNELS, choose
-from attn.choose.mla_tiles import LONGEST, mla_mma_tile, mla_tile
+from attn.choose.mla_tiles import UP_TO, mla_mma_tile, mla_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.matrix import Layout
@@ -232,7 +232,7 @@ def test_bad_arguments() -> None:
       attn.attention_with_kv_cache(q, draw(1, 1, 1, 32), None, draw(1, 1, 40, 32), None, 3)
 
 def test_what_the_kernels_refuse_goes_to_another() -> None:
-  longest, bias = LONGEST["D"], dict(extras=dict(bias=floats(1, 1, 1, 40)))
+  longest, bias = UP_TO["D"], dict(extras=dict(bias=floats(1, 1, 1, 40)))
   for what, parameters in (("bias", bias), (f"D={longest + 8}", dict(D=longest + 8)), ("float32", dict(dtype="float32"))):
     p = problem(**{**dict(H=4, Hkv=1, Sq=1, Sk=40, D=longest, Dv=300, v_in_k=True, lse=False), **parameters})
     choice = choose(p, get_chip("gfx942"))

@@ -8,7 +8,7 @@ from attn.kernels.mla import MlaTile
 from attn.kernels.mla_mma import MlaMmaTile
 from attn.problem import Problem
 
-LONGEST = {"D": 576, "Dv": 512}      # the rows of K and of O that the tiles have registers for
+UP_TO = {"D": 576, "Dv": 512}      # the rows of K and of O that the tiles have registers for
 BIAS_AND_DROPOUT = ("bias", "dropout_p")
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def latent_refuses(p:Problem) -> str|None:
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
   if options := [x for x in BIAS_AND_DROPOUT if getattr(p, x)]: return f"{options[0]}: its waves have parts of a row's keys, and no part of that"
   widths = (("D", p.D), ("Dv", p.Dv))
-  return next((f"{name}={value}: its tiles are for up to {LONGEST[name]}" for name, value in widths if value > LONGEST[name]), None)
+  return next((f"{name}={value}: its tiles are for up to {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
   """The first candidate for as many rows. Raises NotImplementedError where LDS has no room for it."""
