@@ -21,7 +21,7 @@ from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
 from attn.ops.language import KernelText
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
-from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, rounded_sum
+from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, weights_from
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
 
 WAVES, EXCHANGES = 8, 40     # of a test; in one operation, at most
@@ -201,6 +201,10 @@ def f(n:int=1, slot:int=0) -> UOp: return value(ops.f32(n), slot)
 def u(n:int=1, slot:int=0) -> UOp: return value(ops.u32(n), slot)
 def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
 
+def array(count:int, n:int, slot:int) -> UOp:
+  """An operand that is an array of so many vectors."""
+  return UOp.placeholder((count,), ops.f32(n), slot, AddrSpace.REG)
+
 AMD, RDNA, NATIVE, NVIDIA = "gfx942", "gfx1201", "gfx950", "sm_80"     # NATIVE has an instruction that rounds to bf16
 HIPS, ALL = (AMD, RDNA), (AMD, RDNA, NVIDIA)
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
@@ -229,6 +233,9 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
     "mask_above": lambda: ops.mask_above(f(n, 0), i(1), offsets), "mask_below": lambda: ops.mask_below(f(n, 0), i(1), offsets),
     "mask_above further on": lambda: ops.mask_above(f(2, 0), i(1), (4, 5)), "mask_below further on": lambda: ops.mask_below(f(2, 0), i(1), (4, 5)),
     "weights": lambda: ops.weights(f(n, 0), f(1, 1), 0.18), "weights of two rows": lambda: ops.weights(f(4, 0), f(2, 1), 0.18),
+    "weights_from": lambda: weights_from(f(n, 0), f(1, 1), 0.18), "weights_from of two rows": lambda: weights_from(f(4, 0), f(2, 1), 0.18),
+    "raised": lambda: raised(f(1, 0), f(1, 1), 0.18, 0.5), "raised of two rows": lambda: raised(f(2, 0), f(2, 1), 0.18, 0.5),
+    "rescale": lambda: rescale(array(4, n, 0), array(2, 1, 1)), "rescale of two rows": lambda: rescale(array(4, 4, 0), array(2, 2, 1)),
     "lane_sum": lambda: lane_sum(f(2, 0), f(n, 1), 1), "lane_sum of two rows": lambda: lane_sum(f(2, 0), f(4, 1), 2),
     "uniform": lambda: ops.uniform(i()),
   }
