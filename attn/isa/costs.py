@@ -17,12 +17,12 @@ from attn.isa.instruction import Instruction
 from attn.isa.parse import Kernel
 from attn.isa.report import Report, analyse
 from attn.choose.dispatch import MATRIX_DTYPES
-from attn.isa.source import BACKWARD, FORWARD, MASKS, Source, Spec, chosen
+from attn.isa.source import BACKWARD, FORWARD, LATENT, MASKS, Source, Spec, chosen
 from attn.isa.table import BRIEF, brief_cells
 
 HEAD_DIMENSIONS = (64, 128, 256)
 SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS
-         for kernel in (FORWARD, *BACKWARD)]
+         for kernel in (FORWARD, *BACKWARD)] + [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str) -> Report:
   """The report on a kernel of ours, by itself, whose machine code is `text`."""

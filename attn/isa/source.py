@@ -8,15 +8,17 @@ from attn.chips import CHIPS, MODELLED, Chip, get_chip
 from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import KERNELS, MATRIX_DTYPES, choose
+from attn.choose.mla_tiles import UP_TO
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
 from attn.emulator.listing import Listing
 from attn.isa.report import PRODUCTS, LoopProducts
+from attn.kernels.mla import MlaTile
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.gradients import PASSES
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tensors import MAX_D, Shapes, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.ops.renderers import printer_of, render
 from attn.problem import Problem
@@ -24,7 +26,7 @@ from attn.tinygrad_compat import UOp
 from attn.values import FLOATS
 
 MASKS = ("full", "causal")
-FORWARD, BACKWARD = "forward", ("dq", "dkdv")    # which kernel of a problem
+FORWARD, BACKWARD, LATENT = "forward", ("dq", "dkdv"), "mla"    # which kernel of a problem; of latent attention, whose V is part of K
 KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.family == "nvidia"))   # NVIDIA's have a source, and no report
 
 @dataclass(frozen=True, order=True)
@@ -38,14 +40,15 @@ class Spec:
 
   def __post_init__(self) -> None:
     for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS),
-                               ("kernel", self.kernel, (FORWARD, *BACKWARD))):
+                               ("kernel", self.kernel, (FORWARD, *BACKWARD, LATENT))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
+    if self.kernel == LATENT and not MAX_D < self.d <= UP_TO["D"]: raise ValueError(f"{self}: {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
 
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
     """The kernels that do the work together: forward by itself, the two backward kernels both."""
-    return (self,) if self.kernel == FORWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
+    return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
   def parse(cls, word:str) -> Spec:
@@ -67,9 +70,15 @@ class Source:
 
 LENGTH, HEADS = 4096, 32   # whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
 
+ROTARY, DECODED = 64, 2     # of K of latent attention the columns that are not V, and the queries that decode a token and a draft of the next one
+
 def problem_of_spec(spec:Spec) -> Problem:
+  window = (-1, 0 if spec.mask == "causal" else -1)
+  if spec.kernel == LATENT:
+    return Problem(HEADS, 128, 1, DECODED, LENGTH, spec.d, spec.d - ROTARY, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
+                   offset=LENGTH - DECODED, softmax_scale=spec.d**-0.5, v_in_k=True)
   return Problem(1, HEADS, HEADS, LENGTH, LENGTH, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype,
-                 window=(-1, 0 if spec.mask == "causal" else -1), softmax_scale=spec.d**-0.5)
+                 window=window, softmax_scale=spec.d**-0.5)
 
 def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
@@ -100,7 +109,7 @@ def python_lines(spec:Spec) -> dict[int, tuple[str, int]]:
 def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
   """The kernel and tile that dispatch chooses for the clang of reports, or for this release of LLVM."""
   p, arch = replace(problem_of_spec(spec), num_splits=1), _chip(spec, llvm)
-  if spec.kernel != FORWARD:
+  if spec.kernel in BACKWARD:
     if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
     return f"backward_{spec.kernel}", found[BACKWARD.index(spec.kernel)]
   choice = choose(p, arch)
@@ -115,8 +124,9 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for forward or the backward kernel of `spec` with
   `tile`."""
   name, used = (spec.kernel, tile) if tile is not None else chosen(spec, llvm)
-  assert isinstance(used, Tile|BackwardTile)
-  d, dv, text = contraction(used.matrix, spec.d), round_up(spec.d, used.matrix.M), _text(spec, name, used)
+  assert isinstance(used, Tile|BackwardTile|MlaTile)
+  d, dv, text = contraction(used.matrix, spec.d), round_up(problem_of_spec(spec).Dv, used.matrix.M), _text(spec, name, used)
+  if isinstance(used, MlaTile): return Source(text, d, dv, used.matrix.N, used.block_m)
   if isinstance(used, Tile): return Source(text, d, dv, used.q_tiles*used.matrix.N, used.block_m)
   loops = [("dq",)] if spec.kernel == "dq" else PASSES[used.passes]
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, tuple(products_of(wanted) for wanted in loops))

@@ -24,8 +24,8 @@ from attn.ops.softmax import LOWEST, ONES, lane_sum, raised, rescale, rounded_su
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
-# Matrix instructions that add to one sum of a score. The tensor cores cut off what fp32 has no room for, always towards 0: of all 36 that 576 columns take
-# it showed in the LSE of peaked rows (measured on an H200: 1.13 of the contract's limit; a third as much by a model of it, where the sums are of 12).
+# Matrix instructions that add to one sum of a score. The tensor cores cut off what fp32 has no room for, always towards 0: over the 36 that 576
+# columns take it showed in the LSE of peaked rows (1.13 of the contract's limit, on an H200; by a model of it a third as much in sums of 12).
 ADDED_UP = 12
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def mla_mma(p:Problem, arch:Chip, tile:MlaMmaTile) -> Callable[..., UOp]:
 @dataclass(frozen=True)
 class MlaMmaState(CopyGroups):
   """What crosses trips: of O the warp's columns of all queries; of its own queries the reference m and the sums of P over its part of the keys: as it
-  is rounded, and for the LSE the lane's part of the exact ones; within a trip its scores, and of each tile of queries the factors of O. Shared memory, and
-  where statements are stored."""
+  is rounded, and for the LSE the lane's part of the exact ones. Within a trip: the scores, and of each tile of queries the factors of O. Shared
+  memory, and where statements are stored."""
   shared: UOp
   acc: UOp
   m: UOp

@@ -50,6 +50,7 @@ def _division(timing:Timing, queries:int, keys:bool, products:LoopProducts) -> D
 
 def of_spec(spec:source.Spec, shape:Shape|None=None, lines:bool=True) -> Predicted:
   """A kernel of ours."""
+  if spec.kernel == source.LATENT: raise ValueError(f"{spec}: how its waves share a problem is not in the model; `report` has its bounds")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec)
   timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products)
