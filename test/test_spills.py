@@ -43,6 +43,10 @@ SPILLED = {
   "both masks beside long rows in pieces": ("gfx950", {"B": 8, "H": 32, "Sq": 4280, "Sk": 4280, "D": 182, "window": (138, 169), "lse": False}),
   "slopes beside wide rows": ("gfx950", MANY | {"Sq": 367, "Sk": 1187, "D": 248, "causal": "top-left",
                                                 "extras": {"alibi_slopes": np.empty(32, np.float32)}}),
+  **{f"latent attention on {arch}, {what}": (arch, dict(B=8, H=heads, Hkv=1, Sk=4096, D=576, Dv=512, v_in_k=True, **more))
+     for arch in ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+     for what, heads, more in (("decode", 128, dict(Sq=1)), ("causal", 128, dict(Sq=4, dtype="bfloat16", causal=True)),
+                               ("few heads", 16, dict(Sq=1, softcap=30.0)))},
   "a softcap beside long rows in pieces": ("gfx950", MANY | {"Hkv": 8, "Sq": 1001, "Sk": 3909, "D": 167, "Dv": 139, "causal": True,
                                                              "softcap": 30.0, "lse": False}),
 }
