@@ -75,16 +75,16 @@ class Finding:
   other: Array|None = None
   verb: str = ""
 
-Extent = tuple[int, int]     # the first location of a workgroup's buffer that an access touches, and the first one beyond
+Span = tuple[int, int]     # the first location of a workgroup's buffer that an access touches, and the first one beyond
 
-class Extents:
-  """Where some buffer was accessed: the extents, each with the last interval in which a wave did it."""
-  def __init__(self) -> None: self.last, self.latest = dict[Extent, int](), 0
-  def add(self, extent:Extent, interval:int) -> None: self.last[extent] = self.latest = interval
+class Spans:
+  """Where some buffer was accessed: the spans, each with the last interval in which a wave did it."""
+  def __init__(self) -> None: self.last, self.latest = dict[Span, int](), 0
+  def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
-  def meet(self, extent:Extent, since:int) -> bool:
-    """Whether one of them, of interval `since` or later, has a location of `extent`."""
-    low, high = extent
+  def meet(self, span:Span, since:int) -> bool:
+    """Whether one of them, of interval `since` or later, has a location of `span`."""
+    low, high = span
     return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
 
 PENDING = 64   # reads that are kept as they are before they go to the planes
@@ -99,7 +99,7 @@ class LdsShadow:
 
   A write that is under way has the number of its operation in place of the interval, from `UNDER_WAY` on.
 
-  Locations are looked at only where it may matter: each access has its extent, and two whose extents have nothing in common don't meet. So most reads
+  Locations are looked at only where it may matter: each access has its span, and two whose spans have nothing in common don't meet. So most reads
   never get to the planes of `reader`: they wait, in their order, until a write meets one, and those before the last barrier are dropped."""
   def __init__(self, f:Frame, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
@@ -107,11 +107,11 @@ class LdsShadow:
     self.writer = np.zeros(self.total, np.int32)
     self.reader = np.zeros(self.total * self.waves, np.int32) if self.waves > 1 else None
     self.plane = f.wave_of.astype(np.int64) * self.total
-    self.written_at, self.read_at = Extents(), Extents()      # since the last barrier
+    self.written_at, self.read_at = Spans(), Spans()      # since the last barrier
     self.pending: list[tuple[Array, int, Array|None, Any, int]] = []   # reads: at, per, active, the interval, the last one
     self.complete = False               # no location is unwritten
-    self.full: set[Extent] = set()      # extents that are written in all workgroups,
-    self.looked: dict[Extent, int] = {} # and when others were last looked at
+    self.full: set[Span] = set()      # spans that are written in all workgroups,
+    self.looked: dict[Span, int] = {} # and when others were last looked at
     self.arriving = self.holding = 0    # how many operations under way write and read here
     self.first = UNDER_WAY//f.stride    # the number of operation 0, as an interval
 
@@ -122,19 +122,19 @@ class LdsShadow:
       self.read_at.clear()
       self.pending.clear()
 
-  def all_written(self, extent:Extent) -> bool:
+  def all_written(self, span:Span) -> bool:
     """Whether every workgroup has written these locations; False where nobody has looked since the last barrier."""
-    if self.complete or extent in self.full: return True
-    if self.looked.get(extent) == self.f.since: return False
-    self.looked[extent] = self.f.since
-    if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, extent[0]:extent[1]].all())): self.full.add(extent)
+    if self.complete or span in self.full: return True
+    if self.looked.get(span) == self.f.since: return False
+    self.looked[span] = self.f.since
+    if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, span[0]:span[1]].all())): self.full.add(span)
     return full
-  def coming(self, extent:Extent) -> bool:
+  def coming(self, span:Span) -> bool:
     """Whether a copy under way writes to one of these locations."""
-    return self.arriving > 0 and self.f.under_way.writes(self, extent)
-  def kept(self, extent:Extent) -> bool:
+    return self.arriving > 0 and self.f.under_way.writes(self, span)
+  def kept(self, span:Span) -> bool:
     """Whether a product under way reads one of them."""
-    return self.holding > 0 and self.f.under_way.reads(self, extent)
+    return self.holding > 0 and self.f.under_way.reads(self, span)
 
   def foreign(self, tag:Array) -> Array:
     """Where the last write, by another wave, need not have been done."""
@@ -146,9 +146,9 @@ class LdsShadow:
   def send(self, at:Array, by:Array, operation:int) -> None:
     """A store that threads `by` have started: nobody may touch those locations until it arrives, not even their own wave."""
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
-  def arrive(self, at:Array, by:Array, extent:Extent) -> None:
+  def arrive(self, at:Array, by:Array, span:Span) -> None:
     self.writer[at] = self.f.tag[by]
-    self.written_at.add(extent, self.f.last_interval)
+    self.written_at.add(span, self.f.last_interval)
   def held(self, at:Array) -> Array:
     """The number + 1 of a product under way that reads the locations `at`; 0 for none. Nobody may write those until the product is waited for."""
     held = np.zeros(self.total, np.int32)
@@ -166,30 +166,30 @@ class LdsShadow:
   # Each of the locations of an access is looked at by itself where something may be wrong with one; else all of them at once, as one chunk of as many
   # int32: numpy gathers and scatters chunks as fast as numbers.
 
-  def clean_read(self, at:Array, per:int, active:Array|None, extent:Extent) -> bool:
+  def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
     """Notes the read of `per` neighbouring locations from `at*per` on (T,), unless something may be wrong with it."""
-    meets = self.waves > 1 and self.written_at.meet(extent, self.f.since)
-    if (coming := self.coming(extent)) or meets or not self.all_written(extent):
+    meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
+    if (coming := self.coming(span)) or meets or not self.all_written(span):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
       if not self.complete and not tag.all(): return False
       if (coming and self._unfinished(tag, None) is not None) or (meets and not self._settled(tag)): return False
-    self.note_read(at, per, active, extent)
+    self.note_read(at, per, active, span)
     return True
 
-  def clean_write(self, at:Array, per:int, active:Array|None, extent:Extent) -> bool:
+  def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
     """Notes the write of such locations likewise."""
     f, writer = self.f, chunks(self.writer, per)
-    if self.kept(extent): return False
-    meets = self.waves > 1 and self.written_at.meet(extent, f.since)
-    if (coming := self.coming(extent)) or meets:
+    if self.kept(span): return False
+    meets = self.waves > 1 and self.written_at.meet(span, f.since)
+    if (coming := self.coming(span)) or meets:
       tag = writer.take(at).view(np.int32).reshape(-1, per)
       if (coming and self._unfinished(tag, None) is not None) or (meets and not self._settled(tag)): return False
-    if (reader := self.readers(extent)) is not None:
+    if (reader := self.readers(span)) is not None:
       planes = chunks(reader, per).reshape(self.waves, -1)
       for wave in range(self.waves):
         seen = planes[wave].take(at).view(np.int32).reshape(-1, per).max(axis=1) >= f.seen_of
         if seen.any() and (seen & (f.wave_of != wave)).any(): return False
-    self.written_at.add(extent, f.last_interval)
+    self.written_at.add(span, f.last_interval)
     to, tags = (at, f.tag) if active is None else (at[active], f.tag[active])
     writer[to] = _repeated(tags, per)
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
@@ -200,27 +200,27 @@ class LdsShadow:
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
-  def on_read(self, at:Array, active:Array|None, extent:Extent) -> Finding|None:
+  def on_read(self, at:Array, active:Array|None, span:Span) -> Finding|None:
     """Notes the read of locations `at` (T,); returns what is wrong with it."""
-    f, meets = self.f, self.waves > 1 and self.written_at.meet(extent, self.f.since)
-    if (coming := self.coming(extent)) or meets or not self.complete:
+    f, meets = self.f, self.waves > 1 and self.written_at.meet(span, self.f.since)
+    if (coming := self.coming(span)) or meets or not self.complete:
       tag = self.writer[at]
       if not self.complete and (bad := _some(tag == 0, active)) is not None: return Finding(UninitialisedRead, bad)
       if coming and (wrong := self._unfinished(tag, active)) is not None: return wrong
       if meets and (bad := _some(self.foreign(tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
-    self.note_read(at, 1, active, extent)
+    self.note_read(at, 1, active, span)
     return None
 
-  def note_read(self, at:Array, per:int, active:Array|None, extent:Extent) -> None:
+  def note_read(self, at:Array, per:int, active:Array|None, span:Span) -> None:
     """That of `per` neighbouring locations from `at*per` on."""
     if self.reader is None: return
-    self.read_at.add(extent, self.f.last_interval)
+    self.read_at.add(span, self.f.last_interval)
     self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))
     if len(self.pending) >= PENDING: self._settle_reads()
 
-  def readers(self, extent:Extent) -> Array|None:
-    """The planes that say when each wave has read each location, if a read that matters meets the extent."""
-    if self.reader is None or not self.read_at.meet(extent, self.f.since): return None
+  def readers(self, span:Span) -> Array|None:
+    """The planes that say when each wave has read each location, if a read that matters meets the span."""
+    if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader
 
@@ -234,19 +234,19 @@ class LdsShadow:
       else: chunks(self.reader, per)[to[active]] = intervals[active]
     self.pending.clear()
 
-  def on_write(self, at:Array, active:Array|None, extent:Extent) -> Finding|None:
-    f, meets = self.f, self.waves > 1 and self.written_at.meet(extent, self.f.since)
-    if (coming := self.coming(extent)) or meets:
+  def on_write(self, at:Array, active:Array|None, span:Span) -> Finding|None:
+    f, meets = self.f, self.waves > 1 and self.written_at.meet(span, self.f.since)
+    if (coming := self.coming(span)) or meets:
       tag = self.writer[at]
       if coming and (wrong := self._unfinished(tag, active)) is not None: return wrong
       if meets and (bad := _some(self.foreign(tag), active)) is not None: return Finding(LdsRace, bad, tag % f.stride, "written")
-    if (reader := self.readers(extent)) is not None:
+    if (reader := self.readers(span)) is not None:
       for wave in range(self.waves):
         seen = reader[wave*self.total + at] >= f.seen_of
         if seen.any() and (bad := _some(seen & (f.wave_of != wave), active)) is not None:
           return Finding(LdsRace, bad, np.full_like(f.wave_of, wave), "read")
-    if self.kept(extent) and (bad := _some((held := self.held(at)) > 0, active)) is not None: return Finding(NotWaitedFor, bad, held - 1, "reads")
-    self.written_at.add(extent, f.last_interval)
+    if self.kept(span) and (bad := _some((held := self.held(at)) > 0, active)) is not None: return Finding(NotWaitedFor, bad, held - 1, "reads")
+    self.written_at.add(span, f.last_interval)
     if active is None: self.writer[at] = f.tag
     else: self.writer[at[active]] = f.tag[active]
     if self.waves > 1 and (bad := _some(self.writer[at] != f.tag, active)) is not None:

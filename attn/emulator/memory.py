@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import numpy as np
 from numpy.typing import NDArray
 from attn.tinygrad_compat import UOp
-from attn.emulator.checks import Extent, Finding, LdsShadow, Misaligned, NotWaitedFor, OutOfBounds, UninitialisedRead, UnwrittenOutput
+from attn.emulator.checks import Span, Finding, LdsShadow, Misaligned, NotWaitedFor, OutOfBounds, UninitialisedRead, UnwrittenOutput
 from attn.emulator.under_way import LdsOperand
 if TYPE_CHECKING:
   from attn.emulator.machine import Frame
@@ -143,21 +143,21 @@ class Space:
       raise self.f.error(UninitialisedRead, bad, lambda t: f"load of {self.name}[{np.broadcast_to(at, self.f.T)[t]}] (elements of {chunk} bytes) "
                                                            "reads global memory that nobody has written")
 
-  def _note(self, note:Callable[[Array, Array|None, Extent], Finding|None], index:Array, at:Array, chunk:int, active:Array|None, verb:str) -> None:
+  def _note(self, note:Callable[[Array, Array|None, Span], Finding|None], index:Array, at:Array, chunk:int, active:Array|None, verb:str) -> None:
     shadow = self.shadow
     assert shadow is not None
     per, locations = max(1, chunk//shadow.unit), self.stride//shadow.unit
     operands = self.f.under_way.operands if verb == "reads" else None
     if (touched := index if active is None else np.broadcast_to(index, active.shape)[active]).size == 0: return
-    extent = int(touched.min())*chunk//shadow.unit, -(-(int(touched.max()) + 1)*chunk//shadow.unit)
+    span = int(touched.min())*chunk//shadow.unit, -(-(int(touched.max()) + 1)*chunk//shadow.unit)
     if chunk == per*shadow.unit and per in (1, 2, 4) and at.shape == (self.f.T,) and (
-        shadow.clean_read if verb == "reads" else shadow.clean_write)(at, per, active, extent):
-      if operands is not None: operands.lds.append(LdsOperand(shadow, at, per, active, extent))
+        shadow.clean_read if verb == "reads" else shadow.clean_write)(at, per, active, span):
+      if operands is not None: operands.lds.append(LdsOperand(shadow, at, per, active, span))
       return
     for part in range(per):
       where = at if chunk == shadow.unit else at*chunk//shadow.unit + part
-      if (wrong := note(where, active, extent)) is None:
-        if operands is not None: operands.lds.append(LdsOperand(shadow, where, 1, active, extent))
+      if (wrong := note(where, active, span)) is None:
+        if operands is not None: operands.lds.append(LdsOperand(shadow, where, 1, active, span))
         continue
       def text(t:int) -> str:
         what = f"{verb} {self.name} at byte {where[t] % locations * shadow.unit} (element {at[t] % (self.stride//chunk)} of {chunk} bytes)"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 if TYPE_CHECKING:
-  from attn.emulator.checks import Extent, LdsShadow
+  from attn.emulator.checks import Span, LdsShadow
   from attn.emulator.machine import Frame
   from attn.emulator.memory import Registers
 
@@ -23,11 +23,11 @@ class Copy:
   at: Array        # locations: (of a thread, threads)
   by: Array        # threads
   group: Array     # of each
-  extent: Extent
+  span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
     """What has arrived, and what has not."""
-    return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.extent) for x in (arrived, ~arrived))   # type: ignore[return-value]
+    return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass
 class LdsOperand:
@@ -36,7 +36,7 @@ class LdsOperand:
   at: Array
   per: int
   active: Array|None
-  extent: Extent
+  span: Span
 
 @dataclass
 class Operands:
@@ -69,18 +69,18 @@ class UnderWay:
 
   # ***** copies *****
 
-  def copy(self, shadow:LdsShadow, at:Array, by:Array, extent:Extent) -> None:
+  def copy(self, shadow:LdsShadow, at:Array, by:Array, span:Span) -> None:
     shadow.send(at, by, self.start())
     shadow.arriving += 1
-    self.copies.append(Copy(shadow, at, by, self.group[by], extent))
+    self.copies.append(Copy(shadow, at, by, self.group[by], span))
 
-  def writes(self, shadow:LdsShadow, extent:Extent) -> bool:
+  def writes(self, shadow:LdsShadow, span:Span) -> bool:
     """Whether a copy does, to one of these locations."""
-    return any(x.shadow is shadow and _meet(x.extent, extent) for x in self.copies)
+    return any(x.shadow is shadow and _meet(x.span, span) for x in self.copies)
 
-  def reads(self, shadow:LdsShadow, extent:Extent) -> bool:
+  def reads(self, shadow:LdsShadow, span:Span) -> bool:
     """Whether a product does, one of these locations."""
-    return any(x.shadow is shadow and _meet(x.extent, extent) for product in self.products for x in product.operands.lds)
+    return any(x.shadow is shadow and _meet(x.span, span) for product in self.products for x in product.operands.lds)
 
   def commit(self) -> None: self.group = self.group + self.f.active
 
@@ -93,7 +93,7 @@ class UnderWay:
         left.append(copy)
         continue
       done, rest = (copy, None) if arrived.all() else copy.split(arrived)
-      done.shadow.arrive(done.at, done.by, done.extent)
+      done.shadow.arrive(done.at, done.by, done.span)
       if rest is not None: left.append(rest)
       else: copy.shadow.arriving -= 1
     self.copies = left
@@ -125,7 +125,7 @@ class UnderWay:
     """It is done for these threads."""
     for i, value in product.results.items(): product.accumulators.put(i, value, done)
     for x in product.operands.lds:               # it may have read up to now: who writes next has to be a barrier later
-      x.shadow.note_read(x.at, x.per, done if x.active is None else done & x.active, x.extent)
+      x.shadow.note_read(x.at, x.per, done if x.active is None else done & x.active, x.span)
 
   def _release(self, product:Product) -> None:
     """It is done for all."""
@@ -135,4 +135,4 @@ class UnderWay:
       if registers.held.get(i) is product: del registers.held[i]
     for x in product.operands.lds: x.shadow.holding -= 1
 
-def _meet(a:Extent, b:Extent) -> bool: return a[0] < b[1] and b[0] < a[1]
+def _meet(a:Span, b:Span) -> bool: return a[0] < b[1] and b[0] < a[1]
