@@ -2,6 +2,7 @@
 the calculator's cycles, LLVM's latencies. The expected numbers were worked out by hand before the model was run."""
 from __future__ import annotations
 import json, re
+from dataclasses import replace
 import xml.etree.ElementTree as ElementTree
 import pytest
 from click.testing import CliRunner
@@ -10,9 +11,10 @@ from attn.isa import source
 from attn.isa.__main__ import main
 from attn.isa.parse import parse
 from attn.isa.timing.drawing import svg_of
-from attn.isa.timing.kernels import Shape, of_spec
+from attn.isa.source import Shape
+from attn.isa.timing.kernels import of_spec
 from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
-from attn.isa.timing.predict import Division, predict, trips_of_blocks
+from attn.isa.timing.predict import Division, grid_of, predict, trips_of_blocks
 from attn.isa.timing.steps import TripStep, trip_steps, unknown, uses
 from attn.isa.timing.trips import timing_of
 from attn.isa.timing.waves import Wave, step_waves
@@ -167,6 +169,46 @@ def test_a_problem_takes_its_trips_and_edges() -> None:
   assert found.compute_seconds*2.1e9 == pytest.approx(8*timing.cycles + timing.edges/timing.groups, abs=2)
   assert predict(p, timing, Division(128, 32), card, 1.05).compute_seconds == pytest.approx(2*found.compute_seconds)
 
+def test_small_workgroups_spread_over_the_simds() -> None:
+  """Four workgroups of one wave each have a SIMD each, and take no longer than one; a fifth shares one of them."""
+  matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 v[{16*i}:{16*i + 15}], v[80:81], v[82:83], v[{16*i}:{16*i + 15}]" for i in range(4))
+  text = kernel(threads=64).replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]", matrix)
+  one, four, five = (timing_of(text, grid=n*CHIPS["gfx942"].cus) for n in (1, 4, 5))
+  assert [x.groups for x in (one, four, five)] == [1, 4, 5]
+  assert four.cycles == pytest.approx(one.cycles, abs=8) and five.cycles > 1.1*one.cycles
+
+@pytest.mark.parametrize("division, own, read", [
+  (Division(64, 32), 4, 4*(2 + 4 + 6 + 8)*32 + 4*256),          # each of 4 heads: blocks of 2 to 8 trips of 32 rows of K and V, and Q with O
+  (Division(128, 32), 4, 4*(4 + 8)*32 + 4*256),                 # twice the queries of a workgroup: K and V are read for half as many blocks
+  (Division(64, 32, keys=True, products=((2, 2),)), 2, 2*(16 + 12 + 8 + 4)*32 + 2*256),
+  (Division(64, 32, keys=True, products=((1, 1), (2, 1))), 2, 2*2*(16 + 12 + 8 + 4)*32 + 2*256)])
+def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:int) -> None:
+  """Rows of two tensors of D=64 fp16 are 256 bytes; at 16384 bytes a cycle and 2.1 GHz."""
+  p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, window=(-1, 0), softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
+  found = predict(p, timing, division, card)
+  assert found.l2_seconds == pytest.approx(read*256/(16384*2.1e9)) and found.limit == "compute"
+  slow = predict(p, timing, division, replace(card, l2=1))
+  assert slow.limit == "L2" and slow.seconds == pytest.approx(16384*found.l2_seconds) and slow.tflops < found.tflops
+
+def test_memory_moves_every_tensor_once() -> None:
+  """Forward: O, Q of 4 heads and K, V of 2, of 256 rows of 128 bytes; in 2 key ranges fp32 parts of O and lse in place of O. dq: dq, q, o, do of 4
+  heads, k, v of 2, and two numbers of 4 bytes for each of 4 x 256 queries."""
+  p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
+  def moved(p:Problem, x:Division) -> float: return predict(p, timing, x, card).memory_seconds*card.gbs*1e9
+  row = 256*128
+  assert moved(p, Division(64, 32)) == pytest.approx(12*row)
+  assert moved(replace(p, num_splits=2), Division(64, 32, splits=2)) == pytest.approx(8*row + 2*4*256*4*(64 + 1))
+  assert moved(p, Division(64, 32, products=((2, 1),))) == pytest.approx(20*row + 2*4*256*4)
+
+def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
+  """One query of 8 heads that share keys, 1024 keys in 4 ranges: 4 workgroups for each of 2 key heads, each with 8 of 32 trips."""
+  p = Problem(1, 16, 2, 1, 1024, 64, 64, softmax_scale=0.125, num_splits=4)
+  x = Division(32, 32, heads=8, splits=4)
+  assert trips_of_blocks(p, x) == [32] and grid_of(p, 32, heads=8) == 8
+  timing, card = timing_of(kernel()), CHIPS["gfx942"].cards[0]
+  found = predict(p, timing, x, card)
+  assert found.trips == 8 and found.compute_seconds*2.1e9 == pytest.approx(8*timing.cycles + timing.edges/timing.groups, abs=2)
+
 # ***** data and errors *****
 
 def test_each_figure_has_a_source() -> None:
@@ -206,3 +248,23 @@ def test_a_kernel_of_ours_with_its_lines() -> None:
   assert any(line in found.lines and re.match(r"attn/kernels/", found.lines[line][0]) for line in lines)
   assert svg_of(found.timing, loop, 1).count("SIMD ") == found.timing.waves
   assert all(x.tflops < CHIPS["gfx942"].peak(x.card) for x in found.on_cards())
+
+def test_the_kernel_of_decode() -> None:
+  """By its word: key ranges for the problem that is asked for, the heads that share keys in one workgroup, and memory as the limit."""
+  found = of_spec(source.Spec.parse("gfx950/64/float16/full/decode"), Shape(8, 32, 8, 16384), lines=False)
+  p, x = found.problem, found.division
+  assert p is not None and x is not None and (p.Sq, p.Sk, x.heads) == (1, 16384, 4) and x.splits == p.num_splits > 1
+  assert "16384" in found.title and f"{x.splits} key ranges" in found.title
+  assert all(y.limit == "memory" for y in found.on_cards())
+  done = CliRunner().invoke(main, ["--arch", "gfx950", "--d", "64", "--decode", "--gradient", "dq"])
+  assert done.exit_code and "one of them" in done.output
+
+def test_lines_of_python_are_kept(tmp_path, monkeypatch) -> None:
+  """The second time a kernel's source and its lines are not made again, and what was kept of other files of this package does not count."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  spec, made = source.Spec.parse("gfx942/64/float16/full"), []
+  monkeypatch.setattr(source.Listing, "of", lambda make, printer, of=source.Listing.of: made.append(1) or of(make, printer))
+  first, second = (source.kernel_source(spec, lines=True) for _ in range(2))
+  assert len(made) == 1 and first == second and first.text == source.kernel_source(spec).text and first.python
+  monkeypatch.setattr(source, "_made_by", lambda: "other files")
+  assert source.kernel_source(spec, lines=True) == first and len(made) == 2

@@ -7,6 +7,9 @@ Sources
   [amd]   AMD's data sheets and product pages: compute units, peak engine (boost) clock, memory bandwidth. Of MI250X and MI250
           one die, which is a device of its own. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits; the other APUs have 128 bits of LPDDR5X-7500,
           of gfx1152 of LPDDR5X-8000. MI308X has no public data sheet.
+  [l2]    AMD CDNA 3 white paper: an XCD's L2 has 16 channels, which give 2 KB a cycle together; MI300X has 8 XCDs. ROCm Compute Profiler,
+          docs/conceptual/l2-cache.rst: 32 channels in MI200's, of 128 bytes a cycle (AMD CDNA 2 white paper). Assumed: CDNA4's is as CDNA3's, and
+          RDNA's has 64 bytes a cycle for each 16 bits of the memory's width, as RDNA's slices have (AMD RDNA white paper).
   [cuda]  NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory of a block; data sheets:
           multiprocessors.
 """
@@ -25,6 +28,7 @@ class Card:
   cus: int            # compute units (multiprocessors); 0: not published
   ghz: float = 0.0    # peak engine clock; 0: not published, or not needed
   gbs: float = 0.0    # memory bandwidth, GB/s
+  l2: int = 0         # bytes a cycle that the L2 caches give; 0: not published
 
 @dataclass(frozen=True)
 class Chip:
@@ -70,20 +74,22 @@ class Chip:
   def __str__(self) -> str: return self.name if self.unit is OTHER else f"{self.name} ({self.products})"
 
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in (
-  Chip("gfx90a", CDNA2, 65536, (Card("MI250X", 110, 1.7, 1638), Card("MI250", 104, 1.7, 1638), Card("MI210", 104, 1.7, 1638)), machine=0x3f,
-       searched=True),
-  Chip("gfx942", CDNA3, 65536, (Card("MI300X", 304, 2.1, 5300), Card("MI308X", 0), Card("MI325X", 304, 2.1, 6000)), machine=0x4c, searched=True),
-  Chip("gfx950", CDNA4, 163840, (Card("MI350X", 256, 2.2, 8000), Card("MI355X", 256, 2.4, 8000)), machine=0x4f, searched=True),
-  Chip("gfx1100", RDNA3, 65536, (Card("RX 7900 XTX", 96, 2.5, 960), Card("RX 7900 XT", 84), Card("W7900", 96)), registers=1536, granule=24,
+  Chip("gfx90a", CDNA2, 65536, (Card("MI250X", 110, 1.7, 1638, 4096), Card("MI250", 104, 1.7, 1638, 4096), Card("MI210", 104, 1.7, 1638, 4096)),
+       machine=0x3f, searched=True),
+  Chip("gfx942", CDNA3, 65536, (Card("MI300X", 304, 2.1, 5300, 16384), Card("MI308X", 0), Card("MI325X", 304, 2.1, 6000, 16384)),
+       machine=0x4c, searched=True),
+  Chip("gfx950", CDNA4, 163840, (Card("MI350X", 256, 2.2, 8000, 16384), Card("MI355X", 256, 2.4, 8000, 16384)), machine=0x4f, searched=True),
+  Chip("gfx1100", RDNA3, 65536, (Card("RX 7900 XTX", 96, 2.5, 960, 1536), Card("RX 7900 XT", 84), Card("W7900", 96)), registers=1536, granule=24,
        machine=0x41, searched=True),
-  Chip("gfx1101", RDNA3, 65536, (Card("RX 7800 XT", 60, 2.43, 624), Card("RX 7700 XT", 54)), registers=1536, granule=24, machine=0x46),
-  Chip("gfx1102", RDNA3, 65536, (Card("RX 7600", 32, 2.655, 288),), registers=1024, granule=16, machine=0x47),
+  Chip("gfx1101", RDNA3, 65536, (Card("RX 7800 XT", 60, 2.43, 624, 1024), Card("RX 7700 XT", 54)), registers=1536, granule=24, machine=0x46),
+  Chip("gfx1102", RDNA3, 65536, (Card("RX 7600", 32, 2.655, 288, 512),), registers=1024, granule=16, machine=0x47),
   Chip("gfx1103", RDNA3, 65536, (Card("Radeon 780M", 12, 2.7, 120),), registers=1024, granule=16, machine=0x44),
   Chip("gfx1150", RDNA3, 65536, (Card("Radeon 890M (Strix Point)", 16, 2.9, 120),), registers=1024, granule=16, machine=0x43),
   Chip("gfx1151", RDNA3, 65536, (Card("Ryzen AI Max (Strix Halo)", 40, 2.9, 256),), registers=1536, granule=24, machine=0x4a),
   Chip("gfx1152", RDNA3, 65536, (Card("Radeon 860M (Krackan Point)", 8, 3.0, 128),), registers=1024, granule=16, machine=0x55),
-  Chip("gfx1200", RDNA4, 65536, (Card("RX 9060 XT", 32, 3.13, 320),), registers=1536, granule=24, machine=0x48),
-  Chip("gfx1201", RDNA4, 65536, (Card("RX 9070 XT", 64, 2.97, 645), Card("RX 9070", 56)), registers=1536, granule=24, machine=0x4e, searched=True),
+  Chip("gfx1200", RDNA4, 65536, (Card("RX 9060 XT", 32, 3.13, 320, 512),), registers=1536, granule=24, machine=0x48),
+  Chip("gfx1201", RDNA4, 65536, (Card("RX 9070 XT", 64, 2.97, 645, 1024), Card("RX 9070", 56)), registers=1536, granule=24, machine=0x4e,
+       searched=True),
   Chip("gfx1010", RDNA1, 65536, (Card("RX 5700 XT", 40), Card("RX 5700", 36))),
   Chip("gfx1030", RDNA2, 65536, (Card("RX 6900 XT", 80), Card("RX 6800 XT", 72))),
   Chip("sm_80", NVIDIA, 166912, (Card("A100", 108), Card("A30", 56))),

@@ -51,14 +51,17 @@ def _products(text:str) -> LoopProducts:
   if found is None: raise click.BadParameter(f"{text!r}: must be two numbers, such as 2,1 for a loop with S and dQ, which go over D, and dP")
   return (int(found[1]), int(found[2])),
 
-def _specs(arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None) -> list[str]:
-  return [str(source.Spec(arch, d, dtype, source.MASKS[causal], gradient or source.FORWARD))] if arch is not None and d is not None else []
+def _specs(arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None) -> list[str]:
+  if decode and gradient is not None: raise click.UsageError("--decode or --gradient: one of them")
+  kernel = source.DECODE if decode else gradient or source.FORWARD
+  return [str(source.Spec(arch, d, dtype, source.MASKS[causal], kernel))] if arch is not None and d is not None else []
 
 KERNEL_OPTIONS = [
   click.option("--arch", type=click.Choice(source.KNOWN), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
   click.option("--d", type=int, help="Head dimension."),
   click.option("--dtype", type=click.Choice(source.MATRIX_DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
+  click.option("--decode", is_flag=True, help="The forward kernel of one query for each sequence, against a long cache."),
   click.option("--gradient", type=click.Choice(source.BACKWARD), help="The backward kernel that computes it. [default: forward]"),
 ]
 FILE_OPTIONS = [
@@ -82,7 +85,8 @@ def main() -> None:
   """The machine code of kernels, without a GPU and without ROCm.
 
   A kernel of ours is named by options or by a word, ARCH/D[/DTYPE[/MASK[/KERNEL]]]: `--arch gfx942 --d 128 --causal` is
-  gfx942/128/float16/causal, and `--gradient dkdv` with it gfx942/128/float16/causal/dkdv. Backward takes two kernels, dq and dkdv.
+  gfx942/128/float16/causal, and `--gradient dkdv` with it gfx942/128/float16/causal/dkdv. Backward takes two kernels, dq and dkdv. One query
+  against a long cache is gfx942/128/float16/full/decode, `--decode`.
   """
 
 @main.command()
@@ -94,11 +98,11 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--brief", is_flag=True, help="One line a kernel.")
 @click.option("--diff", is_flag=True, help="Compare two.")
-def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None, dv:int|None, kernel:str|None,
+def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None, dv:int|None, kernel:str|None,
            queries:int|None, lds:int|None, threads:int|None, products:LoopProducts, loop:int, every_block:bool, as_json:bool, brief:bool,
            diff:bool) -> None:
   """Registers, hot loop and bounds of WHAT: .s files, llvm-objdump output, code objects, or kernels of ours."""
-  words = list(what) or _specs(arch, d, dtype, causal, gradient)
+  words = list(what) or _specs(arch, d, dtype, causal, decode, gradient)
   if not words: raise click.UsageError("name a file, a kernel such as gfx942/128/float16/causal, or --arch and --d")
   if diff and len(words) != 2: raise click.UsageError("--diff compares two")
   options = {"dv": dv, "kernel_name": kernel, "queries": queries, "lds": lds, "threads": threads, "rank": loop, "every_block": every_block,
@@ -113,7 +117,7 @@ def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bo
 @click.argument("what", required=False)
 @kernel_options
 @click.option("--hip", "--cuda", "source_alone", is_flag=True, help="The source alone: HIP, or CUDA for sm_xx.")
-def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None, source_alone:bool) -> None:
+def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None, source_alone:bool) -> None:
   """Print the machine code of a kernel of ours, WHAT being its word, or the assembly of a HIP file for --arch.
 
   For sm_xx that is its CUDA source, and the SASS after it where a CUDA toolkit is there (nvcc, and cuobjdump or nvdisasm).
@@ -123,7 +127,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, gradie
     if arch not in MODELLED: raise click.UsageError(f"a file is compiled as HIP: --arch is one of {', '.join(MODELLED)}")
     click.echo(clang.assembly(Path(what).read_text(), arch))
     return
-  words = [what] if what is not None else _specs(arch, d, dtype, causal, gradient)
+  words = [what] if what is not None else _specs(arch, d, dtype, causal, decode, gradient)
   if not words: raise click.UsageError("name a kernel, such as gfx942/128/float16/causal, or --arch and --d")
   spec = source.Spec.parse(words[0])
   if spec.arch in MODELLED:
@@ -143,7 +147,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, gradie
 @click.option("--b", "batch", type=click.IntRange(1), default=4, show_default=True, help="Batch of the problem.")
 @click.option("--h", "heads", type=click.IntRange(1), default=16, show_default=True, help="Query heads.")
 @click.option("--hkv", type=click.IntRange(1), help="Key/value heads. [default: as many]")
-@click.option("--n", "length", type=click.IntRange(1), default=8192, show_default=True, help="Queries and keys.")
+@click.option("--n", "length", type=click.IntRange(1), default=8192, show_default=True, help="Queries and keys; of decode the keys.")
 @click.option("--card", help="Only this card. [default: each of the chip whose clock is known]")
 @click.option("--ghz", type=click.FloatRange(0.01), help="Its clock. [default: the card's rated one]")
 @click.option("--top", type=click.IntRange(0), default=12, show_default=True, help="Waits that are listed.")
@@ -153,14 +157,14 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, gradie
 @click.option("--trips", type=click.IntRange(1), default=1, show_default=True, help="Trips in the picture.")
 @click.option("--machine", is_flag=True, help="The model's figures of the chip, with their sources.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, gradient:str|None, dv:int|None, kernel:str|None,
-                 queries:int|None, lds:int|None, threads:int|None, products:LoopProducts, behind:int|None, batch:int, heads:int, hkv:int|None,
-                 length:int, card:str|None, ghz:float|None, top:int, lines:bool, svg:Path|None, png:Path|None, trips:int, machine:bool,
+def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None, dv:int|None,
+                 kernel:str|None, queries:int|None, lds:int|None, threads:int|None, products:LoopProducts, behind:int|None, batch:int, heads:int,
+                 hkv:int|None, length:int, card:str|None, ghz:float|None, top:int, lines:bool, svg:Path|None, png:Path|None, trips:int, machine:bool,
                  as_json:bool) -> None:
   """Predict what the hot loop of WHAT takes: a .s file, a code object, or a kernel of ours. A prediction, not a measurement."""
-  words = list(what) or _specs(arch, d, dtype, causal, gradient)
+  words = list(what) or _specs(arch, d, dtype, causal, decode, gradient)
   if len(words) != 1: raise click.UsageError("name one file, one kernel such as gfx942/128/float16/causal, or --arch and --d")
-  problem = kernels.Shape(batch, heads, hkv or heads, length)
+  problem = source.Shape(batch, heads, hkv or heads, length)
   if Path(words[0]).is_file():
     if arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: the model is of AMD's chips, {', '.join(MODELLED)}")
     found = kernels.of_text(_text_of(Path(words[0])), problem, arch, d, dtype=dtype, causal=causal, dv=dv, kernel_name=kernel, queries=queries,

@@ -1,9 +1,10 @@
-"""Our kernels by name: which source a word such as gfx942/128/float16/causal stands for, or gfx942/128/float16/causal/dq of the backward kernels. The
-one place where attn.isa meets the kernels."""
+"""Our kernels by name: which source a word such as gfx942/128/float16/causal stands for, or gfx942/128/float16/causal/dq of the backward kernels, or
+gfx942/128/float16/full/decode of one query against a long cache. The one place where attn.isa meets the kernels."""
 from __future__ import annotations
-import functools
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import functools, hashlib, json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from attn.chips import CHIPS, MODELLED, Chip, get_chip
 from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.backward_tiles import AnyBackwardTile
@@ -18,15 +19,18 @@ from attn.kernels.mla import MlaTile
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.gradients import PASSES
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tensors import MAX_D, Shapes, dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.kernels.parts.tensors import MAX_D, Shapes, arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile, Tile, heads_of
 from attn.ops.renderers import printer_of, render
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
+from attn.user_cache import kept
 from attn.values import FLOATS
+from attn.version import TINYGRAD_VERSION
 
 MASKS = ("full", "causal")
-FORWARD, BACKWARD, LATENT = "forward", ("dq", "dkdv"), "mla"    # which kernel of a problem; of latent attention, whose V is part of K
+# which kernel of a problem; decode: of one query for each sequence; mla: of latent attention, whose V is part of K
+FORWARD, DECODE, BACKWARD, LATENT = "forward", "decode", ("dq", "dkdv"), "mla"
 KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.family == "nvidia"))   # NVIDIA's have a source, and no report
 
 @dataclass(frozen=True, order=True)
@@ -40,7 +44,7 @@ class Spec:
 
   def __post_init__(self) -> None:
     for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS),
-                               ("kernel", self.kernel, (FORWARD, *BACKWARD, LATENT))):
+                               ("kernel", self.kernel, (FORWARD, DECODE, *BACKWARD, LATENT))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
     if self.kernel == LATENT and not MAX_D < self.d <= UP_TO["D"]: raise ValueError(f"{self}: {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
 
@@ -58,6 +62,8 @@ class Spec:
       raise ValueError(f"{word!r} is no kernel: expected ARCH/D[/DTYPE[/MASK[/KERNEL]]], as gfx942/128/bfloat16/causal or .../causal/dq")
     return cls(arch, int(d), *rest)
 
+PythonLine = tuple[str, int]    # file and line
+
 @dataclass(frozen=True)
 class Source:
   """A kernel's HIP text, and what its machine code doesn't say."""
@@ -67,18 +73,33 @@ class Source:
   queries: int   # of a wave, in a trip
   block_m: int   # queries of a workgroup, or keys where it owns keys
   products: LoopProducts = PRODUCTS
+  heads: int = 1       # query heads whose rows a workgroup has
+  splits: int = 1      # key ranges that workgroups of their own take
+  python: Mapping[int, PythonLine] = field(default_factory=dict)   # line of the text -> the line of Python behind it, where that was asked for
 
-LENGTH, HEADS = 4096, 32   # whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
+@dataclass(frozen=True)
+class Shape:
+  """How large a problem is: batch, query heads, heads of keys and values, and keys. There are as many queries; of decode one for each sequence."""
+  b: int
+  h: int
+  hkv: int
+  n: int
 
+# whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
+SHAPE = Shape(1, 32, 32, 4096)
+SHAPE_OF_DECODE = Shape(8, 32, 8, 16384)
+SHAPE_OF_LATENT = Shape(32, 128, 1, 4096)
 ROTARY, DECODED = 64, 2     # of K of latent attention the columns that are not V, and the queries that decode a token and a draft of the next one
 
-def problem_of_spec(spec:Spec) -> Problem:
+def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
+  x = shape or {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
   window = (-1, 0 if spec.mask == "causal" else -1)
   if spec.kernel == LATENT:
-    return Problem(HEADS, 128, 1, DECODED, LENGTH, spec.d, spec.d - ROTARY, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
-                   offset=LENGTH - DECODED, softmax_scale=spec.d**-0.5, v_in_k=True)
-  return Problem(1, HEADS, HEADS, LENGTH, LENGTH, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype,
-                 window=window, softmax_scale=spec.d**-0.5)
+    return Problem(x.b, x.h, x.hkv, DECODED, x.n, spec.d, spec.d - ROTARY, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
+                   offset=x.n - DECODED, softmax_scale=spec.d**-0.5, v_in_k=True)
+  queries, splits = (1, 0) if spec.kernel == DECODE else (x.n, 1)
+  return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype, window=window, softmax_scale=spec.d**-0.5,
+                 num_splits=splits)
 
 def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
@@ -90,46 +111,68 @@ def _chip(spec:Spec, llvm:int|None=None) -> Chip:
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)
 
-def _ast(spec:Spec, kernel:str, tile:AnyTile|AnyBackwardTile) -> UOp:
-  p, arch = problem_of_spec(spec), get_chip(spec.arch)
+def _ast(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> UOp:
+  arch = get_chip(spec.arch)
   if not isinstance(tile, AnyTile):
     if spec.kernel == "dq": return dq_of(p, arch, tile)(*_placeholders(dq_arguments(p)))
     return dkdv_of(p, arch, tile)(*_placeholders(dkdv_arguments(p)))
   program = KERNELS[kernel].program
   assert program is not None
-  return program(p, arch, tile)(*_placeholders(p.shapes))
+  return program(p, arch, tile)(*_placeholders(arguments(p)))
 
 @functools.cache
-def _text(spec:Spec, kernel:str, tile:AnyTile|AnyBackwardTile) -> str: return render(_ast(spec, kernel, tile), spec.arch)
+def _text(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> str: return render(_ast(spec, p, kernel, tile), spec.arch)
 
-def python_lines(spec:Spec) -> dict[int, tuple[str, int]]:
-  """For each line of a kernel's source the file and line of Python that it comes from, where that is known."""
-  return Listing.of(lambda: _ast(spec, *chosen(spec)), printer_of(spec.arch)).python_lines()
+@functools.cache
+def _made_by() -> str:
+  """What a kernel's source follows from: this package's own files, and tinygrad's release."""
+  files = sorted(Path(__file__).resolve().parent.parent.rglob("*.py"))
+  return TINYGRAD_VERSION + hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()
+
+def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> tuple[str, dict[int, PythonLine]]:
+  """A kernel's source, and for each line of it the file and line of Python that it comes from, where that is known. Kept in the user's cache: with
+  the places of all operations noted a kernel takes a second or more to make."""
+  def made() -> bytes:
+    found = Listing.of(lambda: _ast(spec, p, kernel, tile), printer_of(spec.arch))
+    return json.dumps([found.source, list(found.python_lines().items())]).encode()
+  text, lines = json.loads(kept("lines", (_made_by(), repr((spec, p, kernel, tile))), made))
+  return text, {line: (file, number) for line, (file, number) in lines}
+
+def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwardTile, int]:
+  """The kernel that dispatch chooses, its tile, and into how many key ranges it divides the problem."""
+  arch = _chip(spec, llvm)
+  if spec.kernel in BACKWARD:
+    if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
+    return f"backward_{spec.kernel}", found[BACKWARD.index(spec.kernel)], 1
+  choice = choose(p, arch)
+  assert choice.work.tile is not None
+  return choice.kernel, choice.work.tile, choice.work.splits
 
 def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
   """The kernel and tile that dispatch chooses for the clang of reports, or for this release of LLVM."""
-  p, arch = replace(problem_of_spec(spec), num_splits=1), _chip(spec, llvm)
-  if spec.kernel in BACKWARD:
-    if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
-    return f"backward_{spec.kernel}", found[BACKWARD.index(spec.kernel)]
-  choice = choose(p, arch)
-  assert choice.work.tile is not None
-  return choice.kernel, choice.work.tile
+  return _chosen(spec, problem_of_spec(spec), llvm)[:2]
 
 def text_of(spec:Spec) -> str:
   """The HIP or CUDA that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
-  return _text(spec, *chosen(spec))
+  p = problem_of_spec(spec)
+  name, tile, splits = _chosen(spec, p, None)
+  return _text(spec, replace(p, num_splits=splits), name, tile)
 
-def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None) -> Source:
+def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
   """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for forward or the backward kernel of `spec` with
-  `tile`."""
-  name, used = (spec.kernel, tile) if tile is not None else chosen(spec, llvm)
+  `tile`; for a problem of this `shape` where one is given, and with the `lines` of Python behind it."""
+  p = problem_of_spec(spec, shape)
+  name, used, splits = (spec.kernel, tile, max(1, p.num_splits)) if tile is not None else _chosen(spec, p, llvm)
   assert isinstance(used, Tile|BackwardTile|MlaTile)
-  d, dv, text = contraction(used.matrix, spec.d), round_up(problem_of_spec(spec).Dv, used.matrix.M), _text(spec, name, used)
-  if isinstance(used, MlaTile): return Source(text, d, dv, used.matrix.N, used.block_m)
-  if isinstance(used, Tile): return Source(text, d, dv, used.q_tiles*used.matrix.N, used.block_m)
+  p = replace(p, num_splits=splits)
+  text, python = _with_lines(spec, p, name, used) if lines else (_text(spec, p, name, used), {})
+  d, dv = contraction(used.matrix, spec.d), round_up(p.Dv, used.matrix.M)
+  if isinstance(used, MlaTile): return Source(text, d, dv, used.matrix.N, used.block_m, python=python)
+  if isinstance(used, Tile):
+    return Source(text, d, dv, used.q_tiles*used.matrix.N, used.block_m, heads=heads_of(p, used), splits=splits, python=python)
   loops = [("dq",)] if spec.kernel == "dq" else PASSES[used.passes]
-  return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, tuple(products_of(wanted) for wanted in loops))
+  products = tuple(products_of(wanted) for wanted in loops)
+  return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 
 def products_of(wanted:Iterable[str]) -> tuple[int, int]:
   """Of a loop of the backward that computes some gradients, the products that go over D, which are S, dQ and dK, and over Dv, which are dP and dV."""

@@ -1,24 +1,18 @@
 """Predictions of kernels: of ours by their word, of others by their text."""
 from __future__ import annotations
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from attn.chips import MODELLED
 from attn.compilers.clang import assembly
 from attn.isa import source
 from attn.isa.report import LoopProducts
-from attn.isa.timing.predict import Division, Prediction, predict
-from attn.isa.timing.tables import PythonLines
+from attn.isa.timing.predict import Division, Prediction, grid_of, predict
 from attn.isa.timing.trips import Timing, timing_of
 from attn.problem import Problem
 
 LINE_TABLES = ("-gline-tables-only",)     # with which clang's text says where an instruction is from, and is otherwise the same
 
-@dataclass(frozen=True)
-class Shape:
-  """What a prediction of a problem needs beside the kernel."""
-  b: int = 4
-  h: int = 16
-  hkv: int = 16
-  n: int = 8192
+ASKED = source.Shape(4, 16, 16, 8192)     # of the problem that is predicted where none is asked for
 
 @dataclass(frozen=True)
 class Predicted:
@@ -26,11 +20,14 @@ class Predicted:
   timing: Timing
   problem: Problem|None
   division: Division|None          # None: not known, and nothing is said of the problem
-  lines: PythonLines = field(default_factory=dict)
+  lines: Mapping[int, source.PythonLine] = field(default_factory=dict)
   @property
   def title(self) -> str:
-    p = self.problem
-    return f"B={p.B} H={p.H} Hkv={p.Hkv} N={p.Sq} D={p.D} {p.dtype}" + " causal"*(p.window[1] == 0) if p is not None else ""
+    p, x = self.problem, self.division
+    if p is None or x is None: return ""
+    length = f"N={p.Sq}" if p.Sq == p.Sk else f"Sq={p.Sq} Sk={p.Sk}"
+    ranges = f" in {x.splits} key ranges, without merging them"*(x.splits > 1)
+    return f"B={p.B} H={p.H} Hkv={p.Hkv} {length} D={p.D} {p.dtype}" + " causal"*(p.window[1] == 0) + ranges
   def on_cards(self, card:str|None=None, ghz:float|None=None) -> list[Prediction]:
     """The problem on each card of the chip whose clock is known, or on one of them. Raises ValueError for a card that is not the chip's."""
     known = {c.name: c for c in self.timing.chip.cards}
@@ -39,31 +36,31 @@ class Predicted:
     chosen = [known[card]] if card is not None else [c for c in known.values() if c.cus and (c.ghz or ghz)]
     return [predict(self.problem, self.timing, self.division, c, ghz) for c in chosen]
 
-def _problem(shape:Shape, d:int, dv:int, dtype:str, causal:bool) -> Problem:
+def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Problem:
   return Problem(shape.b, shape.h, shape.hkv, shape.n, shape.n, d, dv, dtype=dtype, out_dtype=dtype, window=(-1, 0 if causal else -1),
                  softmax_scale=d**-0.5)
 
-def _division(timing:Timing, queries:int, keys:bool, products:LoopProducts) -> Division:
-  """How the problem is divided, from the scores of a trip and a wave's own rows."""
-  assert timing.loops[0].scores is not None
-  return Division(queries*timing.waves, timing.loops[0].scores/queries, keys, products)
-
-def of_spec(spec:source.Spec, shape:Shape|None=None, lines:bool=True) -> Predicted:
-  """A kernel of ours."""
+def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
+  """A kernel of ours. That of decode is made for the problem, whose key ranges depend on its size."""
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: how its waves share a problem is not in the model; `report` has its bounds")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
-  kernel = source.kernel_source(spec)
-  timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products)
-  keys = spec.kernel == "dkdv"
-  own = kernel.block_m//timing.waves
-  problem = _problem(shape or Shape(), spec.d, spec.d, spec.dtype, spec.mask == "causal")
-  return Predicted(timing, problem, _division(timing, own, keys, kernel.products), source.python_lines(spec) if lines else {})
+  kernel = source.kernel_source(spec, shape=shape if spec.kernel == source.DECODE else None, lines=lines)
+  problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel == "dkdv"
+  timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
+                     grid=grid_of(problem, kernel.block_m, keys, kernel.heads))
+  walked = _walked(timing, kernel.block_m//timing.waves)
+  return Predicted(timing, problem, Division(kernel.block_m, walked, keys, kernel.products, kernel.heads, kernel.splits), kernel.python)
 
-def of_text(text:str, shape:Shape, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
+def _walked(timing:Timing, own:int) -> float:
+  """Rows that a trip walks over, from its scores and a wave's own rows."""
+  assert timing.loops[0].scores is not None
+  return timing.loops[0].scores/own
+
+def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,
             products:LoopProducts=((1, 1),), behind:int|None=None) -> Predicted:
   """A kernel of an assembly text; of a problem only where the head dimension and the queries of a wave are given."""
   timing = timing_of(text, arch, d, dv, kernel_name, lds, threads, title, products, behind)
   if d is None or queries is None: return Predicted(timing, None, None)
-  return Predicted(timing, _problem(shape, d, dv or d, dtype, causal), _division(timing, queries, False, products))
+  return Predicted(timing, _problem(shape, d, dv or d, dtype, causal), Division(queries*timing.waves, _walked(timing, queries), False, products))
 

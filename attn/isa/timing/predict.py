@@ -1,17 +1,25 @@
 """What a problem takes on a card, from the cycles of a trip. A prediction, not a measurement.
 
 A workgroup's time is its trips and what it does before and after them. The compute units take workgroups as they become free; of them the busiest
-decides, at a clock that is given, and the memory's bandwidth where that takes longer. The parts of a trip's time that overlap between workgroups of
-one compute unit are in the cycles of a trip, which are of all of them at once.
+decides, at a clock that is given. The parts of a trip's time that overlap between workgroups of one compute unit are in the cycles of a trip, which
+are of all of them at once. Two bounds on what is moved stand beside that, and the longest of the three times counts:
+
+  memory  every tensor once, at the memory's bandwidth
+  L2      what the workgroups read, the rows that each one walks over and its own, at the rate of the L2 caches: half the rows of a workgroup's own
+          are twice the bytes
+
+How much of the second the L2 caches have to get from beyond is between the two, and not modelled.
 """
 from __future__ import annotations
+import math
 from dataclasses import dataclass
 from attn.chips import Card
-from attn.isa.report import LoopProducts
+from attn.isa.report import PRODUCTS, LoopProducts
 from attn.isa.roofline import makespan
 from attn.isa.timing.trips import Timing
 from attn.kernels.parts.counts import ceildiv
-from attn.problem import Problem
+from attn.kernels.parts.tensors import Shapes, arguments, dkdv_arguments, dq_arguments
+from attn.problem import BYTES, Problem
 
 @dataclass(frozen=True)
 class Division:
@@ -19,7 +27,14 @@ class Division:
   own: int
   walked: float
   keys: bool = False                     # its own rows are keys, and it walks over the queries of every head that shares them
-  products: LoopProducts = ((1, 1),)
+  products: LoopProducts = PRODUCTS
+  heads: int = 1                         # query heads whose rows are a workgroup's own: row r is query r//heads
+  splits: int = 1                        # workgroups that share the trips of a block of own rows
+
+  def tensors(self, p:Problem) -> Shapes:
+    """What the kernel reads and writes."""
+    if self.products == PRODUCTS: return arguments(p)
+    return dkdv_arguments(p) if self.keys else dq_arguments(p)
 
 @dataclass(frozen=True)
 class Prediction:
@@ -27,35 +42,54 @@ class Prediction:
   ghz: float
   trips: float              # of a workgroup, in the mean
   compute_seconds: float
-  memory_seconds: float
-  tflops: float             # of the products that the kernel has to compute, two of forward, over the longer of the two times
+  memory_seconds: float     # 0 where the card's bandwidth is not known
+  l2_seconds: float         # likewise
+  flops: float              # of the products that the kernel has to compute, two of forward
   @property
-  def seconds(self) -> float: return max(self.compute_seconds, self.memory_seconds)
+  def times(self) -> dict[str, float]: return {"compute": self.compute_seconds, "memory": self.memory_seconds, "L2": self.l2_seconds}
+  @property
+  def seconds(self) -> float: return max(self.times.values())
+  @property
+  def limit(self) -> str: return max(self.times, key=lambda name: self.times[name])
+  @property
+  def tflops(self) -> float: return self.flops/self.seconds/1e12
+
+def grid_of(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
+  """How many workgroups there are, of so many own rows each: queries of some heads, or keys."""
+  rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
+  return ceildiv(rows, own)*copies*p.num_splits
 
 def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   """The trips of each block of own rows of one head: of queries by the keys that they see, of keys by the queries that see them."""
   left, right = p.window
   mine, others = (p.Sk, p.Sq) if x.keys else (p.Sq, p.Sk)
   back, ahead, shift = (right, left, -p.offset) if x.keys else (left, right, p.offset)
-  found = []
-  for first in range(0, mine, x.own):
-    last = min(first + x.own, mine) - 1
-    begin = max(0, first + shift - back) if back >= 0 else 0
-    end = min(others, last + shift + ahead + 1) if ahead >= 0 else others
-    heads = p.H//p.Hkv if x.keys else 1
-    found.append(heads*max(0, ceildiv(end, round(x.walked)) - begin//round(x.walked)))
-  return [float(t) for t in found]
+  walked, found = round(x.walked), list[float]()
+  for first in range(0, mine*x.heads, x.own):
+    last = min(first + x.own, mine*x.heads) - 1
+    begin = max(0, first//x.heads + shift - back) if back >= 0 else 0
+    end = min(others, last//x.heads + shift + ahead + 1) if ahead >= 0 else others
+    repeated = p.H//p.Hkv if x.keys else 1
+    found.append(float(repeated*max(0, ceildiv(end, walked) - begin//walked)))
+  return found
+
+def bytes_read(p:Problem, x:Division, trips:list[float], copies:int) -> float:
+  """What all workgroups read: in each trip of each of their loops rows of two tensors, and their own rows of two."""
+  row = (p.D + p.Dv)*p.itemsize
+  own = p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits
+  return sum(trips)*copies*x.walked*row*len(x.products) + p.B*own*row
 
 def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None) -> Prediction:
   """What a problem takes on a card at a clock, its rated one where none is given."""
   clock = ghz or card.ghz
   if not clock: raise ValueError(f"the clock of {card.name} is not known: give --ghz")
-  trips, copies = trips_of_blocks(p, x), p.B*(p.Hkv if x.keys else p.H)
+  trips, copies = trips_of_blocks(p, x), p.B*(p.Hkv if x.keys else p.H//x.heads)
   units = max(1, card.cus//(2 if timing.whole_processor else 1))
-  cycles = [round(t*timing.cycles + timing.edges/timing.groups) for t in trips]
-  busiest = makespan(cycles, copies, units*timing.groups)
+  cycles = [round(ceildiv(round(t), x.splits)*timing.cycles + timing.edges/timing.groups) for t in trips]
+  busiest = makespan(cycles, copies*x.splits, units*timing.groups)
   pairs = p.flops/(2*(p.D + p.Dv))
   flops = pairs*sum(2*(a*p.D + b*p.Dv) for a, b in x.products)
-  moved = p.B*(p.H*p.Sq*(p.D*p.itemsize + p.Dv*p.out_itemsize) + p.Hkv*p.Sk*(p.D + p.Dv)*p.itemsize)
-  compute, memory = busiest/(clock*1e9), moved/(card.gbs*1e9) if card.gbs else 0.0
-  return Prediction(card, clock, sum(trips)/len(trips), compute, memory, flops/max(compute, memory)/1e12)
+  moved = sum(math.prod(shape)*BYTES.get(dtype, 4) for shape, dtype in x.tensors(p).values())    # what are no floats are 32-bit integers
+  memory = moved/(card.gbs*1e9) if card.gbs else 0.0
+  l2 = bytes_read(p, x, trips, copies)/(card.l2*clock*1e9) if card.l2 else 0.0
+  return Prediction(card, clock, sum(trips)/len(trips)/x.splits, busiest/(clock*1e9), memory, l2, flops)

@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 from rich.table import Table
+from attn.isa.source import PythonLine
 from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
 from attn.isa.timing.predict import Prediction
 from attn.isa.timing.trips import LoopTiming, Timing
 
-PythonLines = Mapping[int, tuple[str, int]]    # line of the source -> file and line of Python
 
 def trips_table(timing:Timing) -> Table:
   """One column a loop."""
@@ -31,20 +31,21 @@ def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
 
 def problem_table(title:str, found:Sequence[Prediction]) -> Table:
   """One line a card and clock."""
-  table = Table("card", "GHz", "trips of a workgroup", "ms", "limit", "TFLOP/s", title=f"{title}: predicted, not measured")
+  table = Table("card", "GHz", "trips of a workgroup", "ms of compute units", "of memory", "of L2", "limit", "TFLOP/s",
+                title=f"{title}: predicted, not measured")
   for x in found:
-    limit = "memory" if x.memory_seconds > x.compute_seconds else "compute"
-    table.add_row(x.card.name, f"{x.ghz:.2f}", f"{x.trips:.1f}", f"{1e3*x.seconds:.3f}", limit, f"{x.tflops:.0f}")
+    times = (f"{1e3*t:.3f}" if t else "not known" for t in x.times.values())
+    table.add_row(x.card.name, f"{x.ghz:.2f}", f"{x.trips:.1f}", *times, x.limit, f"{x.tflops:.4g}")
   return table
 
-def stalls_table(loop:LoopTiming, most:int, lines:PythonLines) -> Table:
+def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> Table:
   """The waits of a trip by what they cost, each with the line that it is from."""
   table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in a trip, in cycles (predicted)")
   for x in loop.stalls[:most]:
     table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, python_place(x.step.instruction.line, lines))
   return table
 
-def python_place(line:int|None, lines:PythonLines) -> str:
+def python_place(line:int|None, lines:Mapping[int, PythonLine]) -> str:
   """The line of Python behind a line of the source, or that one."""
   if line is None: return ""
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
@@ -55,7 +56,7 @@ def machine_table(family:str) -> Table:
   for name, (value, origin) in figures_of(MACHINE_OF[family]).items(): table.add_row(name, str(value), ORIGINS.get(origin, ASSUMED))
   return table
 
-def timing_json(timing:Timing, found:Sequence[Prediction], lines:PythonLines) -> dict[str, Any]:
+def timing_json(timing:Timing, found:Sequence[Prediction], lines:Mapping[int, PythonLine]) -> dict[str, Any]:
   """Everything of a prediction but the issues themselves."""
   return {"name": timing.name, "arch": timing.chip.name, "cycles": timing.cycles, "matrix_use": timing.matrix_use, "groups": timing.groups,
           "waves": timing.waves, "behind": timing.behind, "edges": timing.edges, "unknown": list(timing.unknown),
@@ -63,4 +64,5 @@ def timing_json(timing:Timing, found:Sequence[Prediction], lines:PythonLines) ->
                      "unknown_addresses": x.unknown_addresses,
                      "stalls": [{"instruction": s.step.instruction.text, "cycles": s.cycles, "idle": s.idle, "why": s.why,
                                  "line": python_place(s.step.instruction.line, lines)} for s in x.stalls]} for x in timing.loops],
-          "problems": [{"card": x.card.name, "ghz": x.ghz, "seconds": x.seconds, "tflops": x.tflops} for x in found]}
+          "problems": [{"card": x.card.name, "ghz": x.ghz, "seconds": x.seconds, "limit": x.limit,
+                        "times": x.times, "tflops": x.tflops} for x in found]}

@@ -211,7 +211,7 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
     without = _without_conflicts(trip, chip)
     conflicts += sum(b - free for b, free in zip(banks, without) if b is not None and free is not None)
     if wave == 0: unknowns = sum(x.unit == Pipe.LDS and b is None and x.instruction.kind != "lds_permute" for x, b in zip(mine[0], banks))
-  all_waves = [Wave(g, i % simds, mine[i], behind=behind > 0 and i >= waves - behind) for g in range(groups) for i in range(waves)]
+  all_waves = [Wave(g, (g*waves + i) % simds, mine[i], behind=behind > 0 and i >= waves - behind) for g in range(groups) for i in range(waves)]
   longest = sum(len(w.steps) for w in all_waves)
   measured = max(1, min(MEASURED, MOST_ISSUES//longest - WARM))
   warm = WARM if longest*(WARM + measured) <= MOST_ISSUES else 1
@@ -246,10 +246,11 @@ def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, s
   return total
 
 def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, lds:int|None=None, threads:int|None=None,
-              title:str|None=None, products:LoopProducts=PRODUCTS, behind:int|None=None, rank:int=0) -> Timing:
+              title:str|None=None, products:LoopProducts=PRODUCTS, behind:int|None=None, rank:int=0, grid:int|None=None) -> Timing:
   """What the hot loop of a kernel in an assembly text takes. `d` and `dv` are the head dimensions as the kernel computes them, `products` says what
-  its loops compute, `behind` how many waves of a workgroup begin it one barrier behind the others (found in the text where it is not given). Raises
-  ValueError for a text without a loop that holds matrix instructions, and where it isn't known how many threads a workgroup has."""
+  its loops compute, `behind` how many waves of a workgroup begin it one barrier behind the others (found in the text where it is not given), `grid`
+  how many workgroups there are: of few the chip's largest card has fewer on a compute unit than there is room for. Raises ValueError for a text
+  without a loop that holds matrix instructions, and where it isn't known how many threads a workgroup has."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])
@@ -262,6 +263,7 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
   whole = any(modes) and not chip.pipes.coissue
   simds = chip.pipes.simds*(2 if whole else 1)
   groups = _groups_of_a_unit(resources, chip, waves, simds)
+  if grid is not None: groups = min(groups, -(-grid//max(1, chip.cus*chip.pipes.simds//simds)))
   if len(products) == 1: chosen = [loops[rank]]
   else: chosen = [loops_with_part(blocks, loops, *(flops_of_score(x, d or 1, dv) for x in (one, max(products))))[rank] for one in products]
   lag = behind if behind is not None else _behind(blocks, _way(blocks, 0, chosen[0].header, set()), waves)
