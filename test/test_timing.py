@@ -14,7 +14,7 @@ from attn.isa.timing.drawing import svg_of
 from attn.isa.source import Shape
 from attn.isa.timing.kernels import of_spec
 from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
-from attn.isa.timing.predict import Division, grid_of, predict, trips_of_blocks
+from attn.isa.timing.predict import Division, blocks_of_grid, predict, trips_of_blocks
 from attn.isa.timing.steps import TripStep, trip_steps, unknown, uses
 from attn.isa.timing.trips import timing_of
 from attn.isa.timing.waves import Wave, step_waves
@@ -204,7 +204,7 @@ def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
   """One query of 8 heads that share keys, 1024 keys in 4 ranges: 4 workgroups for each of 2 key heads, each with 8 of 32 trips."""
   p = Problem(1, 16, 2, 1, 1024, 64, 64, softmax_scale=0.125, num_splits=4)
   x = Division(32, 32, heads=8, splits=4)
-  assert trips_of_blocks(p, x) == [32] and grid_of(p, 32, heads=8) == 8
+  assert trips_of_blocks(p, x) == [32] and blocks_of_grid(p, 32, heads=8) == 8
   timing, card = timing_of(kernel()), CHIPS["gfx942"].cards[0]
   found = predict(p, timing, x, card)
   assert found.trips == 8 and found.compute_seconds*2.1e9 == pytest.approx(8*timing.cycles + timing.edges/timing.groups, abs=2)

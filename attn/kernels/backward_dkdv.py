@@ -20,7 +20,7 @@ from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
 from attn.kernels.parts.scores import Row, Scores
-from attn.kernels.parts.staging import StagedTile, column_layout, row_layout
+from attn.kernels.parts.staging import StagedTile, both_ways_layout, column_layout
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
 from attn.kernels.parts.tiles import BackwardTile
@@ -76,7 +76,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
     """The passes, which share what they have in LDS."""
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
-    q_rows, do_rows = (LdsTile.of(new, row_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
+    q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = _columns(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
     numbers, statements = RowNumbers.of(p, mat, n, new, tile.buffers, at.thread), Statements.of(new)
     group = Workgroup.of_keys(p, arch, tile, args, grid, at, dkdv_arguments(p, parts), parts)

@@ -17,7 +17,7 @@ from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.own_queries import KeysState, OwnQueries
 from attn.kernels.parts.products import OwnRows, zeros
 from attn.kernels.parts.rows import flat
-from attn.kernels.parts.staging import StagedTile, column_layout, row_layout
+from attn.kernels.parts.staging import StagedTile, both_ways_layout, column_layout
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile
@@ -47,7 +47,7 @@ class BackwardDq(OwnQueries[DqState]):
   def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], dlse:bool, parts:int) -> BackwardDq:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
-    k_rows, v_rows = (LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
+    k_rows, v_rows = (LdsTile.of(new, both_ways_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
     k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_rows, k_columns), (v_rows, None)))
     group = Workgroup.of(p, arch, tile, args, grid, at, dq_arguments(p, dlse, parts), parts)

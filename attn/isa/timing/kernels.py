@@ -6,7 +6,7 @@ from attn.chips import MODELLED
 from attn.compilers.clang import assembly
 from attn.isa import source
 from attn.isa.report import LoopProducts
-from attn.isa.timing.predict import Division, Prediction, grid_of, predict
+from attn.isa.timing.predict import Division, Prediction, blocks_of_grid, predict
 from attn.isa.timing.trips import Timing, timing_of
 from attn.problem import Problem
 
@@ -47,7 +47,7 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
   kernel = source.kernel_source(spec, shape=shape if spec.kernel == source.DECODE else None, lines=lines)
   problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel == "dkdv"
   timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
-                     grid=grid_of(problem, kernel.block_m, keys, kernel.heads))
+                     grid=blocks_of_grid(problem, kernel.block_m, keys, kernel.heads))
   walked = _walked(timing, kernel.block_m//timing.waves)
   return Predicted(timing, problem, Division(kernel.block_m, walked, keys, kernel.products, kernel.heads, kernel.splits), kernel.python)
 

@@ -54,7 +54,7 @@ class Prediction:
   @property
   def tflops(self) -> float: return self.flops/self.seconds/1e12
 
-def grid_of(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
+def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
   """How many workgroups there are, of so many own rows each: queries of some heads, or keys."""
   rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
   return ceildiv(rows, own)*copies*p.num_splits

@@ -33,17 +33,21 @@ class SharedLayout:
 
 @dataclass(frozen=True)
 class PaddedRows(SharedLayout):
-  """The row stride is an odd number of units, so that eight neighbouring rows lie in different banks; after every 16 rows there may be a gap of
-  `skew` units."""
+  """Rows one after another. By default their stride is an odd number of units, so that eight neighbouring rows lie in different banks; after every
+  `together` rows there may be a gap of `skew` units."""
   skew: int = 0
+  together: int = 16
+  padded: int = 0     # units of a row with its padding; 0: as many as make an odd number
   @property
-  def size(self) -> int: return self.begin(self.rows) + (self.skew if self.rows%16 else 0)
+  def stride(self) -> int: return self.padded or self.units | 1
+  @property
+  def size(self) -> int: return self.begin(self.rows) + (self.skew if self.rows%self.together else 0)
   def begin(self, row:Int) -> Int:
     """Where a row begins, counted from the first one."""
-    return row*(self.units | 1) + row//16*self.skew
+    return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """The same for a unit in so many pieces. What is added to a row is a multiple of 16, or stays in its 16. Constants come last: tinygrad then works
-    once on the sum that many places have in common."""
+    """The same for a unit in so many pieces. What is added to a row is a multiple of `together`, or stays in its `together`. Constants come last:
+    tinygrad then works once on the sum that many places have in common."""
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))

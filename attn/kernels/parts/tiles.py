@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.layouts import PaddedRows
-from attn.kernels.parts.staging import column_layout, row_layout
+from attn.kernels.parts.staging import both_ways_layout, column_layout, row_layout
 from attn.problem import Problem
 
 class BlockTile(Protocol):
@@ -90,7 +90,7 @@ class BackwardTile:
     """Whether of the tensors that a trip loads for itself one comes after another."""
     return self.prefetch == 0 and self.sparing
   def lds_bytes(self, p:Problem) -> int:
-    rows = [row_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
+    rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
     columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
     own = [row_layout(self.matrix, self.block_m, width).size for width, in_lds in zip((p.D, p.Dv), self.own_in_lds) if in_lds]
     numbers = 2*4*self.block_n//UNIT_BYTES if self.keys else 0
