@@ -1,9 +1,10 @@
 """Which tile a kernel gets for a problem on a chip."""
 from __future__ import annotations
-import functools, math
-from dataclasses import replace
+import functools, itertools, math
+from dataclasses import dataclass, replace
+from enum import Flag, auto
 from attn.chips import Chip
-from attn.chips.matrix import MMA
+from attn.chips.matrix import MMA, Matrix
 from attn.choose import tuned
 from attn.choose.candidates import Burden, Candidate, WgmmaCandidate
 from attn.choose.nvidia_table import MMA_CANDIDATES, WGMMA_CANDIDATES
@@ -21,6 +22,59 @@ from attn.problem import Problem
 
 LONG = 128     # beyond it O takes a good part of the registers of RDNA
 WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
+
+class Means(Flag):
+  """By which a loop gets by with fewer registers."""
+  NONE = 0
+  FENCED = auto()         # one tile is worked on before the next one is read from LDS
+  NO_PREFETCH = auto()    # no tile is on its way meanwhile
+  SPARING = auto()        # and K and V come one after the other
+  FOUR_WAVES = auto()     # one wave on a SIMD, which has its registers for itself
+
+CROWDED = Means.FENCED | Means.NO_PREFETCH
+
+# what takes registers beside matrix tiles and accumulators
+FEW = "few queries"            # a wave carries more of K and V
+WINDOW = "window"              # a loop with both masks
+PIECES = "pieces"              # rows that are no whole number of units: each piece has an address of its own
+LSE = "lse"                    # a second sum of P
+OPTIONS = "options"            # any of them
+EVERY_SCORE = "every score"    # of those what is worked out for every score
+ON_SCORES = {"softcap", "alibi", "bias", "dropout_p"}
+
+@dataclass(frozen=True)
+class Shortage:
+  """Registers are short where a problem has all of these burdens and D or Dv is more than `beyond`: what then makes up for them."""
+  beyond: int
+  burdens: tuple[str, ...]
+  means: Means
+
+ANYWHERE = (Shortage(0, (FEW,), Means.FENCED),)
+# a wave that is alone on its SIMD may have all of its registers
+WHERE_A_WAVE_HAS_ALL = (
+  *ANYWHERE,
+  Shortage(WIDE, (WINDOW,), CROWDED),
+  *(Shortage(WIDE, (x,), Means.FOUR_WAVES) for x in (WINDOW, PIECES, EVERY_SCORE)),
+  *(Shortage(LONG, x, Means.FOUR_WAVES) for x in itertools.combinations((WINDOW, PIECES, EVERY_SCORE), 2)),
+  Shortage(WIDE, (PIECES, FEW), Means.NO_PREFETCH | Means.SPARING))
+# no wave has more than a part of a SIMD's registers
+WHERE_A_WAVE_HAS_A_PART = (
+  *ANYWHERE,
+  *(Shortage(WIDE, (x,), CROWDED) for x in (WINDOW, FEW, LSE)),
+  *(Shortage(0, (PIECES, x), Means.NO_PREFETCH) for x in (FEW, LSE, OPTIONS)),
+  Shortage(LONG, (PIECES,), Means.NO_PREFETCH),
+  Shortage(WIDE, (PIECES,), Means.SPARING))
+
+def burdens_of(p:Problem, mat:Matrix, few:bool) -> set[str]:
+  found = {FEW: few, WINDOW: p.window[0] >= 0, PIECES: any(width % mat.unit for width in (p.D, p.Dv)), LSE: p.writes_lse, OPTIONS: bool(p.options),
+           EVERY_SCORE: bool(ON_SCORES.intersection(p.options))}
+  return {name for name, there in found.items() if there}
+
+def means_for(p:Problem, arch:Chip, mat:Matrix, few:bool) -> Means:
+  """What a problem's loop needs to get by with the registers that there are."""
+  table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
+  burdens, longest = burdens_of(p, mat, few), max(p.D, p.Dv)
+  return functools.reduce(Means.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Means.NONE)
 
 def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
@@ -48,20 +102,11 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
-  few, shared = needed < c.waves, arch.vgprs < arch.registers          # alone on its SIMD a wave of CDNA has all registers
-  longest = max(p.D, p.Dv)
-  in_pieces = any(width % mat.unit for width in (p.D, p.Dv))          # rows that are no whole number of units come in smaller pieces
-  # a loop with both masks has none to spare, and of RDNA one with two sums of P
-  crowded = longest > WIDE and (p.window[0] >= 0 or (shared and (few or p.writes_lse)))
-  # nor has a wave of CDNA that shares its SIMD, beside pieces or what takes registers in every trip; two of the three are too much for shorter rows
-  burdens = (p.window[0] >= 0) + in_pieces + bool({"softcap", "alibi", "bias", "dropout_p"}.intersection(p.options))
-  if not shared and (crowded or (burdens and longest > (LONG if burdens > 1 else WIDE))): waves = min(waves, 4)
-  # pieces on their way beside few queries, and on RDNA beside two sums of P, an option or long rows of O, leave too few registers
-  pieces = in_pieces and ((few or p.writes_lse or p.options or longest > LONG) if shared else (few and longest > WIDE))
-  sparing = bool(pieces) and longest > WIDE
+  few = needed < c.waves
+  means = means_for(p, arch, mat, few)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
-  return Tile(mat, waves, q_tiles, block_n, c.q_in_lds, c.fenced or few or crowded, 0 if crowded or pieces else c.prefetch, pack, sparing,
-              0.0 if few else 8.0)
+  return Tile(mat, min(waves, 4) if Means.FOUR_WAVES in means else waves, q_tiles, block_n, c.q_in_lds, c.fenced or Means.FENCED in means,
+              0 if Means.NO_PREFETCH in means else c.prefetch, pack, Means.SPARING in means, 0.0 if few else 8.0)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
