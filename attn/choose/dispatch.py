@@ -10,10 +10,10 @@ from attn.choose import splits, tuned
 from attn.choose.forced import Forced, forced
 from attn.choose.splits import AnyTile
 from attn.choose.mla_tiles import MLA_CANDIDATES, latent_refuses, mla_mma_tile, mla_tile
-from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, wgmma_tile
+from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles_table import CANDIDATES
-from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, mla_mma, tiled
+from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, mla_mma, staggered, tiled
 from attn.kernels.combine import combine
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
@@ -28,6 +28,8 @@ from attn.tinygrad_compat import UOp
 MATRIX_DTYPES = ("float16", "bfloat16")
 
 DUAL_WAVE_LLVM = 22    # the release from which on no register of dual_wave is spilled
+STAGGERED_LLVM = 22    # and that with which staggered was looked at
+STAGGERED_UP_TO = 128  # head dimension: three tiles of K and of V fill LDS
 
 @dataclass(frozen=True)
 class Work:
@@ -71,6 +73,13 @@ def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
   if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
   return None
 
+def staggered_refuses(p:Problem, arch:Chip) -> str|None:
+  if (reason := amd_refuses(p, arch)) is not None: return reason
+  if not arch.unit.agprs: return f"{arch.name}: its matrix unit does not run beside the vector unit; those of gfx90a, gfx942 and gfx950 do"
+  if max(p.D, p.Dv) > STAGGERED_UP_TO: return f"D={p.D}, Dv={p.Dv}: LDS has room for its tiles up to {STAGGERED_UP_TO}"
+  if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
+  return None
+
 def mma_refuses(p:Problem, arch:Chip) -> str|None:
   if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
   if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
@@ -107,6 +116,8 @@ def whole(p:Problem, tile:Callable[[], AnyTile]) -> Work|str:
 def can_forward(p:Problem, arch:Chip) -> Work|str: return amd_refuses(p, arch) or whole(p, lambda: choose_amd_tile(p, arch))
 
 def can_dual_wave(p:Problem, arch:Chip) -> Work|str: return dual_wave_refuses(p, arch) or Work(dual_wave_tile(p, arch))
+
+def can_staggered(p:Problem, arch:Chip) -> Work|str: return staggered_refuses(p, arch) or whole(p, lambda: staggered_tile(p, arch))
 
 def can_forward_mma(p:Problem, arch:Chip) -> Work|str: return mma_refuses(p, arch) or whole(p, lambda: mma_tile(p, arch))
 
@@ -184,6 +195,16 @@ def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) is not None else None
 
+STAGGERED_FROM = 65     # head dimension, below which a trip has too little matrix work beside the other half's vector work
+
+def staggered_slower(p:Problem, arch:Chip) -> str|None:
+  if arch.llvm < STAGGERED_LLVM: return f"LLVM {arch.llvm} would compile it: registers and predictions are those of {STAGGERED_LLVM}"
+  if max(p.D, p.Dv) < STAGGERED_FROM: return f"D={p.D}, Dv={p.Dv}: forward is predicted to be faster below {STAGGERED_FROM}"
+  rows = staggered_tile(p, arch).block_m
+  if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
+    return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
+  return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) is not None else None
+
 def too_short(p:Problem) -> str|None:
   rows = WgmmaTile(1, MMA[p.dtype].N).block_m
   return f"Sq={p.Sq}: a warpgroup has {rows} queries, forward_mma has smaller tiles" if p.Sq < rows else None
@@ -211,6 +232,7 @@ class Implementation:
 KERNELS: dict[str, Implementation] = {
   "split_kv": Implementation(can_split_kv, split_slower, forward_of),
   "dual_wave": Implementation(can_dual_wave, dual_wave_slower, dual_wave.dual_wave),
+  "staggered": Implementation(can_staggered, staggered_slower, staggered.staggered),
   "forward": Implementation(can_forward, program=forward.forward),
   "forward_wgmma": Implementation(can_forward_wgmma, lambda p, arch: too_short(p), forward_wgmma.forward_wgmma),
   "forward_mma": Implementation(can_forward_mma, program=forward_mma.forward_mma),

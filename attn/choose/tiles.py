@@ -10,7 +10,7 @@ from attn.choose.candidates import Burden, Candidate, WgmmaCandidate
 from attn.choose.nvidia_table import MMA_CANDIDATES, WGMMA_CANDIDATES
 from attn.choose.splits import workgroups
 from attn.choose.tiles_table import CANDIDATES
-from attn.kernels import dual_wave
+from attn.kernels import dual_wave, staggered
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv, round_up
@@ -119,6 +119,9 @@ def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   raise NotImplementedError(f"no tile of the forward kernel fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
 
 def dual_wave_tile(p:Problem, arch:Chip) -> Tile: return Tile(arch.matrix[p.dtype][0], dual_wave.WAVES, 1, dual_wave.BLOCK_N)
+
+def staggered_tile(p:Problem, arch:Chip) -> Tile:
+  return Tile(arch.matrix[p.dtype][0], staggered.WAVES, 1, staggered.BLOCK_N, prefetch=staggered.BUFFERS)
 
 # ***** NVIDIA *****
 

@@ -107,6 +107,7 @@ instruction("wait_loads", lambda lanes, *_, n: lanes.wait_stores(n),
             lambda printer, out, n: Body(f"{_waitcnt(vmcnt=n)}\nreturn 0.0f;", "", name=f"wait_loads_but_{n}"))
 instruction("priority", nothing,
             lambda printer, out, level: Body(f"__builtin_amdgcn_s_setprio({level});\nreturn 0.0f;", "", name=f"priority_{level}"))
+instruction("fp32_apart", nothing, Body("return 0.0f;", ""))
 instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\nreturn 0.0f;", ""))
 instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
 
@@ -122,6 +123,9 @@ def wait_loads(n:int, *done:UOp) -> UOp:
 def priority(level:int, *done:UOp) -> UOp:
   """This wave's priority among those of its SIMD from here on, 0 to 3 (s_setprio). A statement."""
   return statement("priority", *done, level=level)
+def fp32_apart(*done:UOp) -> UOp:
+  """In this kernel no two fp32 operations are one packed instruction: see ops.renderers. A statement."""
+  return statement("fp32_apart", *done)
 def sched_barrier(*done:UOp) -> UOp:
   """Nothing is scheduled across the point at which all of `done` are known: keeps loads from being started long before their use. A statement."""
   return statement("sched_barrier", *done)

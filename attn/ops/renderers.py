@@ -74,8 +74,15 @@ print_calls = PatternMatcher([
   (UPat((Ops.CUSTOM, Ops.CUSTOMI), name="x"), lambda ctx, x: ctx.call_text(x) if isinstance(x.arg, Call) else None),
   (UPat((Ops.ADD, Ops.SUB, Ops.MUL), name="x"), lambda ctx, x: ctx.need_operator(x) if x.dtype in VECTORS else None)])
 
+# clang packs fp32 operations in pairs (v_pk_fma_f32), for which the matrix unit stands still: docs/timing.md
+GLOBAL, GLOBAL_UNPACKED = "__attribute__((global))", '__attribute__((global, target("no-packed-fp32-ops")))'
+
 class HipOperations(OperationsPrinter):
   language = "hip"
+  def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
+    text = super().render_kernel(function_name, kernel, bufs, uops, prefix)
+    apart = any(isinstance(u.arg, Call) and u.arg.name == "fp32_apart" for u in uops)
+    return text.replace(GLOBAL, GLOBAL_UNPACKED, 1) if apart else text
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     used = {u.dtype for _, (u, _) in bufs}
     sixteen = {dtypes.half: "#define half _Float16",

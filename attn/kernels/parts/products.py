@@ -106,13 +106,20 @@ class Products:
         for i, b in enumerate(bs): tiles[i][kt] = amd.shaped_wmma(mat, a, b, tiles[i][kt])
     return tiles
 
-  def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]]) -> list[list[UOp]]:
-    """`accs` + A B of a tile that lies transposed in LDS, whose `block_n` columns meet the `weights`, operands of each tile of own rows."""
+  def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
+    """Operand A of one matrix tile of columns."""
+    mat = self.matrix
+    return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
+
+  def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
+                   first:list[UOp]|None=None) -> list[list[UOp]]:
+    """`accs` + A B of a tile that lies transposed in LDS, whose `block_n` columns meet the `weights`, operands of each tile of own rows. `first` is
+    A of the first matrix tile where it has been read already."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):
       before = accs[-1][dt - 1] if dt else weights[-1][-1]
-      if self.fenced or not dt: tile = tile.after(self.statements.do(amd.sched_barrier(before)))
-      a_operands = operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
+      if self.fenced or (not dt and first is None): tile = tile.after(self.statements.do(amd.sched_barrier(before)))
+      a_operands = self.column_operands(tile, block_n, dt) if dt or first is None else first
       for a, *bs in zip(a_operands, *weights):
         for i, b in enumerate(bs): accs[i][dt] = amd.shaped_wmma(mat, a, b, accs[i][dt])
     return accs

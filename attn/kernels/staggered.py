@@ -1,0 +1,123 @@
+"""Flash attention forward for CDNA2 and CDNA3 whose waves take turns: half of them multiply while the others work out weights.
+
+The same algorithm, orientation and way to LDS as forward.py. Eight waves of 32 queries; the second four run one barrier behind the first, so that of
+the two waves on a SIMD one is in the first half of its trip while the other is in the second:
+
+  weigh     S(t) -> P(t) on the vector unit; K(t+2) and V(t+1), which came to registers meanwhile, go to LDS, and K(t+3) and V(t+2) start on their way
+  multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
+
+A barrier ends each half. There are three tiles of K and three of V in LDS: what is stored in a half is read two barriers later at the earliest, and what
+was there before was read by both groups a barrier earlier at the latest. Packed fp32 excludes the matrix unit, on which the other half of the waves is:
+the kernel has none (docs/timing.md).
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Callable
+from attn.chips import Chip
+from attn.kernels.forward import Forward, ForwardState
+from attn.kernels.parts.dropout import Kept
+from attn.kernels.parts.pipeline import Pipeline
+from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.statements import store_all, workgroup_barrier
+from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.tiles import Tile
+from attn.ops import amd, common as ops
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp, dtypes
+
+WAVES, BLOCK_N, BUFFERS = 8, 32, 3
+K_READ_AFTER = 1      # the tile of O after whose product K is read: the first ones need the ports of LDS for V
+
+def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
+  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse, of the problems that
+  `dispatch.staggered_refuses` has nothing against. Raises NotImplementedError for tensors beyond what a buffer descriptor addresses."""
+  check_problem(p, tile)
+  return lambda *args: Staggered.of(p, arch, tile, args).program()
+
+@dataclass(frozen=True)
+class StaggeredState(ForwardState):
+  """What crosses the halves of trips beside that: S^T of the tile whose weights come next, and the parts of tiles on their way to LDS."""
+  s: UOp
+  on_the_way: UOp
+
+@dataclass(frozen=True)
+class Staggered(Pipeline[StaggeredState]):
+  """The kernel of one problem, as a thread sees it: what is the same in all trips. The work on a tile is that of forward.py in two parts."""
+  tile: Tile
+  state: StaggeredState
+  forward: Forward
+
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> Staggered:
+    one = Forward.of(p, arch, tile, args)
+    x, new = one.state, one.new
+    parts = len(x.k.items) + 4*len(x.v.items)
+    state = StaggeredState(x.softmax, x.k, x.v, new.registers(one.k_tiles, ops.f32(one.mat.accumulator)), new.registers(parts, ops.u32(4)))
+    return Staggered(tile, new, one.statements, state, one)
+
+  @property
+  def loaded(self) -> dict[str, GlobalRows]: return self.forward.loaded
+
+  # ***** the algorithm *****
+  def program(self) -> UOp:
+    group, second = self.forward.group, ops.uniform(self.forward.at.wave.cast(dtypes.int))//(WAVES//2)
+    apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start()
+    s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
+    s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group falls a barrier behind
+    s = self.walk_over(s)
+    s = s.after(self.statements.do(amd.barrier_of(1 - second, s.softmax.acc[0].load())))
+    return group.kernel("staggered", [x for qt, row in enumerate(self.forward.queries) for x in self.forward.outputs(s.softmax, qt, row)])
+
+  def first_tiles(self, s:StaggeredState, begin:UOp) -> StaggeredState:
+    """K of the first two tiles and V of the first in LDS, S of the first in registers, the next ones on their way."""
+    rows = self.loaded
+    stores = [x for name, t in (("k", begin), ("k", begin + 1), ("v", begin))
+              for x in self.in_lds(s, t, name).store(getattr(s, name).fetch(rows[name], t))]
+    s = s.after(workgroup_barrier(UOp.group(*stores)))
+    return s.after(self.load(s, begin), UOp.group(*store_all(s.s, self.forward.raw_scores(s, begin)[0])))
+
+  def walk_over(self, s:StaggeredState) -> StaggeredState:
+    """The tiles, those that no mask touches without masks."""
+    tiles = self.forward.group.walked
+    if self.forward.group.p.window[0] >= 0: s = self.trips(s, tiles.begin, tiles.full_begin, masked=True)
+    s = self.trips(s, tiles.full_begin, tiles.full_end, masked=False)
+    return self.trips(s, tiles.full_end, tiles.end, masked=True)
+
+  def trip(self, s:StaggeredState, t:UOp, masked:bool) -> UOp:
+    s, first = self.weigh(s, t, masked)
+    return self.multiply(s, t, first, renewed=not masked)
+
+  # ***** the two halves of a trip *****
+  def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
+    """S(t) -> P(t), and what is on its way goes on. V(t) of the first tile of O comes from LDS before the barrier."""
+    one = self.forward
+    raw = [s.s[i].load() for i in range(s.s.max_numel())]
+    softmax = one.weigh(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
+    stores = self.store(s, t)
+    following = self.load(s.after(self.statements.do(amd.sched_barrier(), *stores)), t + 1)
+    first = one.products.column_operands(self.in_lds(s, t, "v").columns, self.tile.block_n, 0)
+    done = self.statements.do(amd.made_here(*[softmax.p[i].load() for i in range(softmax.p.max_numel())]))
+    halfway = workgroup_barrier(UOp.group(done, *stores, following, self.statements.do(amd.sched_barrier(*first))))
+    return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
+
+  def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
+    """O += V(t) P(t), S(t+1) = K(t+1) Q^T."""
+    one = self.forward
+    weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
+    accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]
+    o_tiles = one.products.with_columns(self.in_lds(s, t, "v").columns, self.tile.block_n, [weights], [accs], first)[0]
+    fence = self.statements.do(amd.sched_barrier(o_tiles[min(K_READ_AFTER, len(o_tiles) - 1)]))
+    scores = one.raw_scores(s.lds_after(fence), t + 1)[0]
+    made = self.statements.do(amd.made_here(*o_tiles, *scores))
+    return workgroup_barrier(UOp.group(made, *store_all(s.softmax.acc, o_tiles), *store_all(s.s, scores)))
+
+  # ***** the way of tiles *****
+  def load(self, s:StaggeredState, t:UOp) -> UOp:
+    """K(t+2) and V(t+1) start on their way to registers."""
+    parts = [*s.k.fetch(self.loaded["k"], t + 2), *s.v.fetch(self.loaded["v"], t + 1)]
+    return UOp.group(self.statements.do(amd.sched_barrier(*parts)), *[s.on_the_way[i].store(x) for i, x in enumerate(parts)])
+
+  def store(self, s:StaggeredState, t:UOp) -> list[UOp]:
+    """From there they go to LDS."""
+    parts, of_k = [s.on_the_way[i].load() for i in range(s.on_the_way.max_numel())], len(s.k.items)
+    return [*self.in_lds(s, t + 2, "k").store(parts[:of_k]), *self.in_lds(s, t + 1, "v").store(parts[of_k:])]
