@@ -39,7 +39,21 @@ LOADS = {"vmcnt", "loadcnt"}                         # the counters of loads fro
 def wrong_waits(spec:Spec, report:Report) -> list[str]:
   """What is not as the kernel asks for in the waits and barriers of its hot loop."""
   name, tile = chosen(spec)
+  if name == "staggered": return wrong_in_staggered(report)
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
+
+def wrong_in_staggered(report:Report) -> list[str]:
+  """The loads of two tiles are under way during all the matrix work of a trip, and at both of its barriers; they are waited for in the next trip's
+  first half."""
+  assert report.loop is not None
+  matrix = report.loop.matrix
+  products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # but for the sums of P
+  barriers = [x for x in report.waits if x.what in BARRIERS]
+  loads = [x for x in report.waits if x.awaited is not None and x.awaited.kind == "load"]
+  right = {"barriers": len(barriers) == 2, "waits": bool(loads) and all(x.matrix <= sum(matrix.values()) - products for x in loads),
+           "time of loads": (time_of_loads(report.waits) or 0) >= products,
+           "under way at barriers": all(x.under_way.get("vmcnt", 0) > 0 for x in barriers)}
+  return [what for what in right if not right[what]]
 
 def wrong_in_dual_wave(report:Report) -> list[str]:
   """Two tiles of four clusters, a barrier after each. After each memory cluster is a wait for the tile that was asked for four clusters ago: both

@@ -6,9 +6,10 @@ import pytest
 from attn.api.checked_kernel import CheckedKernel
 from attn.chips import get_chip
 from attn.choose.dispatch import choose
-from attn.choose.tiles import staggered_tile
+from attn.choose.tiles import choose_amd_tile, staggered_tile
+from attn.compilers.clang import assembly
 from attn.emulator.checks import LdsRace
-from attn.isa.source import Spec, kernel_source
+from attn.isa.source import Spec, kernel_source, problem_of_spec
 from attn.kernels import staggered
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, exact, judge, same
@@ -51,13 +52,24 @@ def test_contract(case:str) -> None: check(**CASES[case])
 @pytest.mark.parametrize("make", every_other(ADVERSARIAL), ids=lambda f: f.__name__)
 def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=200, dtype="bfloat16" if make is huge_key else "float16")
 
-@pytest.mark.parametrize("left_out", (1, 2))
-def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:
-  """Halfway, and at the end of a trip. (That after the first tiles tinygrad puts in where it is missing.)"""
-  barrier, count = staggered.workgroup_barrier, iter(range(10**6))
-  monkeypatch.setattr(staggered, "workgroup_barrier", lambda after: after if next(count) == left_out else barrier(after))
-  with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=256)
-
 def test_fewer_tiles_in_lds_are_a_race(monkeypatch) -> None:
   monkeypatch.setattr(staggered, "BUFFERS", 2)
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=256)
+
+def test_dispatch() -> None:
+  """The problems that it is for, why others are not, and which chips have it."""
+  plain = {"B": 4, "H": 32, "Sq": 4096, "D": 128, "dtype": "bfloat16", "causal": True, "lse": False}
+  p, chip = problem(**plain), get_chip("gfx942")
+  assert choose(p, chip).kernel == "staggered" == choose(problem(**plain | {"lse": True}), get_chip("gfx950")).kernel
+  assert choose(p, get_chip("gfx950")).kernel == "dual_wave" and choose(p, get_chip("gfx1100")).kernel == "forward"
+  for change, why in (({"D": 64}, "predicted to be faster"), ({"D": 192}, "LDS has room"), ({"Sq": 100}, "compute units idle"),
+                      ({"D": 100, "Dv": 128}, "comes in pieces"), ({"softcap": 20.0}, "softcap: it takes plain problems only")):
+    assert why in (choose(problem(**plain | change), chip).why_not("staggered") or "")
+  assert "LLVM 21" in (choose(p, replace(chip, llvm=21)).why_not("staggered") or "")
+
+def test_fp32_is_not_packed() -> None:
+  """Only of this kernel clang is asked for that, and does it."""
+  spec = Spec("gfx942", 128)
+  tiles = (None, choose_amd_tile(problem_of_spec(spec), get_chip(spec.arch)))
+  apart, packed = (assembly(kernel_source(spec, tile).text, spec.arch) for tile in tiles)
+  assert "v_pk_fma_f32" not in apart and "v_pk_mul_f32" not in apart and "v_pk_mul_f32" in packed

@@ -18,7 +18,7 @@ from attn.kernels.parts.tiles import BackwardTile
 from attn.tinygrad_compat import CompileError
 
 BACKWARD_SPACE: dict[str, tuple[object, ...]] = {
-  "waves": (4, 2, 8), "block_n": (32, 16, 64), "own_in_lds": ((False, False), (True, False), (True, True)), "fenced": (0, 4, 8),
+  "waves": (4, 2, 8), "block_n": (32, 16, 64), "own_in_lds": ((False, False), (True, False), (True, True)), "fenced": (0, 4, 8, 2),
   "prefetch": (1, 0, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1)}
 
 MOST_HELD = {64: 512, 32: 256}     # registers of a lane, by the lanes of a wave: one wave has all of a SIMD of CDNA

@@ -3,6 +3,7 @@
 AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those that nvcc 13 needs, and not measured.
 """
 from __future__ import annotations
+from collections.abc import Iterator
 from dataclasses import dataclass
 from attn.chips import Chip
 from attn.chips.matrix import MMA
@@ -32,7 +33,7 @@ DQ: dict[str, tuple[BackwardCandidate, ...]] = {
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
   "rdna4": (
     BackwardCandidate(64, 4, 32, fenced=8),
-    BackwardCandidate(128, 4, 16, fenced=8),
+    BackwardCandidate(128, 4, 16, fenced=2),
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
 }
 DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
@@ -46,6 +47,14 @@ DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
 }
+
+# Tried before those, for problems without options whose rows are whole units, where their workgroups fill the chip: chosen by the time that is
+# predicted of the code of this release of LLVM, and by the registers that it needs
+PLAIN_LLVM = 22
+PLAIN_DQ: dict[str, tuple[BackwardCandidate, ...]] = {
+  family: (BackwardCandidate(128, 8, 32, fenced=2),) for family in ("cdna2", "cdna3", "cdna4")}
+PLAIN_DKDV: dict[str, tuple[BackwardCandidate, ...]] = {"cdna4": (BackwardCandidate(128, 4, 64, fenced=8, prefetch=2),)}
+PLAIN_FROM = 65      # head dimension: below it the others are as good
 
 @dataclass(frozen=True)
 class MmaBackwardCandidate:
@@ -100,7 +109,7 @@ def choose_backward_tiles(p:Problem, arch:Chip, units:tuple[str, ...]=UNITS) -> 
       return _chosen_wgmma(p, DQ_WGMMA, p.Sq, False), _chosen_wgmma(p, DKDV_WGMMA, p.Sk, True)
     return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False), _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
   if ON_AMD not in units: raise NotImplementedError(mma_refuses(p, arch) if ON_MMA in units else wgmma_backward_refuses(p, arch))
-  return _chosen("backward_dq", p, arch, DQ, False), _chosen("backward_dkdv", p, arch, DKDV, True)
+  return _chosen("backward_dq", p, arch, DQ, False, PLAIN_DQ), _chosen("backward_dkdv", p, arch, DKDV, True, PLAIN_DKDV)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
   """The tile of the kernel of dbias: on AMD that of the kernel of dq. Raises NotImplementedError where there is none."""
@@ -146,10 +155,19 @@ def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) 
   if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
-def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool) -> BackwardTile:
+def _plain(p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool) -> Iterator[BackwardCandidate]:
+  """Those of a table of plain problems that are for this one."""
+  if p.options or arch.llvm < PLAIN_LLVM or max(p.D, p.Dv) < PLAIN_FROM: return
+  for c in table.get(arch.family, ()):
+    tile = backward_tile(p, arch, c, keys)
+    workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
+    if not (p.D % tile.matrix.unit or p.Dv % tile.matrix.unit) and tile.waves == c.waves and workgroups >= arch.cus: yield c
+
+def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool,
+            plain:dict[str, tuple[BackwardCandidate, ...]]|None=None) -> BackwardTile:
   if arch.family not in table: raise NotImplementedError(f"{kernel}: {arch} has none of the matrix units {', '.join(table)}")
   reasons, found = [], tuned.backward_winner(p, arch, kernel)
-  for c in (*([found] if found is not None else []), *table[arch.family]):
+  for c in (*([found] if found is not None else []), *_plain(p, arch, plain or {}, keys), *table[arch.family]):
     if (reason := backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c)) is None: return tile
     reasons.append(reason)
   raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")

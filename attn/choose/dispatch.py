@@ -200,7 +200,10 @@ STAGGERED_FROM = 65     # head dimension, below which a trip has too little matr
 def staggered_slower(p:Problem, arch:Chip) -> str|None:
   if arch.llvm < STAGGERED_LLVM: return f"LLVM {arch.llvm} would compile it: registers and predictions are those of {STAGGERED_LLVM}"
   if max(p.D, p.Dv) < STAGGERED_FROM: return f"D={p.D}, Dv={p.Dv}: forward is predicted to be faster below {STAGGERED_FROM}"
-  rows = staggered_tile(p, arch).block_m
+  tile = staggered_tile(p, arch)
+  if (p.D % tile.matrix.unit == 0) != (p.Dv % tile.matrix.unit == 0):
+    return f"D={p.D}, Dv={p.Dv}: one of them comes in pieces, for whose addresses forward is predicted to be faster"
+  rows = tile.block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) is not None else None

@@ -6,8 +6,8 @@ the two waves on a SIMD one is in the first half of its trip while the other is 
   weigh     S(t) -> P(t) on the vector unit; K(t+2) and V(t+1), which came to registers meanwhile, go to LDS, and K(t+3) and V(t+2) start on their way
   multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
 
-A barrier ends each half. There are three tiles of K and three of V in LDS: what is stored in a half is read two barriers later at the earliest, and what
-was there before was read by both groups a barrier earlier at the latest. Packed fp32 excludes the matrix unit, on which the other half of the waves is:
+A barrier ends each half. There are three tiles of K and three of V in LDS: what a half stores either group reads a barrier later at the earliest, and
+what lay there before either read a barrier earlier at the latest. Packed fp32 excludes the matrix unit, on which the other half of the waves is, so
 the kernel has none (docs/timing.md).
 """
 from __future__ import annotations
