@@ -41,7 +41,7 @@ def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Ta
   in_use = choose_backward_tiles(p, chip)[BACKWARD.index(kernel)]
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)
   tiles = [backward_tile(p, chip, x.candidate, kernel == "dkdv") for x in found]
-  table = Table("tile", "options", "predicted", "useful", "issued", "overlap", "waves/SIMD", "in use",
+  table = Table("tile", "options", "predicted", "serial", "issued", "overlap", "waves/SIMD", "in use",
                 title=f"{arch}, D up to {d}, {kernel}: predictions and bounds, not measured; {toolchain().version}")
   for i, (x, tile) in enumerate(zip(found, tiles)):
     if not everything and i >= SHOWN and tile != in_use: continue

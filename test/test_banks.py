@@ -6,6 +6,8 @@ from attn.chips import get_chip
 from attn.choose.candidates import Candidate
 from attn.choose.tiles import CANDIDATES, amd_tile
 from attn.emulator import last_run
+from attn.emulator.banks import phases
+from attn.kernels.parts.staging import Staging, both_ways_layout, key_row, v_columns
 from cases import ARCHS, check_kernels, normal, problem, run
 from test_dual_wave import run as run_dual_wave
 
@@ -44,3 +46,29 @@ def test_table(monkeypatch, arch:str, c:Candidate) -> None:
   p = problem(H=1, Sq=256, Sk=128, D=c.up_to)
   check_kernels(arch, tile=lambda _: amd_tile(p, get_chip(arch), c), H=1, Sq=256, Sk=128, D=c.up_to)
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("width", (64, 72, 128, 256))
+@pytest.mark.parametrize("block_n", (16, 32, 64))
+def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
+  """Of the backward kernels: neither the stores of rows that threads have for transposing, nor the reads of neighbouring rows, meet in a bank. What
+  each lane has is worked out here from the numbers of threads, and the lanes of a phase are those of the emulator's table."""
+  chip = get_chip(arch)
+  mat, threads = chip.matrix["float16"][0], 4*chip.wave
+  if block_n < mat.M: pytest.skip("no tile of the matrix instruction")
+  layout, units = both_ways_layout(mat, block_n, width), max(width//mat.unit, 1)
+  def conflict_free(places:list[int|None], read:bool) -> bool:
+    banks, groups = phases(chip.family, chip.wave, read, 16)
+    found = [[places[lane] for lane in group if places[lane] is not None] for group in groups]
+    return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
+  fast = v_columns(block_n)
+  spread = (fast, 2) if units % (2*fast) == 0 else (1, 1)
+  for first in range(0, threads, chip.wave):
+    items = [Staging(block_n, units, threads, thread, 4, *spread).item(0) for thread in range(first, first + chip.wave)]
+    for i in range(4):
+      stored = [layout.place(key_row(mat, quad, i), unit) if gate else None for quad, unit, gate in items]
+      if units % (2*fast) == 0: assert conflict_free(stored, False), (first, i)
+  for row in range(0, block_n, mat.M):
+    lanes = range(chip.wave)
+    assert conflict_free([layout.place(row + lane % mat.N, 0 if mat.duplicated else lane//mat.N) for lane in lanes], True)
+  assert layout.size > max(layout.place(row, unit) for row in range(block_n) for unit in range(layout.units))

@@ -14,7 +14,7 @@ from attn.isa.timing.drawing import svg_of
 from attn.isa.source import Shape
 from attn.isa.timing.kernels import of_spec
 from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
-from attn.isa.timing.predict import Division, blocks_of_grid, predict, trips_of_blocks
+from attn.isa.timing.predict import Division, blocks_of_grid, fed_by_l2, predict, trips_of_blocks, walked_in_a_trip
 from attn.isa.timing.steps import TripStep, trip_steps, unknown, uses
 from attn.isa.timing.trips import timing_of
 from attn.isa.timing.waves import Wave, step_waves
@@ -189,6 +189,16 @@ def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:i
   assert found.l2_seconds == pytest.approx(read*256/(16384*2.1e9)) and found.limit == "compute"
   slow = predict(p, timing, division, replace(card, l2=1))
   assert slow.limit == "L2" and slow.seconds == pytest.approx(16384*found.l2_seconds) and slow.tflops < found.tflops
+
+def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
+  """On gfx950 64 bytes a cycle of 4096 operations: rows of 2*D fp16 are 4*D bytes and 4*D operations for each query of the block, so 64 queries are
+  fed at the full rate and 16 at a quarter of it. Twice the loops walk over the rows twice."""
+  text = kernel(arch="gfx950").replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43]", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47]")
+  timing = timing_of(text, d=16, dv=16)         # an MFMA is half of the work on 32 x 32 scores: 512 of a wave
+  assert walked_in_a_trip(timing, 64) == 4*512/64
+  for own, share in ((64, 1.0), (16, 0.25)):
+    assert fed_by_l2(timing, Division(own, walked_in_a_trip(timing, own)), 2*16*2) == pytest.approx(share)
+  assert fed_by_l2(timing, Division(64, 32, products=((1, 1), (1, 1))), 2*16*2) == pytest.approx(0.5)
 
 def test_memory_moves_every_tensor_once() -> None:
   """Forward: O, Q of 4 heads and K, V of 2, of 256 rows of 128 bytes; in 2 key ranges fp32 parts of O and lse in place of O. dq: dq, q, o, do of 4

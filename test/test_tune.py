@@ -307,7 +307,7 @@ def test_bounds_of_the_backwards_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(backward_search, "VARIANTS", [("float16", "full")])
   first, second = backward_search.ranked_backward("gfx1201", 32, "dq")
   assert (first.candidate.prefetch, second.candidate.prefetch) == (1, 0)
-  assert first.bound.serial < 200*5/3       # of five products three are computed, at the full rate at most
+  assert 0 < first.bound.predicted < 200 and 0 < first.bound.serial < 200       # half percents of the dense rate
 
 @pytest.mark.parametrize("d, keys", ((64, False), (128, True), (256, True)))
 def test_the_backwards_space(d:int, keys:bool) -> None:

@@ -21,6 +21,9 @@ BACKWARD_SPACE: dict[str, tuple[object, ...]] = {
   "waves": (4, 2, 8), "block_n": (32, 16, 64), "own_in_lds": ((False, False), (True, False), (True, True)), "fenced": (0, 4, 8, 2),
   "prefetch": (1, 0, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1)}
 
+PRODUCTS_NEEDED = {"dq": 3, "dkdv": 4}     # S, dP and dQ; S, dP, dV and dK
+
+NOT_LOOKED_AT = {64: (), 32: (4,)}         # of the fences, by the lanes of a wave: what is between others that are
 MOST_HELD = {64: 512, 32: 256}     # registers of a lane, by the lanes of a wave: one wave has all of a SIMD of CDNA
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[BackwardCandidate]:
   found, p = [], problem_of_spec(Spec(arch.name, d))
   for values in itertools.product(*BACKWARD_SPACE.values()):
     c = BackwardCandidate(d, **dict(zip(BACKWARD_SPACE, values)))       # type: ignore[arg-type]
-    if c.matrix >= len(arch.matrix[MATRIX_DTYPES[0]]) or (c.passes > 1 and not keys): continue
+    if c.matrix >= len(arch.matrix[MATRIX_DTYPES[0]]) or (c.passes > 1 and not keys) or c.fenced in NOT_LOOKED_AT[arch.wave]: continue
     tile = backward_tile(p, arch, c, keys)
     mat = tile.matrix
     divides = c.block_n%mat.M == 0 and c.block_n%contraction(mat, 1) == 0
@@ -60,8 +63,8 @@ def backward_bound(arch:str, c:BackwardCandidate, kernel:str, dtype:str=VARIANTS
   try: text = assembly(source.text, spec.arch)
   except CompileError: return None
   report = report_of_text(spec, source, text)
-  if (found := bound_of(text, source, report, tile)) is None or (loop := report.loop) is None or loop.useful is None: return None
-  needed = loop.useful/loop.serial       # of the products that are computed: a second pass computes S again
+  if (found := bound_of(text, source, report, tile)) is None: return None
+  needed = PRODUCTS_NEEDED[kernel]/sum(a + b for a, b in source.products)       # a second pass computes S again
   return found._replace(predicted=round(found.predicted*needed), serial=round(found.serial*needed), issued=round(found.issued*needed))
 
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:

@@ -25,6 +25,7 @@ from attn.emulator.banks import phases
 from attn.extras import needs
 from attn.isa.report import Report, analyse
 from attn.isa.source import MASKS, Source, Spec, kernel_source, problem_of_spec
+from attn.isa.timing.predict import Division, fed_by_l2, walked_in_a_trip
 from attn.isa.timing.trips import timing_of
 from attn.isa.waits import time_of_loads
 from attn.kernels.parts.counts import round_up
@@ -50,7 +51,7 @@ Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
 
 class Bound(NamedTuple):
   """What tiles are ranked by, the greatest first. Uses of the matrix unit are in half percents: less is the compiler's luck."""
-  predicted: int  # of the dense rate, in the hot loop
+  predicted: int  # of the dense rate, in the hot loop, as far as L2 feeds it
   enough: int     # waves per SIMD, but no more than ENOUGH
   ahead: int      # 1 if a tile is on its way during a good part of the matrix work, else 0: no figure here knows what waiting for memory takes
   issued: int     # where nothing overlaps: the serial bound, in which each access to LDS and memory and each barrier takes an issue slot too
@@ -115,8 +116,11 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
   ahead = AHEAD*(time_of_loads(report.waits) or 0) >= sum(loop.matrix.values())
   def halves(x:float) -> int: return round(200*x)
   timing = timing_of(text, report.arch, kernel.d, kernel.dv, products=kernel.products)
-  return Bound(halves(timing.share), min(waves, ENOUGH), int(ahead), halves(matrix/(matrix/loop.serial + others)), halves(loop.serial), waves,
-               halves(loop.overlap), -tile.block_m, -tile.block_n)
+  division = Division(kernel.block_m, walked_in_a_trip(timing, kernel.block_m), products=kernel.products)
+  fed = fed_by_l2(timing, division, (kernel.d + kernel.dv)*tile.matrix.size)
+  issued = matrix/(matrix/loop.serial + others)
+  return Bound(halves(min(timing.share, fed)), min(waves, ENOUGH), int(ahead), halves(issued), halves(loop.serial), waves, halves(loop.overlap),
+               -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
   """The bound of the forward kernel with this tile, None where it doesn't compile, or spills."""

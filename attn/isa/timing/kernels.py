@@ -6,7 +6,7 @@ from attn.chips import MODELLED
 from attn.compilers.clang import assembly
 from attn.isa import source
 from attn.isa.report import LoopProducts
-from attn.isa.timing.predict import Division, Prediction, blocks_of_grid, predict
+from attn.isa.timing.predict import Division, Prediction, blocks_of_grid, predict, walked_in_a_trip
 from attn.isa.timing.trips import Timing, timing_of
 from attn.problem import Problem
 
@@ -48,13 +48,8 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
   problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel == "dkdv"
   timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
                      grid=blocks_of_grid(problem, kernel.block_m, keys, kernel.heads))
-  walked = _walked(timing, kernel.block_m//timing.waves)
+  walked = walked_in_a_trip(timing, kernel.block_m)
   return Predicted(timing, problem, Division(kernel.block_m, walked, keys, kernel.products, kernel.heads, kernel.splits), kernel.python)
-
-def _walked(timing:Timing, own:int) -> float:
-  """Rows that a trip walks over, from its scores and a wave's own rows."""
-  assert timing.loops[0].scores is not None
-  return timing.loops[0].scores/own
 
 def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,
@@ -62,5 +57,6 @@ def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=N
   """A kernel of an assembly text; of a problem only where the head dimension and the queries of a wave are given."""
   timing = timing_of(text, arch, d, dv, kernel_name, lds, threads, title, products, behind)
   if d is None or queries is None: return Predicted(timing, None, None)
-  return Predicted(timing, _problem(shape, d, dv or d, dtype, causal), Division(queries*timing.waves, _walked(timing, queries), False, products))
+  own = queries*timing.waves
+  return Predicted(timing, _problem(shape, d, dv or d, dtype, causal), Division(own, walked_in_a_trip(timing, own), False, products))
 

@@ -59,6 +59,11 @@ def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
   rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
   return ceildiv(rows, own)*copies*p.num_splits
 
+def walked_in_a_trip(timing:Timing, own:int) -> float:
+  """Rows that a workgroup with so many own ones walks over in a trip, from the scores that a wave computes."""
+  assert timing.loops[0].scores is not None
+  return timing.loops[0].scores*timing.waves/own
+
 def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   """The trips of each block of own rows of one head: of queries by the keys that they see, of keys by the queries that see them."""
   left, right = p.window
@@ -78,6 +83,13 @@ def bytes_read(p:Problem, x:Division, trips:list[float], copies:int) -> float:
   row = (p.D + p.Dv)*p.itemsize
   own = p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits
   return sum(trips)*copies*x.walked*row*len(x.products) + p.B*own*row
+
+def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
+  """The share of the chip's dense rate for which its L2 caches give enough, where rows of two tensors are so many bytes: of the card that has least
+  for a compute unit. 1 and more: they don't hold the kernel up."""
+  given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
+  flops = sum(loop.flops for loop in timing.loops)*timing.waves
+  return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
 def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None) -> Prediction:
   """What a problem takes on a card at a clock, its rated one where none is given."""

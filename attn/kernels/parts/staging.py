@@ -67,14 +67,15 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """The same of rows that lie transposed beside it: one lane after another stores a row of another quad, `key_row`, at the same unit. Those, and the
-  rows that are read at a time, are to be in different banks: neighbouring quads are 4 rows apart where the matrix has 32, and an unpadded stride of 4
-  rows is then a whole number of units more than one of all banks; else two by two 8 rows apart, and 1 or 4."""
+  """The same of rows that lie transposed beside it. Two kinds of access are to find their rows in different banks: of neighbouring rows, which are
+  read, and of the same row in neighbouring quads, `key_row`, which are stored. Where the matrix has 32 rows these are 4 apart: the rows of a block of 4
+  are an even stride apart, and the blocks an odd number of units. Else they are 8 apart, or in the other lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = 4 if mat.K == 16 else 2               # CDNA4 reads from twice as many banks
     return PaddedRows(rows, units, 1, 4, units + (apart - units)%(2*apart))
-  return PaddedRows(rows, units, 4 if mat.block == 1 else 1, 8)
+  if mat.block == 1: return PaddedRows(rows, units, 4 if rows == 16 else 2, 8)
+  return PaddedRows(rows, units, 1, 8)
 
 def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
   """The same tile transposed: operand A of products that contract over its `block_n` rows."""
