@@ -29,6 +29,8 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
+APART_UP_TO = 64     # head dimension: up to it vector instructions are what a trip is short of
+
 def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, which are those of `tensors.arguments(p)` in that order: (o, q, k, v),
   (o, lse, q, k, v) when p.return_lse, (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors there are, in the order of
@@ -57,6 +59,7 @@ class Forward(Pipeline[ForwardState]):
   at: Lane
   sums: Sums
   dual: bool         # the chip issues two vector instructions at once
+  apart: bool        # fp32 operations are not packed, for which the matrix unit of CDNA stands still
   q_lds: LdsTile
 
   @staticmethod
@@ -69,7 +72,8 @@ class Forward(Pipeline[ForwardState]):
     sums = Sums.of(arch, p.dtype, p.writes_lse)
     softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, sums, new)
     group = Workgroup.of(p, arch, tile, args, grid, at)
-    return Forward(tile, new, statements, ForwardState(softmax, k, v), group, at, sums, arch.unit.dual_issue, q_lds)
+    apart = arch.unit.agprs and max(p.D, p.Dv) <= APART_UP_TO
+    return Forward(tile, new, statements, ForwardState(softmax, k, v), group, at, sums, arch.unit.dual_issue, apart, q_lds)
 
   # ***** sizes *****
   @property
@@ -95,7 +99,7 @@ class Forward(Pipeline[ForwardState]):
 
   # ***** the algorithm *****
   def program(self) -> UOp:
-    group, s = self.group, self.state.after(self.state.softmax.start())
+    group, s = self.group, self.state.after(self.state.softmax.start(), *[self.statements.do(amd.fp32_apart())]*self.apart)
     s = self.walk(s, group.walked, masked_first=group.p.window[0] >= 0)
     return group.kernel("forward", [x for qt, row in enumerate(self.queries) for x in self.outputs(s.softmax, qt, row)])
 
