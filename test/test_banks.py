@@ -7,7 +7,7 @@ from attn.choose.candidates import Candidate
 from attn.choose.tiles import CANDIDATES, amd_tile
 from attn.emulator import last_run
 from attn.emulator.banks import phases
-from attn.kernels.parts.staging import Staging, both_ways_layout, key_row, v_columns
+from attn.kernels.parts.staging import both_ways_layout, key_rows, v_columns
 from cases import ARCHS, check_kernels, normal, problem, run
 from test_dual_wave import run as run_dual_wave
 
@@ -61,14 +61,19 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     banks, groups = phases(chip.family, chip.wave, read, 16)
     found = [[places[lane] for lane in group if places[lane] is not None] for group in groups]
     return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
-  fast = v_columns(block_n)
-  spread = (fast, 2) if units % (2*fast) == 0 else (1, 1)
-  for first in range(0, threads, chip.wave):
-    items = [Staging(block_n, units, threads, thread, 4, *spread).item(0) for thread in range(first, first + chip.wave)]
+  fast, groups = v_columns(block_n), block_n//4
+  def item(thread:int) -> tuple[int, int]:
+    """The row group and unit of a thread, of those whose units are dealt out `fast` by two: see Staging.item."""
+    near = min(groups, 8)
+    group, unit = thread % near + thread//near//units*near, thread//near % units
+    return group, unit//(2*fast)*(2*fast) + unit % fast*2 + unit % (2*fast)//fast
+  for first in range(0, threads if units % (2*fast) == 0 else 0, chip.wave):
+    items = [item(thread) if thread < groups*units else None for thread in range(first, first + chip.wave)]
     for i in range(4):
-      stored = [layout.place(key_row(mat, quad, i), unit) if gate else None for quad, unit, gate in items]
-      if units % (2*fast) == 0: assert conflict_free(stored, False), (first, i)
+      rows = [key_rows(mat, x[0])[i] if x is not None else None for x in items]
+      stored = [layout.begin(row) + x[1] if x is not None and row is not None else None for row, x in zip(rows, items)]
+      assert conflict_free(stored, False), (first, i)
   for row in range(0, block_n, mat.M):
     lanes = range(chip.wave)
-    assert conflict_free([layout.place(row + lane % mat.N, 0 if mat.duplicated else lane//mat.N) for lane in lanes], True)
-  assert layout.size > max(layout.place(row, unit) for row in range(block_n) for unit in range(layout.units))
+    assert conflict_free([layout.begin(row + lane % mat.N) + (0 if mat.duplicated else lane//mat.N) for lane in lanes], True)
+  assert layout.size > layout.begin(block_n - 1) + layout.units - 1

@@ -28,7 +28,6 @@ from attn.tinygrad_compat import UOp
 MATRIX_DTYPES = ("float16", "bfloat16")
 
 DUAL_WAVE_LLVM = 22    # the release from which on no register of dual_wave is spilled
-STAGGERED_LLVM = 22    # and that with which staggered was looked at
 STAGGERED_UP_TO = 128  # head dimension: three tiles of K and of V fill LDS
 
 @dataclass(frozen=True)
@@ -198,7 +197,6 @@ def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
 STAGGERED_FROM = 65     # head dimension, below which a trip has too little matrix work beside the other half's vector work
 
 def staggered_slower(p:Problem, arch:Chip) -> str|None:
-  if arch.llvm < STAGGERED_LLVM: return f"LLVM {arch.llvm} would compile it: registers and predictions are those of {STAGGERED_LLVM}"
   if max(p.D, p.Dv) < STAGGERED_FROM: return f"D={p.D}, Dv={p.Dv}: forward is predicted to be faster below {STAGGERED_FROM}"
   tile = staggered_tile(p, arch)
   if (p.D % tile.matrix.unit == 0) != (p.Dv % tile.matrix.unit == 0):
