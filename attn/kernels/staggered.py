@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.forward import Forward, ForwardState
+from attn.kernels.parts.attending import Attending, ForwardState
 from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.pipeline import Pipeline
 from attn.kernels.parts.rows import GlobalRows
@@ -42,31 +42,31 @@ class StaggeredState(ForwardState):
 
 @dataclass(frozen=True)
 class Staggered(Pipeline[StaggeredState]):
-  """The kernel of one problem, as a thread sees it: what is the same in all trips. The work on a tile is that of forward.py in two parts."""
+  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
   tile: Tile
   state: StaggeredState
-  forward: Forward
+  common: Attending
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> Staggered:
-    one = Forward.of(p, arch, tile, args)
+    one = Attending.of(p, arch, tile, args)
     x, new = one.state, one.new
     parts = len(x.k.items) + 4*len(x.v.items)
     state = StaggeredState(x.softmax, x.k, x.v, new.registers(one.k_tiles, ops.f32(one.mat.accumulator)), new.registers(parts, ops.u32(4)))
     return Staggered(tile, new, one.statements, state, one)
 
   @property
-  def loaded(self) -> dict[str, GlobalRows]: return self.forward.loaded
+  def loaded(self) -> dict[str, GlobalRows]: return self.common.loaded
 
   # ***** the algorithm *****
   def program(self) -> UOp:
-    group, second = self.forward.group, ops.uniform(self.forward.at.wave.cast(dtypes.int))//(WAVES//2)
+    group, second = self.common.group, ops.uniform(self.common.at.wave.cast(dtypes.int))//(WAVES//2)
     apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start()
     s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
     s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group falls a barrier behind
     s = self.walk_over(s)
     s = s.after(self.statements.do(amd.barrier_of(1 - second, s.softmax.acc[0].load())))
-    return group.kernel("staggered", [x for qt, row in enumerate(self.forward.queries) for x in self.forward.outputs(s.softmax, qt, row)])
+    return group.kernel("staggered", [x for qt, row in enumerate(self.common.queries) for x in self.common.outputs(s.softmax, qt, row)])
 
   def first_tiles(self, s:StaggeredState, begin:UOp) -> StaggeredState:
     """K of the first two tiles and V of the first in LDS, S of the first in registers, the next ones on their way."""
@@ -74,12 +74,12 @@ class Staggered(Pipeline[StaggeredState]):
     stores = [x for name, t in (("k", begin), ("k", begin + 1), ("v", begin))
               for x in self.in_lds(s, t, name).store(getattr(s, name).fetch(rows[name], t))]
     s = s.after(workgroup_barrier(UOp.group(*stores)))
-    return s.after(self.load(s, begin), UOp.group(*store_all(s.s, self.forward.raw_scores(s, begin)[0])))
+    return s.after(self.load(s, begin), UOp.group(*store_all(s.s, self.common.raw_scores(s, begin)[0])))
 
   def walk_over(self, s:StaggeredState) -> StaggeredState:
     """The tiles, those that no mask touches without masks."""
-    tiles = self.forward.group.walked
-    if self.forward.group.p.window[0] >= 0: s = self.trips(s, tiles.begin, tiles.full_begin, masked=True)
+    tiles = self.common.group.walked
+    if self.common.group.p.window[0] >= 0: s = self.trips(s, tiles.begin, tiles.full_begin, masked=True)
     s = self.trips(s, tiles.full_begin, tiles.full_end, masked=False)
     return self.trips(s, tiles.full_end, tiles.end, masked=True)
 
@@ -90,7 +90,7 @@ class Staggered(Pipeline[StaggeredState]):
   # ***** the two halves of a trip *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
     """S(t) -> P(t), and what is on its way goes on. V(t) of the first tile of O comes from LDS before the barrier."""
-    one = self.forward
+    one = self.common
     raw = [s.s[i].load() for i in range(s.s.max_numel())]
     softmax = one.weigh(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
     stores = self.store(s, t)
@@ -102,7 +102,7 @@ class Staggered(Pipeline[StaggeredState]):
 
   def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
     """O += V(t) P(t), S(t+1) = K(t+1) Q^T."""
-    one = self.forward
+    one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
     accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]
     o_tiles = one.products.with_columns(self.in_lds(s, t, "v").columns, self.tile.block_n, [weights], [accs], first)[0]
