@@ -23,7 +23,7 @@ from attn.problem import Problem
 LONG = 128     # beyond it O takes a good part of the registers of RDNA
 WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
 
-class Means(Flag):
+class Economy(Flag):
   """By which a loop gets by with fewer registers."""
   NONE = 0
   FENCED = auto()         # one tile is worked on before the next one is read from LDS
@@ -31,14 +31,14 @@ class Means(Flag):
   SPARING = auto()        # and K and V come one after the other
   FOUR_WAVES = auto()     # one wave on a SIMD, which has its registers for itself
 
-CROWDED = Means.FENCED | Means.NO_PREFETCH
+CROWDED = Economy.FENCED | Economy.NO_PREFETCH
 
 # what takes registers beside matrix tiles and accumulators
-FEW = "few queries"            # a wave carries more of K and V
+FEW_QUERIES = "few queries"            # a wave carries more of K and V
 WINDOW = "window"              # a loop with both masks
 PIECES = "pieces"              # rows that are no whole number of units: each piece has an address of its own
 LSE = "lse"                    # a second sum of P
-OPTIONS = "options"            # any of them
+ANY_OPTION = "options"            # any of them
 EVERY_SCORE = "every score"    # of those what is worked out for every score
 ON_SCORES = {"softcap", "alibi", "bias", "dropout_p"}
 
@@ -47,34 +47,34 @@ class Shortage:
   """Registers are short where a problem has all of these burdens and D or Dv is more than `beyond`: what then makes up for them."""
   beyond: int
   burdens: tuple[str, ...]
-  means: Means
+  means: Economy
 
-ANYWHERE = (Shortage(0, (FEW,), Means.FENCED),)
+ANYWHERE = (Shortage(0, (FEW_QUERIES,), Economy.FENCED),)
 # a wave that is alone on its SIMD may have all of its registers
 WHERE_A_WAVE_HAS_ALL = (
   *ANYWHERE,
   Shortage(WIDE, (WINDOW,), CROWDED),
-  *(Shortage(WIDE, (x,), Means.FOUR_WAVES) for x in (WINDOW, PIECES, EVERY_SCORE)),
-  *(Shortage(LONG, x, Means.FOUR_WAVES) for x in itertools.combinations((WINDOW, PIECES, EVERY_SCORE), 2)),
-  Shortage(WIDE, (PIECES, FEW), Means.NO_PREFETCH | Means.SPARING))
+  *(Shortage(WIDE, (x,), Economy.FOUR_WAVES) for x in (WINDOW, PIECES, EVERY_SCORE)),
+  *(Shortage(LONG, x, Economy.FOUR_WAVES) for x in itertools.combinations((WINDOW, PIECES, EVERY_SCORE), 2)),
+  Shortage(WIDE, (PIECES, FEW_QUERIES), Economy.NO_PREFETCH | Economy.SPARING))
 # no wave has more than a part of a SIMD's registers
 WHERE_A_WAVE_HAS_A_PART = (
   *ANYWHERE,
-  *(Shortage(WIDE, (x,), CROWDED) for x in (WINDOW, FEW, LSE)),
-  *(Shortage(0, (PIECES, x), Means.NO_PREFETCH) for x in (FEW, LSE, OPTIONS)),
-  Shortage(LONG, (PIECES,), Means.NO_PREFETCH),
-  Shortage(WIDE, (PIECES,), Means.SPARING))
+  *(Shortage(WIDE, (x,), CROWDED) for x in (WINDOW, FEW_QUERIES, LSE)),
+  *(Shortage(0, (PIECES, x), Economy.NO_PREFETCH) for x in (FEW_QUERIES, LSE, ANY_OPTION)),
+  Shortage(LONG, (PIECES,), Economy.NO_PREFETCH),
+  Shortage(WIDE, (PIECES,), Economy.SPARING))
 
 def burdens_of(p:Problem, mat:Matrix, few:bool) -> set[str]:
-  found = {FEW: few, WINDOW: p.window[0] >= 0, PIECES: any(width % mat.unit for width in (p.D, p.Dv)), LSE: p.writes_lse, OPTIONS: bool(p.options),
+  found = {FEW_QUERIES: few, WINDOW: p.window[0] >= 0, PIECES: any(width % mat.unit for width in (p.D, p.Dv)), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(ON_SCORES.intersection(p.options))}
   return {name for name, there in found.items() if there}
 
-def means_for(p:Problem, arch:Chip, mat:Matrix, few:bool) -> Means:
+def economy_of(p:Problem, arch:Chip, mat:Matrix, few:bool) -> Economy:
   """What a problem's loop needs to get by with the registers that there are."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, few), max(p.D, p.Dv)
-  return functools.reduce(Means.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Means.NONE)
+  return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
@@ -103,10 +103,10 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
   few = needed < c.waves
-  means = means_for(p, arch, mat, few)
+  means = economy_of(p, arch, mat, few)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
-  return Tile(mat, min(waves, 4) if Means.FOUR_WAVES in means else waves, q_tiles, block_n, c.q_in_lds, c.fenced or Means.FENCED in means,
-              0 if Means.NO_PREFETCH in means else c.prefetch, pack, Means.SPARING in means, 0.0 if few else 8.0)
+  return Tile(mat, min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles, block_n, c.q_in_lds, c.fenced or Economy.FENCED in means,
+              0 if Economy.NO_PREFETCH in means else c.prefetch, pack, Economy.SPARING in means, 0.0 if few else 8.0)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
@@ -121,7 +121,7 @@ def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
 def dual_wave_tile(p:Problem, arch:Chip) -> Tile: return Tile(arch.matrix[p.dtype][0], dual_wave.WAVES, 1, dual_wave.BLOCK_N)
 
 def staggered_tile(p:Problem, arch:Chip) -> Tile:
-  return Tile(arch.matrix[p.dtype][0], staggered.WAVES, 1, staggered.BLOCK_N, prefetch=staggered.BUFFERS)
+  return Tile(arch.matrix[p.dtype][0], staggered.TURN_WAVES, 1, staggered.TURN_KEYS, prefetch=staggered.BUFFERS)
 
 # ***** NVIDIA *****
 

@@ -25,7 +25,7 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
-WAVES, BLOCK_N, BUFFERS = 8, 32, 3
+TURN_WAVES, TURN_KEYS, BUFFERS = 8, 32, 3     # waves of a workgroup, keys of a trip, tiles of K and of V in LDS
 K_READ_AFTER = 1      # the tile of O after whose product K is read: the first ones need the ports of LDS for V
 
 def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
@@ -60,7 +60,7 @@ class Staggered(Pipeline[StaggeredState]):
 
   # ***** the algorithm *****
   def program(self) -> UOp:
-    group, second = self.common.group, ops.uniform(self.common.at.wave.cast(dtypes.int))//(WAVES//2)
+    group, second = self.common.group, ops.uniform(self.common.at.wave.cast(dtypes.int))//(TURN_WAVES//2)
     apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start()
     s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
     s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group falls a barrier behind
