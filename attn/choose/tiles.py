@@ -66,7 +66,8 @@ WHERE_A_WAVE_HAS_A_PART = (
   Shortage(WIDE, (PIECES,), Economy.SPARING))
 
 def burdens_of(p:Problem, mat:Matrix, few:bool) -> set[str]:
-  found = {FEW_QUERIES: few, WINDOW: p.window[0] >= 0, PIECES: any(width % mat.unit for width in (p.D, p.Dv)), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
+  in_pieces = any(width % mat.unit for width in (p.D, p.Dv))
+  found = {FEW_QUERIES: few, WINDOW: p.window[0] >= 0, PIECES: in_pieces, LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(ON_SCORES.intersection(p.options))}
   return {name for name, there in found.items() if there}
 
