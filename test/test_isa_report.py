@@ -310,7 +310,7 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
   by_options = run("--arch", "gfx942", "--d", 64, "--causal", "--gradient", "dq", "--json")
   assert by_options == run("gfx942/64/float16/causal/dq", "--json") and json.loads(by_options)[0]["name"] == "gfx942/64/float16/causal/dq"
   assert str(source.Spec.parse("gfx942/64/float16/full/dkdv")) == "gfx942/64/float16/full/dkdv"
-  with pytest.raises(ValueError, match="kernel 'dv' is not one of forward, dq, dkdv"): run("gfx942/64/float16/full/dv", ok=False)
+  with pytest.raises(ValueError, match="kernel 'dv' is not one of forward, decode, dq, dkdv"): run("gfx942/64/float16/full/dv", ok=False)
   assert "two numbers" in run("--products", "5", "gfx942/64", ok=False)
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
