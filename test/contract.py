@@ -172,7 +172,8 @@ fp32, in an order of its own. What the kinds are: test/contract.py, which also w
 
 Gradients are through o, with a bias of keys, one row for each draw, and sinks, of which each gradient is a sum over 20 draws. The first number is
 that of the contract for all draws together, as for one tensor with as many batches. The second one, of dq, dk and dv, is of the draw that looks worst
-alone: its limit is made of the few rows of it where the textbook errs most, and by chance that may be little.
+alone: its limit is made of the few rows of it where the textbook errs most, and by chance that may be little. So may that of dsinks, of which there
+are no more than 20 numbers, 5 sums for each of 4 heads.
 """
 
 def rows_of(shape:str) -> dict[str, tuple[str, str, str]]:
@@ -187,7 +188,7 @@ def worst(x:Ratios|GradientRatios) -> float: return max(x.o.max(), x.lse.max()) 
 
 def table(cells:dict[Case, str], draws:int) -> str:
   lines = [HEADER.format(draws=draws)]
-  for shape in (*SHAPES, *GRADIENT_SHAPES):
+  for shape in [x for x in (*SHAPES, *GRADIENT_SHAPES) if any(case.shape == x for case in cells)]:
     lines += [f"## {shape}", "", "| types | kind | " + " | ".join(CHIPS) + " |", "|---|---|" + "---|"*len(CHIPS)]
     for begin, (dtype, out, kind) in rows_of(shape).items():
       lines.append(begin + "".join(f" {cells.get(Case(kind, shape, dtype, out, chip), 'not drawn')} |" for chip in CHIPS))

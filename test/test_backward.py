@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from attn.chips import get_chip
 from attn.choose.backward import dbias_of, dkdv_of, dq_of
-from attn.choose.backward_tiles import choose_backward_tiles, choose_bias_tile
+from attn.choose.backward_tiles import backward_fits, backward_tile, choose_backward_tiles, choose_bias_tile
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
 from attn.choose.backward import can_differentiate
+from attn.choose.candidates import BackwardCandidate
 from attn.kernels import backward_dkdv_mma, backward_dkdv_wgmma, backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
@@ -180,6 +181,12 @@ def test_tiles_of_mma(fields:str) -> None:
 @amd_in_turn("in_lds", ((True, True),))
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
+
+def test_part_of_an_operand_is_refused() -> None:
+  """On RDNA3 an operand is two units: of one, no product would be left, and nothing would show that but the numbers."""
+  p, chip, c = problem(D=64), get_chip("gfx1100"), BackwardCandidate(64, 4, 16, fenced=1)
+  assert "1 units together, an operand is made of 2" in str(backward_fits(p, chip, backward_tile(p, chip, c, False), c))
+  assert backward_fits(p, chip, backward_tile(p, chip, d := replace(c, fenced=2), False), d) is None
 
 PARTS: dict[str, dict[str, Any]] = {
   "one head of keys for six": dict(H=6, Hkv=1, Sk=90, parts=12), "more parts than tiles": dict(B=2, causal=True, Sk=40, parts=5),

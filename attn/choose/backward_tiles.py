@@ -45,7 +45,7 @@ DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
   "rdna4": (
     BackwardCandidate(64, 4, 32, fenced=8),
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=1, prefetch=0, sparing=True, passes=2)),
 }
 
 # Tried before those, for problems without options whose rows are whole units, where their workgroups fill the chip: chosen by the time that is
@@ -151,6 +151,8 @@ def backward_tile(p:Problem, arch:Chip, c:BackwardCandidate, keys:bool) -> Backw
 
 def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
+  whole = tile.matrix.operand//tile.matrix.unit      # units of an operand
+  if tile.fenced and whole and tile.fenced % whole: return f"tile {tile} reads {tile.fenced} units together, an operand is made of {whole}"
   if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
   if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
