@@ -53,6 +53,13 @@ class MmaCandidate:
   parts: int = 2
 
 @dataclass(frozen=True)
+class FewQueries:
+  """A tile of forward_mma for head dimensions up to `up_to` where queries fill half of a block's warps at most: the warps share out the keys."""
+  up_to: int
+  block_n: int
+  stages: int
+
+@dataclass(frozen=True)
 class WgmmaCandidate:
   """A tile of forward_wgmma for head dimensions up to `up_to`: warpgroups and keys, of how many blocks a multiprocessor has room for the
   registers and shared memory, and TFLOP/s with a large grid, without and with a causal mask."""

@@ -1,5 +1,5 @@
 """The tiles that the NVIDIA kernels may have, measured on an H200: docs/nvidia.md."""
-from attn.choose.candidates import Burden, MmaCandidate, WgmmaCandidate
+from attn.choose.candidates import Burden, FewQueries, MmaCandidate, WgmmaCandidate
 
 # The first one that fits is taken.
 MMA_CANDIDATES = (
@@ -13,6 +13,14 @@ MMA_CANDIDATES = (
   MmaCandidate(128, 1, 32, False),
   MmaCandidate(256, 1, 32, True, Burden.ALIBI),
   MmaCandidate(256, 1, 16, True, parts=1),
+)
+
+# The first one that fits is taken: it waits for memory, so as much as there is room for is on its way.
+FEW_QUERIES = (
+  FewQueries(64, 128, 3),
+  FewQueries(128, 64, 3),
+  FewQueries(256, 64, 3),
+  FewQueries(256, 64, 2),
 )
 
 # Their rates are those of B = 4, H = 16, S = 8192 in fp16.

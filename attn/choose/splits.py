@@ -46,7 +46,13 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
 
 def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
   """How many workgroups a chip works on at a time."""
-  return arch.cus*max(1, min(arch.busy_waves//tile.waves, arch.lds//tile.lds_bytes(p)))
+  return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
+
+def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
+  """How many workgroups keep a compute unit busy. One whose warps share out the keys has enough on its way from memory by itself, but where it looks
+  up in a table where every few of them are: then it waits for that, too, and there should be two."""
+  if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
+  return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int) -> int:
   """The one of `choices`, numbers of parts, that takes the least time by the model of `split_heuristic`; a part leaves `numbers` fp32 numbers."""

@@ -7,7 +7,7 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA, Matrix
 from attn.choose import tuned
 from attn.choose.candidates import Burden, Candidate, WgmmaCandidate
-from attn.choose.nvidia_table import MMA_CANDIDATES, WGMMA_CANDIDATES
+from attn.choose.nvidia_table import FEW_QUERIES, MMA_CANDIDATES, WGMMA_CANDIDATES
 from attn.choose.splits import workgroups
 from attn.choose.tiles_table import CANDIDATES
 from attn.kernels import dual_wave, staggered
@@ -139,6 +139,10 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*group
+  for few in FEW_QUERIES:
+    needed = ceildiv(rows, mat.M)
+    tile = MmaTile(mat, WARPS, 1, few.block_n, few.stages, pack_gqa=group > 1, key_waves=WARPS//needed)
+    if needed <= WARPS//2 and max(p.D, p.Dv) <= few.up_to and tile.lds_bytes(p) <= arch.lds: return tile
   for c in MMA_CANDIDATES:
     q_tiles = c.q_tiles if rows > mat.M else 1
     tile = MmaTile(mat, WARPS, q_tiles, c.block_n, q_in_lds=c.q_in_lds, parts=c.parts, pack_gqa=group > 1)

@@ -12,12 +12,12 @@ from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.scores import Row
-from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.warps import Warps, fragments
 from attn.ops import common as ops, nvidia as nv
@@ -29,7 +29,7 @@ from attn.tinygrad_compat import AxisType, UOp
 class MmaTile:
   """How the kernel divides the work on one chip."""
   matrix: Mma
-  waves: int                   # warps of a block, each with its own queries
+  waves: int                   # warps of a block
   q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
   block_n: int                 # keys of a trip
   stages: int = 2              # K and V tiles in shared memory
@@ -37,9 +37,14 @@ class MmaTile:
   pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
   parts: int = 2               # of a trip's keys, whose P is computed and used by turns
   rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than this, in powers of two
+  key_waves: int = 1           # warps that have the same queries: each takes its share of a trip's keys, and at the end they add up what they found
 
   @property
-  def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.M
+  def block_m(self) -> int: return self.waves//self.key_waves*self.q_tiles*self.matrix.M
+  @property
+  def warp_keys(self) -> int:
+    """Keys of a trip that a warp takes."""
+    return self.block_n//self.key_waves
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[SwizzledRows, SwizzledRows, SwizzledRows]:
@@ -48,9 +53,14 @@ class MmaTile:
     return SwizzledRows(self.block_m, k_units), SwizzledRows(self.block_n, k_units), SwizzledRows(self.block_n, v_units)
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages*(k.size + v.size))
+    found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
+    return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size), found)
+  def units_found(self, p:Problem) -> int:
+    """What a lane has found at the end, in units of shared memory: its part of O, and for each tile of queries m and the sums."""
+    return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:
-    return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
+    shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""
+    return f"{self.block_m}x{self.block_n} {self.waves} waves{shared} {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
 def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
@@ -82,9 +92,9 @@ class ForwardMma:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> ForwardMma:
-    warps, mat = Warps.of(p, arch, tile, tile.matrix, args), tile.matrix
+    warps, mat = Warps.of(p, arch, tile, tile.matrix, args).with_keys(tile.warp_keys), tile.matrix
     new, kinds = warps.group.grid.allocator, 1 if warps.group.lse is None else 2       # of row sums
-    q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.block_n//mat.N, fragments(p.Dv, mat)
+    q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.warp_keys//mat.N, fragments(p.Dv, mat)
     state = MmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(q_tiles*d_tiles, nv.F4), new.registers(q_tiles, nv.F2),
                      new.registers(q_tiles, nv.F2), new.registers(kinds*q_tiles, nv.F2), new.registers(q_tiles*k_tiles, nv.F4),
                      new.registers(q_tiles*k_tiles//2, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new))
@@ -100,7 +110,7 @@ class ForwardMma:
     """Of row sums."""
     return self.state.l.max_numel()//self.tile.q_tiles
   @property
-  def k_tiles(self) -> int: return self.tile.block_n//self.mat.N
+  def k_tiles(self) -> int: return self.tile.warp_keys//self.mat.N
   @property
   def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
@@ -110,13 +120,21 @@ class ForwardMma:
   @property
   def parts(self) -> list[range]:
     """The steps of O += P V, in the parts by which P is computed and used."""
-    steps = self.tile.block_n//self.mat.K
+    steps = self.tile.warp_keys//self.mat.K
     n = min(self.tile.parts, steps)
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
     """The first rows of the warp's query tiles."""
-    return [(self.warps.at.wave*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
+    return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
+  @property
+  def share(self) -> UOp:
+    """The warp's number among those that have its queries."""
+    return self.warps.at.wave%self.tile.key_waves
+  @property
+  def first_key(self) -> UOp:
+    """The first of a trip's keys that the warp takes."""
+    return self.share*self.tile.warp_keys
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
 
@@ -133,6 +151,7 @@ class ForwardMma:
     if self.p.window[0] >= 0: s = self.trips(s, q_kept, keys.begin, keys.full_begin, masked=True)
     s = self.trips(s, q_kept, keys.full_begin, keys.full_end, masked=False)
     s = self.trips(s, q_kept, keys.full_end, keys.end, masked=True)
+    if self.tile.key_waves > 1: s = self.exchanged(s.arrived(0))
     return warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
   def trips(self, s:MmaState, q_kept:list[list[UOp]], first:UOp, last:UOp, masked:bool) -> MmaState:
@@ -141,10 +160,11 @@ class ForwardMma:
     return s.after(self.trip(s.after(r).arrived(self.tile.stages - 2), q_kept, first + r, masked).end(r))
 
   def trip(self, s:MmaState, q_kept:list[list[UOp]], t:UOp, masked:bool) -> UOp:
-    tiles = [self.warps.group.scores.finished(x, rows, t, masked) for x, rows in zip(self.raw_scores(s, q_kept, t), self.queries)]
+    own = t*self.tile.key_waves + self.share         # the warp's keys, counted in as many
+    tiles = [self.warps.group.scores.finished(x, rows, own, masked) for x, rows in zip(self.raw_scores(s, q_kept, t), self.queries)]
     s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
     s = self.fetch(s, t + self.tile.stages - 1)      # while the tensor cores work
-    left = [kept_scores(self.warps.group.scores, rows, t) for rows in self.queries]
+    left = [kept_scores(self.warps.group.scores, rows, own) for rows in self.queries]
     for steps in self.parts:
       done = self.add_to_o(self.weigh(s, steps), t, steps, left)
       s = s.after(done)
@@ -152,9 +172,45 @@ class ForwardMma:
 
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
     """O = O / l, LSE = m + ln l of a query tile."""
-    accs = [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
+    m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
+    return self.warps.outputs(self.queries[qt], accs, m, sums, (ONES, LANE), self.share if self.tile.key_waves > 1 else None)
+
+  # ***** what warps with the same queries add up *****
+  def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
+    """What the warp has of a query tile: m, the sums, and the accumulators of O."""
     sums = [s.l[kind*self.tile.q_tiles + qt].load() for kind in range(self.kinds)]
-    return self.warps.outputs(self.queries[qt], accs, s.m[qt].load(), sums, (ONES, LANE))
+    return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
+
+  def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
+    """Where in shared memory the i-th unit lies that a lane with the thread's place has found, in the warp with this share of the keys."""
+    wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
+    per = self.d_tiles + 2
+    return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
+
+  def exchanged(self, s:MmaState) -> MmaState:
+    """What each warp has found, in shared memory."""
+    puts = []
+    for qt in range(self.tile.q_tiles):
+      m, sums, accs = self.found(s, qt)
+      for i, x in enumerate((ops.concat(m, sums[0]), ops.concat(sums[-1], sums[-1]), *accs)):
+        puts.append(nv.put(s.shared[self.place_found(self.share, qt, i)], x, UOp.const(True)))
+    s = s.do(*puts)
+    return s.after(workgroup_barrier(s.done))
+
+  def found_by_all(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
+    """The same of all warps together, in the order of their keys, relative to the largest of their references; of O the warp's share of columns."""
+    def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_found(share, qt, i)].load())
+    shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
+    heads = [unit(n, 0) for n in shares]
+    m = functools.reduce(ops.max_, [ops.slice_(x, 0, 2) for x in heads])
+    factors = [ops.exp2(ops.mul(ops.sub(ops.slice_(x, 0, 2), m), to_log2)) for x in heads]
+    def total(parts:list[UOp], factors:list[UOp]) -> UOp: return functools.reduce(ops.add, [ops.mul(x, y) for x, y in zip(parts, factors)])
+    sums = [total([ops.slice_(x, 2, 2) for x in heads], factors)]
+    if self.kinds > 1: sums.append(total([ops.slice_(unit(n, 1), 0, 2) for n in shares], factors))
+    columns = ceildiv(self.d_tiles, self.tile.key_waves)
+    wide = [ops.build(*[ops.extract(x, r) for r in range(nv.ROWS) for _ in range(2)]) for x in factors]
+    places = [(self.share*columns + i).minimum(self.d_tiles - 1) + 2 for i in range(columns)]
+    return m, sums, [total([unit(n, i) for n in shares], wide) for i in places]
 
   # ***** global -> shared memory -> operands *****
   def k_rows(self, t:UOp) -> SwizzledRows:
@@ -178,7 +234,7 @@ class ForwardMma:
     for step in self.depth_steps:
       a = [self.q_operand(s, qt, step) if self.tile.q_in_lds else q_kept[qt][step] for qt in q_tiles]
       for pair in range(self.k_tiles//2):
-        b = s.read(self.k_rows(t), row, unit, pair*mat.K, 2*step)
+        b = s.read(self.k_rows(t), self.first_key + row, unit, pair*mat.K, 2*step)
         for qt, half in itertools.product(q_tiles, range(2)):
           tiles[qt][2*pair + half] = nv.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
     return tiles
@@ -206,7 +262,7 @@ class ForwardMma:
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
     weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//2 + step].load(), 2*step) for qt in q_tiles for step in steps}
     for step, d_pair in itertools.product(steps, range(self.d_tiles//2)):
-      b = s.read(self.v_rows(t), row, unit, step*mat.K, 2*d_pair, transposed=True)
+      b = s.read(self.v_rows(t), self.first_key + row, unit, step*mat.K, 2*d_pair, transposed=True)
       for qt, half in itertools.product(q_tiles, range(2)):
         accs[qt][2*d_pair + half] = nv.mma(mat, weights[qt, step], b, half, accs[qt][2*d_pair + half])
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))

@@ -45,6 +45,10 @@ class Warps:
     at = MmaLane(grid.lane, grid.wave, mat)
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
 
+  def with_keys(self, keys:int) -> Warps:
+    """The same of warps that each have so many keys of a trip."""
+    return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
+
   def queries(self, first:UOp) -> list[Row]:
     """A lane's rows of the 16 that begin at `first` of the block."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
@@ -93,16 +97,18 @@ class Warps:
     zero, begin = nv.zero(UOp.const(0.0, dtypes.float)), ((m, LOWEST), (bias, first_bias(self.group.scores.to_log2)), (l, 0.0))
     return [*store_all(acc, [zero]*acc.max_numel()), *[x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]]
 
-  def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...]) -> list[UOp]:
+  def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
     """O = O / l, LSE = m + ln l of 16 queries, whose sums of P are of these kinds: the first is what O is divided by, the last what the LSE is made
-    of."""
+    of. Of warps that share the queries this one has the `share`-th columns, and the first one stores the LSE."""
     mat, group, stores = self.at.matrix, self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
       totals = [part if kind == ONES else sum_over_quad(part) for part, kind in zip(parts, kinds)]
       factor, log_sum = group.normalised(row, ops.extract(m, r), totals)
-      o = [(self.at.h*mat.block + dt*mat.N, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for dt, acc in enumerate(accs)]
-      stores += group.outputs(row, o, log_sum)
+      first = self.at.h*mat.block + (0 if share is None else share*(len(accs)*mat.N))
+      o = [(first + dt*mat.N, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for dt, acc in enumerate(accs)]
+      stores += group.outputs(row, o, None if share is not None else log_sum)
+      if share is not None: stores += group.outputs(replace(row, there=row.there & share.eq(0)), [], log_sum)
     return stores
 
 def sum_over_quad(x:UOp) -> UOp:
