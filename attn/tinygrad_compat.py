@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 import tinygrad
 from tinygrad import Device, Tensor
-from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups
+from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
@@ -28,13 +28,13 @@ from tinygrad.uop.ops import (AxisType, GroupOp, KernelInfo, Ops, PatternMatcher
                               graph_rewrite)
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CStyleLanguage", "CUDARenderer", "CompileError",
-           "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer",
-           "KernelInfo", "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
-           "Target", "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "buffer_under", "comgr_compiler", "comgr_version",
-           "capturing", "compiled", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals",
-           "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "linear_view", "lower", "lowered_with_places",
-           "made_with_places", "opened_devices", "shared_memory_text", "spec_names", "statements", "tinygrad_folder", "vector_dtype",
-           "watch_kernels", "with_outputs", "with_params", "without_comgr", "workgroups_of", "written_to"]
+           "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
+           "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING", "Target",
+           "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "buffer_under", "comgr_compiler", "comgr_version",
+           "capturing", "compile_at_once", "compiled", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds",
+           "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context",
+           "linear_view", "lower", "lowered_with_places", "made_with_places", "opened_devices", "shared_memory_text", "spec_names", "statements",
+           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "without_comgr", "workgroups_of", "written_to"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -86,6 +86,11 @@ def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
   """A kernel's AST (a SINK) -> the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
   with Context(ALLOW_DEVICE_USAGE=0):
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
+
+def compile_at_once(kernel:UOp, device:str) -> None:
+  """Lowers and compiles the kernel of a CALL now, in this process. tinygrad starts worker processes, which takes longer than a small kernel does,
+  where a schedule has more than one to compile."""
+  to_program(kernel.src[0], device_of(device).renderer)
 
 # **** CUDA kernels with more than 48 KB of shared memory ****
 # It must be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does the latter two
@@ -188,6 +193,35 @@ def cuda_seconds(schedule:UOp, count:int) -> float:
     for _ in range(count): program(*raw, global_size=info.global_size, local_size=info.local_size)
   check(cuda.cuCtxSetCurrent(program.dev.context))     # events belong to a context, and cu_time_execution takes any
   return (cu_time_execution(launch, True) or math.nan)/count
+
+def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
+  """A graph in which the kernels of a compiled schedule run one after another, `count` times over on the same buffers. What is returned runs it, in
+  the device's context: seconds of one time, by events."""
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import check, cu_time_execution, encode_args
+  calls, nodes = [u for u in schedule.src if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM], list[Any]()
+  graph, instance, kept = cuda.CUgraph(), cuda.CUgraphExec(), list[Any](calls)      # whoever has the calls has their buffers
+  output: Any = calls[0].src[1].buffer
+  device = output.device
+  check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
+  check(cuda.cuGraphCreate(ctypes.byref(graph), 0))
+  for call in calls*count:
+    info = call.src[0].arg
+    raw = [call.src[1 + i].buffer.get_buf(device) for i in info.globals]
+    program: Any = get_runtime(device, call.src[0])
+    c_args, vargs = encode_args(raw, (), program.signature)
+    params = cuda.CUDA_KERNEL_NODE_PARAMS_v1(program.prg, *info.global_size, *info.local_size, program.smem,
+                                             ctypes.cast(0, ctypes.POINTER(ctypes.c_void_p)), vargs)
+    node, before = cuda.CUgraphNode(), (cuda.CUgraphNode*1)(*nodes[-1:])
+    check(cuda.cuGraphAddKernelNode(ctypes.byref(node), graph, before if nodes else None, len(nodes[-1:]), ctypes.byref(params)))
+    nodes.append(node)
+    kept += [c_args, vargs]
+  check(cuda.cuGraphInstantiate_v2(ctypes.byref(instance), graph, None, None, 0))
+  def seconds() -> float:
+    check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
+    assert kept
+    return (cu_time_execution(lambda: check(cuda.cuGraphLaunch(instance, None)), True) or math.nan)/count
+  return seconds
 
 @contextlib.contextmanager
 def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:

@@ -12,6 +12,7 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT/"attn").rglo
 # module:name -> parameters, with = after those that have a default
 SIGNATURES = {
   "tinygrad.codegen.decomp.transcendental:xexp2": "d", "tinygrad.codegen.decomp.transcendental:xlog2": "d",
+  "tinygrad.codegen:to_program": "ast renderer",
   "tinygrad.codegen.late.linearizer:linearize": "sink", "tinygrad.codegen:full_rewrite_to_sink": "ast ren optimize=",
   "tinygrad.codegen:line_rewrite": "lst pm ctx=", "tinygrad.device:Allocator": "dev supports_copy_from_disk= supports_transfer=",
   "tinygrad.device:Allocator._alloc": "self size options", "tinygrad.device:Allocator._copyin": "self dest src",
@@ -36,7 +37,7 @@ SIGNATURES = {
   "tinygrad.renderer.cstyle:NVCCRenderer": "target", "tinygrad.renderer:Estimates": "ops= lds= mem=", "tinygrad.renderer:Renderer": "target",
   "tinygrad.renderer:Renderer.render": "self uops", "tinygrad.renderer:Renderer.supported_dtypes": "self",
   "tinygrad.runtime.ops_cuda:CUDAProgram": "dev obj smem=", "tinygrad.runtime.ops_cuda:check": "status",
-  "tinygrad.runtime.ops_cuda:cu_time_execution": "cb enable=",
+  "tinygrad.runtime.ops_cuda:cu_time_execution": "cb enable=", "tinygrad.runtime.ops_cuda:encode_args": "args vals signature",
   "tinygrad.runtime.support.compiler_amd:HIPCompiler": "arch",
   "tinygrad.runtime.support.elf:elf_loader": "blob force_section_align= link_libs=",
   "tinygrad.uop.ops:KernelInfo": "name= axis_types= dont_use_locals= applied_opts= opts_to_apply= estimates= beam=",

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinygrad import TinyJit
+import attn
 from attn.api.attention import kernels
 from attn.chips import get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
@@ -31,6 +32,8 @@ SPLITS: dict[str, dict[str, Any]] = {
   "causal, most ranges empty": dict(Sq=5, Sk=2, num_splits=4, causal=True),
   "window": dict(Sq=100, Sk=200, num_splits=2, window=(20, 7)),
   "more splits than tiles": dict(Sq=20, Sk=70, num_splits=9),
+  "ranges in a loop and left over": dict(H=1, Sq=3, Sk=37*128, D=16, num_splits=37),
+  "ranges far above others": dict(H=1, Sq=20, Sk=300, num_splits=3, softmax_scale=50.0),
   "bshd": dict(B=2, Sq=20, Sk=150, num_splits=3, layout="bshd", out_dtype="float32"),
   "nsd": dict(B=2, Sq=20, Sk=150, num_splits=3, layout="nsd"),
   "Dv 63": dict(Sq=20, Sk=150, D=40, Dv=63, num_splits=2),
@@ -136,6 +139,14 @@ def test_heuristic_of_published_shapes(b:int, h:int, hk:int, sq:int, sk:int, lea
   """D=64 on 304 compute units."""
   p, arch = problem(B=b, H=h, Hkv=hk, Sq=sq, Sk=sk, D=64, dtype="bfloat16"), get_chip("gfx942")
   assert least <= split_heuristic(p, arch, choose_tile(p, arch)) <= most
+
+def test_a_first_decode_starts_no_workers(monkeypatch) -> None:
+  """tinygrad starts processes where there are two kernels to compile, which takes longer than the merge does: that is compiled when it is called."""
+  def pool() -> Any: raise AssertionError("worker processes are started")
+  monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
+  with Context(DEV="EMU::sm_90"):
+    q, k, v = (tensor(np.ones((1, 2, n, 24), np.float32), "float16").realize() for n in (1, 130, 130))
+    assert (attn.attention(q, k, v, num_splits=2).realize().float().numpy() == 1).all()
 
 def test_resolve() -> None:
   arch = get_chip("gfx942")

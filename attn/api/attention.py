@@ -187,7 +187,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
     gradient = None if "o" not in given else gradient_of(p, arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders[:len(takes)]), arch)
-      return CheckedKernel(with_params(sink, placeholders[len(takes):]), written, gradient=gradient)
+      return CheckedKernel(with_params(sink, placeholders[len(takes):]), written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1)
     return kernel
   programs = [(program_of(choice, p), arguments(p))]
   if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))

@@ -9,7 +9,7 @@ from attn.chips import Chip, get_chip, other_chip
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
 from attn.ops.renderers import adapt
-from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, device_of, workgroups_of
+from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, compile_at_once, device_of, workgroups_of
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
@@ -60,6 +60,7 @@ class CheckedKernel:
   arch: str|None = None      # the chip that its caller named
   gradient: Callable[..., Any]|None = None   # its grad_fxn, where its caller gives none
   variables: tuple[UOp, ...] = ()            # bound, that it has besides its tensors
+  small: bool = False        # it is compiled as soon as it is called
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
     devices = srcs[0].device
@@ -67,7 +68,9 @@ class CheckedKernel:
       for device in (devices,) if isinstance(devices, str) else devices or (): check_device(self.arch, device)
     adapt(devices)
     require(devices)
-    return self.sink.call(*srcs, *self.variables, grad_fxn=grad_fxn or self.gradient, **kwargs)
+    called = self.sink.call(*srcs, *self.variables, grad_fxn=grad_fxn or self.gradient, **kwargs)
+    if self.small and devices: compile_at_once(called, devices if isinstance(devices, str) else devices[0])
+    return called
 
 def default_arch() -> str:
   """The architecture of tinygrad's default device. Raises ValueError where that has no matrix unit known to these kernels."""

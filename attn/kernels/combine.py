@@ -9,7 +9,7 @@ The merge is that of FlashAttention-2 (arXiv 2307.08691, section 2.3.1):
 An empty range gives O = 0 and LSE = -inf, and so weighs nothing.
 """
 from __future__ import annotations
-import math
+import functools, math
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
@@ -23,6 +23,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 
 COMBINE_THREADS = 256       # of a workgroup, at most
+AT_ONCE = 16                # parts whose loads are under way together: a thread has nothing else to do while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   """(shape, dtype) of the tensors that `combine` takes, by name and in order."""
@@ -41,11 +42,25 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
     raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
   return lambda *args: merged(p, arch, splits, args)
 
+def rows_together(p:Problem, arch:Chip, columns:int) -> int:
+  """How many rows a workgroup merges, each by `columns` threads: few where there are few, so that they are shared out over the chip, but those of a
+  whole wave."""
+  return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, arch.cus), arch.wave//columns)))
+
+def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
+  """The numbers of all parts, by those whose loads are under way together: in a loop, whose range is given with them, and those left over."""
+  found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//AT_ONCE*AT_ONCE if splits >= 2*AT_ONCE else 0
+  if looped:
+    g = new.range(looped//AT_ONCE, AxisType.LOOP)
+    found.append(((g,), [g*AT_ONCE + i for i in range(AT_ONCE)]))
+  if looped < splits: found.append(((), [UOp.const(n) for n in range(looped, splits)]))
+  return found
+
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
   """That kernel of its placeholders."""
   names, vec = combine_arguments(p), math.gcd(p.Dv, 4)
   columns = p.Dv//vec                       # threads of a row, each with `vec` neighbouring elements
-  per = max(1, COMBINE_THREADS//columns)    # rows of a workgroup
+  per = rows_together(p, arch, columns)     # rows of a workgroup
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}
 
@@ -65,18 +80,24 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
   sink = given["sinks"][head].load() if "sinks" in given else None
   start = UOp.group(top[0].store(UOp.const(NEG_INF, dtypes.float) if sink is None else sink), total[0].store(UOp.const(0.0, dtypes.float)),
                     acc[0].store(ops.splat(0.0, vec)))
-  g = new.range(splits, AxisType.LOOP)
-  before = top.after(start, g)
-  largest = top.after(before[0].store(ops.max_(before[0].load(), lse_of(g))).end(g))[0].load()
+  before = start
+  for g, numbers in loads(splits, new):
+    now = top.after(before, *g)
+    before = now[0].store(functools.reduce(ops.max_, map(lse_of, numbers), now[0].load())).end(*g)
+  largest = top.after(before)[0].load()
   reference = largest.eq(NEG_INF).where(0.0, largest)
   def weight(x:UOp) -> UOp: return ops.exp2(ops.mul(ops.sub(x, reference), LOG2E))   # the difference first: it is exact where it matters
 
-  # ***** sums *****
-  g = new.range(splits, AxisType.LOOP)
-  acc_now, total_now = acc.after(start, g), total.after(start, g)
-  w, part = weight(lse_of(g)), parts[((g*p.rows + row)*p.Dv + column)//vec].load()
-  sums = UOp.group(acc_now[0].store(ops.add(acc_now[0].load(), ops.mul(part, w))), total_now[0].store(ops.add(total_now[0].load(), w))).end(g)
-  weights, values = total.after(sums)[0].load(), acc.after(sums)[0].load()
+  # ***** sums, in the order of the parts *****
+  before = start
+  for g, numbers in loads(splits, new):
+    acc_now, total_now = acc.after(before, *g), total.after(before, *g)
+    values, weights = acc_now[0].load(), total_now[0].load()
+    for n in numbers:
+      w, part = weight(lse_of(n)), parts[((n*p.rows + row)*p.Dv + column)//vec].load()
+      values, weights = ops.add(values, ops.mul(part, w)), ops.add(weights, w)
+    before = UOp.group(acc_now[0].store(values), total_now[0].store(weights)).end(*g)
+  weights, values = total.after(before)[0].load(), acc.after(before)[0].load()
   if sink is not None: weights = ops.add(weights, weight(sink))
 
   # ***** O and LSE *****
