@@ -1,0 +1,114 @@
+"""Decoding against its peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints the rows whose name has each WORD.
+
+Device time of one step, by events around a graph of 100 of them one after another, median over rounds in which the peers take turns: PyTorch's SDPA
+with the FlashAttention-2 and the cuDNN backend. The rate is that of K and V, each read once.
+"""
+from __future__ import annotations
+import math, statistics, sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+import numpy as np
+from attn.api.attention import CheckedCall, prepare, run_matrix
+from attn.api.options import options_of
+from attn.choose.dispatch import Work
+from attn.measure.peers import OURS, ROUNDS, torch_peers
+from attn.problem import Problem
+from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
+
+STEPS = 100
+REPEATED = 2**24     # random numbers, of which K and V are repetitions
+
+@dataclass(frozen=True)
+class DecodeStep:
+  """One query of each of B sequences of `keys` keys; `page` rows to a page of the cache, 0 for a whole one."""
+  B: int
+  H: int
+  Hkv: int
+  keys: int
+  D: int = 128
+  page: int = 0
+  def __str__(self) -> str:
+    heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
+    return f"({self.B}, {heads}, 1 x {self.keys}, {self.D})" + f" pages of {self.page}"*(self.page > 0)
+  @property
+  def bytes_read(self) -> int: return 2*2*self.B*self.Hkv*self.keys*self.D
+
+LARGE_CACHES = DecodeStep(64, 32, 8, 4096), DecodeStep(1, 32, 8, 131072)
+DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1, 32, 32, 16384), DecodeStep(128, 16, 1, 2048), *LARGE_CACHES,
+           *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)))
+
+def normal(*shape:int) -> Tensor:
+  """Random numbers, repeated."""
+  count = math.prod(shape)
+  drawn = np.random.default_rng(0).standard_normal(min(count, REPEATED), np.float32).astype(np.float16)
+  x = Tensor(drawn)
+  return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
+
+def call_of(row:DecodeStep) -> CheckedCall:
+  """A step of random numbers; pages lie in any order."""
+  q = normal(row.B, row.H, 1, row.D)
+  if not row.page: return prepare(q, normal(row.B, row.Hkv, row.keys, row.D), normal(row.B, row.Hkv, row.keys, row.D), options_of("attention", {}))
+  blocks = row.keys//row.page
+  order = np.random.default_rng(1).permutation(row.B*blocks).astype(np.int32).reshape(row.B, blocks)
+  k, v = (normal(row.B*blocks, row.page, row.Hkv, row.D) for _ in range(2))
+  lengths = Tensor(np.full(row.B, row.keys, np.int32)).realize()
+  return prepare(q, k, v, options_of("attention", {"block_table": Tensor(order).realize(), "kv_lengths": lengths}))
+
+def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
+  """Seconds of one step, with another tile and number of splits than the chosen ones where they are given."""
+  choice = call.choice()
+  o, = run_matrix(call, choice if work is None else replace(choice, work=work))
+  schedule = compiled(o)
+  device_seconds(schedule)
+  return cuda_graph_seconds(schedule, STEPS)
+
+def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
+  """Seconds of one call, of a graph of STEPS of them."""
+  import torch
+  for _ in range(3): run()
+  torch.cuda.synchronize()
+  graph = torch.cuda.CUDAGraph()
+  with torch.cuda.graph(graph):
+    for _ in range(STEPS): run()
+  def seconds() -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))*1e-3/STEPS
+  seconds()
+  return seconds
+
+def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
+  """Those of PyTorch, which has no pages."""
+  import torch
+  if row.page: return {}
+  q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
+  p = Problem(row.B, row.H, row.Hkv, 1, row.keys, row.D, row.D, softmax_scale=row.D**-.5)
+  return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}
+
+def compare(row:DecodeStep) -> dict[str, Any]:
+  """Times one row."""
+  import torch
+  torch.cuda.init()
+  torch.zeros(1, device="cuda")
+  theirs = peer_timers(row)
+  with foreign_cuda_context() as in_theirs:
+    call = call_of(row)
+    timers = {OURS: our_timer(call), **{name: in_theirs(timer) for name, timer in theirs.items()}}
+    for timer in timers.values(): timer()
+    rounds = [{name: timer() for name, timer in timers.items()} for _ in range(ROUNDS)]
+  work = call.choice().work
+  times = {name: statistics.median(r[name] for r in rounds) for name in timers}
+  best = min((t for name, t in times.items() if name != OURS), default=None)
+  return {"row": str(row), "tile": str(work.tile), "splits": work.splits, **{f"us {name}": t*1e6 for name, t in times.items()},
+          "TB/s": row.bytes_read/times[OURS]/1e12, "x best": best/times[OURS] if best else ""}
+
+def main(words:list[str]) -> None:
+  for row in DECODES:
+    if all(word in str(row) for word in words):
+      print(" | ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in compare(row).items()), flush=True)
+
+if __name__ == "__main__": main(sys.argv[1:])
