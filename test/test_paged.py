@@ -1,7 +1,8 @@
 """Keys and values in pages: attention and append through a block table, on every matrix unit, and what the emulator finds wrong in one."""
 from __future__ import annotations
-import os, sys
+import os, subprocess, sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from attn.problem import Pages, Strided
 from attn.reference import Options, exact, judge, same
 from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
-from api_cases import draw, emulated
+from api_cases import draw, emulated, whole
 from cases import EVERY_ARCH, array, arrange, restore, tensor
 
 H, HKV, D = 4, 2, 32
@@ -71,7 +72,7 @@ def test_with_options_in_any_layout(layout:str, arch:str) -> None:
   """A window, softcap, sinks and GQA packed into one tile, of pages that are views of one tensor; and tinygrad's operations find the same."""
   x, q = Paged.of((9, 5), 4), np.random.default_rng(5).standard_normal((2, H, 2, D)).astype(np.float16)
   sinks = np.random.default_rng(6).standard_normal(H).astype(np.float32)
-  for kernel in ("", "three_pass") if layout == "bshd" else ("",):
+  for kernel in ("", "three_pass"):
     with emulated(arch, kernel):
       both = tensor(np.stack(x.pages, 1), "float16").realize()
       o = attn.attention(tensor(arrange(q, layout), "float16"), both[:, 0], both[:, 1], layout=layout, block_table=int32(x.table),
@@ -94,6 +95,29 @@ def test_a_prefix_that_two_sequences_share(arch:str) -> None:
       k, v = (np.concatenate([p.repeat(2, 0), x[:, :, :i+1]], 2) for p, x in zip(prefix, own[1:]))
       close(o, own[0][:, :, i:i+1], Paged((17 + i, 17 + i), k, v, (k, v), np.zeros(0)))
     assert not array(k_pages)[[0, 3]].any() and not array(v_pages)[[0, 3]].any()
+
+@pytest.mark.parametrize("count, arch, kernel", [(2, "sm_90", ""), pytest.param(4, "gfx942", "", marks=pytest.mark.thorough),
+                                                 pytest.param(2, "gfx942", "three_pass", marks=pytest.mark.thorough)])
+def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
+  """The shards of a model: each device has its heads of every page, and the whole table."""
+  devices, rng = tuple(f"EMU:{i}" for i in range(count)), np.random.default_rng(3)
+  old, new = ([rng.standard_normal((2, h, n, D)).astype(np.float16) for h in (8, 4, 4)] for n in (8, 1))
+  pages = [np.concatenate([np.zeros((4, 8, 4, D), np.float16), x.transpose(0, 2, 1, 3)]) for x in old[1:]]      # in pages 4 and 5
+  def shard(x:np.ndarray, axis:int|None=1) -> Tensor: return tensor(x, "float16", devices[0]).shard(devices, axis).realize()
+  with emulated(arch, kernel):
+    k_pages, v_pages = (shard(x, 2) for x in pages)
+    q, k_new, v_new = map(shard, new)
+    table = int32([[4, 1], [5, 2]], devices[0])
+    o = attn.attention_with_kv_cache(q, k_new, v_new, k_pages, v_pages, int32([8, 8], devices[0]), block_table=table)
+    assert (o.device, o.uop.axis) == (k_pages.device, 1) and len(o.device) == count
+    k, v = (np.concatenate([x, y], 2) for x, y in zip(old[1:], new[1:]))
+    close(array(whole(o)), new[0], Paged((9, 9), k, v, (k, v), np.zeros(0)))
+    for axis in (1, None):
+      with pytest.raises(NotImplementedError, match=f"q: axis 1, k: axis {axis}, v: axis 2 sharded, with block_table and layout='bhsd': supported"):
+        attn.attention(q, shard(pages[0], axis), v_pages, block_table=table, kv_lengths=9)
+    assert attn.empty_paged_cache(6, 8, 4, D, device=devices)[1].uop.axis == 2
+    with pytest.raises(ValueError, match=f"Hkv=3 on device=.*must be a multiple of the {count} devices"):
+      attn.empty_paged_cache(6, 8, 3, D, device=devices)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"pages of {case[0]}, {case[1]} queries")
@@ -170,6 +194,20 @@ def test_append_where_there_are_no_operations_of_ours() -> None:
   for checked in (False, True):
     sink = append(replace(a, checked=checked))(*[UOp.placeholder(shape, dtype, i) for i, (shape, dtype) in enumerate(shapes)])
     assert any(u.op is Ops.CUSTOM for u in sink.toposort()) == checked
+
+@pytest.mark.thorough
+def test_on_a_cpu() -> None:
+  """Slowly: by tinygrad's operations, which first take the rows out of their pages."""
+  pytest.importorskip("ziglang")
+  root = Path(__file__).parent.parent
+  script = "import numpy as np, attn, test_paged as t\n" \
+    "x, q = t.Paged.of((40, 9), 7), np.random.default_rng(5).standard_normal((2, t.H, 1, t.D)).astype(np.float16)\n" \
+    "given = [t.Tensor(y, device='CPU').realize() for y in (q, *x.pages, x.table, np.array(x.lengths, np.int32))]\n" \
+    "t.close(attn.attention(*given[:3], block_table=given[3], kv_lengths=given[4], causal=True).numpy(), q, x)"
+  environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": f"{root}:{root/'test'}",
+                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
+  assert done.returncode == 0, done.stderr[-2000:]
 
 @pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
 def test_flash_attn_varlen_func(arch:str) -> None:

@@ -10,7 +10,7 @@ from attn.api.checked_kernel import (CheckedKernel, KernelFunction, arch_of, che
 from attn.api.gradient import INPUTS, gradient_of, lse_axes, no_gradient, with_gradient
 from attn.api.options import AttentionOptions, options_of
 from attn.api.placement import AXES, Placement, empty, local_shape, merge_devices, on_device, place, placement_of
-from attn.api.pages import check_pages, out_of_pages, places_in_pages
+from attn.api.pages import check_pages, placement_in_pages, places_in_pages, plain_attention_of_pages
 from attn.api.plain import bhs, bhsd, from_bhs, from_bhsd, plain_attention
 from attn.api.views import flat_buffer, places_in_cache
 from attn.chips import Chip, get_chip
@@ -98,12 +98,13 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
   pages = check_pages(q, k, v, options, lengths_name) if options.block_table is not None else None
   for name, s in shape.items():
     if len(s) != rank and (pages is None or name == "q"): raise ValueError(f"{name} has shape {s}; layout={layout!r} needs {LAYOUTS[layout]}")
-  at = placement_of(q, k, v, layout) if pages is None else Placement(str(q.device))
+  at = (placement_of if pages is None else placement_in_pages)(q, k, v, layout)
   views = None
   if pages is not None:
-    views, of_k = (places_in_pages(k), places_in_pages(v)), shape["k"]
+    views, of_k = (places_in_pages(k), places_in_pages(v)), local_shape(k)
     sequences = int(options.block_table.shape[0]) if options.block_table is not None else 0
     shape |= {name: (sequences, of_k[2], pages.rows, width[3]) for name, width in (("k", of_k), ("v", shape.get("v", of_k)))}
+    shape["q"] = local_shape(q)
   elif in_place and isinstance(at.device, str): views = places_in_cache(k, v, layout)
   if at.shared != "keys" and pages is None: shape = {name: local_shape(t) for name, t in inputs.items()}
   if options.v_dim is not None: shape["v"] = columns_of(shape["k"], options.v_dim)
@@ -230,7 +231,7 @@ def with_variables(fxn:KernelFunction, variables:tuple[UOp, ...]) -> KernelFunct
 
 def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   choose_backward(c.problem, c.arch, choice.kernel)      # where ATTN_KERNEL asks for backward kernels: why there can be none
-  return deliver(c, *plain_attention(c.problem, c.tensors if c.problem.pages is None else out_of_pages(c.problem, c.tensors)))
+  return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_sharded_keys(c:CheckedCall) -> list[Tensor]:
   """Each device its own keys, and the merge. The devices' parts are realized, so the gradient is that of the whole."""

@@ -9,12 +9,12 @@ from attn.api.attention import attend, check_devices, known, lengths, part_of_k,
 from attn.api.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, static_shape, whole_buffer
 from attn.api.gradient import no_gradient
 from attn.api.options import AttentionOptions, check_lengths, check_out_dtype, options_of
-from attn.api.pages import check_pages
-from attn.api.placement import AXES, Placement, local_shape, placement_of
+from attn.api.pages import check_pages, placement_in_pages
+from attn.api.placement import AXES, Placement, local_shape, place, placement_of
 from attn.api.plain import bhsd
 from attn.api.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, append
-from attn.problem import LAYOUTS, Strided
+from attn.problem import LAYOUTS, Pages, Strided
 from attn.tinygrad_compat import DType, Device, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
 
 OVERLAP = "k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one"
@@ -37,16 +37,19 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
   return k, v
 
 def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=None, *, dtype:DType|str=dtypes.half,
-                      device:str|None=None) -> tuple[Tensor, Tensor]:
+                      device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
   """A cache of pages, (k_pages, v_pages) of zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size, Hkv, Dv), Dv by default D. Which of them
-  a sequence has, and which are free, is for an allocator to say: examples/serve.py has one."""
+  a sequence has, and which are free, is for an allocator to say: examples/serve.py has one. Several devices share out the heads of each page."""
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
            for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
   dtype = check_out_dtype("dtype", dtype)
-  if device is not None and not isinstance(check_device_name("device", device), str):
-    raise NotImplementedError(f"device={device!r}: pages on a single device are supported")
-  k, v = (Tensor.zeros(*sizes[:3], width, dtype=dtype, device=device).contiguous().realize() for width in sizes[3:])
-  return k, v
+  if device is not None: device = check_device_name("device", device)
+  if isinstance(device, tuple) and Hkv % len(device):
+    raise ValueError(f"Hkv={Hkv} on device={device}: must be a multiple of the {len(device)} devices, which share out the heads")
+  def zeros(width:int) -> Tensor:
+    if not isinstance(device, tuple): return Tensor.zeros(*sizes[:3], width, dtype=dtype, device=device).contiguous().realize()
+    return Tensor.zeros(*sizes[:3], width, dtype=dtype, device=device[0]).contiguous().shard(device, AXES["bshd"].index("heads")).realize()
+  return zeros(sizes[3]), zeros(sizes[4])
 
 def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
   """(rows, capacity). Raises ValueError where `new` doesn't fit into `cache`."""
@@ -166,19 +169,29 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
     if new.dtype != cache.dtype or new.device != cache.device:
       raise ValueError(f"{name}_new is {values.dtype_text(new.dtype)} on {new.device}: must be as {name}_cache, "
                        f"{values.dtype_text(cache.dtype)} on {cache.device}")
+    if new.uop.axis != k_new.uop.axis:
+      raise ValueError(f"{name}_new is sharded along axis {new.uop.axis}: must be as k_new, along {k_new.uop.axis}")
   new_rows = sizes[0]["rows"]
   if (n := known(cache_seqlens)) is not None and n + new_rows > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new_rows} new rows that is more than the {capacity} that block_table has pages for")
-  places = [rows_in(f"{x.name}_cache", x.cache, "bshd") or whole_places(tuple(map(int, x.cache.shape)), "bshd") for x in parts]
-  if overlap(parts, list(places), dict(zip(AXES["bshd"], map(int, k_cache.shape)))): raise ValueError(OVERLAP)
-  at = Placement(str(k_cache.device))
+  at = placement_in_pages(k_new, k_cache, parts[-1].cache, layout, ("k_new", "k_cache", f"{parts[-1].name}_cache"))
+  return _launches(parts, at, cache_seqlens, (B, new_rows, capacity), layout, "bshd", pages, (place("block_table", block_table, at),))
+
+def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout:str, layout_of_cache:str,
+              pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
+  """What appends to each cache: on a device, so many batches, new rows and capacity."""
+  B, new, capacity = sizes
+  places = [rows_in(f"{x.name}_cache", x.cache, layout_of_cache) for x in parts]
+  if overlap(parts, places, dict(zip(AXES[layout_of_cache], local_shape(parts[0].cache)))): raise ValueError(OVERLAP)
   start = lengths(cache_seqlens, B, capacity, at, "cache_seqlens")
-  device = str(at.device)
-  def append_of(x:OfCache, place:Strided) -> Append:
-    return Append(B, heads, new_rows, capacity, int(x.cache.shape[3]), layout, place, pages, has_threads(at.device),
-                  device.split(":")[0] in MATRIX_DEVICES)
-  launches = [(x.cache, x.new, _kernel(f"{x.name}_cache", append_of(x, place))) for x, place in zip(parts, places)]
-  return NewRows(tuple(launches), start, filled(start, new_rows, capacity), (block_table,))
+  device = at.device if isinstance(at.device, str) else at.device[0]
+  def launch(x:OfCache, lies:Strided|None) -> tuple[Tensor, Tensor, KernelFunction]:
+    shape = local_shape(x.cache)
+    size = dict(zip(AXES[layout_of_cache], shape))
+    a = Append(B, size["heads"], new, capacity, size["width"], layout, lies or whole_places(shape, layout_of_cache), pages,
+               threads=has_threads(device), checked=device.split(":")[0] in MATRIX_DEVICES)
+    return x.cache, x.new, _kernel(f"{x.name}_cache", a)
+  return NewRows(tuple(map(launch, parts, places)), start, filled(start, new, capacity), table)
 
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
@@ -203,16 +216,8 @@ def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, 
       raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
   if (n := known(cache_seqlens)) is not None and n + new > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
-  places = [rows_in(f"{x.name}_cache", x.cache, layout) for x in parts]
-  sizes = [dict(zip(AXES[layout], local_shape(x.cache))) for x in parts]
-  if overlap(parts, places, sizes[0]): raise ValueError(OVERLAP)
-  at = placement_of(k_cache, k_cache, parts[-1].cache, layout)
-  start = lengths(cache_seqlens, sizes[0].get("batch", 1), capacity, at, "cache_seqlens")
-  def launch(x:OfCache, size:dict[str, int], place:Strided|None) -> tuple[Tensor, Tensor, KernelFunction]:
-    a = Append(size.get("batch", 1), size["heads"], new, size["rows"], size["width"], layout, place or whole_places(local_shape(x.cache), layout),
-               threads=has_threads(x.cache.device))
-    return x.cache, x.new, _kernel(f"{x.name}_cache", a)
-  return NewRows(tuple(map(launch, parts, sizes, places)), start, filled(start, new, capacity))
+  at, size = placement_of(k_cache, k_cache, parts[-1].cache, layout), dict(zip(AXES[layout], local_shape(k_cache)))
+  return _launches(parts, at, cache_seqlens, (size.get("batch", 1), new, size["rows"]), layout, layout)
 
 def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *, layout:str="bhsd",
               block_table:Tensor|None=None) -> Tensor:

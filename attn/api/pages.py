@@ -1,10 +1,11 @@
 """Keys and values in pages: blocks of rows of which a table says, for each sequence, which ones it has and in what order."""
 from __future__ import annotations
+from dataclasses import replace
 from attn import values
 from attn.api.checked_kernel import dtype_of, static_shape
 from attn.api.options import AttentionOptions
-from attn.api.placement import AXES
-from attn.api.plain import BATCHED, bhsd, from_bhsd
+from attn.api.placement import AXES, Placement, local_shape
+from attn.api.plain import bhsd, from_bhsd, plain_attention
 from attn.api.views import in_buffer, whole_places
 from attn.problem import LAYOUTS, Pages, Problem, Strided
 from attn.tinygrad_compat import Tensor
@@ -19,10 +20,9 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
     if len(shape) != 4 or 0 in shape:
       raise ValueError(f"{name} has shape {shape}: with block_table it must be pages, (pages, page_size, Hkv, D), each at least 1")
   if of_v[:3] != of_k[:3]: raise ValueError(f"{names[2]} has shape {of_v}: its pages, their size and heads must be those of {names[1]}, {of_k}")
-  if not isinstance(q.device, str):
-    raise NotImplementedError(f"{names[0]} is on {q.device} with block_table: tensors on a single device are supported")
   for name, t in zip((*names[1:], "block_table"), (k, v, table)):
-    if t.device != q.device: raise ValueError(f"{name} is on {t.device} but {names[0]} on {q.device}: all tensors must be on the same device")
+    if t.device == q.device or (t is table and not isinstance(q.device, str)): continue
+    raise ValueError(f"{name} is on {t.device} but {names[0]} on {q.device}: all tensors must be on the same device")
   dtype_of("block_table", table)
   if len(of_q) != len(AXES[options.layout]):
     raise ValueError(f"{names[0]} has shape {of_q}; layout={options.layout!r} needs {LAYOUTS[options.layout]}")
@@ -38,17 +38,33 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
   if options.cu_seqlens_k is not None: raise ValueError(f"cu_seqlens_k with block_table: {lengths_name} says how long sequences are")
   return Pages(of_k[1], of_k[0], of_table[1])
 
+def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str, str, str]=("q", "k", "v")) -> Placement:
+  """Where q and pages lie: on one device, or on several that share out the heads, as the shards of a model do. Raises NotImplementedError where they
+  are shared out otherwise."""
+  if q.device is None: raise ValueError(f"{names[0]} is a constant without a device: .contiguous() on a device first")
+  if isinstance(q.device, str): return Placement(q.device)
+  axes = (AXES[layout], AXES["bshd"], AXES["bshd"])
+  found = [None if t.uop.axis is None else axis[t.uop.axis] for t, axis in zip((q, k, v), axes)]
+  if found == [None]*3: return Placement(q.device)
+  single = found == ["heads", None, None] and k.shape[2] == 1
+  if layout != "nsd" and (single or found == ["heads"]*3): return Placement(q.device, "heads")
+  said = ", ".join(f"{name}: axis {t.uop.axis}" for name, t in zip(names, (q, k, v)))
+  raise NotImplementedError(f"{said} sharded, with block_table and layout={layout!r}: supported are all three along their heads, axis 2 of pages, "
+                            f"{names[0]} along its heads with a single key/value head on every device, or all three whole; not layout='nsd', whose "
+                            "heads are those of all sequences")
+
 def places_in_pages(t:Tensor) -> Strided:
   """Where the rows of pages lie, in the buffer that they are a view of or in one of their own."""
-  found = in_buffer(bhsd(t, "bshd"))
-  return whole_places(tuple(map(int, t.shape)), "bshd") if found is None else found.places
+  found = in_buffer(bhsd(t, "bshd")) if isinstance(t.device, str) else None
+  return whole_places(local_shape(t), "bshd") if found is None else found.places
 
-def out_of_pages(p:Problem, t:dict[str, Tensor]) -> dict[str, Tensor]:
-  """The tensors of a problem with keys in pages, with k and v in the problem's layout. An entry of the table that is no page gives rows of 0."""
+def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+  """`plain_attention` of keys in pages. An entry of the table that is no page gives rows of 0."""
   assert p.pages is not None
-  if p.layout not in BATCHED:
-    raise NotImplementedError(f"block_table with layout={p.layout!r} where no matrix kernel takes the problem: must be 'bhsd' or 'bshd'")
-  def rows(x:Tensor, width:int) -> Tensor:
-    return from_bhsd(x[t["block_table"]].reshape(p.B, p.Sk, p.Hkv, width).transpose(1, 2), p.layout)
-  return {name: x for name, x in t.items() if name != "block_table"} | {name: rows(t[name], width) for name, width in (("k", p.D), ("v", p.Dv))
-                                                                        if name in t}
+  if p.varlen: raise NotImplementedError("block_table with layout='thd' where no matrix kernel takes the problem: must be another layout")
+  batched = replace(p, layout="bhsd")
+  def rows(x:Tensor) -> Tensor: return x[t["block_table"]].reshape(p.B, p.Sk, x.shape[2], x.shape[3]).transpose(1, 2)
+  q = t["q"].reshape(p.B, -1, p.Sq, p.D) if p.layout == "nsd" else bhsd(t["q"], p.layout)
+  given = {name: rows(x) if name in ("k", "v") else x for name, x in t.items() if name != "block_table"} | {"q": q}
+  o, lse = plain_attention(batched, given)
+  return (o.reshape(-1, p.Sq, p.Dv), lse.reshape(-1, p.Sq)) if p.layout == "nsd" else (from_bhsd(o, p.layout), lse)

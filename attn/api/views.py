@@ -47,7 +47,8 @@ class InBuffer:
   rows: int       # the most there may be
 
 def flat_buffer(t:Tensor) -> Tensor:
-  """The buffer that a tensor is a view of, in one dimension."""
+  """The buffer that a tensor is a view of, in one dimension; of a tensor on several devices, whose kernels see a part each, itself."""
+  if not isinstance(t.device, str): return t.contiguous()
   buffer = buffer_under(t.uop)
   return t.contiguous().flatten() if buffer is None else Tensor(buffer.flatten())
 
