@@ -29,6 +29,7 @@ from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.ops.renderers import render
+from attn.problem import Pages
 from attn.tinygrad_compat import UOp
 from cases import TYPES, floats, ints, problem
 from isa_sample import PARKED
@@ -56,6 +57,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def text_of(program:Callable[..., UOp], tensors:dict[str, tuple[tuple[int, ...], str]], arch:str) -> str:
   return render(program(*[UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(tensors.values())]), arch)
 
+PAGES = Pages(16, 600, 256)
+IN_PAGES = whole_places((PAGES.count, PAGES.size, 2, 128), "bshd")
 OPTIONS: dict[str, dict[str, Any]] = {
   "D 16": dict(D=16, Sq=70), "odd D": dict(D=37, Dv=21, dtype="bfloat16", Sq=70, causal=True),
   "one query, GQA packed": dict(H=8, Hkv=2, Sq=1, Sk=999, num_splits=1),
@@ -64,7 +67,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
                        extras=dict(alibi_slopes=floats(64), bias=np.zeros((1, 64, 512, 512), np.float32), sinks=floats(64), kv_lengths=ints(500))),
   "packed sequences": dict(H=64, Sq=512, D=256, dtype="bfloat16", layout="thd", causal=True,
                            extras=dict(cu_seqlens_q=ints(0, 100, 512), cu_seqlens_k=ints(0, 90, 512))),
-  "split": dict(H=8, Hkv=2, Sq=1, Sk=4096, D=128, num_splits=4, extras=dict(sinks=floats(8)))}
+  "split": dict(H=8, Hkv=2, Sq=1, Sk=4096, D=128, num_splits=4, extras=dict(sinks=floats(8))),
+  "pages": dict(B=2, H=8, Hkv=2, Sq=1, Sk=4096, D=128, num_splits=4, pages=PAGES, views=(IN_PAGES, IN_PAGES),
+                extras=dict(kv_lengths=ints(999, 1), block_table=np.zeros((2, PAGES.most), np.int32))),
+  "pages, many queries": dict(B=2, H=8, Hkv=2, Sq=300, Sk=4096, D=128, dtype="bfloat16", causal=True, pages=PAGES, views=(IN_PAGES, IN_PAGES),
+                              extras=dict(kv_lengths=ints(999, 1), block_table=np.zeros((2, PAGES.most), np.int32)))}
 # problems whose gradients are taken
 GRADIENTS: dict[str, dict[str, Any]] = {
   "GQA": dict(H=64, Hkv=8, Sq=512, D=128, dtype="bfloat16", causal=True),
@@ -72,6 +79,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
                              extras=dict(dropout_seed=np.array([1, 2], np.uint32), bias=np.zeros((1, 64, 1, 512), np.float32))),
   "packed sequences": dict(H=64, Sq=512, D=37, Dv=21, layout="thd", extras=dict(cu_seqlens_q=ints(0, 100, 512), cu_seqlens_k=ints(0, 90, 512)))}
 APPENDED = Append(2, 4, 3, 100, 72, "bhsd", whole_places((2, 4, 100, 72), "bhsd"))
+PAGED = Append(2, 2, 3, PAGES.rows, 128, "bhsd", IN_PAGES, PAGES)
 
 @functools.cache
 def forward_text(name:str, arch:str, kernel:str, tile:AnyTile) -> str:
@@ -83,8 +91,9 @@ def forward_text(name:str, arch:str, kernel:str, tile:AnyTile) -> str:
 @functools.cache
 def other_text(name:str, arch:str) -> str:
   if name == "combine": return text_of(combine(p := problem(**OPTIONS["split"]), get_chip(arch), p.num_splits), combine_arguments(p), arch)
-  shapes = {"cache": (2, 4, 100, 72), "rows": (2, 4, 3, 72)}
-  return text_of(append(APPENDED), {**{x: (shape, name.split()[1]) for x, shape in shapes.items()}, "lengths": ((2,), "int32")}, arch)
+  a, table = (PAGED, {"block_table": ((2, PAGES.most), "int32")}) if "pages" in name else (APPENDED, {})
+  shapes = {"cache": (a.places.size,), "rows": (a.B, a.H, a.new, a.width)}
+  return text_of(append(a), {**{x: (shape, name.split()[1]) for x, shape in shapes.items()}, "lengths": ((2,), "int32"), **table}, arch)
 
 @functools.cache
 def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardTile]) -> list[str]:
@@ -99,7 +108,7 @@ def kernel_text(name:str, arch:str, llvm:int) -> str:
   """The source of a kernel with the tile that it has under a release of LLVM."""
   if name not in OPTIONS: return other_text(name, arch)
   choice = choose(problem(**OPTIONS[name]), replace(get_chip(arch), llvm=llvm))
-  assert choice.work.tile is not None and (name != "split" or choice.kernel == "split_kv")
+  assert choice.work.tile is not None and (name not in ("split", "pages") or choice.kernel == "split_kv")
   return forward_text(name, arch, choice.kernel, choice.work.tile)
 
 def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
@@ -109,7 +118,7 @@ def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
   jobs = {}
-  for name in (*OPTIONS, "combine", "append float16", "append bfloat16"):
+  for name in (*OPTIONS, "combine", "append float16", "append bfloat16", "append float16 to pages"):
     for llvm, tools in known(compilers, arch).items():
       jobs[name, llvm] = pool.submit(assembly, kernel_text(name, arch, llvm), arch, (), tools)
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
