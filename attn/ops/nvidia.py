@@ -8,6 +8,7 @@ The emulator takes asynchronous copies strictly: from its start until the thread
 from __future__ import annotations
 from typing import Any
 import numpy as np
+from attn.ops import common as ops
 from attn.ops.common import f32, u32
 from attn.ops.interpret_cuda import declare_mma
 from attn.ops.language import compound, instruction
@@ -140,3 +141,20 @@ instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave
 def xor_lane(x:UOp, mask:int) -> UOp:
   """x of the lane whose number differs in the bits of `mask` (shfl.sync.bfly)."""
   return emit("xor_lane", dtypes.float, x, mask=mask)
+
+def _transposed(lanes:Any, words:Array, in_quad:Array) -> Array:
+  lane = np.arange(words.shape[-1])
+  return np.stack([words[lane%4, lane//4*4 + source] for source in range(4)])
+
+# Two exchanges of half of the words each: between neighbours of the words that are neighbours, then between pairs of lanes of pairs of words.
+instruction("transposed", _transposed, cuda=Body("\n".join([
+  "bool odd = lane & 1, upper = lane & 2;",
+  "unsigned a = __shfl_xor_sync(0xffffffffu, odd ? words.x : words.y, 1), b = __shfl_xor_sync(0xffffffffu, odd ? words.z : words.w, 1);",
+  "if (odd) { words.x = a; words.z = b; } else { words.y = a; words.w = b; }",
+  "a = __shfl_xor_sync(0xffffffffu, upper ? words.x : words.z, 2), b = __shfl_xor_sync(0xffffffffu, upper ? words.y : words.w, 2);",
+  "if (upper) { words.x = a; words.y = b; } else { words.z = a; words.w = b; }",
+  "return words;"]), "words lane"))
+
+def transposed(words:list[UOp], in_quad:UOp) -> UOp:
+  """Of four words in each of four neighbouring lanes, of which this one is number `in_quad`: those that are number `in_quad` in each lane."""
+  return emit("transposed", U4, ops.build(*words), in_quad.cast(dtypes.int))

@@ -37,13 +37,14 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.index)*ss
 
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-  """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`: 16 (or 8) bytes at
-  a time where rows are so aligned."""
-  n, size = ops.length(values), BYTES[dtype]
+  """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`, as fp32 numbers or
+  as dwords of `dtype` in pairs: 16 (or 8) bytes at a time where rows are so aligned."""
+  size, packed = BYTES[dtype], values.dtype == ops.u32(ops.length(values))
+  n = ops.length(values)*(2 if packed else 1)
   column, constant = column.pop_const()      # what all columns of a lane have in common is computed once
   further = int(constant)
   index = begin + column
-  words = values if size == 4 else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
+  words = values if size == 4 or packed else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
   wide = min(UNIT_BYTES//size, n)                                                          # elements of a store
   def place(first:UOp, on:int, i:int) -> UOp: return (first + on).valid(there & below(column + (further + i), length))
   if length % wide == 0 and wide*size >= 4:

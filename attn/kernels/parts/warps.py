@@ -18,7 +18,7 @@ from attn.kernels.parts.tiles import BlockTile
 from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest, kv_head_in_group_fastest
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, first_bias
-from attn.problem import Problem
+from attn.problem import BYTES, Problem
 from attn.tinygrad_compat import UOp, dtypes
 
 def fragments(width:int, mat:Mma) -> int:
@@ -105,11 +105,20 @@ class Warps:
       parts = [ops.extract(total, r) for total in sums]
       totals = [part if kind == ONES else sum_over_quad(part) for part, kind in zip(parts, kinds)]
       factor, log_sum = group.normalised(row, ops.extract(m, r), totals)
-      first = self.at.h*mat.block + (0 if share is None else share*(len(accs)*mat.N))
-      o = [(first + dt*mat.N, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for dt, acc in enumerate(accs)]
-      stores += group.outputs(row, o, None if share is not None else log_sum)
+      o = [ops.mul(ops.slice_(acc, 2*r, 2), factor) for acc in accs]
+      stores += group.outputs(row, self.columns(o, share), None if share is not None else log_sum)
       if share is not None: stores += group.outputs(replace(row, there=row.there & share.eq(0)), [], log_sum)
     return stores
+
+  def columns(self, o:list[UOp], share:UOp|None) -> list[tuple[UOp, UOp]]:
+    """(first column, values) of a row's parts that this lane stores, of its two numbers of each C fragment, or of its `share` of the row's. Where rows
+    are whole units of 16 bytes, the four lanes of a row exchange theirs, so that each stores units: every fourth."""
+    mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
+    first = UOp.const(0) if share is None else share*(len(o)*mat.N)
+    if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(o)//mat.groups*mat.groups
+    units = [nv.transposed([ops.pack(x, dtype) for x in o[i:i + mat.groups]], self.at.h) for i in range(0, whole, mat.groups)]
+    return [*[(first + self.at.h*mat.unit + i*(mat.groups*mat.unit), x) for i, x in enumerate(units)],
+            *[(first + self.at.h*mat.block + (whole + i)*mat.N, x) for i, x in enumerate(o[whole:])]]
 
 def sum_over_quad(x:UOp) -> UOp:
   """The sum of a number over the four lanes that share a row."""

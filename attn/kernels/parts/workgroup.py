@@ -195,6 +195,11 @@ class Workgroup:
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
   # ***** O and LSE *****
+  @property
+  def out_dtype(self) -> str:
+    """Of O as it is stored: a part of the keys leaves its own in fp32."""
+    return "float32" if self.split else self.p.out_dtype
+
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, UOp]:
     """(what O of a row is to be multiplied by, its LSE), of its reference and sums: of P as it is rounded, and as the LSE has it."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
@@ -209,7 +214,7 @@ class Workgroup:
     if self.lse is not None and log_sum is not None:
       stores.append(flat(self.lse)[number.valid(self.scores.at.h.eq(0) & row.there)].store(log_sum))
     for column, values in o:
-      stores += store_row(self.arch, to, "float32" if self.split else p.out_dtype, p.Dv, begin, column, values, row.there)
+      stores += store_row(self.arch, to, self.out_dtype, p.Dv, begin, column, values, row.there)
     return stores
 
   def cleared(self) -> list[UOp]:
