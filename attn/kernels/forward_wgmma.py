@@ -12,7 +12,7 @@ from typing import Callable, ClassVar
 from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
@@ -25,7 +25,7 @@ from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp
 
-STAGES = 3      # K and V tiles in shared memory
+STAGES = 3      # K and V tiles in shared memory, where there are as many
 
 @dataclass(frozen=True)
 class WgmmaTile:
@@ -46,10 +46,13 @@ class WgmmaTile:
     unit = MMA[p.dtype].unit
     k_units, v_units = (round_up(d, wgmma.K)//unit for d in (p.D, p.Dv))
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
+  def stages(self, p:Problem) -> int:
+    """K and V tiles in shared memory."""
+    return min(STAGES, ceildiv(p.Sk, self.block_n))
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
-    return UNIT_BYTES*(q.size + STAGES*(k.size + v.size) + 1)      # the last one is for the mbarrier
-  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {STAGES} stages"
+    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + 1)      # the last one is for the mbarrier
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
 
 def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
@@ -120,7 +123,8 @@ class ForwardWgmma:
     return s.after(self.trip(s.after(r), first + r, masked).done.end(r))
 
   def trip(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    s = self.fetch(self.start_scores(s, t), t + 1)                # S = Q K^T; meanwhile the next tile starts on its way
+    s = self.start_scores(s, t)                                  # S = Q K^T
+    if self.stages > 1: s = self.fetch(s, t + 1)                 # meanwhile the next tile, if there are several, starts on its way
     s = s.do(wgmma.wait_products(s.scores, s.done))
     s = self.weigh(s, t, masked)
     return self.add_to_o(s, t)
@@ -132,16 +136,20 @@ class ForwardWgmma:
     return self.warps.outputs(self.queries, accs, s.m[0].load(), [s.l[i].load() for i in range(len(sums))], sums)
 
   # ***** global -> shared memory *****
-  def stage(self, t:UOp) -> UOp: return (t - self.warps.group.walked.begin)%STAGES
+  @property
+  def stages(self) -> int: return self.tile.stages(self.p)
+  def stage(self, t:UOp) -> UOp: return (t - self.warps.group.walked.begin)%self.stages
   def k_panels(self, t:UOp) -> SwizzledPanels:
     q, k, _ = self.tile.layouts(self.p)
     return k.at(q.size + self.stage(t)*k.size)
   def v_panels(self, t:UOp) -> SwizzledPanels:
     q, k, v = self.tile.layouts(self.p)
-    return v.at(q.size + STAGES*k.size + self.stage(t)*v.size)
+    return v.at(q.size + self.stages*k.size + self.stage(t)*v.size)
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Tile t is on its way; this thread arrives when its part is there."""
-    s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t)))
+    """Tile t is on its way; this thread arrives when its part is there. A tile that there is not becomes zeros, but where each has a place of its
+    own, and none is left for it."""
+    there = UOp.const(True) if self.stages == STAGES else t < self.warps.group.walked.end
+    s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
   # ***** one trip *****
