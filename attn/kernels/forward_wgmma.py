@@ -8,7 +8,7 @@ arrive at an mbarrier when their part of a tile is there, one trip ahead, and wh
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
-from typing import Callable, ClassVar
+from typing import Any, Callable, ClassVar
 from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
@@ -21,7 +21,7 @@ from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.warps import Warps, fragments
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
-from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
+from attn.ops.softmax import LANE, ONES, correct, weigh
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp
 
@@ -148,7 +148,7 @@ class ForwardWgmma:
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Tile t is on its way; this thread arrives when its part is there. A tile that there is not becomes zeros, but where each has a place of its
     own, and none is left for it."""
-    there = UOp.const(True) if self.stages == STAGES else t < self.warps.group.walked.end
+    there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
@@ -168,17 +168,13 @@ class ForwardWgmma:
     if masked or not scores.raw:
       tiles = scores.finished(tiles, self.queries, t, masked)
       s = s.store(store_all(s.scores, tiles))
-    weights = [ops.weights(y, s.bias[0].load(), scores.to_log2) for y in tiles]
-    packed, sums = [nv.pack_a(weights[2*i], weights[2*i + 1], self.p.dtype) for i in range(block_n//mat.K)], sums_of(self.p)
-    parts = [rounded_sum(packed, ONES, mat, self.p.dtype, nv.ROWS, nv.zero(s.done))] if ONES in sums else []
-    if LANE in sums: parts.append(functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), weights, ops.splat(0.0, 2)))
-    s = s.store(store_all(s.p, packed), store_all(s.part, parts))
-    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=sums, matrix=mat,
-                     scale=scores.to_log2, above=self.tile.rescale_above))
-    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(len(sums))]))
+    how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2}
+    s = s.do(weigh(s.m, s.bias, s.p, s.scores, s.part, s.done, **how))
+    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, **how, above=self.tile.rescale_above))
+    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(s.l.max_numel())]))
     if not self.p.dropout_p: return s
     left = kept_scores(scores, self.queries, t)
-    return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(len(packed))]))
+    return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())]))
 
   def add_to_o(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """O += P V."""

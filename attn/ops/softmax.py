@@ -104,6 +104,35 @@ def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
   """Those sums, a number a row."""
   return total if kind == DOT else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
+@compound("weigh", suffix="_{count}")
+def _weigh(c:Any, reference:Value, bias:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
+           tiles:int, stride:int, count:int, together:int, scale:float) -> Value:
+  def weights(t:int, i:int) -> Value:
+    x, b = c.load(scores, t*stride + i), c.load(bias, t)
+    return c.let("weights", c.join(*[c.exp2(c.let("x", c.fma(y, c.number(scale), c.element(b, r)))) for r, y in enumerate(parts(c, x, rows.rows))]))
+  def weigh_all() -> None:
+    for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together)
+  for i in range(len(sums)*tiles): c.store(part, i, c.splat(c.inf, rows.rows))
+  seen = [c.element(c.load(reference, t), r) > LOWEST for t in range(tiles) for r in range(rows.rows)]
+  c.when(c.any_lane(functools.reduce(operator.or_, seen)), weigh_all)
+  return c.number(0.0)
+
+def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
+                  tiles:int, stride:int, count:int, together:int) -> None:
+  """Stores P of tile t, packed, and its sums. `weigh` gives that of the tile's i-th scores."""
+  total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # even and odd elements, or two rows
+  kind = next((x for x in sums if x != LANE), "")
+  rounded = None
+  for i in range(0, count, together):
+    found = [weigh(j) for j in range(i, i + together)]
+    packed = c.let("packed", c.join(*[c.pack_weights(x, dtype) for x in found]))
+    c.store(p, (t*stride + i)//together, packed)
+    if kind: rounded = add_rounded(c, rounded, packed, kind, matrix, dtype)
+    if total is not None:
+      for x in found: lane_sums(c, total, x, rows.rows)
+  if total is not None: c.store(part, sums.index(LANE)*tiles + t, row_totals(c, total.value, rows.rows))
+  if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
+
 @compound("correct", suffix="_{count}")
 def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *,
              rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
@@ -123,20 +152,18 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
     c.store(reference, t, m)
     for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))
     for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
-    total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # even and odd elements, or two rows
-    kind = next((x for x in sums if x != LANE), "")
-    rounded = None
-    for i in range(0, count, together):
-      found = [weigh(c.load(scores, t*stride + j)) for j in range(i, i + together)]
-      packed = c.let("packed", c.join(*[c.pack_weights(x, dtype) for x in found]))
-      c.store(p, (t*stride + i)//together, packed)
-      if kind: rounded = add_rounded(c, rounded, packed, kind, matrix, dtype)
-      if total is not None:
-        for x in found: lane_sums(c, total, x, rows.rows)
-    if total is not None: c.store(part, sums.index(LANE)*tiles + t, row_totals(c, total.value, rows.rows))
-    if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
+    store_weights(c, p, part, lambda i: weigh(c.load(scores, t*stride + i)), t, rows, dtype, sums, matrix, tiles, stride, count, together)
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   return c.number(0.0)
+
+def weigh(reference:UOp, bias:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
+          scale:float) -> UOp:
+  """P of a trip and its sums, from the references that rows have, as one statement: of a wave none of whose rows has seen a key there is none to take
+  it from, and its sums are inf, which `correct` corrects. The operands are those of `correct`."""
+  tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
+  stride = scores.max_numel()//tiles
+  return statement("weigh", *[x[0] for x in (reference, bias, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles,
+                   stride=stride, count=stride, together=together, scale=scale)
 
 def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:

@@ -25,6 +25,8 @@ def fragments(width:int, mat:Mma) -> int:
   """C fragments of a tile of rows that are so wide."""
   return round_up(width, mat.K)//mat.N
 
+def always(gate:UOp|None) -> UOp: return UOp.const(True) if gate is None else gate
+
 @dataclass(frozen=True)
 class Warps:
   """A block of warps, its part of a problem, and where a thread stands in it."""
@@ -58,23 +60,23 @@ class Warps:
     """The thread's part in copying the block's queries. Statements."""
     return self.copies(self.group.rows("q"), shared, self.group.first_row, to)
 
-  def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp=UOp.const(True)) -> list[UOp]:
+  def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
     """The thread's part in copying tile t of K and of V, of the tiles that the block walks over, where `gate` holds. Statements."""
     group, block_n = self.group, self.group.tile.block_n
     there = (group.walked.end*block_n).minimum(group.sequence.n_k)
     rows = [replace(group.rows(name), count=there) for name in ("k", "v")]
     return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, t*block_n, to, gate)]
 
-  def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp=UOp.const(True)) -> list[UOp]:
+  def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
     """The thread's part in bringing the rows of a tile from row `first` of `source` on, where `gate` holds: those that there are not, and columns
     beyond the last, become zero. Rows that are converted come through registers. Statements."""
     if isinstance(source, GlobalRows): return self.started(source, shared, first, to, gate)
     items = [(self.at.thread + j*self.group.tile.threads) for j in range(ceildiv(to.rows*to.across, self.group.tile.threads))]
     places = [(i//to.across, i%to.across) for i in items]
-    return [nv.put(shared[to.place(row, unit)], source.load_units(first, to.rows, row, unit), (row < to.rows) & (unit < to.units) & gate)
+    return [nv.put(shared[to.place(row, unit)], source.load_units(first, to.rows, row, unit), (row < to.rows) & (unit < to.units) & always(gate))
             for row, unit in places]
 
-  def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp) -> list[UOp]:
+  def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
     """The same of rows that are copied as they are."""
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
@@ -88,7 +90,7 @@ class Warps:
       nbytes = (first + row + moved < source.count).where(left_over, 0)
       further = UNIT_BYTES*(moved*to.pitch + apart_units), size*(moved*source.stride + apart_units*source.unit)
       statements.append(nv.copy(shared[to.place(row, unit)], source.buffer[source.start(first, row) + unit*source.unit], further, nbytes,
-                                (row + moved < to.rows) & (apart_units + unit < to.units) & gate, source.in_units))
+                                (row + moved < to.rows) & (apart_units + unit < to.units) & always(gate), source.in_units))
     return statements
 
   # ***** the softmax's registers, O and LSE *****
@@ -100,7 +102,7 @@ class Warps:
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
     """O = O / l, LSE = m + ln l of 16 queries, whose sums of P are of these kinds: the first is what O is divided by, the last what the LSE is made
     of. Of warps that share the queries this one has the `share`-th columns, and the first one stores the LSE."""
-    mat, group, stores = self.at.matrix, self.group, []
+    group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
       totals = [part if kind == ONES else sum_over_quad(part) for part, kind in zip(parts, kinds)]
