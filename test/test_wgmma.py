@@ -96,7 +96,7 @@ PLANTED = {
   "a tile is not waited for": (lambda m: m.setattr(hopper, "arrived", lambda barrier, phase, order: nothing(order)), LdsRace, "reads lds"),
   "nobody arrives": (lambda m: m.setattr(hopper, "arrive", lambda barrier, order: nothing(order)), DivergentBarrier, "nobody has arrived"),
   "a ring of two": (lambda m: m.setattr(forward_wgmma, "STAGES", 2), LdsRace, "writes lds"),
-  "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma, "STAGES", 1), LdsRace, "lds"),
+  "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma.ForwardWgmma, "stage", lambda kernel, t: UOp.const(0)), LdsRace, "lds"),
   "products are not waited for": (lambda m: m.setattr(hopper, "wait_products", lambda acc, order: nothing(order)), NotWaitedFor,
                                   r"the accumulator reg\d+\[0\], which the operation started at attn/kernels/forward_wgmma.py:\d+ still writes"),
   "panels not aligned": (lambda m: m.setattr(WgmmaTile, "lds_bytes", lambda tile, p: 16*9217) or m.setattr(

@@ -61,11 +61,13 @@ class FewQueries:
 
 @dataclass(frozen=True)
 class WgmmaCandidate:
-  """A tile of forward_wgmma for head dimensions up to `up_to`: warpgroups and keys, of how many blocks a multiprocessor has room for the
-  registers and shared memory, and TFLOP/s with a large grid, without and with a causal mask."""
+  """A tile of forward_wgmma for head dimensions up to `up_to`: warpgroups and keys, of how many blocks a multiprocessor has the registers, and
+  TFLOP/s with a large grid and many keys, without and with a causal mask. What a block does besides its trips (waits for Q and its first K and V,
+  stores O) takes as long as `prologue` keys."""
   up_to: int
   groups: int
   block_n: int
   resident: int
   full: int
   causal: int
+  prologue: int

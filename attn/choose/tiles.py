@@ -152,17 +152,24 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
     if tile.lds_bytes(p) <= arch.lds: return tile
   raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
 
+BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 BIAS_KEYS = 64    # a bias takes as many registers as the scores
 
+LEAST_ROWS = 96   # a multiprocessor with fewer rows takes as long over a key
+LAST = 0.8        # of the time that the longest block takes beside others, what it takes beside others that end before it
+
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """The tile that should be fastest: its rate, times the part of its blocks' rows that are queries, times the part of the multiprocessors' turns that
-  the blocks fill. Under a causal mask the longest block takes two turns of an average one, and the short ones fill in."""
+  """The tile that should take the least time, no larger than the keys: by its rate and the turns that its blocks take on the multiprocessors, all rows
+  and keys of a block counted. Under a causal mask blocks of all lengths share the turns, but the longest has to run in any case."""
   up_to = min(c.up_to for c in WGMMA_CANDIDATES if max(p.D, p.Dv) <= c.up_to)
   causal = p.window[1] >= 0 and p.window[0] < 0
-  def rate(c:WgmmaCandidate) -> float:
-    block_m = WgmmaTile(c.groups, c.block_n).block_m
-    blocks = ceildiv(p.Sq, block_m)
-    used, turns = p.Sq/(blocks*block_m), max(1, p.num_splits)*p.B*p.H*blocks/(arch.cus*c.resident)
-    return used*(c.causal*turns/max(turns, 2) if causal else c.full*turns/math.ceil(turns))
-  best = max((c for c in WGMMA_CANDIDATES if c.up_to == up_to and (p.bias is None or c.block_n <= BIAS_KEYS)), key=rate)
-  return WgmmaTile(best.groups, best.block_n)
+  def tile(c:WgmmaCandidate) -> WgmmaTile: return WgmmaTile(c.groups, min(c.block_n, round_up(p.Sk, MMA[p.dtype].K)))
+  def fits(c:WgmmaCandidate) -> bool: return tile(c).lds_bytes(p) <= arch.lds and (p.bias is None or tile(c).block_n <= BIAS_KEYS)
+  def time(c:WgmmaCandidate) -> float:
+    splits, block_m, block_n = max(1, p.num_splits), tile(c).block_m, tile(c).block_n
+    blocks, resident = splits*p.B*p.H*ceildiv(p.Sq, block_m), min(c.resident, (arch.lds + BLOCK_LDS)//(tile(c).lds_bytes(p) + BLOCK_LDS))
+    turns, keys = blocks/(arch.cus*resident), round_up(ceildiv(p.Sk, splits), block_n)
+    rows = max(LEAST_ROWS, min(resident, ceildiv(blocks, arch.cus))*block_m)
+    if not causal: return rows/c.full*math.ceil(turns)*(keys + c.prologue)
+    return rows/c.causal*max(turns*((keys + block_m)/2 + c.prologue), LAST*(keys + c.prologue))
+  return tile(min((c for c in WGMMA_CANDIDATES if c.up_to == up_to and fits(c)), key=time))

@@ -49,7 +49,8 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """NVIDIA's grid: the blocks of a group of heads run together, under a causal mask of as many as the cache holds."""
   heads = heads_of(p, tile)
-  cached = CACHED*(p.H//p.Hkv//heads)//(p.itemsize*p.Sk*(p.D + p.Dv)) if p.window[1] >= 0 else 1
+  sharing = p.H//p.Hkv//heads      # of the cache they leave K and V half: what they have of Q and O is more
+  cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if p.window[1] >= 0 else 1
   return _in_group_fastest(ceildiv(p.Sq*heads, tile.block_m), p.B*p.H//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
