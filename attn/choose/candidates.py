@@ -63,7 +63,7 @@ class FewQueries:
 class WgmmaCandidate:
   """A tile of forward_wgmma for head dimensions up to `up_to`: warpgroups and keys, of how many blocks a multiprocessor has the registers, and
   TFLOP/s with a large grid and many keys, without and with a causal mask. What a block does besides its trips (waits for Q and its first K and V,
-  stores O) takes as long as `prologue` keys."""
+  stores O) takes as long as `prologue` keys. One that is for `few` keys takes problems whose keys all fit into it."""
   up_to: int
   groups: int
   block_n: int
@@ -71,3 +71,4 @@ class WgmmaCandidate:
   full: int
   causal: int
   prologue: int
+  few: bool = False

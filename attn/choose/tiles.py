@@ -99,6 +99,7 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 32) if p.bias is not None else c.block_n
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
+  if p.Sk < 2*block_n and round_up(p.Sk, mat.M) < round_up(p.Sk, block_n): block_n = mat.M     # few keys: smaller tiles have fewer rows of none
   staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane that would carry K and V on its own
   of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
@@ -134,9 +135,16 @@ def burden(p:Problem) -> Burden:
   if p.options or p.writes_lse: return Burden.OPTIONS
   return Burden.PLAIN if p.window == (-1, -1) else Burden.MASK
 
+BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
+
+def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
+  """For how many blocks a multiprocessor has shared memory."""
+  return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
+
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """The first candidate tile that fits, no larger than the queries. Raises NotImplementedError where shared memory has no room for any."""
-  mat = MMA[p.dtype]
+  """The first candidate tile of which two blocks share a multiprocessor, or the first that fits, no larger than the queries. Raises
+  NotImplementedError where shared memory has no room for any."""
+  mat, found = MMA[p.dtype], list[MmaTile]()
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*group
   for few in FEW_QUERIES:
@@ -149,27 +157,31 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
     blocks = p.B*p.H//group*ceildiv(rows, tile.block_m)
     tile = replace(tile, waves=min(WARPS, ceildiv(rows, q_tiles*mat.M)))
     if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden or (c.large and blocks < arch.cus): continue
-    if tile.lds_bytes(p) <= arch.lds: return tile
-  raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
+    if tile.lds_bytes(p) <= arch.lds: found.append(tile)
+  if not found: raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
+  return next((tile for tile in found if blocks_in_lds(p, arch, tile) > 1), found[0])
 
-BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 BIAS_KEYS = 64    # a bias takes as many registers as the scores
 
-LEAST_ROWS = 96   # a multiprocessor with fewer rows takes as long over a key
+ALONE = 0.7       # of the time that a multiprocessor's blocks take together, a block by itself takes so much at least
 LAST = 0.8        # of the time that the longest block takes beside others, what it takes beside others that end before it
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """The tile that should take the least time, no larger than the keys: by its rate and the turns that its blocks take on the multiprocessors, all rows
-  and keys of a block counted. Under a causal mask blocks of all lengths share the turns, but the longest has to run in any case."""
+  """The tile that should take the least time, no larger than the keys: by its rate and the blocks that a multiprocessor works on, all rows and keys of a
+  block counted. Under a causal mask blocks of all lengths share the multiprocessors, but the longest has to run in any case."""
   up_to = min(c.up_to for c in WGMMA_CANDIDATES if max(p.D, p.Dv) <= c.up_to)
   causal = p.window[1] >= 0 and p.window[0] < 0
   def tile(c:WgmmaCandidate) -> WgmmaTile: return WgmmaTile(c.groups, min(c.block_n, round_up(p.Sk, MMA[p.dtype].K)))
-  def fits(c:WgmmaCandidate) -> bool: return tile(c).lds_bytes(p) <= arch.lds and (p.bias is None or tile(c).block_n <= BIAS_KEYS)
+  def fits(c:WgmmaCandidate) -> bool:
+    if c.up_to != up_to or (c.few and p.Sk > c.block_n): return False
+    return tile(c).lds_bytes(p) <= arch.lds and (p.bias is None or tile(c).block_n <= BIAS_KEYS)
   def time(c:WgmmaCandidate) -> float:
-    splits, block_m, block_n = max(1, p.num_splits), tile(c).block_m, tile(c).block_n
-    blocks, resident = splits*p.B*p.H*ceildiv(p.Sq, block_m), min(c.resident, (arch.lds + BLOCK_LDS)//(tile(c).lds_bytes(p) + BLOCK_LDS))
-    turns, keys = blocks/(arch.cus*resident), round_up(ceildiv(p.Sk, splits), block_n)
-    rows = max(LEAST_ROWS, min(resident, ceildiv(blocks, arch.cus))*block_m)
-    if not causal: return rows/c.full*math.ceil(turns)*(keys + c.prologue)
-    return rows/c.causal*max(turns*((keys + block_m)/2 + c.prologue), LAST*(keys + c.prologue))
-  return tile(min((c for c in WGMMA_CANDIDATES if c.up_to == up_to and fits(c)), key=time))
+    t, splits = tile(c), max(1, p.num_splits)
+    resident = min(c.resident, blocks_in_lds(p, arch, t))
+    blocks = splits*p.B*p.H*ceildiv(p.Sq, t.block_m)/arch.cus         # of a multiprocessor
+    keys = round_up(ceildiv(p.Sk, splits), t.block_n)
+    together = max(ALONE*resident, min(resident, math.ceil(blocks)))
+    each = t.block_m*together/min(resident, math.ceil(blocks))        # rows whose time a block takes
+    if not causal: return each*math.ceil(blocks)*(keys + c.prologue)/c.full
+    return max(each*blocks*((keys + t.block_m)/2 + c.prologue), LAST*t.block_m*together*(keys + c.prologue))/c.causal
+  return tile(min(filter(fits, WGMMA_CANDIDATES), key=time))
