@@ -167,8 +167,8 @@ ALONE = 0.7       # of the time that a multiprocessor's blocks take together, a 
 LAST = 0.8        # of the time that the longest block takes beside others, what it takes beside others that end before it
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """The tile that should take the least time, no larger than the keys: by its rate and the blocks that a multiprocessor works on, all rows and keys of a
-  block counted. Under a causal mask blocks of all lengths share the multiprocessors, but the longest has to run in any case."""
+  """The tile that should take the least time, no larger than the keys: by its rate and the blocks that a multiprocessor works on, all rows and keys
+  of a block counted. Under a causal mask blocks of all lengths share the multiprocessors, but the longest has to run in any case."""
   up_to = min(c.up_to for c in WGMMA_CANDIDATES if max(p.D, p.Dv) <= c.up_to)
   causal = p.window[1] >= 0 and p.window[0] < 0
   def tile(c:WgmmaCandidate) -> WgmmaTile: return WgmmaTile(c.groups, min(c.block_n, round_up(p.Sk, MMA[p.dtype].K)))
