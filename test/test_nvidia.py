@@ -121,6 +121,13 @@ def test_tiles_fit(arch:str) -> None:
     assert choice.kernel == "forward_mma"
     assert mma_tile(p, a).lds_bytes(p) <= a.lds
 
+def test_two_blocks_to_a_multiprocessor() -> None:
+  """Where shared memory is small tiles are smaller, so that one block computes while another waits (but at D = 256 on 100 KB)."""
+  for arch, D in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90"), (64, 96, 128, 192, 256)):
+    p, a = problem(H=256, Sq=1024, D=D), get_chip(arch)
+    alone = D == 256 and arch in ("sm_86", "sm_89")
+    assert (a.lds + 1024)//(mma_tile(p, a).lds_bytes(p) + 1024) >= (1 if alone else 2)
+
 def test_banks() -> None:
   """The eight rows of a matrix that ldmatrix reads, and the eight units of a line that cp.async writes, lie in all the banks."""
   for width in (16, 64, 80, 128, 192, 256):

@@ -21,7 +21,7 @@ from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
 from attn.ops.language import KernelText
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
-from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, weights_from
+from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, weigh, weights_from
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
 
 WAVES, EXCHANGES = 8, 40     # of a test; in one operation, at most
@@ -276,6 +276,13 @@ def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:f
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
   return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
+def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
+  """P of two tiles, as Hopper's kernel has it."""
+  shapes = dict(reference=(1, 2), bias=(1, 2), p=(2, 4), scores=(4, 4), part=(len(sums), 2))
+  registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
+               for slot, (name, (count, n)) in enumerate(shapes.items())]
+  return weigh(*registers, rows=nv.ROW_LANES, dtype=dtype, sums=sums, matrix=MMA[dtype], scale=0.18)
+
 MIDDLE = dict(first=2, count=2)
 CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(arch, name): make for arch in HIPS for name, make in common(8).items()},
@@ -300,6 +307,8 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   (NVIDIA, "correct, sums of ones, in the middle"): functools.partial(by_rows, (ONES,), **MIDDLE),
   (NVIDIA, "correct, sums of ones, bf16"): functools.partial(by_rows, (ONES,), "bfloat16", tiles=1),
   (NVIDIA, "correct, sums of ones, huge scores"): functools.partial(by_rows, (ONES,), scale=4e4),
+  (NVIDIA, "weigh, exact sums"): functools.partial(weighed, (ONES, LANE), "float16"),
+  (NVIDIA, "weigh, a lane's sums, bf16"): functools.partial(weighed, (LANE,), "bfloat16"),
   (NVIDIA, "correct, a lane's sums"): functools.partial(by_rows, (LANE,), tiles=1),
   (NVIDIA, "correct, a lane's sums, bf16, huge scores"): functools.partial(by_rows, (LANE,), "bfloat16", 4e4, tiles=1),
   **{(NVIDIA, f"rounded_sum, {dtype}"): lambda dtype=dtype: rounded_sum([u(4, 0), u(4, 1)], ONES, MMA[dtype], dtype, nv.ROWS) for dtype in MMA},
@@ -481,7 +490,7 @@ def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
 
 # softcap promises a share of the cap, not of the value; a product's 16 terms, of up to about 10, are added in another order
 TWO_UNITS = 3e-7      # in the last place of an fp32, for libm's exp2 and log2
-RELATIVE = {"correct": 5e-7}      # by such an exp2 it multiplies, rounds, and adds: two more
+RELATIVE = {"correct": 5e-7, "weigh": 5e-7}      # by such an exp2 it multiplies, rounds, and adds: two more
 ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "rounded_sum": 16*10*2.0**-24}
 
 def aligned(x:np.ndarray) -> np.ndarray:

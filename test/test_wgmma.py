@@ -1,6 +1,8 @@
 """wgmma on Hopper: the kernel against float64, on the emulator and, with `python -m pytest -m gpu`, on the GPU that is there."""
 from __future__ import annotations
 import functools, itertools, re, shutil, subprocess
+from dataclasses import replace
+import numpy as np
 import pytest
 import cases, test_features as features
 from attn.chips import get_chip
@@ -13,8 +15,10 @@ from attn.kernels import forward_wgmma
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.layouts import SwizzledPanels
-from attn.ops import hopper, nvidia
+from attn.ops import common as ops, hopper, nvidia
+from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render
+from attn.ops.softmax import LOWEST
 from attn.tinygrad_compat import UOp
 from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, check, every_other, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
@@ -103,6 +107,51 @@ PLANTED = {
   "panels not aligned": (lambda m: m.setattr(WgmmaTile, "lds_bytes", lambda tile, p: 16*9217) or m.setattr(
     SwizzledPanels, "size", property(lambda self: self.panel*ceildiv(self.units, 8) + 1)), Misaligned, "a multiple of 1024"),
 }
+
+def of_weigh(monkeypatch, change) -> None:
+  """The meaning of `weigh` with another interpreter."""
+  definition = OPERATIONS["weigh"].meaning
+  changed = replace(OPERATIONS["weigh"], meaning=lambda lanes, *args, **static: change(definition, lanes, *args, **static))
+  monkeypatch.setitem(OPERATIONS, "weigh", changed)
+
+def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
+  """P of references that rows have is left as the trip before left it, and passes for P."""
+  seen = (lanes.load_register(reference, 0) > LOWEST).any()
+  if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
+  return np.zeros(len(lanes.active), np.float32)
+
+WRONG = {
+  "units of a row as lanes have them before they exchange": lambda m: m.setattr(nvidia, "transposed", lambda words, in_quad: ops.build(*words)),
+  "P of the trip before": lambda m: of_weigh(m, never_weighed),
+}
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
+  WRONG[fault](monkeypatch)
+  with pytest.raises(AssertionError): check("sm_90", H=1, Sq=64, Sk=130, D=32)
+
+def test_no_more_places_than_tiles(monkeypatch) -> None:
+  """With two tiles the ring has two places: what would be a third tile's copy, of zeros, is not made."""
+  tile = WgmmaTile(1, 48)
+  monkeypatch.setattr(dispatch, "wgmma_tile", lambda p, arch: tile)
+  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
+  assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]
+  check("sm_90", H=1, Sq=70, Sk=90, D=32, causal=True)
+  monkeypatch.setattr(forward_wgmma, "STAGES", 2)       # taken for as many as there may ever be, the copy is made
+  with pytest.raises(LdsRace): check("sm_90", H=1, Sq=70, Sk=90, D=32)
+
+# The tiles that were the fastest on an H200: docs/nvidia.md.
+FASTEST = {
+  (64, 16, 16, 256, 256, 64, True): (1, 64), (8, 16, 16, 128, 128, 64, False): (1, 64), (32, 12, 12, 512, 512, 64, False): (2, 64),
+  (2, 10, 10, 4096, 77, 64, False): (1, 80), (2, 20, 20, 1024, 77, 64, False): (1, 80), (3, 20, 20, 777, 777, 64, True): (1, 64),
+  (8, 32, 4, 2048, 2048, 128, True): (3, 96), (4, 16, 16, 4096, 4096, 128, False): (3, 96), (4, 16, 16, 4096, 4096, 128, True): (3, 96),
+  (4, 32, 32, 4096, 4096, 64, False): (2, 64), (1, 32, 32, 1024, 1024, 64, True): (1, 64), (1, 16, 16, 16384, 16384, 64, False): (3, 128),
+  (4, 16, 16, 4096, 4096, 96, False): (3, 112), (2, 10, 10, 4096, 77, 128, False): (1, 80), (1, 8, 8, 1024, 1024, 128, False): (1, 128)}
+
+def test_fastest_tiles() -> None:
+  for (B, H, Hkv, Sq, Sk, D, causal), tile in FASTEST.items():
+    p = problem(B, H, Hkv, Sq, Sk, D, lse=False, causal="top-left" if causal else False)
+    assert wgmma_tile(p, get_chip("sm_90")) == WgmmaTile(*tile), p
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted(fault:str, monkeypatch) -> None:
