@@ -163,8 +163,8 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
 
 BIAS_KEYS = 64    # a bias takes as many registers as the scores
 
-ALONE = 0.7       # of the time that a multiprocessor's blocks take together, a block by itself takes so much at least
-LAST = 0.8        # of the time that the longest block takes beside others, what it takes beside others that end before it
+BY_ITSELF = 0.7   # of the time that a multiprocessor's blocks take together, a block by itself takes so much at least
+LAST = 0.8       # of the time that the longest block takes beside others, what it takes beside others that end before it
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   """The tile that should take the least time, no larger than the keys: by its rate and the blocks that a multiprocessor works on, all rows and keys
@@ -180,7 +180,7 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
     resident = min(c.resident, blocks_in_lds(p, arch, t))
     blocks = splits*p.B*p.H*ceildiv(p.Sq, t.block_m)/arch.cus         # of a multiprocessor
     keys = round_up(ceildiv(p.Sk, splits), t.block_n)
-    together = max(ALONE*resident, min(resident, math.ceil(blocks)))
+    together = max(BY_ITSELF*resident, min(resident, math.ceil(blocks)))
     each = t.block_m*together/min(resident, math.ceil(blocks))        # rows whose time a block takes
     if not causal: return each*math.ceil(blocks)*(keys + c.prologue)/c.full
     return max(each*blocks*((keys + t.block_m)/2 + c.prologue), LAST*t.block_m*together*(keys + c.prologue))/c.causal
