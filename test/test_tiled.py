@@ -18,7 +18,8 @@ from attn.choose.tiled_tiles import ALONE, TILED, tiled_tile
 from attn.emulator.checks import LdsRace
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments
-from attn.kernels.tiled import Sections, Tiled, TiledTile, tiled
+from attn.kernels.parts.rectangle import Sections
+from attn.kernels.tiled import Tiled, TiledTile, tiled
 from attn.ops import common as ops, dropout
 from attn.ops.plain import plain
 from attn.problem import Problem
@@ -31,14 +32,14 @@ from cases import array, expected, in_turn, normal, problem, tensor
 from test_forward import ADVERSARIAL, large_rows, rising
 
 PLAIN_CHIPS = ("gfx1030", "gfx1010", "sm_80", "gfx942")
-SMALL = TiledTile(4, 4, 4, 4, 16, 8, keeps_q=False)     # 16 threads, with everything in several parts
-AHEAD = replace(SMALL, depth=8, keeps_q=True, ahead=True)
-ONE_THREAD = replace(ALONE, keys=4, queries=4, parts=2, columns=4)
+SMALL = TiledTile(4, 4, 4, 4, 16, 8, keeps_own=False)     # 16 threads, with everything in several parts
+AHEAD = replace(SMALL, depth=8, keeps_own=True, ahead=True)
+ONE_THREAD = replace(ALONE, walked=4, own=4, parts=2, columns=4)
 
 @contextlib.contextmanager
 def with_tile(tile:TiledTile|None, patch:pytest.MonkeyPatch) -> Iterator[None]:
   """Every problem gets this tile, where one is given."""
-  if tile is not None: patch.setattr(attn.choose.dispatch, "tiled_tile", lambda p, arch: replace(tile, depth=p.D) if tile.alone else tile)
+  if tile is not None: patch.setattr(attn.choose.dispatch, "tiled_tile", lambda p, arch: tile)
   _choose.cache_clear(), kernels.cache_clear()
   try: yield
   finally:
@@ -111,7 +112,7 @@ def test_one_thread_where_there_are_no_workgroups() -> None:
   """The grid of a CPU, on the emulator: parts in the order of the grid, and a loop over the heads of each."""
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
-  kernel = tiled(p, serial, replace(ONE_THREAD, depth=p.D))
+  kernel = tiled(p, serial, ONE_THREAD)
   sink = kernel(*placeholders(p))
   kinds = sorted((u.arg[-1].name, int(u.vmax) + 1) for u in sink.toposort() if u.op is Ops.RANGE and u.arg[-1] is not AxisType.LOOP)
   assert kinds == [("GLOBAL", 5)]
@@ -131,19 +132,19 @@ def fault(name:str, change) -> None:
 
 def test_sums_that_are_not_rescaled_show() -> None:
   with pytest.raises(AssertionError, match="o: "):
-    fault("add_to_o", lambda old: lambda self, state, rescale, *rest: old(self, state, [ops.splat(1.0, 4)]*len(rescale), *rest))
+    fault("summed", lambda old: lambda self, *args: old(self, *args[:6], [ops.splat(1.0, 4)]*len(args[6]), *args[7:]))
 
 def test_keys_that_are_not_masked_show() -> None:
   with pytest.raises(AssertionError, match="o: "): fault("masked", lambda old: property(lambda self: False))
 
 def test_sections_of_local_memory_that_overlap_show(monkeypatch:pytest.MonkeyPatch) -> None:
   places = Sections.places.fget
-  monkeypatch.setattr(Sections, "places", property(lambda self: {**places(self), "p": places(self)["k"]}))
+  monkeypatch.setattr(Sections, "places", property(lambda self: {**places(self), "p": places(self)["walked"]}))
   with pytest.raises(LdsRace): check(tile=replace(SMALL, down=16), H=1, Sq=20, Sk=70, D=16, dtype="float32")
 
 def test_a_maximum_that_not_all_threads_share_shows() -> None:
   with pytest.raises(AssertionError, match="o: "):
-    fault("over_keys", lambda old: lambda self, parts, join, ready, *done: (parts, old(self, parts, join, ready, *done)[1]))
+    fault("over_threads", lambda old: lambda self, parts, join, ready, *done: (parts, old(self, parts, join, ready, *done)[1]))
 
 # ***** plain UOps *****
 
@@ -211,7 +212,6 @@ def test_what_it_takes_and_why_not() -> None:
   with emulated("gfx942"):
     q, wide, half = draw(1, 1, 8, 64, dtype="float32"), draw(1, 1, 8, 300), draw(1, 1, 8, 64)
     assert [choice_of(x, x, x).kernel for x in (q, wide, half)] == ["tiled", "tiled", "forward"]
-    assert "has no dropout" in choice_of(q, q, q, dropout_p=0.1).why_not("tiled")
     assert choice_of(*[draw(1, 1, 8, 513)]*3).why_not("tiled") == "D=513: a row is held in local memory and registers, up to 512"
   with emulated("gfx1030"):
     choice = choice_of(half, half, half)

@@ -20,6 +20,7 @@ from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.mla import MlaTile
 from attn.kernels.mla_mma import MlaMmaTile
 from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.rectangle import beyond_registers, serial_items
 from attn.kernels.parts.tensors import check_range, too_wide
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
@@ -157,15 +158,13 @@ MOST_PARTS = 8192    # half of what tinygrad's queue of commands for a CPU holds
 
 def can_tiled(p:Problem, arch:Chip) -> Work|str:
   """With as many key ranges as are asked for, or as the heuristic finds."""
-  if (reason := tiled.beyond_registers(p)) is not None: return reason
-  if p.dropout_p: return f"dropout_p={p.dropout_p}: it has no dropout"
-  if p.pages is not None: return "block_table: it reads no pages"
+  if (reason := beyond_registers(p)) is not None: return reason
   if p.batch_invariant: return "batch_invariant=True: its tiles are for the whole grid, and so depend on the batch"
   try:
     tile = tiled_tile(p, arch)
     check_range(p, tile)
   except NotImplementedError as e: return str(e)
-  if arch.serial and (parts := tiled.serial_items(p, tile)[0]) > MOST_PARTS:
+  if arch.serial and (parts := serial_items(p, ceildiv(p.Sq, tile.block_m), p.H)[0]) > MOST_PARTS:
     return f"{parts} blocks of queries: {arch.name} takes {MOST_PARTS} at most, which tinygrad tells it one by one"
   if tile.alone: return Work(tile) if p.num_splits <= 1 else f"num_splits={p.num_splits}: threads by themselves have no key ranges to merge"
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)

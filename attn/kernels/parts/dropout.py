@@ -69,19 +69,49 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   def word(row:Row, first:int) -> UOp: return _word(scores, row, tile*count + first, min(OCTETS, count - first))
   return Kept(scores.at, tuple(tuple(word(row, first) for first in range(0, count, OCTETS)) for row in rows))
 
+def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
+  """(seed, batch, head) of a row as dropout counts them."""
+  assert scores.seed is not None
+  seed0, seed1 = (ops.uniform(flat(scores.seed)[i].load()) for i in range(2))
+  batch, head = (x if scores.start is None else x.cast(dtypes.uint) + flat(scores.start)[i].load() for i, x in enumerate((row.batch, row.head)))
+  return (seed0, seed1), batch, head
+
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
   """The bits of the lane's scores among eight times `count` rows that are walked over, from octet `first` on."""
   at, p = scores.at, scores.p
-  assert scores.seed is not None and not isinstance(at, ThreadPlace)
-  seed0, seed1 = (ops.uniform(flat(scores.seed)[i].load()) for i in range(2))
-  batch, head = (x if scores.start is None else x.cast(dtypes.uint) + flat(scores.start)[i].load() for i, x in enumerate((row.batch, row.head)))
+  assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # lanes, each of which has every so manyth octet
   mine = at.h%shared
   def octet(i:int) -> UOp:
     number = first + mine + i*shared
     query, keys = (row.index, number) if scores.walk.over == "keys" else (number*OCTET + at.in_octet, row.index//OCTET)
-    return bits.kept_octet((seed0, seed1), batch, head, query, keys, p.dropout_p) << 4*shared*i
+    return bits.kept_octet(*_counted(scores, row), query, keys, p.dropout_p) << 4*shared*i
   x = functools.reduce(operator.or_, map(octet, range(count//shared)))
   x = bits.together(x, mine*4, *at.sharing)
   if scores.walk.over == "queries": x = bits.turned(x, at.in_octet, *at.neighbours)
   return bits.lane_bits(x, at.h*bit_of(at.matrix.block), alternate(at))
+
+# ***** a thread by itself *****
+
+@dataclass(frozen=True)
+class KeptHere:
+  """Which scores of a row are kept, of a thread that exchanges nothing: for each of its vectors a vector of dwords, and where in these the bits are."""
+  words: tuple[UOp, ...]
+  places: tuple[tuple[int, int], ...]
+  def numbers(self, tiles:list[UOp]) -> list[UOp]:
+    """fp32 numbers, 0 where they are dropped: all vectors of a tile."""
+    return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
+
+def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
+  """Those of each of four neighbouring rows, for the quads of what is walked over that begin with `firsts`. Either quad is half an octet of keys."""
+  if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
+  if scores.walk.over == "keys":
+    words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]
+    return [KeptHere(tuple(ops.build(x) for x in own), tuple((0, bit_of(key)) for key in range(len(rows)))) for own in words]
+  of_queries = tuple(ops.build(*[_kept_half(scores, rows[0], first + i, rows[0].index) for i in range(len(rows))]) for first in firsts)
+  return [KeptHere(of_queries, tuple((i, bit_of(key)) for i in range(len(rows)))) for key in range(len(rows))]
+
+def _kept_half(scores:Scores, row:Row, query:UOp, key:UOp) -> UOp:
+  """The bits of four neighbouring keys of a query, that of the first one at bit 0."""
+  octet = bits.kept_octet(*_counted(scores, row), query, key//OCTET, scores.p.dropout_p)
+  return octet >> (key//(OCTET//2)%2*2).cast(dtypes.uint)

@@ -1,0 +1,377 @@
+"""How the kernels of plain UOps multiply: threads in a rectangle, and products as sums of outer products.
+
+A workgroup has rows of its own, queries or keys, and walks over the others in tiles. Its threads stand in a rectangle, `down` over the rows that are
+walked over, or over the columns of what is summed, and `across` over its own rows. Of a product a thread has some rows, and of each of these some
+quads of four neighbouring own rows, in fp32 registers. A step takes one row of either operand, from local memory where they lie in fp32: for scores
+both transposed, for a sum over what is walked over the left one as it is, and as the right one the weights as they come.
+
+One thread by itself, on a CPU, does the same. What threads share is then its own memory, what it walks over is read where it lies, and what many
+threads would have at a time it goes through in loops: parts of a tile, and parts of the columns of a sum.
+"""
+from __future__ import annotations
+import functools, math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from attn.chips import Chip
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.lanes import QUAD, OwnKeys, ThreadPlace
+from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.scores import Scores
+from attn.kernels.parts.statements import workgroup_barrier
+from attn.kernels.parts.workgroup import Grid, Workgroup
+from attn.ops import common as ops
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+MAX_WIDTH = 512      # D and Dv
+TURNED_PADDING = 4   # floats between the rows of what is stored transposed: those that neighbouring threads store to lie in different banks
+LONG_SUM = 128       # products, beyond which a score is summed in parts: the error of one long sum would be above the contract's limit
+SHORTEST_PART = 16   # of a sum in parts, which would take longer
+ROWS_TOGETHER = 8    # rows of which neighbouring threads carry a quad each
+MOST_UNROLLED = 8    # quads that a thread carries one after another without a loop: all of them are on their way at a time
+
+def beyond_registers(p:Problem) -> str|None:
+  """Why the rows of a problem are too long, or None."""
+  widths = (("D", p.D), ("Dv", p.Dv))
+  return next((f"{name}={value}: a row is held in local memory and registers, up to {MAX_WIDTH}"
+               for name, value in widths if value > MAX_WIDTH), None)
+
+def summed_together(width:int) -> int:
+  """The elements of a row whose products one thread sums before it adds that to a score: all, or of a long row a part that divides it."""
+  part = max(n for n in range(1, LONG_SUM + 1) if width % n == 0)
+  return width if width <= LONG_SUM or part < SHORTEST_PART else part
+
+# ***** local memory *****
+
+@dataclass(frozen=True)
+class SectionShape:
+  """Of a matrix in local memory: rows, floats from one to the next, and whether what it holds lies transposed there."""
+  rows: int
+  pitch: int
+  turned: bool = False
+  @property
+  def floats(self) -> int: return self.rows*self.pitch
+
+@dataclass(frozen=True)
+class Sections:
+  """What lies in local memory, by name: what stays there; in one place, one after the other, what takes turns; and the rest."""
+  kept: dict[str, SectionShape]
+  turns: tuple[dict[str, SectionShape], ...]
+  rest: dict[str, SectionShape]
+  @property
+  def shapes(self) -> dict[str, SectionShape]: return functools.reduce(lambda x, y: x | y, (self.kept, *self.turns, self.rest))
+  @property
+  def places(self) -> dict[str, int]:
+    """The first float of each."""
+    kept = after_each(self.kept, 0)
+    turns = [after_each(turn, kept[END]) for turn in self.turns]
+    rest = after_each(self.rest, max(turn[END] for turn in turns))
+    return functools.reduce(lambda x, y: x | y, (kept, *turns, rest))
+  @property
+  def floats(self) -> int: return self.places[END]
+
+END = ""     # among places: where the last one ends
+
+def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
+  """The places of these, one after another from float `first` on."""
+  found = {END: first}
+  for name, shape in shapes.items(): found |= {name: found[END], END: found[END] + shape.floats}
+  return found
+
+@dataclass(frozen=True)
+class Section:
+  """A matrix in local memory, which begins at float `base`."""
+  memory: UOp
+  base: int
+  shape: SectionShape
+  def place(self, row:UOp, column:UOp) -> UOp: return self.memory[row*self.shape.pitch + column + self.base]
+  def number(self, row:UOp, column:UOp) -> UOp: return self.place(row, column).load()
+  def quad(self, row:UOp, column:UOp) -> UOp: return ops.build(*[self.number(row, column + i) for i in range(QUAD)])
+  def store_quad(self, row:UOp, column:UOp, x:UOp) -> list[UOp]: return [self.place(row, column + i).store(ops.extract(x, i)) for i in range(QUAD)]
+
+@dataclass(frozen=True)
+class WhereItLies:
+  """The left operand of one thread, in global memory, as it lies there or `turned`. Of a row of the tensor that there is not the last one is read."""
+  rows: GlobalRows
+  first: UOp
+  turned: bool
+  convert: Callable[[UOp], UOp]
+  column: UOp|int = 0     # of the tensor, the first one
+  def number(self, row:UOp, column:UOp) -> UOp:
+    row, column = (column, row + self.column) if self.turned else (row, column + self.column)
+    begin = self.rows.start((self.first + row).minimum(self.rows.count - 1).maximum(0), UOp.const(0))
+    return self.convert(self.rows.buffer[begin + column.minimum(self.rows.width - 1)].load())
+
+@dataclass(frozen=True)
+class Piece:
+  """What goes to a section of local memory at a time: n rows of a tensor, from row `first` on, of their elements those from `column` on."""
+  section: str
+  tensor: str
+  first: UOp
+  column: UOp
+  n: int
+
+# ***** how the work is divided *****
+
+@dataclass(frozen=True)
+class RectangleTile:
+  """How a workgroup divides the work."""
+  down: int       # threads over what is walked over, and over the columns of a sum
+  across: int     # threads over the own rows
+  walked: int     # rows of a thread, at a time, of what is walked over
+  own: int        # own rows of a thread
+  depth: int      # elements of rows that are in local memory at a time, transposed; 0: as many as one thread sums together
+  values: int     # rows of what is walked over that are in local memory at a time, as they lie
+  keeps_own: bool = True   # the whole of the own rows stays in local memory
+  ahead: bool = False      # what goes to local memory next is on its way to registers while work is done
+  parts: int = 1           # of a tile's rows, which a thread goes through one after another
+  columns: int = 0         # of a sum that a thread has in registers at a time; 0: all that are its own
+
+  @property
+  def block_m(self) -> int: return self.across*self.own
+  @property
+  def block_n(self) -> int: return self.down*self.walked*self.parts
+  @property
+  def threads(self) -> int: return self.down*self.across
+  @property
+  def alone(self) -> bool:
+    """One thread, which shares nothing."""
+    return self.threads == 1
+  @property
+  def waves(self) -> int: return ceildiv(self.threads, 32)
+  @property
+  def pack_gqa(self) -> bool: return False
+  def width(self, of:int) -> int:
+    """Columns of a sum over all threads, of rows of so many elements."""
+    return round_up(of, self.columns or QUAD*self.down)
+  def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
+  def steps(self, width:int) -> int:
+    """Parts in which rows of so many elements come to local memory."""
+    return ceildiv(width, self.depth_of(width))
+  def kept_rows(self, width:int) -> SectionShape:
+    """Of the own rows of so many elements, where all of them stay in local memory."""
+    elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
+    return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
+  def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
+    """Parts of own rows and of those walked over, transposed; and of the latter as they lie, of so many elements at most."""
+    shared = 0 if self.alone else 1
+    own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
+    walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
+    return {"own": own, "walked": walked}, {"rows": SectionShape(self.values*shared, self.width(width))}
+  def sections(self, p:Problem) -> Sections: raise NotImplementedError("a tile of a kernel says what lies in local memory")
+  def lds_bytes(self, p:Problem) -> int: return 0 if self.alone else 4*self.sections(p).floats
+  @property
+  def options(self) -> str:
+    """What is not by default, in words."""
+    return " ".join([name for name in ("keeps_own", "ahead") if getattr(self, name)])
+  def __str__(self) -> str:
+    return f"{self.block_m}x{self.block_n} " + ("1 thread" if self.alone else f"{self.down}x{self.across} threads of {self.walked}x{self.own}")
+
+def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
+  """Of a device without workgroups: how many parts it is told to do one after another, of so many blocks of rows of so many heads a batch, and how
+  many (head, block) each has, over which it loops. What keys there are must be the same in all of these, for the bound of a loop may not depend on
+  another loop."""
+  parts = p.B if p.kv_lengths or p.varlen else 1
+  return parts*blocks, p.B*heads//parts
+
+def grid_of(p:Problem, arch:Chip, tile:RectangleTile, rows:int, heads:int) -> tuple[Grid, ThreadPlace]:
+  """A block of `rows` and one of the `heads` of each batch for each workgroup; where a device has none, a block for each part that it does, and a loop
+  over heads."""
+  new, here, own, blocks = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked), ceildiv(rows, tile.block_m)
+  if arch.serial:
+    parts, together = serial_items(p, blocks, heads)
+    part, head = new.range(parts, AxisType.GLOBAL), new.range(together, AxisType.LOOP)
+    groups = p.B*heads//together
+    return Grid(new, (part, head), part%groups*together + head, part//groups, here, here), ThreadPlace(here, here, 1, own)
+  block, head = new.range(blocks, AxisType.GLOBAL), new.range(p.B*heads, AxisType.GLOBAL)
+  if tile.alone: return Grid(new, (block, head), head, block, here, here), ThreadPlace(here, here, 1, own)
+  x, h = new.range(tile.across, AxisType.WARP), new.range(tile.down, AxisType.WARP)
+  return Grid(new, (block, head, x, h), head, block, x, h), ThreadPlace(h, x, tile.across, own)
+
+@dataclass(frozen=True)
+class Rectangle:
+  """A kernel of one problem, as a thread sees it."""
+  tile: RectangleTile
+  new: Allocator
+  group: Workgroup
+  at: ThreadPlace
+  memory: UOp        # local memory, or of one thread its own
+  apart: UOp         # a part of long sums
+  some: UOp          # a part of the columns of a sum, where a thread goes through several
+
+  # ***** sizes and places *****
+  @property
+  def p(self) -> Problem: return self.group.p
+  @property
+  def quads(self) -> range:
+    """Of own rows, of a thread."""
+    return range(self.tile.own//QUAD)
+  @functools.cached_property
+  def sections(self) -> Sections: return self.tile.sections(self.p)
+  @property
+  def scores(self) -> Scores:
+    """Of what a thread has at a time."""
+    return replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
+  @property
+  def items(self) -> list[UOp]:
+    """The loop over heads, where there are no workgroups."""
+    return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
+  def rows(self, tensor:str) -> GlobalRows: return self.group.rows(tensor)
+  def in_block(self, j:int) -> UOp:
+    """The first one of a thread's j-th quad of own rows, in the block."""
+    return (self.at.x + j*self.tile.across)*QUAD
+  def own_row(self, i:int) -> UOp:
+    """A thread's i-th row of what is walked over, or of a sum."""
+    return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
+  def section(self, name:str, *deps:UOp) -> Section:
+    """A matrix in local memory, after these."""
+    return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
+  def loop(self, n:int) -> tuple[UOp, list[UOp]]:
+    """The number of one of n parts, and the loop over them, where there are several."""
+    if n == 1: return UOp.const(0), []
+    part = self.new.range(n, AxisType.LOOP)
+    return part, [part]
+
+  # ***** registers *****
+  def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
+  def each(self, x:UOp) -> list[UOp]:
+    """Of registers that have a number for each own row: those of each quad."""
+    return [x[j] for j in self.quads]
+  def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
+  def width(self, acc:UOp) -> int:
+    """Columns of a sum of a thread."""
+    return acc.max_numel()//len(self.quads)
+  def blocks(self, acc:UOp) -> int:
+    """In which a thread goes through them."""
+    return self.width(acc)//(self.tile.columns or self.width(acc))
+  def part(self, acc:UOp, block:UOp) -> list[UOp]:
+    """The registers of one of them."""
+    count = acc.max_numel()//self.blocks(acc)
+    return [acc[block*count + i] for i in range(count)]
+  def cleared(self, acc:UOp) -> UOp:
+    """The stores of 0 to a sum, a part after the other."""
+    block, loop = self.loop(self.blocks(acc))
+    return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.part(acc.after(*loop), block)]).end(*loop)
+  def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
+    """Numbers that lie row by row of what is walked over, in quads of own rows -> for each own row vectors of QUAD of what is walked over."""
+    return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
+            for j in self.quads for e in range(QUAD)]
+  def by_walked_row(self, columns:list[list[UOp]]) -> list[list[UOp]]:
+    """The way back."""
+    return [[ops.build(*[ops.extract(columns[j*QUAD + e][i//QUAD], i%QUAD) for e in range(QUAD)]) for j in self.quads]
+            for i in range(len(columns[0])*QUAD)]
+  def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
+
+  # ***** products *****
+  def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
+    """The registers `to` with the products of the t-th walked rows and the own ones, of these tensors: a part of their elements at a time, of the own
+    ones from the section `kept` where they stay in local memory."""
+    tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows(walked).width
+    depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
+    now, first, mine = [*ready, *loop], step*depth, [self.own_row(i) for i in range(tile.walked)]
+    long = width > LONG_SUM
+    zeroed = self.zeroed(to.after(*ready))
+    acc = self.apart.after(self.zeroed(self.apart.after(*now))) if long else to.after(zeroed, *loop)
+    if tile.alone:
+      where = WhereItLies(self.rows(walked), t*n, True, self.converted(walked), first)
+      done = self.outer_products(acc, where, mine, self.section(kept, *now), first, depth)
+    else:
+      piece = Piece("walked", walked, t*n, first, n)
+      stores = self.brought(piece, replace(piece, column=(step + 1)*depth) if tile.steps(width) > 1 else None, now, ahead)
+      if not tile.keeps_own: stores.append(self.carried(Piece("own", own, self.group.first_row, first, tile.block_m), now))
+      lies, from_row = (kept, first) if tile.keeps_own else ("own", UOp.const(0))
+      done = self.outer_products(acc, self.section("walked", *now, *stores), mine, self.section(lies, *now, *stores), from_row, depth)
+    if long:
+      so_far, part = (self.all(x) for x in (to.after(zeroed, *loop), self.apart.after(done)))
+      done = UOp.group(*[x.store(ops.add(x.load(), y.load())) for x, y in zip(so_far, part)])
+    return to.after(done.end(*loop))
+
+  def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:UOp, rescale:list[UOp]|None=None, ahead:UOp|None=None) -> UOp:
+    """acc = acc*rescale + X^T W, of a tile of rows X of a tensor, some at a time, and their weights in a section."""
+    tile, n = self.tile, len(self.quads)
+    block, blocks = self.loop(self.blocks(acc))
+    to = self.some.after(*ready, *blocks) if tile.columns else acc
+    if rescale is None and not tile.columns: begun = to
+    else:
+      numbers = [x.load() for x in self.part(acc.after(*blocks), block)]
+      if rescale is not None: numbers = [ops.mul(x, rescale[i%n]) for i, x in enumerate(numbers)]
+      begun = to.after(UOp.group(*[y.store(x) for x, y in zip(numbers, self.all(to))]))
+    own = [self.own_row(i) for i in range(self.width(to))]
+    if tile.alone:
+      where, columns = WhereItLies(self.rows(tensor), t*tile.block_n, False, self.converted(tensor)), [block*tile.columns + x for x in own]
+      done = self.outer_products(begun, where, columns, self.section(weights, *ready, weighed), UOp.const(0), tile.block_n)
+      return UOp.group(*[x.store(y.load()) for x, y in zip(self.part(acc.after(*blocks), block), self.all(to.after(done)))]).end(*blocks)
+    step, loop = self.loop(parts := tile.block_n//tile.values)
+    now, piece = [*ready, *loop], Piece("rows", tensor, t*tile.block_n + step*tile.values, UOp.const(0), tile.values)
+    stores = self.brought(piece, replace(piece, first=piece.first + tile.values) if parts > 1 else None, now, ahead)
+    left, right = (self.section(name, *now, weighed, *stores) for name in ("rows", weights))
+    return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
+
+  def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
+    """acc += the outer products of n rows of a left operand, of which a thread has some columns, and as many of a right one, from row `first` on."""
+    k = self.new.range(n, AxisType.LOOP)
+    acc = acc.after(k)
+    quads, numbers = [right.quad(first + k, self.in_block(j)) for j in self.quads], [left.number(k, x) for x in columns]
+    places = [acc[i*len(quads) + j] for i in range(len(numbers)) for j in range(len(quads))]
+    products = [ops.mul(y, x) for x in numbers for y in quads]
+    return UOp.group(*[place.store(ops.add(place.load(), x)) for place, x in zip(places, products)]).end(k)
+
+  # ***** to local memory *****
+  def converted(self, tensor:str) -> Callable[[UOp], UOp]:
+    """What an element of a tensor becomes in fp32."""
+    return lambda x: x.cast(dtypes.float)
+
+  def units(self, piece:Piece) -> int:
+    """Quads of a row of what goes to local memory."""
+    shape = self.sections.shapes[piece.section]
+    return (shape.rows if shape.turned else self.tile.width(self.rows(piece.tensor).width))//QUAD
+
+  def quads_carried(self, piece:Piece) -> int:
+    """By each thread."""
+    return ceildiv(piece.n*self.units(piece), self.tile.threads)
+
+  def carried(self, piece:Piece, ready:list[UOp]) -> UOp:
+    """The stores of a piece to its section, transposed or as it lies. What there is not becomes 0. Each thread carries some quads."""
+    to, count = self.section(piece.section, *ready), self.quads_carried(piece)
+    item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
+    items = [item] if loop else [UOp.const(i) for i in range(count)]
+    return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(piece, i)]).end(*loop)
+
+  def quad_of(self, piece:Piece, item:UOp) -> list[tuple[UOp, UOp]]:
+    """The numbers of a thread's `item`-th quad of a piece, and the places of local memory where they go."""
+    to, rows, threads, units = self.section(piece.section), self.rows(piece.tensor), self.tile.threads, self.units(piece)
+    turned, convert = to.shape.turned, self.converted(piece.tensor)
+    count, fast = piece.n*units, math.gcd(piece.n, ROWS_TOGETHER) if turned else 1
+    index = item*threads + self.at.thread
+    row, begin = index//(fast*units)*fast + index%fast, index//fast%units*QUAD
+    mine, found, start = [index < count] if count % threads else [], [], rows.start(piece.first, row)
+    for i in range(QUAD):
+      inside = [piece.first + row < rows.count, piece.column + begin + (0 if rows.width % QUAD == 0 else i) < rows.width]
+      at = start + piece.column + begin + i
+      x = convert(rows.buffer[at.valid(functools.reduce(UOp.__and__, [*mine, *inside]))].load())
+      place = ((begin + i)*to.shape.pitch + row if turned else row*to.shape.pitch + begin + i) + to.base
+      found.append((x, place.valid(mine[0]) if mine else place))
+    return found
+
+  def fetched(self, piece:Piece, ahead:UOp) -> list[UOp]:
+    """A piece to registers."""
+    values = [x for j in range(self.quads_carried(piece)) for x, _ in self.quad_of(piece, UOp.const(j))]
+    return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
+
+  def brought(self, piece:Piece, then:Piece|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
+    """A piece to local memory: from where it lies, or from registers, to which the one that comes `then` is on its way after that."""
+    if ahead is None: return [self.carried(piece, ready)]
+    to, now = self.section(piece.section, *ready), ahead.after(*ready)
+    places = [place for j in range(self.quads_carried(piece)) for _, place in self.quad_of(piece, UOp.const(j))]
+    stores = UOp.group(*[to.memory[place].store(now[i].load()) for i, place in enumerate(places)])
+    return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
+
+  def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
+    """Of each of a thread's own rows what all threads of that row have together, and what comes after that exchange, before which these are
+    `done`."""
+    if self.tile.alone: return parts, [*ready, *done]
+    to = self.section("exchanged", *ready)
+    met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])
+    got = self.section("exchanged", met)
+    return [functools.reduce(join, [got.quad(UOp.const(h), self.in_block(j)) for h in range(self.tile.down)]) for j in self.quads], [met]
