@@ -72,7 +72,10 @@ class PlainUOps:
   def high_half(self, x:Elements) -> Elements: return x >> 16
   def word(self, n:int) -> Elements: return Elements((UOp.const(n, dtypes.uint),))
   def wide_product(self, x:Elements, y:int) -> tuple[Elements, Elements]:
-    product = elementwise(lambda a: a.cast(dtypes.ulong)*y, x)
+    def wide(a:UOp) -> UOp:
+      """Through a bitcast: tinygrad would make one cast of two, and an index of 64 bits, which mixed with those of 32 becomes a float."""
+      return a.cast(dtypes.int).bitcast(dtypes.uint).cast(dtypes.ulong)
+    product = elementwise(lambda a: wide(a)*y, x)
     return elementwise(lambda a: a.cast(dtypes.uint), product), elementwise(lambda a: (a >> 32).cast(dtypes.uint), product)
   def at_least(self, x:Elements, least:int) -> Elements:
     zero, one = (UOp.const(n, dtypes.uint) for n in (0, 1))

@@ -26,7 +26,8 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   if size == 4: return Elements(tuple(bits))
   return Elements(tuple(functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(bits[j:j + 2])]) for j in range(0, len(bits), 2)))
 
-MEANINGS: dict[str, Callable[..., Elements]] = {"buffer_load": plain_load, "uniform": number_of}
+MEANINGS: dict[str, Callable[..., Elements]] = {"buffer_load": plain_load, "uniform": number_of,
+                                                "page_number": lambda entry, there, *, count: number_of(entry)}      # unchecked
 
 # ***** a kernel *****
 

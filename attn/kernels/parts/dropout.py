@@ -114,4 +114,4 @@ def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]
 def _kept_half(scores:Scores, row:Row, query:UOp, key:UOp) -> UOp:
   """The bits of four neighbouring keys of a query, that of the first one at bit 0."""
   octet = bits.kept_octet(*_counted(scores, row), query, key//OCTET, scores.p.dropout_p)
-  return octet >> (key//(OCTET//2)%2*2).cast(dtypes.uint)
+  return (key//(OCTET//2)%2).eq(0).where(octet, octet >> 2)
