@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
-from attn.choose.backward import dbias_of, dkdv_of, dq_of
-from attn.choose.backward_tiles import choose_backward_tiles, choose_bias_tile
+from attn.choose.backward import dbias_of, dkdv_of, dq_of, tiles_of
+from attn.choose.backward_tiles import choose_bias_tile
 from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import adapt
 from attn.problem import Problem
@@ -65,7 +65,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
   """dq, dk and dv of the kernels, from the textbook's o and lse, in the shape of q, k and v. `only` one of them: "dq", or "dkdv" or "dbias" from the
   textbook's delta; they leave so many `parts`, which are added here. On the emulator, or for the `arch` "CUDA" on that device."""
   on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
-  dq_tile, dkdv_tile = map(tiles, choose_backward_tiles(p, on))
+  dq_tile, dkdv_tile = map(tiles, tiles_of(p, on))
   launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
               "dkdv": (dkdv_arguments(p, parts), dkdv_of(p, on, dkdv_tile, parts))}
   if only == "dbias": launches[only] = dbias_arguments(p, parts), dbias_of(p, on, tiles(choose_bias_tile(p, on)), parts)

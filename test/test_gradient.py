@@ -89,7 +89,7 @@ def test_warpgroups() -> None:
   check_gradients("sm_90", through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=66, Sk=70, extras=dict(bias=floats(1, 4, 1, 70)))
 
 @pytest.mark.parametrize("dtype, D", [("float32", 16), ("float16", 264)])
-def test_where_forward_is_three_pass(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
+def test_where_no_matrix_kernel_takes_it(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
 
 PACKED = dict(layout="thd", H=4, Hkv=2, Sq=30, Sk=44, D=16)
 ENDS = {"plain": (int32(0, 9, 30), int32(0, 20, 44)), "an empty one": (int32(0, 9, 9, 30), int32(0, 20, 30, 44)),
@@ -266,8 +266,8 @@ def test_launches_of_named_kernels() -> None:
   assert launches("v", kernel="backward_dq") == 3 < launches("q", "k", "v", kernel="backward_three_pass")
 
 def test_backward_kernels_that_cannot_be_forced() -> None:
-  with emulated("gfx942", "backward_dq"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq: dtype float32"):
-    attn.attention(*[t.float() for t in three()])
+  with emulated("gfx942", "backward_dq"), pytest.raises(NotImplementedError, match=r"ATTN_KERNEL=backward_dq: dtype float32.*; bias: there is no"):
+    attn.attention(*[t.float() for t in three()], bias=draw(1, 1, 1, 32))
   for arch, kernel, reason in (("gfx942", "backward_dkdv_mma", "gfx942 has no mma.sync"), ("gfx942", "backward_dq_wgmma", "gfx942 has no wgmma"),
                                ("sm_80", "backward_dkdv_wgmma", "sm_80 has no wgmma"), ("sm_90", "backward_dq_wgmma", "Sq=32, Sk=32: a warpgroup")):
     with emulated(arch, kernel), pytest.raises(NotImplementedError, match=f"ATTN_KERNEL={kernel}: {reason}"): attn.explain(*three(), backward=True)
@@ -277,7 +277,7 @@ def test_backward_kernels_that_cannot_be_forced() -> None:
     with pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dkdv: k and v are sharded"): attn.attention(*rows)
 
 @pytest.mark.parametrize("kernel, said", [("backward_dx", "'backward_dx': must be one of split_kv,.*or of the backward.*backward_dq, backward_dkdv, "
-                                                       "backward_dbias, backward_dq_mma.*backward_dkdv_wgmma, backward_dbias_mma, backward_three"),
+                                                       "backward_dbias, backward_dq_mma.*backward_dkdv_tiled, backward_dbias_mma, backward_three"),
   ("forward,", "'' must be one of"), ("forward,three_pass", "forward and three_pass exclude each other"),
   ("backward_dq,backward_three_pass", "backward_dq and backward_three_pass exclude each other"),
   ("backward_dq_mma,backward_dkdv_wgmma", "backward_dq_mma and backward_dkdv_wgmma exclude each other")])
@@ -377,12 +377,12 @@ def test_explain_tells_what_computes_the_gradient(capsys:pytest.CaptureFixture[s
     choice = attn.explain(q, k, v, backward=True)
     assert choice.kernels == ("backward_dq", "backward_dkdv") and "forward on gfx942" in (text := capsys.readouterr().out)
     assert re.search(r"gradient on gfx942.*: backward_dq tile \d+x\d+ .*, backward_dkdv tile \d+x\d+ ", text)
-    assert "dtype float32" in attn.explain(q.float(), k.float(), v.float(), backward=True).refused
+    assert attn.explain(q.float(), k.float(), v.float(), backward=True).kernels == ("backward_dq_tiled", "backward_dkdv_tiled")
     assert attn.explain(q, k, v, arch="sm_80", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma")
     bias = draw(1, 2, 32, 32)
     assert attn.explain(q, k, v, bias=bias, arch="sm_90", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma", "backward_dbias_mma")
     capsys.readouterr()
-    choice = attn.explain(q.float(), k.float(), v.float(), arch="sm_80", backward=True)
+    choice = attn.explain(q.float(), k.float(), v.float(), bias=bias, arch="sm_80", backward=True)
     text = capsys.readouterr().out
     assert choice.kernels == () and "three_pass, computed again" in text and f"not backward_dq and backward_dkdv: {choice.refused}" in text
     one, bias = draw(1, 1, 32, 16), draw(1, 1, 32, 32)

@@ -54,11 +54,12 @@ def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0),
 
 CASES = (   # page size, queries, lengths, head dimension, arguments, the chip that it runs on by default
   (7, 3, (70, 33), D, {}, "sm_80"), (16, 1, (70, 0), D, {"num_splits": 2}, "gfx942"), (64, 70, (200, 130), D, {}, "sm_90"),
-  (16, 1, (70, 33), 20, {}, "gfx1201"), (1, 1, (70, 33), D, {}, None), (128, 1, (200, 33), D, {"num_splits": 2}, None),
-  (32, 40, (100, 61), D, {}, None))
+  (16, 1, (70, 33), 20, {}, "gfx1201"), (7, 3, (20, 9), 16, {}, "gfx1030"), (1, 1, (70, 33), D, {}, None),
+  (128, 1, (200, 33), D, {"num_splits": 2}, None), (32, 40, (100, 61), D, {}, None))
 
 @pytest.mark.parametrize("page, Sq, lengths, d, options, arch", [
-  pytest.param(*case[:-1], arch, marks=() if arch == case[-1] else pytest.mark.thorough) for case in CASES for arch in (*EVERY_ARCH, "sm_90")])
+  pytest.param(*case[:-1], arch, marks=() if arch == case[-1] else pytest.mark.thorough)
+  for case in CASES for arch in (*EVERY_ARCH, "sm_90", "gfx1030")])
 def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dict[str, Any], arch:str) -> None:
   """Of any page size, with fewer queries than a tile and with more, rows that are no whole units, splits. A length of 0 gives 0."""
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)

@@ -18,6 +18,7 @@ from attn.choose.tiled_tiles import ALONE, TILED, tiled_tile
 from attn.emulator.checks import LdsRace
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts import dropout as kept
 from attn.kernels.parts.rectangle import Sections
 from attn.kernels.tiled import Tiled, TiledTile, tiled
 from attn.ops import common as ops, dropout
@@ -121,6 +122,22 @@ def test_one_thread_where_there_are_no_workgroups() -> None:
     o = Tensor.empty(2, 2, 20, 16)
     got = o.custom_kernel(*map(Tensor, (x.q, x.k, x.v)), fxn=kernel)[0].numpy()
   np.testing.assert_allclose(got, exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)[0], atol=2e-6)
+
+DROPOUT = dict(H=2, Hkv=1, Sq=9, Sk=50, D=16, dtype="float32", causal=True, dropout_p=0.3, extras={"dropout_seed": np.array([3, 5], np.uint32)})
+
+@pytest.mark.parametrize("tile", (SMALL, pytest.param(ONE_THREAD, marks=pytest.mark.thorough)))
+def test_dropout(tile:TiledTile) -> None: check(tile=tile, **DROPOUT)
+
+def test_bits_of_the_wrong_keys_show(monkeypatch:pytest.MonkeyPatch) -> None:
+  half = kept._kept_half
+  monkeypatch.setattr(kept, "_kept_half", lambda scores, row, query, key: half(scores, row, query, key//8*8))
+  with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10})
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("D", (1, 6, 130))
+def test_rows_that_are_no_quads(D:int) -> None:
+  """One thread summed elements that nobody had written."""
+  check(tile=ONE_THREAD, H=1, Sq=9, Sk=20, D=D, Dv=5, dtype="float32")
 
 # ***** faults that must show *****
 

@@ -104,7 +104,7 @@ def arch_of(device:str) -> Chip|None:
     except ValueError: pass
   if kind not in PLAIN_DEVICES or (means := workgroups_of(device)) is None: return None
   name = device_of(device).renderer.target.arch if kind in MATRIX_DEVICES else kind
-  return other_chip(name, means.local_memory, means.serial)
+  return replace(other_chip(name, means.local_memory, means.serial), tuned=kind != "EMU")
 
 def check_device(arch:str, device:str) -> None:
   """Raises ValueError where `arch` is not the chip of the device that is to run a kernel."""

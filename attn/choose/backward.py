@@ -6,8 +6,9 @@ from typing import Callable
 from attn.chips import Chip
 from attn.choose import splits
 from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles, choose_bias_tile
-from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for, mma_refuses
-from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD, ON_AMD, ON_MMA, ON_WGMMA, UNITS, WAYS
+from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for, mma_refuses, too_many_parts
+from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD, MATRIX_UNITS, ON_AMD, ON_ANY, ON_MMA, ON_WGMMA, UNITS, WAYS
+from attn.choose.tiled_tiles import tiled_backward_tiles
 from attn.kernels.parts.bias_share import BiasShare
 from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.backward_dbias_mma import backward_dbias_mma
@@ -17,23 +18,28 @@ from attn.kernels.backward_dkdv_wgmma import backward_dkdv_wgmma
 from attn.kernels.backward_dq import backward_dq
 from attn.kernels.backward_dq_mma import backward_dq_mma
 from attn.kernels.backward_dq_wgmma import backward_dq_wgmma
+from attn.kernels.backward_tiled import TiledBackwardTile, backward_dkdv_tiled, backward_dq_tiled
 from attn.kernels.parts.backward_mma import MmaBackwardTile
 from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.rectangle import beyond_registers
 from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import MAX_SPLITS, Problem
 from attn.tinygrad_compat import UOp
 
-SUFFIXES = {BackwardTile: ON_AMD, MmaBackwardTile: ON_MMA, WgmmaBackwardTile: ON_WGMMA}      # of the kernel that a tile is for
+# of the kernel that a tile is for
+SUFFIXES = {BackwardTile: ON_AMD, MmaBackwardTile: ON_MMA, WgmmaBackwardTile: ON_WGMMA, TiledBackwardTile: ON_ANY}
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """The kernel of dq and delta that a tile is for."""
+  if isinstance(tile, TiledBackwardTile): return backward_dq_tiled(p, arch, tile, dlse, parts)
   if isinstance(tile, WgmmaBackwardTile): return backward_dq_wgmma(p, arch, tile, dlse, parts)
   return backward_dq_mma(p, arch, tile, dlse, parts) if isinstance(tile, MmaBackwardTile) else backward_dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
   """The kernel of dk and dv that a tile is for."""
+  if isinstance(tile, TiledBackwardTile): return backward_dkdv_tiled(p, arch, tile, parts)
   if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile, parts)
   return backward_dkdv_mma(p, arch, tile, parts) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile, parts)
 
@@ -78,6 +84,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
   """As many as make up for a grid that leaves compute units idle, by the model of `splits.split_heuristic`. Their workgroups, each of which leaves
   fp32 numbers for its own rows, are never more than the kernel's own and FULL_GRIDS that fill the chip: that bounds their memory."""
   dq, dkdv = tiles_of(p, arch)
+  if arch.serial or not arch.cus: return Parts(0, 0, 0)      # of which nothing is known
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
   def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
@@ -121,18 +128,39 @@ def check_not_forced(reason:str) -> None:
 
 @functools.cache
 def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
-  """The tiles of the backward kernels for `p` on `arch`, of those for some units, or why they cannot compute its gradient."""
+  """The tiles of the backward kernels for `p` on `arch`, of those for some units, or why they cannot compute its gradient: a matrix unit's before
+  those of plain UOps."""
   if arch is None: return NO_UNIT
+  reasons = []
+  for of, find in ((MATRIX_UNITS, matrix_tiles), ((ON_ANY,), plain_tiles)):
+    if not (some := tuple(unit for unit in units if unit in of)): continue
+    if not isinstance(found := find(replace(p, num_splits=1), arch, some), str): return found
+    reasons.append(found)
+  return "; ".join(dict.fromkeys(reasons))
+
+def matrix_tiles(p:Problem, arch:Chip, units:tuple[str, ...]) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
+  """Those for matrix units."""
   if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
   if p.v_in_k: return "v_dim: the backward kernels have keys and values apart"
   if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
-  p = replace(p, num_splits=1)
   try:
     tiles = choose_backward_tiles(p, arch, units)
     used = (*tiles, *([choose_bias_tile(p, arch)] if p.bias is not None else []))
     for tile in used: check_backward(p, tile)
   except NotImplementedError as e: return str(e)
   if (need := max(tile.lds_bytes(p) for tile in used)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
+  return tiles
+
+def plain_tiles(p:Problem, arch:Chip, units:tuple[str, ...]) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
+  """Those of plain UOps."""
+  if (reason := beyond_registers(p)) is not None: return reason
+  if p.bias is not None: return "bias: there is no kernel of plain UOps for its gradient"
+  try:
+    tiles = tiled_backward_tiles(p, arch)
+    for tile in tiles: check_backward(p, tile)
+  except NotImplementedError as e: return str(e)
+  for tile, rows, heads in zip(tiles, (p.Sq, p.Sk), (p.H, p.Hkv)):
+    if arch.serial and (reason := too_many_parts(p, arch, ceildiv(rows, tile.block_m), heads)) is not None: return reason
   return tiles
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:

@@ -11,7 +11,8 @@ from attn.choose import tuned
 from attn.choose.candidates import BackwardCandidate, Burden
 from attn.choose.tiles import burden
 from attn.choose.dispatch import mma_refuses, wgmma_refuses
-from attn.choose.forced import ON_AMD, ON_MMA, ON_WGMMA, UNITS
+from attn.choose.forced import ON_AMD, ON_MMA, ON_WGMMA, MATRIX_UNITS
+from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.backward_mma import MmaBackwardTile
 from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
@@ -99,9 +100,9 @@ DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80, capped=False), WgmmaBackwardCandid
 DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 1, 32, few=64), WgmmaBackwardCandidate(128, 2, 64),
               WgmmaBackwardCandidate(192, 2, 48, passes=2), WgmmaBackwardCandidate(256, 2, 32, passes=2))
 
-AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile
+AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
 
-def choose_backward_tiles(p:Problem, arch:Chip, units:tuple[str, ...]=UNITS) -> tuple[AnyBackwardTile, AnyBackwardTile]:
+def choose_backward_tiles(p:Problem, arch:Chip, units:tuple[str, ...]=MATRIX_UNITS) -> tuple[AnyBackwardTile, AnyBackwardTile]:
   """The tiles of the kernel of dq and of that of dk and dv, of those for some units. Raises NotImplementedError where there is none."""
   if arch.family == "nvidia":
     if ON_WGMMA in units and ((reason := wgmma_backward_refuses(p, arch)) is None or ON_MMA not in units):

@@ -8,10 +8,12 @@ BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
 BIAS_KERNEL = "backward_dbias"           # runs beside them, where the gradient of a bias is asked for
 BY_TINYGRAD = "backward_three_pass"      # the gradient by tinygrad, from three_pass, whatever kernel computed attention
 
-ON_AMD, ON_MMA, ON_WGMMA = UNITS = "", "_mma", "_wgmma"      # the matrix unit that a backward kernel is for, as its name ends
+ON_AMD, ON_MMA, ON_WGMMA = MATRIX_UNITS = "", "_mma", "_wgmma"      # the matrix unit that a backward kernel is for, as its name ends
+ON_ANY = "_tiled"                  # of plain UOps, for none
+UNITS = (*MATRIX_UNITS, ON_ANY)
 # The backward kernels by name, and the units of those that run together with each. AMD's names stand for the same kernels on any unit.
-WAYS: dict[str, tuple[str, ...]] = {name: UNITS for name in (*BACKWARD_KERNELS, BIAS_KERNEL)} | \
-  {name + unit: (unit,) for unit in (ON_MMA, ON_WGMMA) for name in BACKWARD_KERNELS} | {BIAS_KERNEL + ON_MMA: (ON_MMA, ON_WGMMA)}
+WAYS: dict[str, tuple[str, ...]] = dict.fromkeys(BACKWARD_KERNELS, UNITS) | {BIAS_KERNEL: MATRIX_UNITS} | \
+  {name + unit: (unit,) for unit in (ON_MMA, ON_WGMMA, ON_ANY) for name in BACKWARD_KERNELS} | {BIAS_KERNEL + ON_MMA: (ON_MMA, ON_WGMMA)}
 
 @dataclass(frozen=True)
 class Forced:

@@ -1,13 +1,16 @@
-"""Which tile the kernel of plain UOps gets.
+"""Which tiles the kernels of plain UOps get.
 
 The rows for NVIDIA were measured on an H200, those of one thread on a CPU (docs/plain.md). Other chips take the first that their local memory has
 room for.
 """
 from __future__ import annotations
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from attn.chips import Chip
+from attn.choose import tuned
 from attn.choose.splits import workgroups
-from attn.kernels.parts.rectangle import MAX_WIDTH
+from attn.kernels.backward_tiled import TiledBackwardTile
+from attn.kernels.parts.rectangle import LONG_SUM, MAX_WIDTH
 from attn.kernels.tiled import TiledTile
 from attn.problem import Problem
 
@@ -18,13 +21,17 @@ class TiledCandidate:
   tile: TiledTile
   fills: float = 0.0
 
+AT_ONCE = 4     # steps of a product: on an H200 D=128 takes 3.55 ms so, and 3.92 ms one by one
+
 # the first one that fits
 TILED: tuple[TiledCandidate, ...] = (
-  TiledCandidate(64, TiledTile(8, 16, 8, 8, 64, 64, ahead=True), fills=1),
+  TiledCandidate(64, TiledTile(8, 16, 8, 8, 64, 64, ahead=True, steps_at_once=AT_ONCE), fills=1),
   TiledCandidate(64, TiledTile(16, 16, 4, 4, 64, 64)),
-  TiledCandidate(128, TiledTile(16, 16, 8, 8, 32, 32, ahead=True), fills=1),
+  TiledCandidate(128, TiledTile(16, 16, 8, 8, 32, 32, ahead=True, steps_at_once=AT_ONCE), fills=1),
   TiledCandidate(128, TiledTile(16, 16, 8, 4, 64, 32)),
-  TiledCandidate(MAX_WIDTH, TiledTile(32, 16, 4, 4, 32, 16, ahead=True)),
+  TiledCandidate(128, TiledTile(32, 16, 4, 4, 32, 16, ahead=True)),
+  TiledCandidate(256, TiledTile(16, 16, 8, 4, 32, 32, ahead=True, steps_at_once=AT_ONCE)),
+  TiledCandidate(MAX_WIDTH, TiledTile(32, 8, 8, 4, 32, 16, ahead=True, steps_at_once=AT_ONCE)),
   TiledCandidate(MAX_WIDTH, TiledTile(32, 16, 8, 4, 16, 16, keeps_own=False, ahead=True)),
   TiledCandidate(128, TiledTile(16, 16, 4, 4, 32, 32, keeps_own=False)),
   TiledCandidate(MAX_WIDTH, TiledTile(16, 16, 4, 4, 16, 16, keeps_own=False)),
@@ -34,10 +41,70 @@ TILED: tuple[TiledCandidate, ...] = (
 ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # of one thread
 
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
-  """The first candidate that fits. Raises NotImplementedError where local memory has no room for any."""
+  """The one that TUNE=1 found, or the first candidate that fits. Raises NotImplementedError where local memory has no room for any."""
+  if (found := tuned.tiled_winner(p, arch)) is not None and found.lds_bytes(p) <= arch.lds: return found
   if not arch.lds: return ALONE
   for c in TILED:
     if max(p.D, p.Dv) > c.up_to or c.tile.lds_bytes(p) > arch.lds: continue
     if c.fills and workgroups(p, c.tile) < c.fills*arch.cus: continue
     return c.tile
   raise NotImplementedError(f"no tile of tiled fits D={p.D}, Dv={p.Dv} in the {arch.lds} bytes of local memory of {arch}")
+
+MOST_NUMBERS = 192     # fp32 registers for sums and scores that a thread may have; what else it needs comes to that
+
+def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
+  """The tiles that TUNE=1 times on a device: all that local memory and registers have room for."""
+  sizes = list(itertools.product((4, 8), repeat=2))     # walked and own rows of a thread
+  if not arch.lds:
+    return [TiledTile(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
+            for (walked, own), parts, columns in itertools.product(sizes, (2, 4, 8, 16), (4, 8, 16))]
+  found = []
+  for (down, across), (walked, own), depth, ahead in itertools.product(((8, 16), (16, 8), (16, 16), (32, 8), (32, 16)), sizes, (16, 32, 64),
+                                                                       (True, False)):
+    tile = TiledTile(down, across, walked, own, depth, depth, True, ahead, steps_at_once=AT_ONCE)
+    if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
+    carried = depth*max(tile.block_n, tile.width(p.Dv))//tile.threads*2 if ahead else 0
+    numbers = tile.own*(tile.walked*(2 if p.D > LONG_SUM else 1) + tile.width(p.Dv)//tile.down) + carried
+    if tile.lds_bytes(p) <= arch.lds and numbers <= MOST_NUMBERS and tile.block_n % depth == 0: found.append(tile)
+  return found
+
+# ***** backward *****
+
+@dataclass(frozen=True)
+class TiledBackwardCandidate:
+  """A tile of a backward kernel for head dimensions up to `up_to`."""
+  up_to: int
+  tile: TiledBackwardTile
+
+def tile_of_sums(down:int, across:int, walked:int, own:int, depth:int, values:int, keeps_own:bool=True) -> TiledBackwardTile:
+  return TiledBackwardTile(down, across, walked, own, depth, values, keeps_own, steps_at_once=AT_ONCE if keeps_own else 1)
+
+# the first one that fits; those that keep their own rows were measured on an H200, but for 256
+DQ_TILED = (
+  TiledBackwardCandidate(64, tile_of_sums(8, 16, 8, 4, 64, 64)),
+  TiledBackwardCandidate(128, tile_of_sums(16, 16, 8, 8, 32, 32)),
+  TiledBackwardCandidate(128, tile_of_sums(8, 16, 8, 4, 32, 32)),
+  TiledBackwardCandidate(256, tile_of_sums(16, 8, 8, 4, 32, 16)),
+  TiledBackwardCandidate(MAX_WIDTH, tile_of_sums(32, 8, 4, 4, 32, 16)),
+  TiledBackwardCandidate(256, tile_of_sums(16, 16, 4, 4, 16, 16, keeps_own=False)),
+  TiledBackwardCandidate(MAX_WIDTH, tile_of_sums(32, 8, 4, 4, 16, 8, keeps_own=False)),
+  TiledBackwardCandidate(MAX_WIDTH, tile_of_sums(16, 8, 4, 4, 16, 8, keeps_own=False)))
+DKDV_TILED = (
+  TiledBackwardCandidate(64, tile_of_sums(8, 16, 8, 4, 64, 64)),
+  TiledBackwardCandidate(128, tile_of_sums(16, 16, 4, 8, 32, 32)),
+  TiledBackwardCandidate(MAX_WIDTH, tile_of_sums(32, 8, 4, 4, 32, 16)),
+  TiledBackwardCandidate(128, tile_of_sums(16, 16, 4, 4, 16, 16, keeps_own=False)),
+  TiledBackwardCandidate(MAX_WIDTH, tile_of_sums(32, 8, 4, 4, 16, 8, keeps_own=False)),
+  TiledBackwardCandidate(MAX_WIDTH, tile_of_sums(16, 8, 4, 4, 16, 8, keeps_own=False)))
+
+BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # of one thread
+
+def tiled_backward_tiles(p:Problem, arch:Chip) -> tuple[TiledBackwardTile, TiledBackwardTile]:
+  """Of the kernel of dq and of that of dk and dv. Raises NotImplementedError where local memory has no room for any."""
+  if not arch.lds: return BACKWARD_ALONE, replace(BACKWARD_ALONE, keys=True)
+  return _fitting("backward_dq_tiled", DQ_TILED, p, arch), replace(_fitting("backward_dkdv_tiled", DKDV_TILED, p, arch), keys=True)
+
+def _fitting(kernel:str, table:tuple[TiledBackwardCandidate, ...], p:Problem, arch:Chip) -> TiledBackwardTile:
+  found = next((c.tile for c in table if max(p.D, p.Dv) <= c.up_to and c.tile.lds_bytes(p) <= arch.lds), None)
+  if found is None: raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} in the {arch.lds} bytes of local memory of {arch}")
+  return found

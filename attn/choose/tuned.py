@@ -14,6 +14,7 @@ from attn import user_cache, values
 from attn.chips import Chip
 from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
 from attn.kernels.parts.lanes import contraction
+from attn.kernels.tiled import TiledTile
 from attn.problem import Problem
 from attn.tinygrad_compat import Device, device_of
 from attn.version import TINYGRAD_VERSION
@@ -53,14 +54,19 @@ BACKWARD_LIMITS: dict[str, tuple[Any, ...]|range] = {
   "up_to": CLASSES, "waves": (1, 2, 4, 8), "block_n": (16, 32, 64), "own_in_lds": tuple(itertools.product((False, True), repeat=2)),
   "fenced": (0, 2, 4, 8), "prefetch": (0, 1, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1)}
 
-C = TypeVar("C", Candidate, BackwardCandidate)
+TILED_LIMITS: dict[str, tuple[Any, ...]|range] = {
+  "down": (1, 2, 4, 8, 16, 32), "across": (1, 2, 4, 8, 16, 32), "walked": (4, 8, 16), "own": (4, 8, 16), "depth": (0, 4, 8, 16, 32, 64, 128),
+  "values": (0, 4, 8, 16, 32, 64, 128), "keeps_own": (False, True), "ahead": (False, True), "parts": (1, 2, 4, 8, 16), "columns": (0, 4, 8, 16),
+  "steps_at_once": (1, 2, 4, 8)}
+
+C = TypeVar("C", Candidate, BackwardCandidate, TiledTile)
 
 def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
   """The tile of forward that an entry of the file says, as in `tile_of`."""
   return tile_of(found, arch, p, Candidate, LIMITS)
 
-def tile_of(found:Any, arch:Chip, p:Problem, kind:type[C], limits:Mapping[str, tuple[Any, ...]|range]) -> C|None:
-  """The tile that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this chip."""
+def tile_said(found:Any, kind:type[C], limits:Mapping[str, tuple[Any, ...]|range]) -> C|None:
+  """What an entry of the file says, None for the table's own. Raises ValueError for what is no tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile")
   if (tile := found["tile"]) is None: return None
   if not isinstance(tile, dict): raise ValueError(f"tile={values.shown(tile)}: must be null, or the fields of a tile")
@@ -71,7 +77,13 @@ def tile_of(found:Any, arch:Chip, p:Problem, kind:type[C], limits:Mapping[str, t
       if f.default is MISSING: raise ValueError(f"a tile without {f.name}")
     elif type(value := tile[f.name]) is not type(limits[f.name][0]) or value not in limits[f.name]:
       raise ValueError(f"{f.name}={values.shown(value)}: must be one of {', '.join(map(str, limits[f.name][:9]))}")
-  c = kind(**tile)
+  return kind(**tile)
+
+B = TypeVar("B", Candidate, BackwardCandidate)
+
+def tile_of(found:Any, arch:Chip, p:Problem, kind:type[B], limits:Mapping[str, tuple[Any, ...]|range]) -> B|None:
+  """The tile of a matrix unit that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this chip."""
+  if (c := tile_said(found, kind, limits)) is None: return None
   matrices = arch.matrix.get(p.dtype, ())
   if c.matrix >= len(matrices): raise ValueError(f"matrix={c.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat = matrices[c.matrix]
@@ -110,6 +122,19 @@ def winner(p:Problem, arch:Chip) -> Candidate|None:
   """The tile that was fastest for the class of `p` on this chip, if it is known and `arch` is a real device's."""
   return _winner(p, arch, "", candidate_of)
 
+def tiled_winner(p:Problem, arch:Chip) -> TiledTile|None:
+  """The same of the kernel of plain UOps."""
+  return _winner(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch))
+
+def tiled_tile_of(found:Any, arch:Chip) -> TiledTile|None:
+  """Its tile that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this device."""
+  if (tile := tile_said(found, TiledTile, TILED_LIMITS)) is None: return None
+  if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
+  if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
+  else: whole = tile.depth and tile.values and tile.parts == 1 and not tile.columns and tile.block_n % tile.values == 0
+  if not whole: raise ValueError(f"tile {tile}: its parts don't go together")
+  return tile
+
 def backward_winner(p:Problem, arch:Chip, kernel:str) -> BackwardCandidate|None:
   """The same of a backward kernel."""
   return _winner(p, arch, kernel, lambda found, arch, p: tile_of(found, arch, p, BackwardCandidate, BACKWARD_LIMITS))
@@ -131,7 +156,7 @@ def entry_of(p:Problem, kernel:str) -> str|None:
   """The name of an entry of the file: of a problem's class, of forward ("") or of a backward kernel."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
-def store(p:Problem, arch:Chip, tile:Candidate|BackwardCandidate|None, seconds:float, kernel:str="") -> Path:
+def store(p:Problem, arch:Chip, tile:Candidate|BackwardCandidate|TiledTile|None, seconds:float, kernel:str="") -> Path:
   """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no class for it, OSError where the
   file can't be written."""
   file, kind = path(), entry_of(p, kernel)

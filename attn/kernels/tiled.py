@@ -10,13 +10,13 @@ It is written in the operations of all kernels (attn/ops), of which `attn.ops.pl
 from __future__ import annotations
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
 from attn.kernels.parts.lanes import QUAD
-from attn.kernels.parts.rectangle import Piece, Rectangle, RectangleTile, SectionShape, Sections, beyond_registers, grid_of
+from attn.kernels.parts.rectangle import Portion, Rectangle, RectangleTile, SectionShape, Sections, beyond_registers, grid_of
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import Carried
 from attn.kernels.parts.tensors import check_problem
@@ -68,7 +68,8 @@ class Tiled(Rectangle):
     ahead = [new.registers(n*QUAD if tile.ahead else 1) for n in carried]
     state = QueryState(*[new.registers(n*quads, ops.f32(QUAD)) for n in (tile.width(p.Dv)//tile.down, 1, 1)], *ahead)
     s, apart, some, top = (new.registers(n*quads, ops.f32(QUAD)) for n in (tile.walked, tile.walked, tile.columns, 1))
-    return Tiled(tile, new, Workgroup.of(p, arch, tile, args, grid, at), at, memory, apart, some, s, top, state)
+    group = Workgroup.of(p, arch, tile, args, grid, at)
+    return Tiled(tile, new, replace(group, scores=replace(group.scores, natural=True)), at, memory, apart, some, s, top, state)
 
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(self.in_block(j) + i) for j in self.quads for i in range(QUAD)]
@@ -78,17 +79,17 @@ class Tiled(Rectangle):
     group, tile, items = self.group, self.tile, self.items
     state, ready = self.state.after(self.start(*items)), items
     if tile.keeps_own:
-      ready = [*items, self.barrier(self.carried(Piece("kept", "q", group.first_row, UOp.const(0), tile.block_m), items))]
+      ready = [*items, self.barrier(self.carried(Portion("kept", "q", group.first_row, UOp.const(0), tile.block_m), items))]
     if (count := trip_count(group.walked.end - group.walked.begin)) is not None:
       trip = self.new.range(count, AxisType.LOOP)
       state = state.after(self.trip(state.after(trip), group.walked.begin + trip, [*ready, trip]).end(trip))
     return group.kernel("tiled", self.outputs(state), tile.lds_bytes(self.p) if group.arch.family == "nvidia" else 0)
 
-  def first_of(self, tensor:str, t:UOp) -> Piece:
+  def first_of(self, tensor:str, t:UOp) -> Portion:
     """What comes first to local memory of the t-th tile of K or V."""
     tile = self.tile
-    if tensor == "k": return Piece("walked", "k", t*tile.block_n, UOp.const(0), tile.block_n)
-    return Piece("rows", "v", t*tile.block_n, UOp.const(0), tile.values)
+    if tensor == "k": return Portion("walked", "k", t*tile.block_n, UOp.const(0), tile.block_n)
+    return Portion("rows", "v", t*tile.block_n, UOp.const(0), tile.values)
 
   def start(self, *deps:UOp) -> UOp:
     """The stores that begin a sum over keys, of which none was seen."""
@@ -108,7 +109,7 @@ class Tiled(Rectangle):
     weighed = self.weigh(state.l.after(scaled), tops, t, ready)
     coming = self.fetched(self.first_of("k", t + 1), state.k.after(scored)) if self.tile.ahead else []
     moved = [m.store(top) for m, top in zip(self.each(state.m), tops)]
-    added = self.summed(state.acc, "v", "p", t, [*ready, *coming], weighed, rescale, state.v if self.tile.ahead else None)
+    added = self.summed(state.acc, "v", "p", t, [*ready, *coming], [weighed], rescale, state.v if self.tile.ahead else None)
     return UOp.group(added, *coming, *moved)
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
@@ -124,15 +125,9 @@ class Tiled(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """What the softmax takes, of the raw scores of some keys. `parts.scores` takes the scores of one query at a time."""
-    if self.scores.raw and not self.masked: return rows
+    """What the softmax takes, of the raw scores of some keys: natural logarithms. `parts.scores` takes the scores of one query at a time."""
+    if self.scores.raw and not self.masked: return [[ops.mul(x, self.scores.unit) for x in row] for row in rows]
     return self.by_walked_row([self.scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
-
-  @property
-  def masked(self) -> bool:
-    """Whether some key of a tile may be hidden, or not there."""
-    p = self.p
-    return p.window != (-1, -1) or p.kv_lengths or p.varlen or p.sk_variable is not None or p.Sk % self.tile.block_n > 0
 
   def weight(self, x:UOp, top:UOp) -> UOp:
     """P of a score: the difference first, which is exact where it matters."""

@@ -95,7 +95,7 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
 
 @dataclass(frozen=True)
 class KeptHere:
-  """Which scores of a row are kept, of a thread that exchanges nothing: for each of its vectors a vector of dwords, and where in these the bits are."""
+  """Which scores of a row are kept, of a thread that exchanges nothing: for each of its vectors one of dwords, and where in these the bits are."""
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
   def numbers(self, tiles:list[UOp]) -> list[UOp]:

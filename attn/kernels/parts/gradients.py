@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.dropout import Kept
+from attn.kernels.parts.dropout import Kept, KeptHere
 from attn.kernels.parts.lanes import Lane
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import LOG2E, NEG_INF, Row, Scores
 from attn.ops import common as ops
+from attn.ops.softmax import LOWEST
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
@@ -58,7 +59,23 @@ def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[UOp]], row
   slopes = joined([scores.cap_slopes(capped) for _, capped in found]) if scores.p.softcap else None
   return Weights(visible(joined([p for p, _ in found])), slopes, visible)
 
-def gradients_of(weights:Weights, dp:list[UOp], kept:Kept, minus_delta:list[UOp], capped:bool=True) -> list[UOp]:
+def reference(log_sum:UOp) -> UOp:
+  """What makes P = exp(score - reference) of an lse: inf for a query that sees no key, whose P is 0."""
+  return log_sum.eq(NEG_INF).where(math.inf, log_sum)
+
+def exact_weights(scores:Scores, raw:list[UOp], references:list[UOp], row:Row, tile:UOp, masked:bool) -> Weights:
+  """P = exp(score - reference) of raw scores, by `natural` scores that are rounded as they were in forward: so their differences are, and that of the
+  one key that dominates a row is exactly 0. The maximum, which changes nothing, keeps compilers from a multiply-add, which would not round them."""
+  def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
+  def weight(y:UOp, r:UOp) -> UOp:
+    score = ops.max_(ops.mul(y, scores.unit), ops.splat(LOWEST, ops.length(y)))
+    p = ops.exp2(ops.mul(ops.sub(score, r), LOG2E))
+    return ops.mul(p, 1/scores.p.kept) if scores.p.dropout_p else p
+  capped = raw if scores.raw else scores.capped(raw)
+  x = capped if scores.raw else scores.shifted(capped, row, tile)
+  return Weights(visible([weight(y, r) for y, r in zip(x, references)]), scores.cap_slopes(capped) if scores.p.softcap else None, visible)
+
+def gradients_of(weights:Weights, dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp], capped:bool=True) -> list[UOp]:
   """dS = P * (dP - delta), given a dP that began with `dp_start`, of the scores before softcap, or after it. What it lacks is softmax_scale."""
   if kept.words: dp = [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)]
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]

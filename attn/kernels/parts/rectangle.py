@@ -9,7 +9,7 @@ One thread by itself, on a CPU, does the same. What threads share is then its ow
 threads would have at a time it goes through in loops: parts of a tile, and parts of the columns of a sum.
 """
 from __future__ import annotations
-import functools, math
+import functools, itertools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips import Chip
@@ -104,7 +104,7 @@ class WhereItLies:
     return self.convert(self.rows.buffer[begin + column.minimum(self.rows.width - 1)].load())
 
 @dataclass(frozen=True)
-class Piece:
+class Portion:
   """What goes to a section of local memory at a time: n rows of a tensor, from row `first` on, of their elements those from `column` on."""
   section: str
   tensor: str
@@ -127,6 +127,7 @@ class RectangleTile:
   ahead: bool = False      # what goes to local memory next is on its way to registers while work is done
   parts: int = 1           # of a tile's rows, which a thread goes through one after another
   columns: int = 0         # of a sum that a thread has in registers at a time; 0: all that are its own
+  steps_at_once: int = 1   # of a product, in a trip of its loop, where so many divide them
 
   @property
   def block_m(self) -> int: return self.across*self.own
@@ -164,7 +165,7 @@ class RectangleTile:
   @property
   def options(self) -> str:
     """What is not by default, in words."""
-    return " ".join([name for name in ("keeps_own", "ahead") if getattr(self, name)])
+    return " ".join(["own rows in parts"]*(not self.keeps_own) + ["ahead"]*self.ahead)
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} " + ("1 thread" if self.alone else f"{self.down}x{self.across} threads of {self.walked}x{self.own}")
 
@@ -176,8 +177,8 @@ def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
   return parts*blocks, p.B*heads//parts
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, rows:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """A block of `rows` and one of the `heads` of each batch for each workgroup; where a device has none, a block for each part that it does, and a loop
-  over heads."""
+  """A block of `rows` and one of the `heads` of each batch for each workgroup; where a device has none, a block for each part that it does, and a
+  loop over heads."""
   new, here, own, blocks = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked), ceildiv(rows, tile.block_m)
   if arch.serial:
     parts, together = serial_items(p, blocks, heads)
@@ -213,6 +214,11 @@ class Rectangle:
   def scores(self) -> Scores:
     """Of what a thread has at a time."""
     return replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
+  @property
+  def masked(self) -> bool:
+    """Whether some row of a tile that is walked over may be hidden, or not there."""
+    p, count = self.p, self.group.scores.walk.count
+    return p.window != (-1, -1) or isinstance(count, UOp) or count % self.tile.block_n > 0
   @property
   def items(self) -> list[UOp]:
     """The loop over heads, where there are no workgroups."""
@@ -277,9 +283,9 @@ class Rectangle:
       where = WhereItLies(self.rows(walked), t*n, True, self.converted(walked), first)
       done = self.outer_products(acc, where, mine, self.section(kept, *now), first, depth)
     else:
-      piece = Piece("walked", walked, t*n, first, n)
-      stores = self.brought(piece, replace(piece, column=(step + 1)*depth) if tile.steps(width) > 1 else None, now, ahead)
-      if not tile.keeps_own: stores.append(self.carried(Piece("own", own, self.group.first_row, first, tile.block_m), now))
+      portion = Portion("walked", walked, t*n, first, n)
+      stores = self.brought(portion, replace(portion, column=(step + 1)*depth) if tile.steps(width) > 1 else None, now, ahead)
+      if not tile.keeps_own: stores.append(self.carried(Portion("own", own, self.group.first_row, first, tile.block_m), now))
       lies, from_row = (kept, first) if tile.keeps_own else ("own", UOp.const(0))
       done = self.outer_products(acc, self.section("walked", *now, *stores), mine, self.section(lies, *now, *stores), from_row, depth)
     if long:
@@ -287,8 +293,9 @@ class Rectangle:
       done = UOp.group(*[x.store(ops.add(x.load(), y.load())) for x, y in zip(so_far, part)])
     return to.after(done.end(*loop))
 
-  def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:UOp, rescale:list[UOp]|None=None, ahead:UOp|None=None) -> UOp:
-    """acc = acc*rescale + X^T W, of a tile of rows X of a tensor, some at a time, and their weights in a section."""
+  def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
+             ahead:UOp|None=None) -> UOp:
+    """acc = acc*rescale + X^T W, of a tile of rows X of a tensor, some at a time, and their weights in a section, which is `weighed`."""
     tile, n = self.tile, len(self.quads)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -300,70 +307,72 @@ class Rectangle:
     own = [self.own_row(i) for i in range(self.width(to))]
     if tile.alone:
       where, columns = WhereItLies(self.rows(tensor), t*tile.block_n, False, self.converted(tensor)), [block*tile.columns + x for x in own]
-      done = self.outer_products(begun, where, columns, self.section(weights, *ready, weighed), UOp.const(0), tile.block_n)
+      done = self.outer_products(begun, where, columns, self.section(weights, *ready, *weighed), UOp.const(0), tile.block_n)
       return UOp.group(*[x.store(y.load()) for x, y in zip(self.part(acc.after(*blocks), block), self.all(to.after(done)))]).end(*blocks)
     step, loop = self.loop(parts := tile.block_n//tile.values)
-    now, piece = [*ready, *loop], Piece("rows", tensor, t*tile.block_n + step*tile.values, UOp.const(0), tile.values)
-    stores = self.brought(piece, replace(piece, first=piece.first + tile.values) if parts > 1 else None, now, ahead)
-    left, right = (self.section(name, *now, weighed, *stores) for name in ("rows", weights))
+    now, portion = [*ready, *loop], Portion("rows", tensor, t*tile.block_n + step*tile.values, UOp.const(0), tile.values)
+    stores = self.brought(portion, replace(portion, first=portion.first + tile.values) if parts > 1 else None, now, ahead)
+    left, right = (self.section(name, *now, *weighed, *stores) for name in ("rows", weights))
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
     """acc += the outer products of n rows of a left operand, of which a thread has some columns, and as many of a right one, from row `first` on."""
-    k = self.new.range(n, AxisType.LOOP)
-    acc = acc.after(k)
-    quads, numbers = [right.quad(first + k, self.in_block(j)) for j in self.quads], [left.number(k, x) for x in columns]
-    places = [acc[i*len(quads) + j] for i in range(len(numbers)) for j in range(len(quads))]
-    products = [ops.mul(y, x) for x in numbers for y in quads]
-    return UOp.group(*[place.store(ops.add(place.load(), x)) for place, x in zip(places, products)]).end(k)
+    together = math.gcd(n, self.tile.steps_at_once)
+    k = self.new.range(n//together, AxisType.LOOP)
+    places = [acc.after(k)[i] for i in range(len(columns)*len(self.quads))]
+    sums = [place.load() for place in places]
+    for step in [k*together + i for i in range(together)]:
+      quads, numbers = [right.quad(first + step, self.in_block(j)) for j in self.quads], [left.number(step, x) for x in columns]
+      sums = [ops.add(x, ops.mul(y, number)) for x, (number, y) in zip(sums, itertools.product(numbers, quads))]
+    return UOp.group(*[place.store(x) for place, x in zip(places, sums)]).end(k)
 
   # ***** to local memory *****
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
     """What an element of a tensor becomes in fp32."""
     return lambda x: x.cast(dtypes.float)
 
-  def units(self, piece:Piece) -> int:
+  def units(self, portion:Portion) -> int:
     """Quads of a row of what goes to local memory."""
-    shape = self.sections.shapes[piece.section]
-    return (shape.rows if shape.turned else self.tile.width(self.rows(piece.tensor).width))//QUAD
+    shape = self.sections.shapes[portion.section]
+    return (shape.rows if shape.turned else self.tile.width(self.rows(portion.tensor).width))//QUAD
 
-  def quads_carried(self, piece:Piece) -> int:
+  def quads_carried(self, portion:Portion) -> int:
     """By each thread."""
-    return ceildiv(piece.n*self.units(piece), self.tile.threads)
+    return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
-  def carried(self, piece:Piece, ready:list[UOp]) -> UOp:
-    """The stores of a piece to its section, transposed or as it lies. What there is not becomes 0. Each thread carries some quads."""
-    to, count = self.section(piece.section, *ready), self.quads_carried(piece)
+  def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
+    """The stores of a portion to its section, transposed or as it lies. What there is not becomes 0. Each thread carries some quads."""
+    to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]
-    return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(piece, i)]).end(*loop)
+    return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
-  def quad_of(self, piece:Piece, item:UOp) -> list[tuple[UOp, UOp]]:
-    """The numbers of a thread's `item`-th quad of a piece, and the places of local memory where they go."""
-    to, rows, threads, units = self.section(piece.section), self.rows(piece.tensor), self.tile.threads, self.units(piece)
-    turned, convert = to.shape.turned, self.converted(piece.tensor)
-    count, fast = piece.n*units, math.gcd(piece.n, ROWS_TOGETHER) if turned else 1
+  def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
+    """The numbers of a thread's `item`-th quad of a portion, and the places of local memory where they go."""
+    to, rows, threads, units = self.section(portion.section), self.rows(portion.tensor), self.tile.threads, self.units(portion)
+    turned, convert = to.shape.turned, self.converted(portion.tensor)
+    count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
     index = item*threads + self.at.thread
     row, begin = index//(fast*units)*fast + index%fast, index//fast%units*QUAD
-    mine, found, start = [index < count] if count % threads else [], [], rows.start(piece.first, row)
+    mine, found, start = [index < count] if count % threads else [], [], rows.start(portion.first, row)
     for i in range(QUAD):
-      inside = [piece.first + row < rows.count, piece.column + begin + (0 if rows.width % QUAD == 0 else i) < rows.width]
-      at = start + piece.column + begin + i
+      inside = [portion.first + row < rows.count, portion.column + begin + (0 if rows.width % QUAD == 0 else i) < rows.width]
+      at = start + portion.column + begin + i
       x = convert(rows.buffer[at.valid(functools.reduce(UOp.__and__, [*mine, *inside]))].load())
       place = ((begin + i)*to.shape.pitch + row if turned else row*to.shape.pitch + begin + i) + to.base
       found.append((x, place.valid(mine[0]) if mine else place))
     return found
 
-  def fetched(self, piece:Piece, ahead:UOp) -> list[UOp]:
-    """A piece to registers."""
-    values = [x for j in range(self.quads_carried(piece)) for x, _ in self.quad_of(piece, UOp.const(j))]
+  def fetched(self, portion:Portion, ahead:UOp) -> list[UOp]:
+    """A portion to registers."""
+    values = [x for j in range(self.quads_carried(portion)) for x, _ in self.quad_of(portion, UOp.const(j))]
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
-  def brought(self, piece:Piece, then:Piece|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """A piece to local memory: from where it lies, or from registers, to which the one that comes `then` is on its way after that."""
-    if ahead is None: return [self.carried(piece, ready)]
-    to, now = self.section(piece.section, *ready), ahead.after(*ready)
-    places = [place for j in range(self.quads_carried(piece)) for _, place in self.quad_of(piece, UOp.const(j))]
+  def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
+    """A portion to local memory: from where it lies, or from registers, to which the one that comes `then` is on its way after that."""
+    if ahead is None: return [self.carried(portion, ready)]
+    to, now = self.section(portion.section, *ready), ahead.after(*ready)
+    places = [place for j in range(self.quads_carried(portion)) for _, place in self.quad_of(portion, UOp.const(j))]
     stores = UOp.group(*[to.memory[place].store(now[i].load()) for i, place in enumerate(places)])
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
 

@@ -1,12 +1,13 @@
 """From raw scores Q K^T to what the softmax takes: softcap, ALiBi, bias, then the masks.
 
 Without the first three, scores stay raw: the softmax takes differences first and folds softmax_scale * log2(e) in with its fma. With any of them,
-scores are mapped to base-2 logarithms here, in fp32, and the softmax works on those with a factor of 1.
+scores are mapped to base-2 logarithms here, in fp32, and the softmax works on those with a factor of 1. Where inputs are float32 that is not exact
+enough: there they become `natural` logarithms before they are masked, rounded as the textbook's are, in both passes alike.
 """
 from __future__ import annotations
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.blocks import Walk
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
@@ -41,15 +42,20 @@ class Scores:
   bias: UOp|None
   seed: UOp|None     # of dropout: see parts/dropout.py
   start: UOp|None    # the batch and the head of the whole tensor that this one's first ones are
+  natural: bool = field(default=False, kw_only=True)
 
   @property
   def raw(self) -> bool: return not self.p.softcap and self.slopes is None and self.bias is None
   @property
   def to_log2(self) -> float:
     """What the softmax multiplies scores by to have base-2 logarithms."""
-    return self.p.softmax_scale*LOG2E if self.raw else 1.0
+    return LOG2E if self.natural else self.p.softmax_scale*LOG2E if self.raw else 1.0
   @property
-  def to_natural(self) -> float: return self.p.softmax_scale if self.raw else LN2
+  def to_natural(self) -> float: return 1.0 if self.natural else self.unit
+  @property
+  def unit(self) -> float:
+    """Of raw scores, or of base-2 logarithms, in natural ones."""
+    return self.p.softmax_scale if self.raw else LN2
   @property
   def walked(self) -> list[tuple[int, ...]]:
     """The rows of each vector in lane group 0; those of lane group h lie h*matrix.block further on."""
@@ -61,8 +67,9 @@ class Scores:
   def begin(self, tile:UOp) -> UOp: return tile*self.block_n + self.at.h*self.at.matrix.block
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Raw scores -> base-2 logarithms: log2(e) * (cap(softmax_scale*x) - slope*|i + offset - j| + bias), see Problem."""
-    return x if self.raw else self.shifted(self.capped(x), row, tile)
+    """Raw scores -> base-2 logarithms: log2(e) * (cap(softmax_scale*x) - slope*|i + offset - j| + bias), see Problem; or natural ones."""
+    found = x if self.raw else self.shifted(self.capped(x), row, tile)
+    return [ops.mul(y, self.unit) for y in found] if self.natural else found
 
   def capped(self, x:list[UOp]) -> list[UOp]:
     """log2(e) * cap(softmax_scale*x)."""
@@ -118,7 +125,7 @@ class Scores:
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
     """What the softmax takes, of the raw scores of these rows, whose elements lie in each vector one row after another."""
-    if self.raw and not masked: return tiles
+    if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]
     parts = [self.modify(x, row, tile) for x, row in zip(parts, rows)]

@@ -124,7 +124,8 @@ class Workgroup:
                      part_of(split, parts))
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane, names:Shapes, parts:int=0) -> Workgroup:
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
+              parts:int=0) -> Workgroup:
     """The same of one that owns keys of a key/value head, and walks over the queries of those that share them. The first of these is `first_head`.
     What it walks over is divided into `parts`, heads first."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
