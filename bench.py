@@ -2,14 +2,15 @@
 
     DEV=EMU::gfx950 B=2 H=8 HKV=2 N=300 D=64 CAUSAL=1 DTYPE=bf16 python bench.py
 
-DEV        AMD, CUDA, or EMU::<arch>     B, H, HKV  batch, query heads, key/value heads   N, SK    queries, keys     D, DV  head dimensions
-DTYPE      float16, bfloat16             OUT_DTYPE  the same or float32                   LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
+DEV        AMD, CUDA, CL, CPU, EMU::...  B, H, HKV  batch, query heads, key/value heads   N, SK    queries, keys     D, DV  head dimensions
+DTYPE      float16, bfloat16, float32    OUT_DTYPE  the same or float32                   LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds and a prediction, from the machine code                              CSV      a file for the table
-TUNE       1: on a GPU, times every tile that the kernel, with BWD=1 each of the two, may have instead, and keeps the fastest for dispatch in the
-           user's cache directory
-COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN) and tinygrad's too; with SWEEP=1 over a list of shapes
+TUNE       1: on a device, times every tile that the kernel, with BWD=1 each of the two, may have instead, and keeps the fastest for dispatch in the
+           user's cache directory: AMD's forward and backward kernels, and tiled (float32, D above 256, DEV=CL, DEV=CPU)
+COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN, of float32 memory-efficient) and tinygrad's too; with SWEEP=1 over a
+           list of shapes, with DTYPE=float32 another
 PLOT       with COMPARE=1, a picture of it (needs matplotlib)
 BWD        1: the gradients of q, k and v: their rate counts 2.5 times the operations of forward, and beside it all seven products that are computed
 FIGURES    1: the README's figures about the emulator's speed, and nothing else
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
-from attn.api.checked_kernel import default_arch, device_arch
+from attn.api.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
 from attn.api.custom_kernel import flash_attention_fn
 from attn.api.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
@@ -29,6 +30,7 @@ from attn.choose.backward import can_differentiate, choose_backward, choose_part
 from attn.choose.backward_tiles import backward_fits, backward_tile
 from attn.choose.candidates import BackwardCandidate, Candidate
 from attn.choose.dispatch import KERNELS, choose, single_kernel
+from attn.choose.tiled_tiles import tiled_space
 from attn.choose.tiles import amd_tile, fits
 from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
@@ -40,6 +42,7 @@ from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.kernels.tiled import TiledTile
 from attn.ops.renderers import render
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, exact_backward, judge, restore, rounded, same, same_backward
@@ -51,8 +54,8 @@ with needs("bench", "bench.py", __name__):
   from tqdm import tqdm
 if TYPE_CHECKING: from attn.isa.report import Report
 
-NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
-OUT_NAMES = {**NAMES, "float": "float32", "fp32": "float32", "float32": "float32"}
+NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16",
+         "float": "float32", "fp32": "float32", "float32": "float32"}
 LAYOUTS = {name: name for name in ("bhsd", "bshd", "nsd")}
 MASKS: dict[str, bool|str] = {"0": False, "1": True, "bottom-right": "bottom-right", "top-left": "top-left"}
 ON_THE_EMULATOR = {"B": 1, "H": 8, "N": 256, "D": 128, "CNT": 1}
@@ -99,7 +102,7 @@ def settings(default:Mapping[str, Any]) -> Settings:
   B, H, N, D = (number(name, default[name]) for name in ("B", "H", "N", "D"))
   HKV, SK, DV = number("HKV", default.get("HKV", H)), number("SK", default.get("SK", N)), number("DV", default.get("DV", D))
   dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
-  out = choice("OUT_DTYPE", default.get("OUT_DTYPE", dtype), OUT_NAMES)
+  out = choice("OUT_DTYPE", default.get("OUT_DTYPE", dtype), NAMES)
   layout = choice("LAYOUT", default.get("LAYOUT", "bhsd"), LAYOUTS)
   causal, window, lse = choice("CAUSAL", default.get("CAUSAL", "0"), MASKS), pair("WINDOW", default.get("WINDOW", "-1,-1")), flag("LSE")
   if H % HKV: raise BadSetting(f"HKV={HKV}: must divide H={H}")
@@ -124,8 +127,8 @@ def find_device() -> str:
     except Exception:   # whatever its absence looks like on this system
       print("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942")
     return "EMU::gfx942"
-  if Device.DEFAULT not in ("AMD", "HIP", "CUDA", "EMU"):
-    raise BadSetting(f"DEV={device!r}: must be AMD, CUDA, or EMU::<arch> to emulate, such as EMU::gfx942")
+  if Device.DEFAULT not in PLAIN_DEVICES:
+    raise BadSetting(f"DEV={device!r}: must be one of {', '.join(PLAIN_DEVICES)}; EMU::<arch> to emulate, such as EMU::gfx942")
   try: Device[Device.DEFAULT]
   except ValueError: raise
   except Exception as e: raise BadSetting(f"DEV={device!r}: it does not open: {'; '.join(map(str, getattr(e, 'exceptions', [e])))}") from None
@@ -322,12 +325,12 @@ def show_bounds(s:Settings) -> None:
 
 # ***** tuning by time *****
 
-Seconds = Callable[[Callable[..., UOp], Tile], float]   # of a kernel and its tile
+Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # of a kernel and its tile
 
 def device_timer(s:Settings) -> Seconds:
   """The fastest of the runs of a kernel on the device."""
   _, tensors, outs = operands(s)
-  def seconds(program:Callable[..., UOp], tile:Tile) -> float:
+  def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
     return min(device_seconds(schedule) for _ in range(s.count))
   return seconds
@@ -345,8 +348,9 @@ def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   from attn.choose.search import candidates
   p, arch = s.problem, replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
+  if isinstance(own.work.tile, TiledTile): return tune_tiled(p, arch, own.work.tile, seconds)
   if not isinstance(own.work.tile, Tile):
-    raise BadSetting(f"TUNE=1: it is for the tiles of the forward kernel, and this problem gets {own.kernel}: {own.why_not('forward')}")
+    raise BadSetting(f"TUNE=1: it is for the tiles of forward and of tiled, and this problem gets {own.kernel}: {own.why_not('forward')}")
   todo: dict[tuple[str, Tile], Candidate|None] = {(own.kernel, own.work.tile): None}
   for c in candidates(arch, tuned.head_class(p)):
     if fits(p, arch, tile := amd_tile(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
@@ -360,6 +364,17 @@ def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   tuned.store(p, arch, timed[0][3], timed[0][0])
   return [{"kernel": kernel, "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
+
+def tune_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
+  """The same of the kernel of plain UOps, whose compilers say nothing of spills: time does."""
+  make = KERNELS["tiled"].program
+  assert make is not None
+  tiles = dict.fromkeys((own, *tiled_space(p, arch)))
+  timed = sorted(((seconds(make(p, arch, tile), tile), tile) for tile in tqdm(tiles, unit="tile")), key=lambda x: x[0])
+  fastest, best = timed[0]
+  tuned.store(p, arch, best if best != own else None, fastest, "tiled")
+  return [{"kernel": "tiled", "tile": str(tile), "depth": tile.depth, "options": tile.options, "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
+           "chosen by": "the table" if tile == own else ""} for x, tile in timed]
 
 BackwardSeconds = Callable[[str, BackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
 
@@ -451,7 +466,8 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   if x.plot: importable("PLOT", "matplotlib", "pip install matplotlib")
   from attn.measure import peers
   if x.backward: return compare_all_backward(x, torch.cuda.get_device_name())
-  todo = [settings({**ON_A_GPU, **sizes}) for sizes in (peers.SWEEP if x.sweep else [{}])]
+  dtype = choice("DTYPE", "float16", NAMES)
+  todo = [settings({**ON_A_GPU, **sizes}) for sizes in (peers.sweep(dtype) if x.sweep else [{}])]
   for s in todo:
     p = s.problem
     if p.layout != "bhsd" or p.Sq != p.Sk or p.Dv != p.D or s.window != (-1, -1) or p.return_lse or p.dtype != p.out_dtype:
@@ -467,7 +483,7 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
 def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
   """The same of the gradients."""
   from attn.measure import backward, peers
-  if x.sweep: todo = backward.problems([])
+  if x.sweep: todo = backward.problems(["float32"]*(choice("DTYPE", "float16", NAMES) == "float32"))
   else:
     s = settings(ON_A_GPU)
     if s.problem.layout != "bhsd" or s.problem.Dv != s.problem.D or s.window != (-1, -1) or s.problem.dtype != s.problem.out_dtype:

@@ -97,7 +97,7 @@ def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.Monke
 @pytest.mark.parametrize(("settings", "line"), [
   ({"B": "x"}, "B='x': must be a whole number, at least 1"),
   ({"D": "600"}, "D=600"),
-  ({"DEV": "CPU"}, "DEV='CPU': must be AMD, CUDA, or EMU::<arch>"),
+  ({"DEV": "PYTHON"}, "DEV='PYTHON': must be one of AMD, HIP"),
   ({"DEV": "EMU::gfx906"}, "EMU does not emulate 'gfx906'"),
 ])
 def test_a_bad_setting_is_one_line(settings:dict[str, str], line:str) -> None:
@@ -140,8 +140,8 @@ def test_verify_judges_lse_too() -> None:
 def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
   """The peers themselves need PyTorch and a GPU; their list of shapes does not."""
   from attn.measure import peers
-  problems = [bench.settings({**bench.ON_A_GPU, **x}).problem for x in peers.SWEEP]
-  assert len({(p, p.dtype, p.window) for p in problems}) == len(problems) == 4*len(peers.SHAPES)
+  problems = [bench.settings({**bench.ON_A_GPU, **x}).problem for x in (*peers.sweep("float16"), *peers.sweep("float32"))]
+  assert len({(p, p.dtype, p.window) for p in problems}) == len(problems) == 4*len(peers.SHAPES) + 2*len(peers.SHAPES_FP32)
   assert all(p.layout == "bhsd" and (p.Sq, p.D) == (p.Sk, p.Dv) and p.dtype in peers.ULPS for p in problems)
 
 def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from attn.choose.backward_tiles import choose_backward_tiles
 from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
 from attn.choose.dispatch import choose, choose_tile
 from attn.choose.search import Bound, RankedTile, best
+from attn.choose.tiled_tiles import tiled_space, tiled_tile
 from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
 from attn.isa.source import Spec, problem_of_spec
 from attn.kernels.parts.tiles import BackwardTile, Tile
@@ -275,6 +276,26 @@ def test_tuning_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
     own = choose_tile(s.problem, get_chip("gfx942"))
     bench.tune(s, REAL, clock(s, lambda tile: tile == own))
     assert tuned.winner(s.problem, REAL) is None                                          # the table's own
+
+def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
+  real = replace(get_chip("gfx1030"), tuned=True)
+  with Context(DEV="EMU::gfx1030"):
+    s = settings(monkeypatch, H="2", N="128", D="64", DTYPE="float32")
+    own, *others = dict.fromkeys((tiled_tile(s.problem, get_chip("gfx1030")), *tiled_space(s.problem, real)))
+    table = bench.tune(s, real, lambda program, tile: 1e-3 if tile == others[3] else 2e-3)
+    assert len(table) == 1 + len(others) > 20 and table[0]["tile"] == str(others[3]) and table[0]["chosen by"] == ""
+    assert tuned.tiled_winner(s.problem, real) == tiled_tile(s.problem, real) == choose(s.problem, real).work.tile == others[3] != own
+    assert tiled_tile(s.problem, get_chip("gfx1030")) == own                               # the emulator's
+    bench.tune(s, real, lambda program, tile: 1e-3 if tile == own else 2e-3)
+    assert tuned.tiled_winner(s.problem, real) is None                                     # the table's own
+
+@pytest.mark.parametrize("fields, said", [
+  ({"down": 3}, "down=3: must be one of 1, 2"), ({"values": 48}, "values=48: must be one of"), ({"columns": 8}, "its parts don't go together"),
+  ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field")])
+def test_a_tile_of_tiled_that_there_is_not(fields:dict[str, int], said:str) -> None:
+  tile = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
+  assert tuned.tiled_tile_of({"tile": tile}, get_chip("gfx1030")) is not None
+  with pytest.raises(ValueError, match=said): tuned.tiled_tile_of({"tile": tile | fields}, get_chip("gfx1030"))
 
 def test_tuning_leaves_out_what_spills(monkeypatch:pytest.MonkeyPatch) -> None:
   pytest.importorskip("ziglang")

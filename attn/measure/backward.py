@@ -1,5 +1,6 @@
 """The backward kernels against their peers on the same NVIDIA GPU, in one process and on the same inputs: the backward of PyTorch's SDPA with the
-FlashAttention-2 and the cuDNN backend. `DEV=CUDA COMPARE=1 BWD=1 python bench.py`, with SWEEP=1 for the shapes below, CSV=path and PLOT=path; and
+FlashAttention-2 and the cuDNN backend, in float32 with its memory-efficient one. `DEV=CUDA COMPARE=1 BWD=1 python bench.py`, with SWEEP=1 for the
+shapes below, CSV=path and PLOT=path; and
 `DEV=CUDA python -m attn.measure.backward [WORD ...]` prints the rows whose name has each WORD.
 
 Rates count 2.5 times the forward's operations, five products, whatever a kernel computes; ours compute seven. Device time by events, median over
@@ -11,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 import numpy as np
 from attn.api.checked_kernel import device_arch
-from attn.choose.backward import Parts, choose_parts, dkdv_of, dq_of
-from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles
+from attn.choose.backward import Parts, choose_parts, dkdv_of, dq_of, tiles_of
+from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
-from attn.measure.peers import CUDNN, FLASH, OURS, ROUND_SECONDS, ROUNDS
+from attn.measure.peers import OURS, ROUND_SECONDS, ROUNDS, as_tensor, backends, on_the_host, random_inputs
 from attn.ops import renderers
 from attn.problem import Problem
 from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
@@ -24,7 +25,8 @@ from attn.values import FLOATS
 SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, Sk, D
   (1, 64, 64, 8192, 8192, 128), (4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128), (4, 32, 32, 4096, 4096, 64), (1, 16, 16, 16384, 16384, 64),
   (2, 16, 16, 4096, 4096, 256), (1, 32, 1, 4096, 4096, 128), (1, 8, 8, 64, 65536, 128))
-APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4}     # of the largest element: how far gradients may lie apart
+SIZES_FP32 = ((4, 16, 16, 2048, 2048, 64), (2, 8, 8, 4096, 4096, 128), (1, 1, 1, 4096, 4096, 512))
+APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4, "float32": 2.0**-16}     # of the largest element: how far gradients may lie apart
 
 def shape_of(p:Problem) -> str:
   heads = f"{p.H}/{p.Hkv}" if p.Hkv < p.H else f"{p.H}"
@@ -36,9 +38,9 @@ def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
   """By name: a function that computes dq, dk and dv; a backend that refuses the problem is left out."""
   import torch
-  from torch.nn.attention import SDPBackend, sdpa_kernel
+  from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
-  for name, backend in ((FLASH, SDPBackend.FLASH_ATTENTION), (CUDNN, SDPBackend.CUDNN_ATTENTION)):
+  for name, backend in backends(p.dtype).items():
     inputs = [x.detach().requires_grad_(True) for x in (q, k, v)]
     try:
       with sdpa_kernel(backend):
@@ -78,18 +80,15 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
   """Times one problem; a row of the table. `tiles`: of dq and of dkdv, where not the chosen ones."""
   import torch
   torch.cuda.init()
-  generator = torch.Generator("cuda").manual_seed(seed)
-  kind = {"float16": torch.float16, "bfloat16": torch.bfloat16}[p.dtype]
-  shapes = ((p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
-  inputs = [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in shapes]
+  inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
   theirs_run = torch_backward(p, causal, *inputs)
   expected = {name: [x.float().cpu().numpy() for x in run()] for name, run in theirs_run.items()}
-  bits = [x.cpu().view(torch.int16).numpy().view(np.uint16) for x in inputs]
+  arrays = [on_the_host(x) for x in inputs]
   timers = {name: torch_seconds(run) for name, run in theirs_run.items()} if peers else {}
   with foreign_cuda_context() as theirs:
     renderers.adapt(Device.DEFAULT)
-    arch, have = device_arch(), {name: Tensor(x).bitcast(FLOATS[p.dtype]).realize() for name, x in zip(("q", "k", "v", "do"), bits)}
-    dq_tile, dkdv_tile = tiles or choose_backward_tiles(p, arch)
+    arch, have = device_arch(), {name: as_tensor(x, p.dtype) for name, x in zip(("q", "k", "v", "do"), arrays)}
+    dq_tile, dkdv_tile = tiles or tiles_of(p, arch)
     parts = choose_parts(p, arch) if tiles is None else Parts(0, 0, 0)
     steps = {"forward": (p.shapes, single_kernel(p, arch)[0], 0),
              "dq": (dq_arguments(p, parts=parts.dq), dq_of(p, arch, dq_tile, parts=parts.dq), parts.dq),
@@ -117,9 +116,11 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
   return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems(words:list[str]) -> list[tuple[Problem, bool]]:
-  """Those whose name has every word."""
+  """Those whose name has every word; in float32 only where the words say so."""
   found = []
-  for (B, H, Hkv, Sq, Sk, D), dtype, causal in itertools.product(SIZES, ("bfloat16", "float16"), (False, True)):
+  cases = [*itertools.product(SIZES, ("bfloat16", "float16"), (False, True))]
+  if "float32" in words: cases = [*itertools.product(SIZES_FP32, ("float32",), (False, True))]
+  for (B, H, Hkv, Sq, Sk, D), dtype, causal in cases:
     p = Problem(B, H, Hkv, Sq, Sk, D, D, dtype=dtype, out_dtype=dtype, window=(-1, 0 if causal else -1), top_left=causal, softmax_scale=D**-0.5,
                 num_splits=1, return_lse=True)
     if all(word in name_of(p, causal) for word in words): found.append((p, causal))

@@ -1,5 +1,6 @@
 """The kernel against its peers on the same NVIDIA GPU, in one process and on the same inputs: PyTorch's SDPA with the FlashAttention-2 and the cuDNN
-backend, and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`, with SWEEP=1 for the shapes below and PLOT=path.png for a picture.
+backend, in float32 with its memory-efficient one, and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`, with SWEEP=1 for the shapes below
+and PLOT=path.png for a picture.
 
 Device time, by events around many launches, median over rounds in which the peers take turns: what the chip's temperature does to one it does to all.
 """
@@ -18,22 +19,47 @@ from attn.values import FLOATS
 SHAPES: list[dict[str, Any]] = [
   {"B": 1, "H": 64, "N": 8192, "D": 128}, {"B": 4, "H": 16, "N": 4096, "D": 128}, {"B": 4, "H": 32, "N": 4096, "D": 64},
   {"B": 1, "H": 32, "N": 1024, "D": 64}, {"B": 1, "H": 16, "N": 16384, "D": 64}, {"B": 4, "H": 32, "HKV": 8, "N": 4096, "D": 128}]
-SWEEP = [{**shape, "DTYPE": dtype, "CAUSAL": causal} for dtype, shape, causal in itertools.product(("float16", "bfloat16"), SHAPES, ("0", "1"))]
-OURS, FLASH, CUDNN, OWN = "attn", "FlashAttention-2", "cuDNN", "tinygrad SDPA"
+SHAPES_FP32: list[dict[str, Any]] = [
+  {"B": 4, "H": 16, "N": 2048, "D": 64}, {"B": 2, "H": 8, "N": 4096, "D": 128}, {"B": 1, "H": 1, "N": 4096, "D": 512}]
+OURS, FLASH, CUDNN, EFFICIENT, OWN = PEERS = "attn", "FlashAttention-2", "cuDNN", "memory-efficient", "tinygrad SDPA"
 ROUNDS, ROUND_SECONDS = 5, 0.25     # shorter rounds favour cuDNN: docs/nvidia.md
-ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5}     # how far outputs of size 1 may lie apart: four units in the last place
+ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # how far outputs of size 1 may lie apart: four units in the last place,
+                                                                          # in float32 32
+
+def sweep(dtype:str) -> list[dict[str, Any]]:
+  """The settings of SWEEP=1: the shapes of the matrix units in both their types, or for float32 (by DTYPE) those of the others."""
+  shapes, types = (SHAPES_FP32, ("float32",)) if dtype == "float32" else (SHAPES, ("float16", "bfloat16"))
+  return [{**shape, "DTYPE": one, "CAUSAL": causal} for one, shape, causal in itertools.product(types, shapes, ("0", "1"))]
+
+def backends(dtype:str) -> dict[str, Any]:
+  """PyTorch's that there are for inputs of this type, by name."""
+  from torch.nn.attention import SDPBackend
+  return {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION} if dtype == "float32" else {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+
+def random_inputs(p:Problem, seed:int, *shapes:tuple[int, int]) -> list[Any]:
+  """PyTorch's tensors (B, H, S, D) of normal numbers, for these (H, S)."""
+  import torch
+  generator, kind = torch.Generator("cuda").manual_seed(seed), getattr(torch, p.dtype)
+  return [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in shapes]
+
+def on_the_host(x:Any) -> np.ndarray:
+  """A tensor of PyTorch as an array, one of 16 bits as its bits."""
+  import torch
+  return x.cpu().numpy() if x.dtype == torch.float32 else x.cpu().view(torch.int16).numpy().view(np.uint16)
+
+def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
   """By name: a function that computes attention, and its output; a backend that refuses the problem is left out."""
   import torch
-  from torch.nn.attention import SDPBackend, sdpa_kernel
+  from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:
     def attention() -> Any:
       with sdpa_kernel(backend):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=p.softmax_scale, enable_gqa=p.H//p.Hkv > 1)
     return attention
   found = {}
-  for name, backend in ((FLASH, SDPBackend.FLASH_ATTENTION), (CUDNN, SDPBackend.CUDNN_ATTENTION)):
+  for name, backend in backends(p.dtype).items():
     try: found[name] = peer(backend), peer(backend)()
     except RuntimeError as e: print(f"{name} refuses {p}: {e}")
   return found
@@ -60,16 +86,14 @@ def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any
   """Times one problem; a row of the table."""
   import torch
   torch.cuda.init()
-  generator = torch.Generator("cuda").manual_seed(seed)
-  kind = {"float16": torch.float16, "bfloat16": torch.bfloat16}[p.dtype]
-  inputs = [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in ((p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))]
+  inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))
   peers = torch_peers(p, causal, *inputs)
   timers = {peer: torch_timer(attention) for peer, (attention, _) in peers.items()}
-  bits = [x.cpu().view(torch.int16).numpy().view(np.uint16) for x in inputs]
+  arrays = [on_the_host(x) for x in inputs]
   values = lambda x: x.float().cpu().numpy()
   others = {peer: values(o) for peer, (_, o) in peers.items()}
   with foreign_cuda_context() as theirs:
-    q, k, v = (Tensor(x).bitcast(FLOATS[p.dtype]).realize() for x in bits)
+    q, k, v = (as_tensor(x, p.dtype) for x in arrays)
     fxn = flash_attention_fn(causal="top-left" if causal else False, softmax_scale=p.softmax_scale)
     ours = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), q, k, v, fxn=fxn)[0]
     schedule = compiled(ours)
@@ -99,7 +123,7 @@ def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
   import matplotlib
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt
-  there = [peer for peer in (OURS, FLASH, CUDNN, OWN) if any(f"TFLOP/s {peer}" in row for row in rows)]
+  there = [peer for peer in PEERS if any(f"TFLOP/s {peer}" in row for row in rows)]
   parts = list(dict.fromkeys((row["dtype"], row["causal"]) for row in rows))
   figure, axes = plt.subplots(len(parts), 1, figsize=(12, 3.2*len(parts)), squeeze=False, layout="constrained")
   for axis, part in zip(axes[:, 0], parts, strict=True):
