@@ -20,10 +20,12 @@ from attn.kernels import backward_tiled
 from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts import dropout, gradients
 from attn.kernels.parts.rectangle import Rectangle
+from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.kernels.tiled import TiledTile
 from attn.reference import judge, rounded
-from attn.tinygrad_compat import Context, Ops, UOp, dtypes
+from attn.tinygrad_compat import VECTORS, Context, Ops, UOp, dtypes
+from attn.values import FLOATS
 sys.path.insert(0, os.path.dirname(__file__))
 import cases
 import test_backward
@@ -33,7 +35,7 @@ from backward_cases import check_backward_kernels, expected_gradients, loss_of
 from cases import array, normal, problem, tensor
 from test_backward import CASES, PARTS, diagonal, scaled, wrong
 from test_gradient import ENDS, PACKED, check_gradients
-from test_tiled import PLAIN_CHIPS, with_tile
+from test_tiled import PLAIN_CHIPS, customs, with_tile
 
 FEW = TiledBackwardTile(2, 2, 4, 4, 8, 4, keeps_own=False)      # four threads, with everything in several parts
 KEPT = replace(FEW, down=4, values=8, keeps_own=True, steps_at_once=2)
@@ -225,6 +227,15 @@ def test_local_memory_that_has_no_room() -> None:
   p = problem(H=1, Sq=8, D=512, dtype="float32")
   assert all(t.lds_bytes(p) <= 49152 for t in tiled_backward_tiles(p, other_chip("CL", 49152)))
   with pytest.raises(NotImplementedError, match="no tile of backward_dq_tiled fits D=512"): tiled_backward_tiles(p, other_chip("CL", 1024))
+
+def test_nothing_is_left_that_a_renderer_has_to_know() -> None:
+  """With softcap, a window, lengths and dropout."""
+  p = problem(**{**SMALL, "softcap": 2.0, "window": (9, 3), "dropout_p": 0.3, "extras": dict(kv_lengths=int32(31), dropout_seed=SEED)})
+  for names, make in ((dq_arguments(p), backward_tiled.backward_dq_tiled), (dkdv_arguments(p), backward_tiled.backward_dkdv_tiled)):
+    types = {**FLOATS, "int32": dtypes.int, "uint32": dtypes.uint}
+    given = [UOp.placeholder(shape, types[dtype], i) for i, (shape, dtype) in enumerate(names.values())]
+    program = make(p, get_chip("gfx1030"), replace(FEW, keys="dk" in names))(*given)
+    assert not customs(program) and not {u.dtype for u in program.toposort()} & set(VECTORS)
 
 # ***** a real device *****
 

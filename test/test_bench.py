@@ -81,7 +81,7 @@ def test_bounds() -> None:
   ({"BWD": "1", "ISA": "1"}, "BWD=1 with ISA=1: it is for forward"),
   ({"BWD": "1", "COMPARE": "1"}, "COMPARE=1 on EMU: it is for DEV=CUDA"),
   ({"BWD": "1", "N": "16384", "SK": "16384"}, "VERIFY=1 with BWD=1: a head of keys has 268435456 scores"),
-  ({"BWD": "1", "D": "300"}, "D=300"),
+  ({"BWD": "1", "D": "600"}, "D=600"),
   ({"CSV": "/no/such/folder/x.csv"}, "CSV='/no/such/folder/x.csv': must be a file"),
 ])
 def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.MonkeyPatch) -> None:
