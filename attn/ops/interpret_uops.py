@@ -19,6 +19,7 @@ class Elements:
   def __rsub__(self, y:Any) -> Elements: return self.with_(lambda a, b: b - a, y)
   def __mul__(self, y:Any) -> Elements: return self.with_(operator.mul, y)
   def __rmul__(self, y:Any) -> Elements: return self.with_(lambda a, b: b*a, y)
+  def __neg__(self) -> Elements: return elementwise(operator.neg, self)
   def __lt__(self, y:Any) -> Elements: return self.with_(operator.lt, y)
   def __and__(self, y:Any) -> Elements: return self.with_(operator.and_, y)
   def __or__(self, y:Any) -> Elements: return self.with_(operator.or_, y)
@@ -52,7 +53,7 @@ class PlainUOps:
   def masked(self, x:Elements, offsets:Sequence[int], comparison:str, limit:Elements, instead:Any) -> Elements:
     beyond = {">": operator.gt, "<": operator.lt}[comparison]
     keys = Elements(tuple(UOp.const(n, dtypes.int) for n in offsets))
-    return elementwise(lambda a, n, most: beyond(n, most).where(instead, a), x, keys, limit)
+    return elementwise(lambda a, n, most, other: beyond(n, most).where(other, a), x, keys, limit, instead)
   def to_float(self, x:Elements) -> Elements: return elementwise(lambda a: a.cast(dtypes.float), x)
   # vectors
   def length(self, x:Elements) -> int: return len(x.each)
