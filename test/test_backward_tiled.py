@@ -21,6 +21,7 @@ from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts import dropout, gradients
 from attn.kernels.parts.rectangle import Rectangle
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.workgroup import Workgroup
 from attn.kernels.tiled import TiledTile
 from attn.reference import judge, rounded
