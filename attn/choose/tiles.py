@@ -34,11 +34,11 @@ class Economy(Flag):
 CROWDED = Economy.FENCED | Economy.NO_PREFETCH
 
 # what takes registers beside matrix tiles and accumulators
-FEW_QUERIES = "few queries"            # a wave carries more of K and V
+FEW_ROWS = "few queries"       # a wave carries more of K and V
 WINDOW = "window"              # a loop with both masks
 PIECES = "pieces"              # rows that are no whole number of units: each piece has an address of its own
 LSE = "lse"                    # a second sum of P
-ANY_OPTION = "options"            # any of them
+ANY_OPTION = "options"         # any of them
 EVERY_SCORE = "every score"    # of those what is worked out for every score
 ON_SCORES = {"softcap", "alibi", "bias", "dropout_p"}
 
@@ -49,25 +49,25 @@ class Shortage:
   burdens: tuple[str, ...]
   means: Economy
 
-ANYWHERE = (Shortage(0, (FEW_QUERIES,), Economy.FENCED),)
+ANYWHERE = (Shortage(0, (FEW_ROWS,), Economy.FENCED),)
 # a wave that is alone on its SIMD may have all of its registers
 WHERE_A_WAVE_HAS_ALL = (
   *ANYWHERE,
   Shortage(WIDE, (WINDOW,), CROWDED),
   *(Shortage(WIDE, (x,), Economy.FOUR_WAVES) for x in (WINDOW, PIECES, EVERY_SCORE)),
   *(Shortage(LONG, x, Economy.FOUR_WAVES) for x in itertools.combinations((WINDOW, PIECES, EVERY_SCORE), 2)),
-  Shortage(WIDE, (PIECES, FEW_QUERIES), Economy.NO_PREFETCH | Economy.SPARING))
+  Shortage(WIDE, (PIECES, FEW_ROWS), Economy.NO_PREFETCH | Economy.SPARING))
 # no wave has more than a part of a SIMD's registers
 WHERE_A_WAVE_HAS_A_PART = (
   *ANYWHERE,
-  *(Shortage(WIDE, (x,), CROWDED) for x in (WINDOW, FEW_QUERIES, LSE)),
-  *(Shortage(0, (PIECES, x), Economy.NO_PREFETCH) for x in (FEW_QUERIES, LSE, ANY_OPTION)),
+  *(Shortage(WIDE, (x,), CROWDED) for x in (WINDOW, FEW_ROWS, LSE)),
+  *(Shortage(0, (PIECES, x), Economy.NO_PREFETCH) for x in (FEW_ROWS, LSE, ANY_OPTION)),
   Shortage(LONG, (PIECES,), Economy.NO_PREFETCH),
   Shortage(WIDE, (PIECES,), Economy.SPARING))
 
 def burdens_of(p:Problem, mat:Matrix, few:bool) -> set[str]:
   in_pieces = any(width % mat.unit for width in (p.D, p.Dv))
-  found = {FEW_QUERIES: few, WINDOW: p.window[0] >= 0, PIECES: in_pieces, LSE: p.writes_lse, ANY_OPTION: bool(p.options),
+  found = {FEW_ROWS: few, WINDOW: p.window[0] >= 0, PIECES: in_pieces, LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(ON_SCORES.intersection(p.options))}
   return {name for name, there in found.items() if there}
 

@@ -113,8 +113,8 @@ class Warps:
     return stores
 
   def columns(self, o:list[UOp], share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """(first column, values) of a row's parts that this lane stores, of its two numbers of each C fragment, or of its `share` of the row's. Where rows
-    are whole units of 16 bytes, the four lanes of a row exchange theirs, so that each stores units: every fourth."""
+    """(first column, values) of a row's parts that this lane stores, of its two numbers of each C fragment, those being all of the row or its
+    `share`-th part. Where rows are whole units of 16 bytes, the four lanes of a row exchange theirs, so that each stores units: every fourth."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     first = UOp.const(0) if share is None else share*(len(o)*mat.N)
     if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(o)//mat.groups*mat.groups
