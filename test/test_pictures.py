@@ -70,7 +70,7 @@ def test_c_is_where_the_emulator_has_it(name:str) -> None:
   """The emulator's layouts are written from the ISA documents, and know nothing of the kernels' tables."""
   mat = AMD[name]
   numbers = np.arange(mat.accumulator*mat.wave).reshape(mat.accumulator, mat.wave)
-  columns, = INSTRUCTIONS[mat.name].c.to_matrices(numbers, False, lambda x: x)
+  columns, = INSTRUCTIONS[mat.name].c.to_matrices(numbers, lambda x: x)
   for (row, column), (holder,) in matrices.accumulator_cells(mat).items():
     assert columns[column, row] == numbers[holder.element, holder.lane]
 

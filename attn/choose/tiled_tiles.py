@@ -21,17 +21,17 @@ class TiledCandidate:
   tile: TiledTile
   fills: float = 0.0
 
-AT_ONCE = 4     # steps of a product: on an H200 D=128 takes 3.55 ms so, and 3.92 ms one by one
+STEPS_AT_ONCE = 4     # steps of a product: on an H200 D=128 takes 3.55 ms so, and 3.92 ms one by one
 
 # the first one that fits
 TILED: tuple[TiledCandidate, ...] = (
-  TiledCandidate(64, TiledTile(8, 16, 8, 8, 64, 64, ahead=True, steps_at_once=AT_ONCE), fills=1),
+  TiledCandidate(64, TiledTile(8, 16, 8, 8, 64, 64, ahead=True, steps_at_once=STEPS_AT_ONCE), fills=1),
   TiledCandidate(64, TiledTile(16, 16, 4, 4, 64, 64)),
-  TiledCandidate(128, TiledTile(16, 16, 8, 8, 32, 32, ahead=True, steps_at_once=AT_ONCE), fills=1),
+  TiledCandidate(128, TiledTile(16, 16, 8, 8, 32, 32, ahead=True, steps_at_once=STEPS_AT_ONCE), fills=1),
   TiledCandidate(128, TiledTile(16, 16, 8, 4, 64, 32)),
   TiledCandidate(128, TiledTile(32, 16, 4, 4, 32, 16, ahead=True)),
-  TiledCandidate(256, TiledTile(16, 16, 8, 4, 32, 32, ahead=True, steps_at_once=AT_ONCE)),
-  TiledCandidate(MAX_WIDTH, TiledTile(32, 8, 8, 4, 32, 16, ahead=True, steps_at_once=AT_ONCE)),
+  TiledCandidate(256, TiledTile(16, 16, 8, 4, 32, 32, ahead=True, steps_at_once=STEPS_AT_ONCE)),
+  TiledCandidate(MAX_WIDTH, TiledTile(32, 8, 8, 4, 32, 16, ahead=True, steps_at_once=STEPS_AT_ONCE)),
   TiledCandidate(MAX_WIDTH, TiledTile(32, 16, 8, 4, 16, 16, keeps_own=False, ahead=True)),
   TiledCandidate(128, TiledTile(16, 16, 4, 4, 32, 32, keeps_own=False)),
   TiledCandidate(MAX_WIDTH, TiledTile(16, 16, 4, 4, 16, 16, keeps_own=False)),
@@ -61,7 +61,7 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   found = []
   for (down, across), (walked, own), depth, ahead in itertools.product(((8, 16), (16, 8), (16, 16), (32, 8), (32, 16)), sizes, (16, 32, 64),
                                                                        (True, False)):
-    tile = TiledTile(down, across, walked, own, depth, depth, True, ahead, steps_at_once=AT_ONCE)
+    tile = TiledTile(down, across, walked, own, depth, depth, True, ahead, steps_at_once=STEPS_AT_ONCE)
     if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
     carried = depth*max(tile.block_n, tile.width(p.Dv))//tile.threads*2 if ahead else 0
     numbers = tile.own*(tile.walked*(2 if p.D > LONG_SUM else 1) + tile.width(p.Dv)//tile.down) + carried
@@ -77,7 +77,7 @@ class TiledBackwardCandidate:
   tile: TiledBackwardTile
 
 def tile_of_sums(down:int, across:int, walked:int, own:int, depth:int, values:int, keeps_own:bool=True) -> TiledBackwardTile:
-  return TiledBackwardTile(down, across, walked, own, depth, values, keeps_own, steps_at_once=AT_ONCE if keeps_own else 1)
+  return TiledBackwardTile(down, across, walked, own, depth, values, keeps_own, steps_at_once=STEPS_AT_ONCE if keeps_own else 1)
 
 # the first one that fits; those that keep their own rows were measured on an H200, but for 256
 DQ_TILED = (

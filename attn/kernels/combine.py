@@ -23,7 +23,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 
 COMBINE_THREADS = 256       # of a workgroup, at most
-AT_ONCE = 16                # parts whose loads are under way together: a thread has nothing else to do while it waits
+PARTS_AT_ONCE = 16                # parts whose loads are under way together: a thread has nothing else to do while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   """(shape, dtype) of the tensors that `combine` takes, by name and in order."""
@@ -49,10 +49,10 @@ def rows_together(p:Problem, arch:Chip, columns:int) -> int:
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   """The numbers of all parts, by those whose loads are under way together: in a loop, whose range is given with them, and those left over."""
-  found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//AT_ONCE*AT_ONCE if splits >= 2*AT_ONCE else 0
+  found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
   if looped:
-    g = new.range(looped//AT_ONCE, AxisType.LOOP)
-    found.append(((g,), [g*AT_ONCE + i for i in range(AT_ONCE)]))
+    g = new.range(looped//PARTS_AT_ONCE, AxisType.LOOP)
+    found.append(((g,), [g*PARTS_AT_ONCE + i for i in range(PARTS_AT_ONCE)]))
   if looped < splits: found.append(((), [UOp.const(n) for n in range(looped, splits)]))
   return found
 
