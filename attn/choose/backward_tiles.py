@@ -159,8 +159,8 @@ def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) 
   return None
 
 def _plain(p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool) -> Iterator[BackwardCandidate]:
-  """Those of a table of plain problems that are for this one."""
-  if p.options or arch.llvm < PLAIN_LLVM or max(p.D, p.Dv) < PLAIN_FROM: return
+  """Those of a table of plain problems that are for this one: dk's and dv's without a mask, with which moves between registers take over."""
+  if p.options or arch.llvm < PLAIN_LLVM or max(p.D, p.Dv) < PLAIN_FROM or (keys and p.window != (-1, -1)): return
   for c in table.get(arch.family, ()):
     tile = backward_tile(p, arch, c, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
