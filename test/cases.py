@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attn import flash_attention_fn
 from attn.api.attention import kernels
-from attn.api.checked_kernel import device_arch
+from attn.api.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
 from attn.kernels.combine import combine_arguments
@@ -17,7 +17,7 @@ from attn.kernels.parts.tiles import Tile
 from attn.problem import Problem, problem_of
 from attn.reference import (LSE_ULPS, Gradients, Options, arrange, exact, exact_backward, judge, restore, rounded, same,
                             same_backward)
-from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from attn.values import FLOATS as DTYPES
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's matrix units
@@ -143,6 +143,20 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
     B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
     o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
     return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
+
+def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> None:
+  """The contract of o and lse of a forward kernel that takes plain problems only, on the emulator."""
+  with Context(DEV=f"EMU::{arch}"):
+    q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
+    o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
+    lse = Tensor.empty(p.B, p.H, p.Sq, dtype=dtypes.float, device="EMU")
+    outs = Tensor.custom_kernel(o, lse, q, k, v, fxn=lambda *placeholders: CheckedKernel(kernel(*placeholders), ("o", "lse")))[:2]
+    Tensor.realize(*outs)
+    got, got_lse = restore(array(outs[0]), p.layout, (p.B, p.H, p.Sq, p.Dv)), outs[1].numpy()
+  want, want_lse = exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)
+  text, text_lse = same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
+  assert (verdict := judge(got, want, text)).ok, f"o: {verdict}"
+  assert (verdict := judge(got_lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
 
 # ***** dropout *****
 

@@ -7,34 +7,14 @@ from attn.choose.tiles import dual_wave_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels import dual_wave
 from attn.ops import amd
-from attn.problem import Problem
-from attn.reference import LSE_ULPS, exact, judge, same
-from attn.tinygrad_compat import Context, Tensor, dtypes
-from attn.api.checked_kernel import CheckedKernel
-from cases import DTYPES, Inputs, array, arrange, every_other, normal, problem, restore, tensor
-import numpy as np
+from cases import check_kernel, every_other, normal, problem
 from test_forward import ADVERSARIAL, huge_key
 
 GFX950 = get_chip("gfx950")
 
-def run(p:Problem, x:Inputs) -> tuple[np.ndarray, np.ndarray]:
-  kernel = dual_wave.dual_wave(p, GFX950, dual_wave_tile(p, GFX950))
-  with Context(DEV="EMU::gfx950"):
-    q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
-    o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
-    lse = Tensor.empty(p.B, p.H, p.Sq, dtype=dtypes.float, device="EMU")
-    outs = Tensor.custom_kernel(o, lse, q, k, v, fxn=lambda *placeholders: CheckedKernel(kernel(*placeholders), ("o", "lse")))[:2]
-    Tensor.realize(*outs)
-    return restore(array(outs[0]), p.layout, (p.B, p.H, p.Sq, p.Dv)), outs[1].numpy()
-
 def check(make=normal, **parameters) -> None:
   p = problem(D=128, **parameters)
-  x = make(p)
-  o, lse = run(p, x)
-  want, want_lse = exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)
-  text, text_lse = same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
-  assert (verdict := judge(o, want, text)).ok, f"o: {verdict}"
-  assert (verdict := judge(lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+  check_kernel(dual_wave.dual_wave(p, GFX950, dual_wave_tile(p, GFX950)), p, make(p), "gfx950")
 
 CASES = {
   "whole tiles": dict(H=1, Sq=256, Sk=256), "an odd number of tiles": dict(H=1, Sq=256, Sk=192, dtype="bfloat16"), "one key": dict(H=2, Sq=3, Sk=1),

@@ -1,9 +1,7 @@
 """The kernel of CDNA2 and CDNA3 whose waves take turns: the contract, and that the emulator sees what goes wrong when a barrier is missing."""
 from __future__ import annotations
 from dataclasses import replace
-import numpy as np
 import pytest
-from attn.api.checked_kernel import CheckedKernel
 from attn.chips import get_chip
 from attn.choose.dispatch import choose
 from attn.choose.tiles import choose_amd_tile, staggered_tile
@@ -11,31 +9,12 @@ from attn.compilers.clang import assembly
 from attn.emulator.checks import LdsRace
 from attn.isa.source import Spec, kernel_source, problem_of_spec
 from attn.kernels import staggered
-from attn.problem import Problem
-from attn.reference import LSE_ULPS, exact, judge, same
-from attn.tinygrad_compat import Context, Tensor, dtypes
-from cases import DTYPES, Inputs, array, arrange, every_other, normal, problem, restore, tensor
+from cases import check_kernel, every_other, normal, problem
 from test_forward import ADVERSARIAL, huge_key
 
-def run(p:Problem, x:Inputs, arch:str) -> tuple[np.ndarray, np.ndarray]:
-  chip = get_chip(arch)
-  kernel = staggered.staggered(p, chip, staggered_tile(p, chip))
-  with Context(DEV=f"EMU::{arch}"):
-    q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
-    o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
-    lse = Tensor.empty(p.B, p.H, p.Sq, dtype=dtypes.float, device="EMU")
-    outs = Tensor.custom_kernel(o, lse, q, k, v, fxn=lambda *placeholders: CheckedKernel(kernel(*placeholders), ("o", "lse")))[:2]
-    Tensor.realize(*outs)
-    return restore(array(outs[0]), p.layout, (p.B, p.H, p.Sq, p.Dv)), outs[1].numpy()
-
 def check(make=normal, arch:str="gfx942", **parameters) -> None:
-  p = problem(**{"D": 128, **parameters})
-  x = make(p)
-  o, lse = run(p, x, arch)
-  want, want_lse = exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)
-  text, text_lse = same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
-  assert (verdict := judge(o, want, text)).ok, f"o: {verdict}"
-  assert (verdict := judge(lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+  p, chip = problem(**{"D": 128, **parameters}), get_chip(arch)
+  check_kernel(staggered.staggered(p, chip, staggered_tile(p, chip)), p, make(p), arch)
 
 CASES = {
   "whole tiles": dict(H=1, Sq=256, Sk=256), "an odd number of tiles": dict(H=1, Sq=200, Sk=160, dtype="bfloat16"), "one key": dict(H=2, Sq=3, Sk=1),

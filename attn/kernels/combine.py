@@ -23,7 +23,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 
 COMBINE_THREADS = 256       # of a workgroup, at most
-PARTS_AT_ONCE = 16                # parts whose loads are under way together: a thread has nothing else to do while it waits
+PARTS_AT_ONCE = 16          # parts whose loads are under way together: a thread has nothing else to do while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   """(shape, dtype) of the tensors that `combine` takes, by name and in order."""

@@ -20,7 +20,7 @@ from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import LdsColumns, OwnRows, Products, zeros
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import Row
-from attn.kernels.parts.shared_rows import RowScalars, Share, Told
+from attn.kernels.parts.shared_rows import RowScalars, Share, SharingTile, Told
 from attn.kernels.parts.softmax import Sums, row_sum
 from attn.kernels.parts.staging import StagedTile, row_layout
 from attn.kernels.parts.statements import Statements, store_all
@@ -32,7 +32,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
-class MlaTile:
+class MlaTile(SharingTile):
   """How the kernel divides the work on one chip."""
   matrix: Matrix
   row_tiles: int               # of matrix.N queries of a workgroup, those of all heads that share a key/value head
@@ -47,12 +47,6 @@ class MlaTile:
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.N
   @property
-  def waves(self) -> int: return self.row_tiles*self.key_parts
-  @property
-  def threads(self) -> int: return self.waves*self.matrix.wave
-  @property
-  def pack_gqa(self) -> bool: return True
-  @property
   def in_turn(self) -> bool: return False
   @property
   def buffers(self) -> int: return 1
@@ -62,7 +56,6 @@ class MlaTile:
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
     """The tiles of K and of P in LDS."""
     return row_layout(self.matrix, self.block_n, p.D), PaddedRows(self.block_m, self.block_n//self.matrix.unit)
-  def told(self, p:Problem) -> Told: return Told(self.key_parts, 1 + p.writes_lse)
   def lds_bytes(self, p:Problem) -> int:
     k, weights = self.layouts(p)
     return UNIT_BYTES*(k.size + weights.size + RowScalars.units(self.block_m, self.told(p).count))

@@ -15,7 +15,7 @@ from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.scores import Row
-from attn.kernels.parts.shared_rows import RowScalars, Share, Told
+from attn.kernels.parts.shared_rows import RowScalars, Share, SharingTile, Told
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.warps import Warps, fragments, sum_over_quad
@@ -29,7 +29,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 ADDED_UP = 12
 
 @dataclass(frozen=True)
-class MlaMmaTile:
+class MlaMmaTile(SharingTile):
   """How the kernel divides the work on one chip."""
   matrix: Mma
   row_tiles: int               # of 16 queries of a block, those of all heads that share a key/value head
@@ -40,12 +40,6 @@ class MlaMmaTile:
 
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.M
-  @property
-  def waves(self) -> int: return self.row_tiles*self.key_parts
-  @property
-  def threads(self) -> int: return self.waves*self.matrix.wave
-  @property
-  def pack_gqa(self) -> bool: return True
   def columns(self, p:Problem) -> int:
     """C fragments of columns of O that a warp has: whole lines of shared memory."""
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
@@ -53,7 +47,6 @@ class MlaMmaTile:
     """The tiles of Q, of K and of P in shared memory."""
     units = round_up(p.D, LINE*self.matrix.unit)//self.matrix.unit
     return LongRows(self.block_m, units), LongRows(self.block_n, units), SwizzledRows(self.block_m, self.block_n//self.matrix.unit)
-  def told(self, p:Problem) -> Told: return Told(self.key_parts, 1 + p.writes_lse)
   def lds_bytes(self, p:Problem) -> int:
     q, k, weights = self.layouts(p)
     return UNIT_BYTES*(q.size + self.stages*k.size + weights.size + RowScalars.units(self.block_m, self.told(p).count))

@@ -1,10 +1,25 @@
 """Where the waves of a workgroup share the rows of O: each has some of its columns, and of the scores some queries and some keys of each trip."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
+from typing import Any
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.scores import Scores
+from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
+
+class SharingTile:
+  """A tile of a kernel whose waves share rows: of the queries of all heads that share a key/value head, and of a trip's keys."""
+  matrix: Any
+  row_tiles: int
+  key_parts: int
+  @property
+  def waves(self) -> int: return self.row_tiles*self.key_parts
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  @property
+  def pack_gqa(self) -> bool: return True
+  def told(self, p:Problem) -> Told: return Told(self.key_parts, 1 + p.writes_lse)
 
 @dataclass(frozen=True)
 class Share:
