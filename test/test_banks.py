@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 from attn.chips import get_chip
 from attn.choose.candidates import Candidate
-from attn.choose.tiles import CANDIDATES, amd_tile
+from attn.choose.tiles import CANDIDATES, amd_tile, dual_wave_tile
 from attn.emulator import last_run
 from attn.emulator.banks import phases
+from attn.kernels.dual_wave import dual_wave
 from attn.kernels.parts.staging import both_ways_layout, key_rows, v_columns
-from cases import ARCHS, check_kernels, normal, problem, run
-from test_dual_wave import run as run_dual_wave
+from cases import ARCHS, check_kernel, check_kernels, normal, problem, run
 
 def conflicts() -> dict[tuple[str, str], float]:
   """(buffer, read or write) -> cycles per conflict-free cycle of the kernel that ran last."""
@@ -36,8 +36,8 @@ def test_tiles(monkeypatch, arch:str, block_n:int) -> None:
 
 def test_dual_wave(monkeypatch) -> None:
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
-  p = problem(H=1, Sq=256, Sk=256, D=128)
-  run_dual_wave(p, normal(p))
+  p, chip = problem(H=1, Sq=256, Sk=256, D=128), get_chip("gfx950")
+  check_kernel(dual_wave(p, chip, dual_wave_tile(p, chip)), p, normal(p), "gfx950")
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
 @pytest.mark.parametrize(("arch", "c"), [(arch, c) for arch in ARCHS for c in CANDIDATES[get_chip(arch).family]], ids=str)
