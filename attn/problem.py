@@ -14,6 +14,9 @@ INVARIANT_KEYS = 512     # of a key range, where ranges are the same in every ba
 EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
           "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
 
+Shapes = dict[str, tuple[tuple[int, ...], str]]          # (shape, dtype) of tensors, by name
+GivenExtras = dict[str, tuple[Sequence[int], str]]      # the same of optional tensors as a caller has them
+
 SOFTCAP_MOST = 2.0**100   # beyond it a score that is lost as a denormal of fp32 would show
 
 # ***** what the options may be *****
@@ -158,52 +161,12 @@ class Problem:
 
   def __post_init__(self) -> None:
     def put(name:str, value:Any) -> None: object.__setattr__(self, name, value)
-    for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"):
-      put(name, values.whole_number(name, getattr(self, name), 1, None, "a whole number: every dimension is at least 1"))
-    for name in ("total_q", "total_k"): put(name, values.whole_number(name, getattr(self, name), 0, None, "a number of rows"))
-    for name in ("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts", "dropout_start", "batch_invariant",
-                 "v_in_k"):
-      put(name, values.truth(name, getattr(self, name)))
-    for name, check in (("layout", check_layout), ("window", check_window), ("softmax_scale", check_softmax_scale), ("softcap", check_softcap),
-                        ("num_splits", check_splits), ("dropout_p", check_dropout_p)):
-      put(name, check(name, getattr(self, name)))
-    if not values.is_whole(self.offset): raise values.wrong("offset", self.offset, "a whole number")
-    put("offset", int(self.offset))
-    if self.H % self.Hkv: raise ValueError(f"H={self.H} query heads are not a multiple of Hkv={self.Hkv} key/value heads")
-    if self.dtype not in DTYPES: raise NotImplementedError(f"dtype={self.dtype!r}: q, k and v must be one of {', '.join(DTYPES)}")
-    if self.out_dtype not in OUT_DTYPES: raise NotImplementedError(f"out_dtype={self.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
-    if self.softcap and not values.FP32_LEAST <= self.softmax_scale/self.softcap <= values.FP32_MOST:
-      raise ValueError(f"softmax_scale={self.softmax_scale} with softcap={self.softcap}: their quotient must be a number that fp32 holds, "
-                       "1.2e-38 to 3.4e+38")
+    for name, check in FIELD_CHECKS.items(): put(name, check(name, getattr(self, name)))
     # bounds beyond the first and the last key are none: a kernel never sees them
     left, right = self.window
     put("window", (left if left < self.Sq - 1 + self.offset else -1, right if right < self.Sk - 1 - self.offset else -1))
-    if self.alibi_batched and not self.alibi: raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
-    if self.dropout_start and not self.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: there is nothing to count for")
-    if self.bias is not None and self.bias_dtype not in OUT_DTYPES:
-      raise NotImplementedError(f"bias_dtype={self.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
-    if self.varlen:
-      if self.bias is not None: raise NotImplementedError("bias with layout='thd': packed sequences have no (B, H, Sq, Sk) to add it to")
-      for name in ("kv_lengths", "kv_starts", "sk_variable") if self.pages is None else ("kv_starts", "sk_variable"):
-        if getattr(self, name): raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens_k")
-      for name in ("total_q", "total_k") if self.pages is None else ("total_q",):
-        if (value := getattr(self, name)) < 1: raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
-    elif self.total_q or self.total_k:
-      raise ValueError(f"total_q={self.total_q}, total_k={self.total_k} are for layout='thd' only, not {self.layout!r}")
-    if self.sk_variable is not None:
-      if self.kv_lengths: raise ValueError(f"sk_variable={self.sk_variable} with kv_lengths: one or the other says how many keys there are")
-      if self.sk_variable.least < 0: raise ValueError(f"sk_variable={self.sk_variable}: must be at least 0")
-    if self.sq_variable is not None and (self.sk_variable is None or self.top_left):
-      raise ValueError(f"sq_variable={self.sq_variable}: the alignment to the last query is of a number of keys that is a Variable, too")
-    if self.v_in_k and (self.Dv > self.D or self.v_view is not None):
-      raise ValueError(f"v_in_k with D={self.D}, Dv={self.Dv}, v_view={self.v_view}: rows of V are the first columns of those of K")
-    one = not self.v_in_k and (self.k_view is None) != (self.v_view is None)
-    if one or (self.k_view is not None and self.varlen and self.pages is None):
-      raise ValueError(f"k_view={self.k_view}, v_view={self.v_view}: k and v are both parts of larger buffers or neither, and not with layout='thd'")
-    if self.kv_starts and not self.kv_lengths: raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
-    if self.pages is not None:
-      if not self.kv_lengths or self.k_view is None: raise ValueError(f"pages={self.pages}: needs kv_lengths, k_view and v_view")
-      if self.Sk != self.pages.rows: raise ValueError(f"Sk={self.Sk} with pages={self.pages}: must be the {self.pages.rows} rows that they hold")
+    for check_together in (check_heads_and_types, check_scores, check_packed, check_numbers_of_rows, check_places):
+      check_together(self)
 
   @property
   def itemsize(self) -> int: return BYTES[self.dtype]            # of q, k and v
@@ -229,30 +192,40 @@ class Problem:
     """Rows of the output, over batches and heads: the elements of lse."""
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)
   @property
-  def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of every tensor of the problem, in the order in which a kernel takes them: o, lse where wanted, q, k, v, the extras present."""
+  def extras(self) -> Shapes:
+    """(shape, dtype) of the optional input tensors there are."""
+    B, H = self.B, self.H
+    scores = (B, H, self.Sq, self.Sk)
+    bias = tuple(n if there else 1 for n, there in zip(scores, self.bias or ()))
+    tensors: tuple[tuple[str, bool, tuple[int, ...], str], ...] = (
+      ("alibi_slopes", self.alibi, (B, H) if self.alibi_batched else (H,), "float32"),
+      ("bias", self.bias is not None, bias, self.bias_dtype),
+      ("sinks", self.sinks, (H,), "float32"),
+      ("kv_lengths", self.kv_lengths, (B,), "int32"),
+      ("kv_starts", self.kv_starts, (B,), "int32"),
+      ("block_table", self.pages is not None, (B, self.pages.most if self.pages else 0), "int32"),
+      ("cu_seqlens_q", self.varlen, (B + 1,), "int32"),
+      ("cu_seqlens_k", self.varlen and self.pages is None, (B + 1,), "int32"),
+      ("dropout_seed", self.dropout_p > 0, (2,), "uint32"),
+      ("dropout_start", self.dropout_start, (2,), "uint32"))
+    return {name: (shape, dtype) for name, there, shape, dtype in tensors if there}
+
+  @property
+  def shapes(self) -> Shapes:
+    """(shape, dtype) of every tensor of the problem, in the order in which a kernel takes them: o, lse where wanted, q, k, v, the extras."""
     def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width), "nsd": (self.B*heads, length, width),
               "thd": (total, heads, width)}[self.layout]
-    tensors: dict[str, tuple[tuple[int, ...], str]] = {"o": (of(self.H, self.Sq, self.total_q, self.Dv), self.out_dtype)}
-    if self.return_lse:
-      tensors["lse"] = {"nsd": (self.B*self.H, self.Sq), "thd": (self.H, self.total_q)}.get(self.layout, (self.B, self.H, self.Sq)), "float32"
-    tensors["q"] = of(self.H, self.Sq, self.total_q, self.D), self.dtype
-    for name, view, width in (("k", self.k_view, self.D), ("v", self.v_view, self.Dv))[:1 if self.v_in_k else 2]:
-      tensors[name] = (of(self.Hkv, self.Sk, self.total_k, width) if view is None else (view.size,)), self.dtype
-    if self.alibi: tensors["alibi_slopes"] = (self.B, self.H) if self.alibi_batched else (self.H,), "float32"
-    if self.bias is not None:
-      b, h, i, j = (n if there else 1 for n, there in zip((self.B, self.H, self.Sq, self.Sk), self.bias))
-      tensors["bias"] = (b, h, i, j), self.bias_dtype
-    if self.sinks: tensors["sinks"] = (self.H,), "float32"
-    if self.kv_lengths: tensors["kv_lengths"] = (self.B,), "int32"
-    if self.kv_starts: tensors["kv_starts"] = (self.B,), "int32"
-    if self.pages is not None: tensors["block_table"] = (self.B, self.pages.most), "int32"
-    if self.varlen: tensors["cu_seqlens_q"] = (self.B + 1,), "int32"
-    if self.varlen and self.pages is None: tensors["cu_seqlens_k"] = (self.B + 1,), "int32"
-    if self.dropout_p: tensors["dropout_seed"] = (2,), "uint32"
-    if self.dropout_start: tensors["dropout_start"] = (2,), "uint32"
-    return tensors
+    def of_keys(width:int, view:Strided|None) -> tuple[int, ...]:
+      return of(self.Hkv, self.Sk, self.total_k, width) if view is None else (view.size,)
+    of_lse = {"nsd": (self.B*self.H, self.Sq), "thd": (self.H, self.total_q)}.get(self.layout, (self.B, self.H, self.Sq))
+    tensors: tuple[tuple[str, bool, tuple[int, ...], str], ...] = (
+      ("o", True, of(self.H, self.Sq, self.total_q, self.Dv), self.out_dtype),
+      ("lse", self.return_lse, of_lse, "float32"),
+      ("q", True, of(self.H, self.Sq, self.total_q, self.D), self.dtype),
+      ("k", True, of_keys(self.D, self.k_view), self.dtype),
+      ("v", not self.v_in_k, of_keys(self.Dv, self.v_view), self.dtype))
+    return {name: (shape, dtype) for name, there, shape, dtype in tensors if there} | self.extras
 
   @property
   def flops(self) -> int:
@@ -263,6 +236,72 @@ class Problem:
       return max(0, last - max(0, i + self.offset - left if left >= 0 else 0) + 1)
     visible = sum(map(seen, range(self.Sq))) if self.window != (-1, -1) else self.Sq*self.Sk
     return 2*self.B*self.H*visible*(self.D + self.Dv)
+
+# ***** what must hold of each field, and of several together *****
+
+def check_size(name:str, x:Any) -> int: return values.whole_number(name, x, 1, None, "a whole number: every dimension is at least 1")
+
+def check_total(name:str, x:Any) -> int: return values.whole_number(name, x, 0, None, "a number of rows")
+
+def check_offset(name:str, x:Any) -> int:
+  if not values.is_whole(x): raise values.wrong(name, x, "a whole number")
+  return int(x)
+
+FIELD_CHECKS: dict[str, values.Check] = {
+  **dict.fromkeys(("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"), check_size),
+  **dict.fromkeys(("total_q", "total_k"), check_total),
+  **dict.fromkeys(("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
+  **dict.fromkeys(("dropout_start", "batch_invariant", "v_in_k"), values.truth),
+  "layout": check_layout, "window": check_window, "softmax_scale": check_softmax_scale, "softcap": check_softcap, "num_splits": check_splits,
+  "dropout_p": check_dropout_p, "offset": check_offset}
+
+def check_heads_and_types(p:Problem) -> None:
+  if p.H % p.Hkv: raise ValueError(f"H={p.H} query heads are not a multiple of Hkv={p.Hkv} key/value heads")
+  if p.dtype not in DTYPES: raise NotImplementedError(f"dtype={p.dtype!r}: q, k and v must be one of {', '.join(DTYPES)}")
+  if p.out_dtype not in OUT_DTYPES: raise NotImplementedError(f"out_dtype={p.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
+  if p.bias is not None and p.bias_dtype not in OUT_DTYPES:
+    raise NotImplementedError(f"bias_dtype={p.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
+
+def check_scores(p:Problem) -> None:
+  if p.softcap and not values.FP32_LEAST <= p.softmax_scale/p.softcap <= values.FP32_MOST:
+    raise ValueError(f"softmax_scale={p.softmax_scale} with softcap={p.softcap}: their quotient must be a number that fp32 holds, "
+                     "1.2e-38 to 3.4e+38")
+  if p.alibi_batched and not p.alibi: raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
+  if p.dropout_start and not p.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: there is nothing to count for")
+
+def check_packed(p:Problem) -> None:
+  """What packed sequences need and what they exclude, and that no other layout says how many rows all of them have."""
+  if not p.varlen:
+    if p.total_q or p.total_k:
+      raise ValueError(f"total_q={p.total_q}, total_k={p.total_k} are for layout='thd' only, not {p.layout!r}")
+    return
+  if p.bias is not None: raise NotImplementedError("bias with layout='thd': packed sequences have no (B, H, Sq, Sk) to add it to")
+  for name in ("kv_lengths", "kv_starts", "sk_variable") if p.pages is None else ("kv_starts", "sk_variable"):
+    if getattr(p, name): raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens_k")
+  for name in ("total_q", "total_k") if p.pages is None else ("total_q",):
+    if (value := getattr(p, name)) < 1: raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
+
+def check_numbers_of_rows(p:Problem) -> None:
+  """That one option at most says how many keys there are, and what it needs."""
+  if p.sk_variable is not None:
+    if p.kv_lengths: raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: one or the other says how many keys there are")
+    if p.sk_variable.least < 0: raise ValueError(f"sk_variable={p.sk_variable}: must be at least 0")
+  if p.sq_variable is not None and (p.sk_variable is None or p.top_left):
+    raise ValueError(f"sq_variable={p.sq_variable}: the alignment to the last query is of a number of keys that is a Variable, too")
+  if p.kv_starts and not p.kv_lengths: raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
+
+def check_places(p:Problem) -> None:
+  """Where k and v lie: in tensors of their own, in larger buffers, in pages, or v in k."""
+  if p.v_in_k and (p.Dv > p.D or p.v_view is not None):
+    raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: rows of V are the first columns of those of K")
+  one_alone = not p.v_in_k and (p.k_view is None) != (p.v_view is None)
+  if one_alone or (p.k_view is not None and p.varlen and p.pages is None):
+    raise ValueError(f"k_view={p.k_view}, v_view={p.v_view}: k and v are both parts of larger buffers or neither, and not with layout='thd'")
+  if p.pages is None: return
+  if not p.kv_lengths or p.k_view is None: raise ValueError(f"pages={p.pages}: needs kv_lengths, k_view and v_view")
+  if p.Sk != p.pages.rows: raise ValueError(f"Sk={p.Sk} with pages={p.pages}: must be the {p.pages.rows} rows that they hold")
+
+# ***** the problem that shapes pose *****
 
 def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int]:
   """(B, H, S, D) of a tensor given in `layout`; (B*H, S, D) and (total, H, D) are taken as B=1."""
@@ -275,7 +314,7 @@ def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int
 
 def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int], *, dtypes:Sequence[str], lse:Sequence[int]|None=None,
                causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None, layout:str="bhsd", softcap:float=0.0,
-               extras:dict[str, tuple[Sequence[int], str]]|None=None, sk_variable:Count|None=None, max_seqlen_q:int|None=None,
+               extras:GivenExtras|None=None, sk_variable:Count|None=None, max_seqlen_q:int|None=None,
                max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0,
                views:tuple[Strided, Strided]|None=None, pages:Pages|None=None, v_in_k:bool=False) -> Problem:
   """The Problem that the shapes of o, q, k, v (and lse) pose; `dtypes` are the dtype names of (o, q, k, v[, lse]).
@@ -288,47 +327,56 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported.
   """
   layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
-  varlen, extras = layout == "thd", extras or {}
-  B, H, Sq, D = _dims("q", q, layout)
-  Bk, Hkv, Sk, Dk = _dims("k", k, layout if pages is None else "bhsd")
-  Bv, Hv, Sv, Dv = _dims("v", v, layout if pages is None else "bhsd")
-  if layout == "nsd" and pages is not None: B, H = Bk, H//Bk
-  if varlen and pages is not None: B = _sequences(extras, ("cu_seqlens_q",))
-  for name, got, want, why in (("k", Bk, B, "batch of q"), ("v", Bv, B, "batch of q"), ("v", Hv, Hkv, "heads of k"),
-                               ("v", Sv, Sk, "sequence length of k"), ("k", Dk, D, "head dimension of q")):
-    if got != want:
-      raise ValueError(f"{name} has shape {tuple(k if name == 'k' else v)}: its {why.split(' of ')[0]} is {got} but the {why} is {want}")
-  in_o = (1, B*H) if layout == "nsd" else (1, H) if varlen else (B, H)
-  if _dims("o", o, layout) != (*in_o, Sq, Dv): raise ValueError(f"o has shape {tuple(o)}: q {tuple(q)} and v {tuple(v)} give an output of "
-                                                              f"B={B}, H={H}, Sq={Sq}, Dv={Dv} in layout {layout!r}")
-  if lse is not None and tuple(lse) != (want_lse := {"nsd": (H, Sq), "thd": (H, Sq)}.get(layout, (B, H, Sq))):
-    raise ValueError(f"lse has shape {tuple(lse)}: must be {want_lse}, whatever the layout")
+  varlen, paged, extras = layout == "thd", pages is not None, extras or {}
+  if causal and window[1] > 0: raise ValueError(f"causal={causal!r} with window={window!r}: causal allows no key on the right")
+  if not varlen and (max_seqlen_q is not None or max_seqlen_k is not None):
+    raise ValueError(f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are for layout='thd' only, not {layout!r}")
+  if varlen and paged and max_seqlen_k is not None:
+    raise ValueError(f"max_seqlen_k={max_seqlen_k} with block_table: kv_lengths says how long sequences are")
+
+  B, H, Hkv, Sq, Sk, D, Dv = _sizes(q, k, v, layout, paged, _sequences(extras, paged) if varlen else None)
+  _check_outputs(o, lse, (B, H, Sq, Dv), layout, f"q {tuple(q)} and v {tuple(v)}")
   if lse is not None and dtypes[4] != "float32": raise ValueError(f"lse has dtype {dtypes[4]}: must be float32")
   if len(set(dtypes[1:4])) != 1: raise ValueError(f"q, k and v have dtypes {', '.join(dtypes[1:4])}: all three must be the same")
-  if causal and (window[1] > 0): raise ValueError(f"causal={causal!r} with window={window!r}: causal allows no key on the right")
-  scale = softmax_scale if softmax_scale is not None else 1/math.sqrt(max(D, 1))
-  options: dict[str, Any] = {"softcap": softcap, "sk_variable": sk_variable, "num_splits": num_splits, "dropout_p": dropout_p,
-                             "top_left": causal == "top-left"}
+
+  options = _extras(extras, B, H, Sq, Sk)
   if varlen:
-    options |= {"total_q": Sq, "total_k": 0 if pages is not None else Sk}
+    options |= {"total_q": Sq, "total_k": 0 if paged else Sk}
     Sq = _longest("max_seqlen_q", max_seqlen_q, Sq)
-    if pages is None: B, Sk = _sequences(extras), _longest("max_seqlen_k", max_seqlen_k, Sk)
-    elif max_seqlen_k is not None: raise ValueError(f"max_seqlen_k={max_seqlen_k} with block_table: kv_lengths says how long sequences are")
-  elif max_seqlen_q is not None or max_seqlen_k is not None:
-    raise ValueError(f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are for layout='thd' only, not {layout!r}")
-  p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout, (window[0], 0) if causal else window,
-              0 if causal == "top-left" else Sk - Sq, scale, lse is not None, k_view=views[0] if views else None,
-              v_view=views[1] if views and not v_in_k else None, pages=pages, v_in_k=v_in_k, **options, **_extras(extras, B, H, Sq, Sk))
-  for name, given in extras.items():
-    if name not in p.shapes:
-      raise ValueError(f"{name} with " + (f"dropout_p={dropout_p}: there is no dropout" if name.startswith("dropout") else
-                                          f"layout={layout!r}: it belongs to layout='thd'"))
-    if (tuple(given[0]), given[1]) != p.shapes[name]:
-      raise ValueError(f"{name} has shape {tuple(given[0])} and dtype {given[1]}: must be {p.shapes[name][0]} and {p.shapes[name][1]}")
+    if not paged: Sk = _longest("max_seqlen_k", max_seqlen_k, Sk)
+  if views is not None: options |= {"k_view": views[0], "v_view": None if v_in_k else views[1]}
+  p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout,
+              window=(window[0], 0) if causal else window, top_left=causal == "top-left", offset=0 if causal == "top-left" else Sk - Sq,
+              softmax_scale=softmax_scale if softmax_scale is not None else 1/math.sqrt(max(D, 1)), softcap=softcap, dropout_p=dropout_p,
+              return_lse=lse is not None, num_splits=num_splits, sk_variable=sk_variable, pages=pages, v_in_k=v_in_k, **options)
+  for name, (shape, dtype) in extras.items(): _check_extra(p, name, tuple(shape), dtype)
   return p
 
-def _sequences(extras:dict[str, tuple[Sequence[int], str]], names:Sequence[str]=("cu_seqlens_q", "cu_seqlens_k")) -> int:
-  for name in names:
+def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:bool, sequences:int|None) -> tuple[int, ...]:
+  """B, H, Hkv, Sq, Sk, D and Dv, on which q, k and v agree; of packed sequences Sq and Sk count the rows of all."""
+  of_keys = "bhsd" if paged else layout
+  B, H, Sq, D = _dims("q", q, layout)
+  Bk, Hkv, Sk, Dk = _dims("k", k, of_keys)
+  Bv, Hv, Sv, Dv = _dims("v", v, of_keys)
+  if paged and layout == "nsd": B, H = Bk, H//Bk
+  if paged and sequences is not None: B = sequences
+  for name, shape, size, got, other, want in (("k", k, "batch", Bk, "q", B), ("v", v, "batch", Bv, "q", B), ("v", v, "heads", Hv, "k", Hkv),
+                                              ("v", v, "sequence length", Sv, "k", Sk), ("k", k, "head dimension", Dk, "q", D)):
+    if got != want: raise ValueError(f"{name} has shape {tuple(shape)}: its {size} is {got} but the {size} of {other} is {want}")
+  return sequences or B, H, Hkv, Sq, Sk, D, Dv
+
+def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int, int, int], layout:str, inputs:str) -> None:
+  """Raises ValueError where o, or an lse that there is, has another shape than `inputs` give."""
+  B, H, Sq, Dv = sizes
+  of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
+  if _dims("o", o, layout) != of_o:
+    raise ValueError(f"o has shape {tuple(o)}: {inputs} give an output of B={of_o[0]}, H={H}, Sq={Sq}, Dv={Dv} in layout {layout!r}")
+  of_lse = {"nsd": (B*H, Sq), "thd": (H, Sq)}.get(layout, (B, H, Sq))
+  if lse is not None and tuple(lse) != of_lse: raise ValueError(f"lse has shape {tuple(lse)}: must be {of_lse}, whatever the layout")
+
+def _sequences(extras:GivenExtras, paged:bool) -> int:
+  """How many packed sequences there are. Raises ValueError for cu_seqlens that are missing or have another shape than (sequences + 1,)."""
+  for name in ("cu_seqlens_q",) if paged else ("cu_seqlens_q", "cu_seqlens_k"):
     if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
     if len(shape := tuple(extras[name][0])) != 1 or shape[0] < 2:
       raise ValueError(f"{name} has shape {shape}: must be (sequences + 1,), of one at least")
@@ -337,16 +385,24 @@ def _sequences(extras:dict[str, tuple[Sequence[int], str]], names:Sequence[str]=
 def _longest(name:str, value:int|None, total:int) -> int:
   return total if value is None else min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
 
-def _extras(extras:dict[str, tuple[Sequence[int], str]], B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
+def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   """The fields of Problem that say which optional tensors there are."""
   if unknown := [name for name in extras if name not in EXTRAS]: raise ValueError(f"{unknown[0]}: no such tensor; there are {', '.join(EXTRAS)}")
-  fields: dict[str, Any] = {"alibi": "alibi_slopes" in extras, "sinks": "sinks" in extras, "kv_lengths": "kv_lengths" in extras,
-                            "kv_starts": "kv_starts" in extras,
-                            "dropout_start": "dropout_start" in extras}
-  if "alibi_slopes" in extras: fields["alibi_batched"] = len(extras["alibi_slopes"][0]) == 2
+  there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "dropout_start")}
+  if "alibi_slopes" in extras: there |= {"alibi": True, "alibi_batched": len(extras["alibi_slopes"][0]) == 2}
   if "bias" in extras:
     shape, dtype = extras["bias"]
-    if len(shape) != 4 or any(n not in (1, full) for n, full in zip(shape, (B, H, Sq, Sk))):
-      raise ValueError(f"bias has shape {tuple(shape)}: must be four dimensions that broadcast to (B, H, Sq, Sk) = {(B, H, Sq, Sk)}")
-    fields |= {"bias": tuple(n == full for n, full in zip(shape, (B, H, Sq, Sk))), "bias_dtype": dtype}
-  return fields
+    scores = (B, H, Sq, Sk)
+    if len(shape) != 4 or any(n not in (1, full) for n, full in zip(shape, scores)):
+      raise ValueError(f"bias has shape {tuple(shape)}: must be four dimensions that broadcast to (B, H, Sq, Sk) = {scores}")
+    there |= {"bias": tuple(n == full for n, full in zip(shape, scores)), "bias_dtype": dtype}
+  return there
+
+def _check_extra(p:Problem, name:str, shape:tuple[int, ...], dtype:str) -> None:
+  """Raises ValueError where the problem has no such tensor, or one of another shape or dtype."""
+  if name not in p.extras:
+    why = f"dropout_p={p.dropout_p}: there is no dropout" if name.startswith("dropout") else f"layout={p.layout!r}: it belongs to layout='thd'"
+    raise ValueError(f"{name} with {why}")
+  want_shape, want_dtype = p.extras[name]
+  if (shape, dtype) != (want_shape, want_dtype):
+    raise ValueError(f"{name} has shape {shape} and dtype {dtype}: must be {want_shape} and {want_dtype}")

@@ -19,10 +19,10 @@ from attn.kernels.mla import MlaTile
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.gradients import PASSES
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tensors import MAX_D, Shapes, arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tensors import MAX_D, arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile, heads_of
 from attn.ops.renderers import printer_of, render
-from attn.problem import Problem
+from attn.problem import Problem, Shapes
 from attn.tinygrad_compat import UOp
 from attn.user_cache import kept
 from attn.values import FLOATS

@@ -18,8 +18,8 @@ from attn.isa.report import PRODUCTS, LoopProducts
 from attn.isa.roofline import makespan
 from attn.isa.timing.trips import Timing
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.tensors import Shapes, arguments, dkdv_arguments, dq_arguments
-from attn.problem import BYTES, Problem
+from attn.kernels.parts.tensors import arguments, dkdv_arguments, dq_arguments
+from attn.problem import BYTES, Problem, Shapes
 
 @dataclass(frozen=True)
 class Division:

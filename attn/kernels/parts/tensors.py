@@ -4,11 +4,11 @@ from dataclasses import replace
 from attn.kernels.parts.rows import strides
 from attn.kernels.parts.scores import MAX_RECORDS
 from attn.kernels.parts.tiles import BlockTile, heads_of
-from attn.problem import EXTRAS, Problem
+from attn.problem import Problem, Shapes
 
 MAX_D = 256      # the longest row of O that registers hold
 
-def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def arguments(p:Problem) -> Shapes:
   """(shape, dtype) of the tensors that `forward` takes, by name and in order: those of `p.shapes`, or for a part of the keys (p.num_splits > 1)
   float32 o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq) in place of o and lse, whatever the layout ("thd": (G, H, total_q, Dv)), and no
   sinks."""
@@ -17,9 +17,9 @@ def arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
           **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
 
-Shapes = dict[str, tuple[tuple[int, ...], str]]
-
-def _extras(p:Problem, *but:str) -> Shapes: return {name: p.shapes[name] for name in EXTRAS if name in p.shapes and name not in but}
+def extras_of_backward(p:Problem) -> Shapes:
+  """The optional tensors that backward kernels take: sinks act through the lse alone."""
+  return {name: x for name, x in p.extras.items() if name != "sinks"}
 
 def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
   """(shape, dtype) of a gradient as a kernel writes it: with `parts` > 0 as so many fp32 tensors that are still to be added."""
@@ -30,21 +30,21 @@ def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
   do; the optional tensors; with `dlse` the gradient of lse."""
   x = replace(p, return_lse=True).shapes
   return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], "lse": x["lse"], "do": x["o"],
-          **_extras(p, "sinks"), **({"dlse": x["lse"]} if dlse else {})}
+          **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
   """(shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order: dk and dv, `in_parts`, which it writes; q, k, v, lse, delta,
   do; the optional tensors."""
   x = replace(p, return_lse=True).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
-          "delta": x["lse"], "do": x["o"], **_extras(p, "sinks")}
+          "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
   """(shape, dtype) of the tensors that `backward_dbias` takes, by name and in order: dbias, `in_parts`, which it writes; q, k, v,
   lse, delta, do; the optional tensors."""
   x = replace(p, return_lse=True).shapes
   return {"dbias": in_parts(x["bias"], parts), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
-          "delta": x["lse"], "do": x["o"], **_extras(p, "sinks")}
+          "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def too_wide(p:Problem) -> str|None:
   """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""
