@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 from attn import values
-from attn.api.attention import attend, attention, prepare
+from attn.api.attention import attend, attention
 from attn.api.cache import attention_with_kv_cache, check_caches
+from attn.api.checked_call import prepare
 from attn.api.checked_kernel import dtype_of
 from attn.api.options import AttentionOptions, check_lengths
 from attn.tinygrad_compat import Tensor, UOp, dtypes

@@ -6,7 +6,7 @@ from typing import Any, Callable, Container, Iterable, Sequence
 import numpy as np
 import pytest
 from attn import flash_attention_fn
-from attn.api.attention import kernels
+from attn.api.launch import kernels
 from attn.api.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile

@@ -9,7 +9,7 @@ import pytest
 from tinygrad import TinyJit
 import attn
 from attn import flash_attn
-from attn.api import attention as api
+from attn.api import launch
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile
 from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma, forward
@@ -273,7 +273,7 @@ def test_shards_count_in_the_whole(of_q:int|None, of_k:int|None, heads:int) -> N
   check_gradients(**{**SMALL, "Hkv": heads}, place=shards(of_q, of_k), **with_seed())
 
 def test_shards_that_count_from_0_are_caught(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(api, "first_of_each", lambda at, p: Tensor([0]*4, dtype=dtypes.uint, device=TWO[0]).shard(TWO, 0))
+  monkeypatch.setattr(launch, "first_of_each", lambda at, p: Tensor([0]*4, dtype=dtypes.uint, device=TWO[0]).shard(TWO, 0))
   for of in range(2):
     with pytest.raises(AssertionError, match="max error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tinygrad import TinyJit
 import attn
-from attn.api.attention import kernels
+from attn.api.launch import kernels
 from attn.chips import get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
 from attn.choose.splits import key_tiles, resolve, split_heuristic

@@ -5,7 +5,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 from attn import values
-from attn.api.attention import attend, check_devices, known, lengths, part_of_k, prepare
+from attn.api.attention import attend
+from attn.api.checked_call import known, lengths, part_of_k, prepare
+from attn.api.launch import check_devices
 from attn.api.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, static_shape, whole_buffer
 from attn.api.gradient import no_gradient
 from attn.api.options import AttentionOptions, check_lengths, check_out_dtype, options_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 from attn import values
-from attn.api.attention import CheckedCall, run
+from attn.api.checked_call import CheckedCall
+from attn.api.launch import run
 from attn.api.checked_kernel import arch_of, static_shape
 from attn.api.placement import Placement
 from attn.api.views import Size, cache_of, count_of, is_causal_mask, most, same_size

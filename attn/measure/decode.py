@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
-from attn.api.attention import CheckedCall, prepare, run_matrix
+from attn.api.checked_call import CheckedCall, prepare
+from attn.api.launch import run_matrix
 from attn.api.options import options_of
 from attn.choose.dispatch import Work
 from attn.measure.peers import OURS, ROUNDS, torch_peers

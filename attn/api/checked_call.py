@@ -1,0 +1,197 @@
+"""A call of `attention`, checked before anything runs: where its tensors lie, which optional ones there are, and the Problem they pose."""
+from __future__ import annotations
+from dataclasses import dataclass, replace
+from attn import values
+from attn.api.checked_kernel import arch_of, dtype_of, static_shape, whole_buffer
+from attn.api.dropout import check_seed
+from attn.api.options import AttentionOptions
+from attn.api.pages import check_pages, placement_in_pages, places_in_pages
+from attn.api.placement import AXES, Placement, local_shape, on_device, place, placement_of
+from attn.api.views import places_in_cache
+from attn.chips import Chip, get_chip
+from attn.choose.dispatch import Choice, choose
+from attn.compilers.choice import compiled_on
+from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Pages, Problem, Strided, problem_of
+from attn.tinygrad_compat import Tensor, UOp, capturing, dtypes
+from attn.values import FLOATS
+
+@dataclass(frozen=True)
+class CheckedCall:
+  """A problem with its tensors: q, k, v and the extras, by name. `problem` is what one device has to do, or all of them where `at` shares out the
+  keys."""
+  problem: Problem
+  tensors: dict[str, Tensor]
+  arch: Chip|None
+  at: Placement
+  out: Tensor|None
+  variables: tuple[UOp, ...] = ()     # bound, that the problem's numbers of rows are made of
+  def choice(self) -> Choice: return choose(self.problem if self.at.shared != "keys" else self.on(0).problem, self.arch)
+  def on(self, i:int) -> CheckedCall:
+    """The part of the i-th device, over its shard of the keys."""
+    p, rows = self.problem, self.problem.Sk//self.at.count
+    t = {name: on_device(x, i) for name, x in self.tensors.items() if name != "sinks" or i == 0}   # a sink counts once
+    if p.bias is not None and p.bias[3]: t["bias"] = t["bias"][..., i*rows:(i + 1)*rows]
+    part = replace(p, Sk=rows, offset=p.offset - i*rows, sinks="sinks" in t, out_dtype="float32", return_lse=True)
+    return CheckedCall(part, t, self.arch, Placement(self.at.device[i]), None)
+
+def known(n:int|UOp|Tensor) -> int|None:
+  """The number of rows where the host knows it: an int, or the value that a Variable is bound to."""
+  return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
+
+def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
+  """A number of rows as an int32 tensor (batch): given so, or the same for all as an int or a tinygrad Variable. Raises ValueError beyond
+  0..capacity."""
+  if isinstance(n, Tensor):
+    values.dtype_name(name, n.dtype, ("int32",))
+    placed = place(name, n, at)
+    if local_shape(placed) != (batch,):
+      raise ValueError(f"{name} has shape {values.shown_shape(n.shape)}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
+    return placed
+  if (value := known(n)) is not None and not 0 <= value <= capacity:
+    raise ValueError(f"{name}={values.shown(value)}: must lie in 0..{capacity}, the rows there are")
+  return Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous()
+
+def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
+  """Raises ValueError for sequences that don't lie in order within `rows` rows, or are longer than `longest`: where the host can read the numbers at
+  no cost, on the emulator. Elsewhere rows beyond are 0."""
+  if not isinstance(cu.device, str) or cu.device.split(":")[0] != "EMU" or not cu.uop.is_realized or capturing: return
+  ends = cu.numpy()
+  found = int((ends[1:] - ends[:-1]).max())
+  if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
+    raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
+  if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows")
+
+def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
+  """Whether V is part of K. Raises ValueError where neither v nor v_dim says what it is, or both do."""
+  if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: must be a Tensor, or v_dim say how many columns of k it is")
+  if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: must be None where V is k[..., :v_dim]")
+  return v is None
+
+def columns_of(shape:tuple[int, ...], v_dim:int) -> tuple[int, ...]:
+  """The shape of so many first columns of k."""
+  if v_dim > shape[-1]: raise ValueError(f"v_dim={v_dim}: must lie in 1..{shape[-1]}, the columns of k, which has shape {shape}")
+  return (*shape[:-1], v_dim)
+
+@dataclass(frozen=True)
+class PlacedInputs:
+  """q, k and v, checked each for itself. `tensors` has no v where that is part of k; `shapes` are those that one device computes with, of q, k and v
+  alike, in `layout` for q and `layout_of_keys` for k and v; `types` are the dtype names of q, k and v."""
+  tensors: dict[str, Tensor]
+  shapes: dict[str, tuple[int, ...]]
+  types: list[str]
+  at: Placement
+  layout: str
+  pages: Pages|None = None
+  views: tuple[Strided, Strided]|None = None
+  @property
+  def layout_of_keys(self) -> str: return self.layout if self.pages is None else "bhsd"
+  def keys(self, axis:str) -> int:
+    """The batches, or the rows that there is room for, of k."""
+    axes = AXES[self.layout_of_keys]
+    return self.shapes["k"][axes.index(axis)] if axis in axes else 1
+
+def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
+  """Where q, k and v lie, whole, sharded, in a cache or in pages."""
+  layout = options.layout
+  tensors = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v)) if name != "v" or not part_of_k(v, options.v_dim)}
+  types = [dtype_of(name, tensors.get(name, k)) for name in ("q", "k", "v")]
+  rows_of_v = tensors.get("v", k)
+  if options.block_table is not None: return placed_in_pages(tensors, types, options, lengths_name)
+  for name, t in tensors.items():
+    if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
+      raise ValueError(f"{name} has shape {shape}; layout={layout!r} needs {LAYOUTS[layout]}")
+  at = placement_of(q, k, rows_of_v, layout)
+  shapes = {name: static_shape(name, t.shape) if at.shared == "keys" else local_shape(t) for name, t in tensors.items()}
+  if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
+  views = places_in_cache(k, rows_of_v, layout) if in_place and isinstance(at.device, str) else None
+  return PlacedInputs(tensors, shapes, types, at, layout, views=views)
+
+def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
+  """The same where k and v are pages. As one device computes with them they are (sequences, Hkv, the rows that a sequence may have, width)."""
+  q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
+  assert table is not None
+  pages = check_pages(q, k, v, options, lengths_name)
+  at = placement_in_pages(q, k, v, options.layout)
+  shapes = {"q": local_shape(q)}
+  for name, t in (("k", k), ("v", v)):
+    _, _, heads, width = local_shape(t)
+    shapes[name] = (int(table.shape[0]), heads, pages.rows, width)
+  if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
+  return PlacedInputs(tensors, shapes, types, at, options.layout, pages, (places_in_pages(k), places_in_pages(v)))
+
+def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str) -> dict[str, Tensor]:
+  """Those that are given, in the order of EXTRAS, each where the inputs need it."""
+  extras: dict[str, Tensor] = {}
+  def per_batch(name:str, n:int|UOp|Tensor, called:str) -> Tensor: return lengths(n, x.keys("batch"), x.keys("rows"), x.at, called)
+  for name in ("alibi_slopes", "sinks"):
+    if (given := getattr(options, name)) is not None:
+      values.dtype_name(name, given.dtype, FLOATS)
+      extras[name] = place(name, given.cast(dtypes.float), x.at)
+  if options.bias is not None: extras["bias"] = place("bias", checked_bias(options.bias), x.at)
+  if options.kv_lengths is not None:
+    if x.layout == "thd" and x.pages is None:
+      raise NotImplementedError(f"{lengths_name}={values.shown(options.kv_lengths)} with layout='thd': packed sequences take their lengths from "
+                                "cu_seqlens_k")
+    extras["kv_lengths"] = per_batch("kv_lengths", options.kv_lengths, lengths_name)
+  if options.kv_starts is not None:
+    if options.kv_lengths is None: raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
+    if options.bias is not None:
+      raise NotImplementedError("kv_starts with bias: keys are counted from their start, so a bias has no place for them")
+    extras["kv_starts"] = per_batch("kv_starts", options.kv_starts, "kv_starts")
+  for name in ("block_table", "cu_seqlens_q", "cu_seqlens_k"):
+    if (given := getattr(options, name)) is not None:
+      dtype_of(name, given)
+      extras[name] = place(name, given, x.at)
+  if options.dropout_p and options.dropout_seed is not None:
+    extras["dropout_seed"] = place("dropout_seed", check_seed("dropout_seed", options.dropout_seed), x.at)
+  return {name: extras[name] for name in EXTRAS if name in extras}
+
+def checked_bias(bias:Tensor) -> Tensor:
+  """A bias with all four dimensions."""
+  if bias.dtype == dtypes.bool: raise ValueError("bias has dtype bool: must be added to scores; scaled_dot_product_attention takes a mask of bools")
+  values.dtype_name("bias", bias.dtype, FLOATS)
+  if bias.ndim > 4: raise ValueError(f"bias has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
+  return bias.reshape(*[1]*(4 - bias.ndim), *static_shape("bias", bias.shape))
+
+def check_sharded_keys(options:AttentionOptions, extras:dict[str, Tensor]) -> None:
+  """Raises NotImplementedError for what devices that share out the keys cannot do."""
+  refused = [f"dropout_p={options.dropout_p}"]*bool(options.dropout_p) + [x for x in ("kv_lengths", "kv_starts", "cu_seqlens_k") if x in extras]
+  if refused: raise NotImplementedError(f"{refused[0]} with k and v sharded along their rows: shard along batch or heads instead")
+
+def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
+  """Raises ValueError where the call gives a buffer for o that cannot take it."""
+  if (out := options.out) is None: return
+  whole_buffer("out", out.uop)
+  want = (*q.shape[:-1], width)
+  if out.shape != want: raise ValueError(f"out has shape {out.shape}: must be {want}")
+  if options.out_dtype not in (None, out.dtype):
+    raise ValueError(f"out_dtype={values.dtype_text(options.out_dtype)} but out has dtype {values.dtype_text(out.dtype)}")
+  if (out.device, out.uop.axis) != (q.device, q.uop.axis):
+    raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
+
+def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
+  """The dtype of o: that asked for, that of the buffer given for it, or that of q."""
+  if options.out_dtype is not None: return values.dtype_text(options.out_dtype)
+  return x.types[0] if options.out is None else dtype_of("out", options.out)
+
+def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
+  """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths; `in_place`: k and v that are views of a buffer are read where
+  they lie in it."""
+  if options.batch_invariant and options.num_splits > 1:
+    raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
+  x = placed(q, k, v, options, lengths_name, in_place)
+  extras = optional_tensors(x, options, lengths_name)
+  if x.at.shared == "keys": check_sharded_keys(options, extras)
+  check_out(q, x.shapes["v"][-1], options)
+  p = problem_of((*x.shapes["q"][:-1], x.shapes["v"][-1]), x.shapes["q"], x.shapes["k"], x.shapes["v"],
+                 dtypes=[out_dtype_of(x, options), *x.types], causal=options.causal, window=options.window, softmax_scale=options.softmax_scale,
+                 layout=options.layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
+                 num_splits=options.num_splits, dropout_p=options.dropout_p, views=x.views, pages=x.pages, v_in_k="v" not in x.tensors,
+                 extras={name: (local_shape(t), dtype_of(name, t)) for name, t in extras.items()})
+  if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
+  if p.varlen and x.pages is None: check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
+  p = replace(p, return_lse=options.return_lse, dropout_start=bool(p.dropout_p) and x.at.shared is not None,
+              batch_invariant=options.batch_invariant)
+  device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
+  arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
+  return CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out)

@@ -1,0 +1,108 @@
+"""How a checked call is run: the kernels that it launches, their buffers, and where its gradient comes from."""
+from __future__ import annotations
+import functools
+from dataclasses import replace
+from typing import Any, Iterable
+from attn.api.checked_call import CheckedCall
+from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_device, check_means
+from attn.api.dropout import drawn_seed, first_of_each
+from attn.api.gradient import INPUTS, gradient_of, lse_axes, no_gradient, with_gradient
+from attn.api.pages import plain_attention_of_pages
+from attn.api.placement import AXES, empty, merge_devices, place
+from attn.api.plain import bhs, bhsd, from_bhs, from_bhsd, plain_attention
+from attn.api.views import flat_buffer
+from attn.choose.backward import by_tinygrad, can_differentiate, choose_backward
+from attn.choose.dispatch import Choice, combine_of, program_of
+from attn.kernels.combine import combine_arguments
+from attn.kernels.parts.tensors import arguments
+from attn.problem import Problem
+from attn.tinygrad_compat import TRAINING, Tensor, UOp, with_params
+from attn.values import FLOATS
+
+OF_A_CACHE = "the gradient of attention over part of a cache: train with attn.attention of whole k and v"
+SHARDED_ROWS = "k and v are sharded along their rows"
+WRITTEN = ("o", "lse", "o_partial", "lse_partial")
+
+def seeded(c:CheckedCall) -> CheckedCall:
+  """With the tensors that dropout takes: a seed, drawn where none is given, and where devices share out batches or heads the first ones of each."""
+  if not c.problem.dropout_p: return c
+  t = dict(c.tensors)
+  if "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
+  if c.problem.dropout_start: t["dropout_start"] = first_of_each(c.at, c.problem)
+  return replace(c, tensors=t)
+
+@functools.cache
+def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
+  """What `choice` launches, in order: as single objects, for tinygrad's schedule cache goes by identity. The last one has the gradient, and so takes
+  the tensors of `launched(p)`."""
+  assert choice.arch is not None and choice.work.tile is not None
+  p, arch = replace(p, num_splits=choice.work.splits), choice.arch
+  def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
+    takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
+    gradient = None if "o" not in given else gradient_of(p, arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
+    def kernel(*placeholders:UOp) -> CheckedKernel:
+      check_means(sink := program(*placeholders[:len(takes)]), arch)
+      return CheckedKernel(with_params(sink, placeholders[len(takes):]), written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1)
+    return kernel
+  programs = [(program_of(choice, p), arguments(p))]
+  if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))
+  return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
+
+def launched(p:Problem) -> list[tuple[str, ...]]:
+  """The names of the tensors that each launch is given: what its kernel takes, and for `combine` what the gradient goes to besides."""
+  if p.num_splits == 1: return [tuple(arguments(p))]
+  merging = tuple(combine_arguments(p))
+  return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
+
+def deliver(c:CheckedCall, o:Tensor, lse:Tensor) -> list[Tensor]:
+  """o, in the buffer that the call gives for it, and lse where it wants that."""
+  return [o if c.out is None else c.out.assign(o), *([lse] if c.problem.return_lse else [])]
+
+def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
+  """A buffer for what a kernel of `p` writes."""
+  if name == "o":
+    if c.out is not None: return c.out
+    axes: tuple[str|None, ...] = AXES[p.layout]
+  else: axes = (*[None]*name.endswith("partial"), *lse_axes(p.layout))
+  shape, dtype = (arguments(p) | combine_arguments(p))[name]
+  return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
+
+def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
+  """forward, or for split_kv the same into partial results and then combine."""
+  p = replace(c.problem, num_splits=choice.work.splits)
+  t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else x.contiguous() for name, x in c.tensors.items()}
+  if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # as in run_three_pass
+  if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = replace(p, return_lse=True)      # for backward
+  for names, fxn in zip(launched(p), kernels(p, choice)):
+    given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
+    written = Tensor.custom_kernel(*given, fxn=with_variables(fxn, c.variables))
+    t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
+  return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if c.problem.return_lse else [])]
+
+def with_variables(fxn:KernelFunction, variables:tuple[UOp, ...]) -> KernelFunction:
+  """A kernel function whose kernel is called with these Variables, which it has besides its tensors."""
+  return (lambda *placeholders: replace(fxn(*placeholders), variables=variables)) if variables else fxn
+
+def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
+  choose_backward(c.problem, c.arch, choice.kernel)      # where ATTN_KERNEL asks for backward kernels: why there can be none
+  return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
+
+def run_sharded_keys(c:CheckedCall) -> list[Tensor]:
+  """Each device its own keys, and the merge. The devices' parts are realized, so the gradient is that of the whole."""
+  by_tinygrad(c.arch, SHARDED_ROWS)
+  layout = c.problem.layout
+  parts = [run(c.on(i)) for i in range(c.at.count)]
+  o, lse = merge_devices([(bhsd(o, layout), bhs(lse, layout)) for o, lse in parts])
+  o, lse = from_bhsd(o, layout).cast(FLOATS[c.problem.out_dtype]), from_bhs(lse, layout)
+  return deliver(c, *with_gradient(c.problem, o, lse, c.tensors))
+
+def check_devices(c:CheckedCall) -> None:
+  """Raises ValueError where the call is for another chip than one of its devices is."""
+  for device in (c.at.device,) if isinstance(c.at.device, str) else c.at.device:
+    if c.arch is not None: check_device(c.arch.name, device)
+
+def run(c:CheckedCall) -> list[Tensor]:
+  """o and, where wanted, lse."""
+  if c.at.shared == "keys": return run_sharded_keys(c)
+  choice = c.choice()
+  return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)
