@@ -406,6 +406,8 @@ BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and ke
   "of one head's rows": dict(bias=(0, 0, 1, 0), softcap=5.0, dlse=True, parts=4),
   "one for all": dict(bias=(0, 0, 0, 0), Sq=150, dlse=True),
   "of heads alone": dict(bias=(0, 1, 0, 0), bias_dtype="float16", layout="nsd", B=1, dlse=True),
+  "of heads, lengths": dict(bias=(0, 1, 0, 0), Sk=20, extras=dict(kv_lengths=ints(2, 17)), causal=True),
+  "of batches, lengths": dict(bias=(1, 0, 0, 0), Sq=70, Sk=20, extras=dict(kv_lengths=ints(2, 17)), causal=True),
   "of scores, lengths": dict(bias=(0, 0, 1, 1), extras=dict(kv_lengths=ints(20, 65)), causal=True),
   "with dropout": dict(bias=(0, 1, 0, 1), dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
 

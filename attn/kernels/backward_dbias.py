@@ -91,7 +91,7 @@ class BackwardDbias(OwnQueries[DbiasState]):
 
   def walk_keys(self, s:DbiasState) -> DbiasState:
     if self.bias.share.owns_keys: return s.after(self.trip(s, self.bias.key_tile, masked=True))
-    return self.walk(s, self.group.walked, masked_first=self.group.p.window[0] >= 0)
+    return self.walk(s, self.bias.walked(self.group), masked_first=self.group.p.window[0] >= 0)
 
   def work(self, s:DbiasState, t:UOp, masked:bool) -> UOp:
     """dS of a tile of keys."""

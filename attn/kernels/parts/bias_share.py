@@ -91,6 +91,14 @@ class BiasPart:
     batch, head = self.grid.head//self.share.owned[1] + i//(heads*blocks), self.grid.head%self.share.owned[1] + i//blocks%heads
     return replace(self.grid, head=batch*self.share.p.H + head, block=self.grid.block + i%blocks)
 
+  def walked(self, group:Workgroup) -> Blocks:
+    """The tiles of keys that a trip walks over: those that its queries see. Where the bound of that loop would go both by the trip and by a number
+    that is loaded, kv_lengths, it is all tiles there may be, as masked ones: tinygrad's linearizer finds no order for such a loop within a loop."""
+    batches, _, blocks = self.share.walked
+    if batches*blocks == 1 or not self.share.p.kv_lengths: return group.walked
+    none = UOp.const(0)
+    return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)))
+
   # ***** the stores *****
   def row_start(self, row:Row) -> UOp:
     """Where a row of the bias begins, or the one that all rows share."""
