@@ -8,7 +8,7 @@ CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 fo
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
 ISA        1: bounds and a prediction, from the machine code                              CSV      a file for the table
 TUNE       1: on a device, times every tile that the kernel, with BWD=1 each of the two, may have instead, and keeps the fastest for dispatch in the
-           user's cache directory: AMD's forward and backward kernels, and tiled (float32, D above 256, DEV=CL, DEV=CPU)
+           user's cache directory: AMD's kernels, and those of plain UOps (float32, D above 256, DEV=CL, DEV=CPU)
 COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN, of float32 memory-efficient) and tinygrad's too; with SWEEP=1 over a
            list of shapes, with DTYPE=float32 another
 PLOT       with COMPARE=1, a picture of it (needs matplotlib)
@@ -18,7 +18,7 @@ FIGURES    1: the README's figures about the emulator's speed, and nothing else
 from __future__ import annotations
 import csv, importlib, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence, TypeVar
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn.api.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
@@ -26,18 +26,17 @@ from attn.api.custom_kernel import flash_attention_fn
 from attn.api.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
 from attn.choose import tuned
-from attn.choose.backward import can_differentiate, choose_backward, choose_parts
+from attn.choose.backward import can_differentiate, choose_backward, choose_parts, dkdv_of, dq_of
 from attn.choose.backward_tiles import backward_fits, backward_tile
 from attn.choose.candidates import BackwardCandidate, Candidate
 from attn.choose.dispatch import KERNELS, choose, single_kernel
-from attn.choose.tiled_tiles import tiled_space
+from attn.choose.tiled_tiles import tiled_backward_space, tiled_space
 from attn.choose.tiles import amd_tile, fits
 from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
-from attn.kernels.backward_dkdv import backward_dkdv
-from attn.kernels.backward_dq import backward_dq
+from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
@@ -46,7 +45,7 @@ from attn.kernels.tiled import TiledTile
 from attn.ops.renderers import render
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, exact_backward, judge, restore, rounded, same, same_backward
-from attn.tinygrad_compat import UOp, compiled, device_seconds
+from attn.tinygrad_compat import CompileError, UOp, compiled, device_seconds
 from attn.values import FLOATS
 with needs("bench", "bench.py", __name__):
   from rich.console import Console
@@ -369,37 +368,58 @@ def tune_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dic
   """The same of the kernel of plain UOps, whose compilers say nothing of spills: time does."""
   make = KERNELS["tiled"].program
   assert make is not None
-  tiles = dict.fromkeys((own, *tiled_space(p, arch)))
-  timed = sorted(((seconds(make(p, arch, tile), tile), tile) for tile in tqdm(tiles, unit="tile")), key=lambda x: x[0])
+  return plain_winners(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
+
+PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
+
+def plain_winners(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
+                  flops:int) -> list[dict[str, Any]]:
+  """Times a kernel of plain UOps with its own tile and those of a space, but for what the device refuses; keeps the fastest. The rows of a table."""
+  timed = [(seconds(own), own)]
+  for tile in tqdm([x for x in space if x != own], unit="tile"):
+    try: timed.append((seconds(tile), tile))
+    except (RuntimeError, CompileError) as e: tqdm.write(f"{kernel}, tile {tile}: {e}", file=sys.stderr)
+  timed.sort(key=lambda x: x[0])
   fastest, best = timed[0]
-  tuned.store(p, arch, best if best != own else None, fastest, "tiled")
-  return [{"kernel": "tiled", "tile": str(tile), "depth": tile.depth, "options": tile.options, "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
-           "chosen by": "the table" if tile == own else ""} for x, tile in timed]
+  tuned.store(p, arch, best if best != own else None, fastest, kernel)
+  return [{"kernel": kernel, "tile": str(tile), "depth": tile.depth, "values": tile.values, "columns": tile.columns, "options": tile.options,
+           "ms": 1e3*x, "TFLOP/s": flops/x/1e12, "chosen by": "the table" if tile == own else ""} for x, tile in timed]
 
-BackwardSeconds = Callable[[str, BackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
+TimedBackwardTile = BackwardTile|TiledBackwardTile
+BackwardSeconds = Callable[[str, TimedBackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
 
-def backward_launch(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> BackwardLaunch:
+def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> BackwardLaunch:
   p = replace(p, return_lse=True)
-  if name == "dq": return BackwardLaunch(backward_dq(p, arch, tile), dq_arguments(p))
-  return BackwardLaunch(backward_dkdv(p, arch, tile), dkdv_arguments(p))
+  if name == "dq": return BackwardLaunch(dq_of(p, arch, tile), dq_arguments(p))
+  return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p))
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
   """The fastest of its runs on the device; without parts, which another tile would divide in another way."""
   call = backward_of(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
-  def seconds(name:str, tile:BackwardTile) -> float:
+  def seconds(name:str, tile:TimedBackwardTile) -> float:
     given = {n: t for n, t in call.tensors.items() if (name, n) != ("dq", "delta")}
     schedule = compiled(*Backward([], given, {name: backward_launch(p, arch, name, tile)}).run(name).values())
     return min(device_seconds(schedule) for _ in range(s.count))
   return seconds
 
+def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
+  """The table's own, of dq and of dk and dv. Raises BadSetting where neither AMD's kernels nor those of plain UOps compute the gradients."""
+  if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
+    raise BadSetting(f"TUNE=1 with BWD=1: no kernels compute the gradients: {tiles}")
+  dq, dkdv = tiles
+  if isinstance(dq, TimedBackwardTile) and isinstance(dkdv, TimedBackwardTile): return dq, dkdv
+  raise BadSetting(f"TUNE=1 with BWD=1 on {arch.name}: it is for AMD's kernels and those of plain UOps (float32, D above 256); the tiles of "
+                   "NVIDIA's matrix units were measured")
+
 def tune_backward(s:Settings, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
   """Times a backward kernel with the table's tile and every other that doesn't spill; keeps the fastest. The rows of a table."""
   from attn.choose.backward_search import backward_candidates
   p, arch, keys = s.problem, replace(arch, tuned=False), name == "dkdv"
-  if isinstance(tiles := can_differentiate(p, arch), str): raise BadSetting(f"TUNE=1 with BWD=1: no kernels compute the gradients: {tiles}")
-  own = tiles[keys]
-  if not isinstance(own, BackwardTile): raise BadSetting(f"TUNE=1 with BWD=1: it is for the tiles of AMD's kernels, not for {own}")
+  own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2
+  if isinstance(own, TiledBackwardTile):
+    space = tiled_backward_space(p, arch, keys)
+    return plain_winners(p, arch, f"backward_{name}_tiled", own, space, lambda tile: seconds(name, tile), flops)
   todo: dict[BackwardTile, BackwardCandidate|None] = {own: None}
   for c in backward_candidates(arch, tuned.head_class(p), keys):
     if backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c) is None: todo.setdefault(tile, c)
@@ -408,8 +428,7 @@ def tune_backward(s:Settings, arch:Chip, name:str, seconds:BackwardSeconds) -> l
     if found is None or not backward_spills(p, arch, name, tile): timed.append((seconds(name, tile), tile, found))
   timed.sort(key=lambda x: x[0])
   tuned.store(p, arch, timed[0][2], timed[0][0], f"backward_{name}")
-  products = 4 if keys else 3
-  return [{"kernel": f"backward_{name}", "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": products*p.flops/2/x/1e12,
+  return [{"kernel": f"backward_{name}", "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": flops/x/1e12,
            "chosen by": "the table" if found is None else ""} for x, tile, found in timed]
 
 def backward_spills(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> bool:
@@ -428,8 +447,8 @@ def tune_all(todo:Sequence[Settings]) -> None:
     raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
                      "(python -m attn.tune)")
   arch = device_arch()
-  if arch.family == "nvidia" and any(s.backward for s in todo):
-    raise BadSetting(f"TUNE=1 with BWD=1 on {arch.name}: it is for the tiles of AMD's kernels; those of NVIDIA were measured")
+  for s in todo:
+    if s.backward: backward_tiles_to_tune(s.problem, arch)
   for s in todo:
     kept = f"{describe(s)} on {arch.name}: the first is kept in {tuned.path()}"
     if not s.backward: show(kept, tune(s, arch, device_timer(s)))

@@ -13,17 +13,20 @@ import bench
 from attn import tune
 from attn.chips import get_chip
 from attn.chips.families import FAMILIES
-from attn.choose import backward_search, search, tuned
+from attn.choose import backward_search, search, tiled_tiles, tuned
 from attn.choose.backward_tiles import choose_backward_tiles
 from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
 from attn.choose.dispatch import choose, choose_tile
 from attn.choose.search import Bound, RankedTile, best
-from attn.choose.tiled_tiles import tiled_space, tiled_tile
+from attn.choose.tiled_tiles import tiled_backward_space, tiled_backward_tiles, tiled_space, tiled_tile
 from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
 from attn.isa.source import Spec, problem_of_spec
+from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.kernels.tiled import TiledTile
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
+from attn.values import FLOATS
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL = replace(get_chip("gfx942"), tuned=True)
@@ -289,13 +292,55 @@ def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> No
     bench.tune(s, real, lambda program, tile: 1e-3 if tile == own else 2e-3)
     assert tuned.tiled_winner(s.problem, real) is None                                     # the table's own
 
+def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
+  """What the device refuses is left out, and said."""
+  real, seen, of_backward = replace(get_chip("gfx1030"), tuned=True), list[TiledBackwardTile](), TiledBackwardTile(2, 2, 4, 4, 4, 4)
+  for table in ("DQ_TILED", "DKDV_TILED"): monkeypatch.setattr(tiled_tiles, table, (tiled_tiles.TiledBackwardCandidate(4, of_backward),))
+  with Context(DEV="EMU::gfx1030"):
+    s = settings(monkeypatch, H="1", N="8", D="4", DTYPE="float32", BWD="1")
+    own = tiled_backward_tiles(s.problem, get_chip("gfx1030"))
+    for name, of_table in zip(("dq", "dkdv"), own):
+      launch = bench.backward_launch(s.problem, real, name, of_table)
+      given = [UOp.placeholder(shape, FLOATS[dtype], i) for i, (shape, dtype) in enumerate(launch.shapes.values())]
+      assert f"_backward_{name}_tiled_" in launch.kernel(*given).arg.name
+      refused, fastest = tiled_backward_space(s.problem, real, name == "dkdv")[1:3]
+      def seconds(of:str, tile:Any) -> float:
+        assert of == name and tile.keys == (of == "dkdv")
+        if tile == refused: raise RuntimeError("CL_INVALID_WORK_GROUP_SIZE")
+        return 1e-3 if tile == fastest else 2e-3
+      timed, kernel = bench.tune_backward(s, real, name, seconds), f"backward_{name}_tiled"
+      assert len(timed) > 20 and timed[0] | {"kernel": kernel, "tile": str(fastest), "ms": 1.0, "chosen by": ""} == timed[0]
+      assert f"{kernel}, tile {refused}: CL_INVALID_WORK_GROUP_SIZE" in capsys.readouterr().err
+      seen.append(fastest)
+    assert tiled_backward_tiles(s.problem, real) == tuple(seen) and tiled_backward_tiles(s.problem, get_chip("gfx1030")) == own
+    assert tuned.tiled_winner(s.problem, real) is None
+    bench.tune_backward(s, real, "dq", lambda name, tile: 1e-3 if tile == own[0] else 2e-3)
+    assert tiled_backward_tiles(s.problem, real) == (own[0], seen[1])                      # the table's own
+
+def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.MonkeyPatch) -> None:
+  with Context(DEV="EMU::sm_90"):
+    s = settings(monkeypatch, H="2", N="128", D="64", BWD="1")
+    with pytest.raises(bench.BadSetting, match="TUNE=1 with BWD=1 on sm_90: it is for AMD's kernels and those of plain UOps"):
+      bench.backward_tiles_to_tune(s.problem, get_chip("sm_90"))
+    wide = settings(monkeypatch, D="264")
+    assert all(isinstance(x, TiledBackwardTile) for x in bench.backward_tiles_to_tune(wide.problem, get_chip("sm_90")))
+
 @pytest.mark.parametrize("fields, said", [
   ({"down": 3}, "down=3: must be one of 1, 2"), ({"values": 48}, "values=48: must be one of"), ({"columns": 8}, "its parts don't go together"),
-  ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field")])
-def test_a_tile_of_tiled_that_there_is_not(fields:dict[str, int], said:str) -> None:
-  tile = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
-  assert tuned.tiled_tile_of({"tile": tile}, get_chip("gfx1030")) is not None
-  with pytest.raises(ValueError, match=said): tuned.tiled_tile_of({"tile": tile | fields}, get_chip("gfx1030"))
+  ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field"),
+  ({"keys": 1}, "keys=1: must be one of False, True"), ({"keys": False, "ahead": True}, "ahead=True: must be one of False")])
+def test_a_tile_of_tiled_that_there_is_not(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
+  """Those with `keys` are of a gradient. A kept one is ignored, with one warning."""
+  chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
+  tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
+  kind, limits, kernel = ((TiledBackwardTile, tuned.TILED_BACKWARD_LIMITS, "backward_dq_tiled") if "keys" in fields else
+                          (TiledTile, tuned.TILED_LIMITS, "tiled"))
+  assert tuned.tiled_tile_of({"tile": tile}, chip, kind, limits) == kind(**tile)
+  cache.parent.mkdir()
+  cache.write_text(json.dumps({"gfx1030": {tuned.entry_of(p, kernel): {"tile": tile | fields, "seconds": 1e-3, "stamp": STAMP}}}))
+  for _ in range(2): assert tuned.tiled_winner(p, chip) is None and tuned.tiled_backward_winner(p, chip, "backward_dq_tiled") is None
+  warning, = recwarn.list
+  assert said in str(warning.message) and str(cache) in str(warning.message)
 
 def test_tuning_leaves_out_what_spills(monkeypatch:pytest.MonkeyPatch) -> None:
   pytest.importorskip("ziglang")

@@ -6,6 +6,7 @@ room for.
 from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
+from typing import TypeVar
 from attn.chips import Chip
 from attn.choose import tuned
 from attn.choose.splits import workgroups
@@ -52,15 +53,22 @@ def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
 
 MOST_NUMBERS = 192     # fp32 registers for sums and scores that a thread may have; what else it needs comes to that
 
+THREADS = ((8, 16), (16, 8), (16, 16), (32, 8), (32, 16))      # of the tiles that TUNE=1 times: down and across
+ROWS = tuple(itertools.product((4, 8), repeat=2))               # walked and own, of a thread
+DEPTHS = (16, 32, 64)
+
+T = TypeVar("T", TiledTile, TiledBackwardTile)
+
+def space_alone(kind:type[T]) -> list[T]:
+  """The tiles of one thread that TUNE=1 times."""
+  return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
+          for (walked, own), parts, columns in itertools.product(ROWS, (2, 4, 8, 16), (4, 8, 16))]
+
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   """The tiles that TUNE=1 times on a device: all that local memory and registers have room for."""
-  sizes = list(itertools.product((4, 8), repeat=2))     # walked and own rows of a thread
-  if not arch.lds:
-    return [TiledTile(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
-            for (walked, own), parts, columns in itertools.product(sizes, (2, 4, 8, 16), (4, 8, 16))]
+  if not arch.lds: return space_alone(TiledTile)
   found = []
-  for (down, across), (walked, own), depth, ahead in itertools.product(((8, 16), (16, 8), (16, 16), (32, 8), (32, 16)), sizes, (16, 32, 64),
-                                                                       (True, False)):
+  for (down, across), (walked, own), depth, ahead in itertools.product(THREADS, ROWS, DEPTHS, (True, False)):
     tile = TiledTile(down, across, walked, own, depth, depth, True, ahead, steps_at_once=STEPS_AT_ONCE)
     if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
     carried = depth*max(tile.block_n, tile.width(p.Dv))//tile.threads*2 if ahead else 0
@@ -100,11 +108,25 @@ DKDV_TILED = (
 BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # of one thread
 
 def tiled_backward_tiles(p:Problem, arch:Chip) -> tuple[TiledBackwardTile, TiledBackwardTile]:
-  """Of the kernel of dq and of that of dk and dv. Raises NotImplementedError where local memory has no room for any."""
-  if not arch.lds: return BACKWARD_ALONE, replace(BACKWARD_ALONE, keys=True)
+  """Of the kernel of dq and of that of dk and dv: those that TUNE=1 found, or the first candidates that fit. Raises NotImplementedError where local
+  memory has no room for any."""
   return _fitting("backward_dq_tiled", DQ_TILED, p, arch), replace(_fitting("backward_dkdv_tiled", DKDV_TILED, p, arch), keys=True)
 
 def _fitting(kernel:str, table:tuple[TiledBackwardCandidate, ...], p:Problem, arch:Chip) -> TiledBackwardTile:
+  if (kept := tuned.tiled_backward_winner(p, arch, kernel)) is not None and kept.lds_bytes(p) <= arch.lds: return kept
+  if not arch.lds: return BACKWARD_ALONE
   found = next((c.tile for c in table if max(p.D, p.Dv) <= c.up_to and c.tile.lds_bytes(p) <= arch.lds), None)
   if found is None: raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} in the {arch.lds} bytes of local memory of {arch}")
+  return found
+
+def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
+  """As `tiled_space`, of a kernel that owns queries, or `keys`: a thread has S, dP and its part of each gradient in registers."""
+  if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
+  found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
+  for (down, across), (walked, own), depth, parts in itertools.product(THREADS, ROWS, DEPTHS, (1, 2)):
+    tile = TiledBackwardTile(down, across, walked, own, depth, depth//parts, steps_at_once=STEPS_AT_ONCE, keys=keys)
+    if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
+    columns = sum(tile.width(x)//down for x in ((p.D, p.Dv) if keys else (p.D,)))
+    numbers = own*(walked*products + columns)
+    if tile.lds_bytes(p) <= arch.lds and numbers <= MOST_NUMBERS and tile.block_n % tile.values == 0: found.append(tile)
   return found

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from attn import user_cache, values
 from attn.chips import Chip
 from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
+from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.tiled import TiledTile
 from attn.problem import Problem
@@ -58,8 +59,9 @@ TILED_LIMITS: dict[str, tuple[Any, ...]|range] = {
   "down": (1, 2, 4, 8, 16, 32), "across": (1, 2, 4, 8, 16, 32), "walked": (4, 8, 16), "own": (4, 8, 16), "depth": (0, 4, 8, 16, 32, 64, 128),
   "values": (0, 4, 8, 16, 32, 64, 128), "keeps_own": (False, True), "ahead": (False, True), "parts": (1, 2, 4, 8, 16), "columns": (0, 4, 8, 16),
   "steps_at_once": (1, 2, 4, 8)}
+TILED_BACKWARD_LIMITS: dict[str, tuple[Any, ...]|range] = {**TILED_LIMITS, "ahead": (False,), "keys": (False, True)}
 
-C = TypeVar("C", Candidate, BackwardCandidate, TiledTile)
+C = TypeVar("C", Candidate, BackwardCandidate, TiledTile, TiledBackwardTile)
 
 def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
   """The tile of forward that an entry of the file says, as in `tile_of`."""
@@ -124,11 +126,17 @@ def winner(p:Problem, arch:Chip) -> Candidate|None:
 
 def tiled_winner(p:Problem, arch:Chip) -> TiledTile|None:
   """The same of the kernel of plain UOps."""
-  return _winner(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch))
+  return _winner(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch, TiledTile, TILED_LIMITS))
 
-def tiled_tile_of(found:Any, arch:Chip) -> TiledTile|None:
-  """Its tile that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this device."""
-  if (tile := tile_said(found, TiledTile, TILED_LIMITS)) is None: return None
+def tiled_backward_winner(p:Problem, arch:Chip, kernel:str) -> TiledBackwardTile|None:
+  """And of a backward kernel of plain UOps."""
+  return _winner(p, arch, kernel, lambda found, arch, p: tiled_tile_of(found, arch, TiledBackwardTile, TILED_BACKWARD_LIMITS))
+
+T = TypeVar("T", TiledTile, TiledBackwardTile)
+
+def tiled_tile_of(found:Any, arch:Chip, kind:type[T], limits:Mapping[str, tuple[Any, ...]|range]) -> T|None:
+  """The tile of plain UOps that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this device."""
+  if (tile := tile_said(found, kind, limits)) is None: return None
   if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
   if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
   else: whole = tile.depth and tile.values and tile.parts == 1 and not tile.columns and tile.block_n % tile.values == 0
@@ -156,7 +164,7 @@ def entry_of(p:Problem, kernel:str) -> str|None:
   """The name of an entry of the file: of a problem's class, of forward ("") or of a backward kernel."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
-def store(p:Problem, arch:Chip, tile:Candidate|BackwardCandidate|TiledTile|None, seconds:float, kernel:str="") -> Path:
+def store(p:Problem, arch:Chip, tile:Candidate|BackwardCandidate|TiledTile|TiledBackwardTile|None, seconds:float, kernel:str="") -> Path:
   """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no class for it, OSError where the
   file can't be written."""
   file, kind = path(), entry_of(p, kernel)
