@@ -217,10 +217,16 @@ def test_what_computes_the_gradient() -> None:
     assert "forward is three_pass" in str(attn.explain(wide, wide, wide, backward=True))
   with emulated("gfx942"):
     half, wide = draw(1, 1, 8, 64), draw(1, 1, 8, 300)
-    assert attn.explain(half, half, half, backward=True).kernels == ("backward_dq", "backward_dkdv")
-    assert attn.explain(wide, wide, wide, backward=True).kernels == ("backward_dq_tiled", "backward_dkdv_tiled")
+    by_matrices, by_none = attn.explain(half, half, half, backward=True), attn.explain(wide, wide, wide, backward=True)
+    assert by_matrices.kernels == ("backward_dq", "backward_dkdv") and by_matrices.why_not("backward_dq") is None
+    assert by_none.kernels == ("backward_dq_tiled", "backward_dkdv_tiled") and by_none.why_not("backward_dq_tiled") is None
+    for line in ("not backward_dq, backward_dkdv: D=300: a row is held in registers, up to 256",
+                 "not backward_dq_wgmma, backward_dkdv_wgmma: gfx942 has no wgmma", "not backward_dq_mma, backward_dkdv_mma: gfx942 has no mma.sync"):
+      assert line in str(by_none)
   with emulated("gfx942", "backward_dq_tiled"):
-    assert attn.explain(half, half, half, backward=True).kernels == ("backward_dq_tiled", "backward_dkdv_tiled")
+    forced = attn.explain(half, half, half, backward=True)
+    assert forced.kernels == ("backward_dq_tiled", "backward_dkdv_tiled")
+    assert forced.why_not("backward_dkdv") == "ATTN_KERNEL=backward_dq_tiled forces another"
   with emulated("gfx1030", "backward_dq_mma"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq_mma: gfx1030: AMD's kernels"):
     attn.explain(q, q, q, backward=True)
 

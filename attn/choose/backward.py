@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.choose import splits
-from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles, choose_bias_tile
+from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles, choose_bias_tile, wgmma_backward_refuses
 from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for, mma_refuses, too_many_parts
 from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD, MATRIX_UNITS, ON_AMD, ON_ANY, ON_MMA, ON_WGMMA, UNITS, WAYS
 from attn.choose.tiled_tiles import tiled_backward_tiles
@@ -52,12 +52,16 @@ LEAST_KEPT = 2.0**-14     # of P, by dropout
 @dataclass(frozen=True)
 class BackwardChoice:
   """What computes the gradients: the kernels with these tiles, and into how many parts each divides what it sums (0: none); or `three_pass`, and then
-  why the kernels don't. `memory`: bytes beside inputs and outputs."""
+  why the kernels don't. `memory`: bytes beside inputs and outputs. `others`: (kernels, reason) of the units that were asked before the chosen one."""
   tiles: tuple[AnyBackwardTile, ...]|None
   arch: Chip|None
   refused: str|None = None
   parts: tuple[int, ...] = ()
   memory: int = 0
+  others: tuple[tuple[str, str], ...] = ()
+  def why_not(self, kernel:str) -> str|None:
+    """The reason for which a backward kernel, such as "backward_dq_mma", was not chosen; None where it was, or where a better one was."""
+    return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
   def kernels(self) -> tuple[str, ...]:
     if self.tiles is None: return ()
@@ -69,7 +73,8 @@ class BackwardChoice:
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
     each = [" ".join([f"{name} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
             for name, tile, parts in zip(self.kernels, self.tiles, self.parts, strict=True)]
-    return f"gradient on {where}: {', '.join(each)}\n  memory beside inputs and outputs: {self.memory} bytes"
+    lines = [f"gradient on {where}: {', '.join(each)}", *(f"  not {names}: {reason}" for names, reason in self.others)]
+    return "\n".join([*lines, f"  memory beside inputs and outputs: {self.memory} bytes"])
 
 FULL_GRIDS = 4
 
@@ -173,6 +178,19 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
-  parts = choose_parts(p, arch)
-  if p.bias is None: return BackwardChoice(found, arch, None, (parts.dq, parts.dkdv), memory_of(p, parts))
-  return BackwardChoice((*found, choose_bias_tile(p, arch)), arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts))
+  parts, others = choose_parts(p, arch), others_of(p, arch, SUFFIXES[type(found[0])])
+  if p.bias is None: return BackwardChoice(found, arch, None, (parts.dq, parts.dkdv), memory_of(p, parts), others)
+  tiles = (*found, choose_bias_tile(p, arch))
+  return BackwardChoice(tiles, arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts), others)
+
+BEST_FIRST = (ON_AMD, ON_WGMMA, ON_MMA, ON_ANY)
+REFUSES: dict[str, Callable[[Problem, Chip], str|None]] = {ON_AMD: amd_refuses, ON_WGMMA: wgmma_backward_refuses, ON_MMA: mma_refuses}
+
+def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
+  """(kernels, reason) of the units that come before the chosen one."""
+  asked, p, found = asked_for(), replace(p, num_splits=1), []
+  for unit in BEST_FIRST[:BEST_FIRST.index(chosen)]:
+    reason = REFUSES[unit](p, arch) or matrix_tiles(p, arch, (unit,))
+    if not isinstance(reason, str): reason = f"ATTN_KERNEL={asked.backward} forces another"
+    found.append((", ".join(name + unit for name in BACKWARD_KERNELS), reason))
+  return tuple(found)
