@@ -6,7 +6,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 import attn
-from attn.api.attention import choice_of
+from attn.api.attention import backward_choice_of, choice_of
 from attn.chips import CHIPS, get_chip
 from attn.choose.dispatch import KERNELS, choose
 from attn.choose.mla_tiles import UP_TO, mla_mma_tile, mla_tile
@@ -195,6 +195,13 @@ def test_other_kernels_read_v_in_k(arch:str, Dv:int) -> None:
   """Shorter rows go to the kernels that there are for them."""
   q, k = drawn(1, 4, 70, 32), drawn(1, 1, 80, 32, seed=1)
   with emulated(arch): check_against_exact(array(attn.attention(tensor(q, "float16"), tensor(k, "float16"), None, v_dim=Dv, causal=True)), q, k, Dv)
+
+def test_no_kernel_has_its_gradient() -> None:
+  """Of short rows neither, nor of float32: that was a KeyError."""
+  for arch, dtype, D in (("gfx942", "float16", 32), ("sm_80", "float32", 32), ("sm_90", "float16", 576)):
+    with emulated(arch):
+      choice = backward_choice_of(draw(1, 4, 3, D, dtype=dtype), draw(1, 1, 40, D, dtype=dtype), None, v_dim=20)
+      assert choice.kernels == () and ("v_dim: the backward kernels have keys and values apart" in str(choice) or D > 512), choice
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, D, Dv", (("gfx942", 32, 20), ("sm_80", 264, 257)))

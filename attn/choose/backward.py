@@ -146,7 +146,6 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> tupl
 def matrix_tiles(p:Problem, arch:Chip, units:tuple[str, ...]) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
   """Those for matrix units."""
   if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
-  if p.v_in_k: return "v_dim: the backward kernels have keys and values apart"
   if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
   try:
     tiles = choose_backward_tiles(p, arch, units)

@@ -66,8 +66,9 @@ def check_problem(p:Problem, tile:BlockTile) -> None:
   check_range(p, tile)
 
 def check_backward(p:Problem, tile:BlockTile) -> None:
-  """Raises NotImplementedError where there is no gradient of the problem by the backward kernels: splits, a number of keys that only a
-  Variable knows, and tensors beyond what a buffer descriptor addresses."""
+  """Raises NotImplementedError where there is no gradient of the problem by the backward kernels: splits, values that are part of the keys, a number
+  of keys that only a Variable knows, and tensors beyond what a buffer descriptor addresses."""
+  if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels have keys and values apart")
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the gradient is of the whole, whatever the splits of forward")
   for name in ("k_view", "kv_starts"):
     if getattr(p, name): raise NotImplementedError(f"{name}: the backward kernels know no parts of a cache")
