@@ -26,6 +26,7 @@ from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, proble
 from attn.kernels.append import Append, append
 from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.combine import combine, combine_arguments
+from attn.kernels.mla import MlaTile
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.ops.renderers import render
@@ -58,7 +59,8 @@ def text_of(program:Callable[..., UOp], tensors:dict[str, tuple[tuple[int, ...],
   return render(program(*[UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(tensors.values())]), arch)
 
 PAGES = Pages(16, 600, 256)
-IN_PAGES = whole_places((PAGES.count, PAGES.size, 2, 128), "bshd")
+IN_PAGES, LATENT_IN_PAGES = (whole_places((PAGES.count, PAGES.size, *rows), "bshd") for rows in ((2, 128), (1, 576)))
+LATENT: dict[str, Any] = dict(Hkv=1, Sk=4096, D=576, Dv=512, v_in_k=True)
 OPTIONS: dict[str, dict[str, Any]] = {
   "D 16": dict(D=16, Sq=70), "odd D": dict(D=37, Dv=21, dtype="bfloat16", Sq=70, causal=True),
   "one query, GQA packed": dict(H=8, Hkv=2, Sq=1, Sk=999, num_splits=1),
@@ -71,7 +73,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "pages": dict(B=2, H=8, Hkv=2, Sq=1, Sk=4096, D=128, num_splits=4, pages=PAGES, views=(IN_PAGES, IN_PAGES),
                 extras=dict(kv_lengths=ints(999, 1), block_table=np.zeros((2, PAGES.most), np.int32))),
   "pages, many queries": dict(B=2, H=8, Hkv=2, Sq=300, Sk=4096, D=128, dtype="bfloat16", causal=True, pages=PAGES, views=(IN_PAGES, IN_PAGES),
-                              extras=dict(kv_lengths=ints(999, 1), block_table=np.zeros((2, PAGES.most), np.int32)))}
+                              extras=dict(kv_lengths=ints(999, 1), block_table=np.zeros((2, PAGES.most), np.int32))),
+  "latent": dict(H=128, Sq=1, softcap=3.0, num_splits=1, **LATENT),
+  "latent, few rows": dict(H=16, Sq=1, dtype="bfloat16", num_splits=1, lse=False, **LATENT),
+  "latent, split, pages": dict(B=2, H=32, Sq=2, dtype="bfloat16", causal=True, num_splits=4, pages=PAGES, views=(LATENT_IN_PAGES, LATENT_IN_PAGES),
+                               extras=dict(sinks=floats(32), kv_lengths=ints(999, 1), block_table=np.zeros((2, PAGES.most), np.int32)), **LATENT)}
 # problems whose gradients are taken
 GRADIENTS: dict[str, dict[str, Any]] = {
   "GQA": dict(H=64, Hkv=8, Sq=512, D=128, dtype="bfloat16", causal=True),
@@ -109,6 +115,7 @@ def kernel_text(name:str, arch:str, llvm:int) -> str:
   if name not in OPTIONS: return other_text(name, arch)
   choice = choose(problem(**OPTIONS[name]), replace(get_chip(arch), llvm=llvm))
   assert choice.work.tile is not None and (name not in ("split", "pages") or choice.kernel == "split_kv")
+  assert isinstance(choice.work.tile, MlaTile) == ("latent" in name)
   return forward_text(name, arch, choice.kernel, choice.work.tile)
 
 def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
@@ -122,6 +129,8 @@ def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:Th
     for llvm, tools in known(compilers, arch).items():
       jobs[name, llvm] = pool.submit(assembly, kernel_text(name, arch, llvm), arch, (), tools)
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
+  latent = {key: analyse(job.result(), arch, LATENT["D"], LATENT["Dv"]).resources for key, job in jobs.items() if "latent" in key[0]}
+  assert {key: r for key, r in latent.items() if r.vgpr_spills or r.sgpr_spills or r.scratch} == {}
 
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:

@@ -1,6 +1,8 @@
 """Decode: one query (and a few) over long keys of any length, split over workgroups, the query heads of a key head packed into one tile."""
 from __future__ import annotations
+import pytest
 import attn
+from attn.measure.decode import DECODES, LATENT, DecodeStep, call_of
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Context
 from cases import array, in_turn, normal, problem, tensor
@@ -18,3 +20,15 @@ def test_long_keys(where:tuple[str, int], Sk:int) -> None:
   want, _ = exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)
   text, _ = same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
   assert (verdict := judge(o, want, text)).ok, str(verdict)
+
+@pytest.mark.parametrize("row, kernel, text", (
+  (DecodeStep(2, 16, 1, 128, 576, v_dim=512), "mla_mma", "(2, 16 on 1, 1 x 128, 576/512)"),
+  (DecodeStep(2, 16, 1, 128, 576, 16, v_dim=512), "mla_mma", "(2, 16 on 1, 1 x 128, 576/512) pages of 16"),
+  (DecodeStep(1, 4, 2, 4096, 64), "split_kv", "(1, 4 on 2, 1 x 4096, 64)")))
+def test_what_the_measurement_asks_for(row:DecodeStep, kernel:str, text:str) -> None:
+  """`python -m attn.measure.decode`, which needs a GPU, poses these problems."""
+  with Context(DEV="EMU::sm_90"): call = call_of(row)
+  p, choice = call.problem, call.choice()
+  assert str(row) == text and (p.v_in_k, p.Dv) == (row.v_dim > 0, row.v_dim or row.D) and (p.pages is not None) == (row.page > 0)
+  assert choice.kernel == kernel and row.flops == p.flops and [x for x in DECODES if "576" in str(x)] == list(LATENT)
+  assert row.bytes_read == sum(t.nbytes() for name, t in call.tensors.items() if name in ("k", "v"))

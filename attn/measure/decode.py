@@ -1,7 +1,8 @@
 """Decoding against its peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints the rows whose name has each WORD.
 
 Device time of one step, by events around a graph of 100 of them one after another, median over rounds in which the peers take turns: PyTorch's SDPA
-with the FlashAttention-2 and the cuDNN backend. The rate is that of K and V, each read once.
+with the FlashAttention-2 and the cuDNN backend. The rate is that of K and V, each read once. `python -m attn.measure.decode 576` prints the rows of
+latent attention, for which PyTorch has no kernels.
 """
 from __future__ import annotations
 import math, statistics, sys
@@ -22,22 +23,28 @@ REPEATED = 2**24     # random numbers, of which K and V are repetitions
 
 @dataclass(frozen=True)
 class DecodeStep:
-  """One query of each of B sequences of `keys` keys; `page` rows to a page of the cache, 0 for a whole one."""
+  """One query of each of B sequences of `keys` keys; `page` rows to a page of the cache, 0 for a whole one; with `v_dim` V is so many first columns
+  of K."""
   B: int
   H: int
   Hkv: int
   keys: int
   D: int = 128
   page: int = 0
+  v_dim: int = 0
   def __str__(self) -> str:
     heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
-    return f"({self.B}, {heads}, 1 x {self.keys}, {self.D})" + f" pages of {self.page}"*(self.page > 0)
+    width = f"{self.D}/{self.v_dim}" if self.v_dim else f"{self.D}"
+    return f"({self.B}, {heads}, 1 x {self.keys}, {width})" + f" pages of {self.page}"*(self.page > 0)
   @property
-  def bytes_read(self) -> int: return 2*2*self.B*self.Hkv*self.keys*self.D
+  def bytes_read(self) -> int: return 2*self.B*self.Hkv*self.keys*(self.D if self.v_dim else 2*self.D)
+  @property
+  def flops(self) -> int: return 2*self.B*self.H*self.keys*(self.D + (self.v_dim or self.D))
 
 LARGE_CACHES = DecodeStep(64, 32, 8, 4096), DecodeStep(1, 32, 8, 131072)
+LATENT = tuple(DecodeStep(B, heads, 1, 4096, 576, page, v_dim=512) for B, heads, page in ((64, 128, 0), (64, 128, 64), (64, 16, 0), (1, 128, 0)))
 DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1, 32, 32, 16384), DecodeStep(128, 16, 1, 2048), *LARGE_CACHES,
-           *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)))
+           *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *LATENT)
 
 def normal(*shape:int) -> Tensor:
   """Random numbers, repeated."""
@@ -48,13 +55,13 @@ def normal(*shape:int) -> Tensor:
 
 def call_of(row:DecodeStep) -> CheckedCall:
   """A step of random numbers; pages lie in any order."""
-  q = normal(row.B, row.H, 1, row.D)
-  if not row.page: return prepare(q, normal(row.B, row.Hkv, row.keys, row.D), normal(row.B, row.Hkv, row.keys, row.D), options_of("attention", {}))
-  blocks = row.keys//row.page
-  order = np.random.default_rng(1).permutation(row.B*blocks).astype(np.int32).reshape(row.B, blocks)
-  k, v = (normal(row.B*blocks, row.page, row.Hkv, row.D) for _ in range(2))
-  lengths = Tensor(np.full(row.B, row.keys, np.int32)).realize()
-  return prepare(q, k, v, options_of("attention", {"block_table": Tensor(order).realize(), "kv_lengths": lengths}))
+  q, blocks, options = normal(row.B, row.H, 1, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
+  shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
+  if row.page:
+    order = np.random.default_rng(1).permutation(row.B*blocks).astype(np.int32).reshape(row.B, blocks)
+    options |= {"block_table": Tensor(order).realize(), "kv_lengths": Tensor(np.full(row.B, row.keys, np.int32)).realize()}
+  if row.v_dim: return prepare(q, normal(*shape), None, options_of("attention", {**options, "v_dim": row.v_dim}))
+  return prepare(q, normal(*shape), normal(*shape), options_of("attention", options))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   """Seconds of one step, with another tile and number of splits than the chosen ones where they are given."""
@@ -83,9 +90,9 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Those of PyTorch, which has no pages."""
+  """Those of PyTorch, which has no pages and no such long rows."""
   import torch
-  if row.page: return {}
+  if row.page or row.v_dim: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
   p = Problem(row.B, row.H, row.Hkv, 1, row.keys, row.D, row.D, softmax_scale=row.D**-.5)
   return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}
@@ -105,7 +112,7 @@ def compare(row:DecodeStep) -> dict[str, Any]:
   times = {name: statistics.median(r[name] for r in rounds) for name in timers}
   best = min((t for name, t in times.items() if name != OURS), default=None)
   return {"row": str(row), "tile": str(work.tile), "splits": work.splits, **{f"us {name}": t*1e6 for name, t in times.items()},
-          "TB/s": row.bytes_read/times[OURS]/1e12, "x best": best/times[OURS] if best else ""}
+          "TB/s": row.bytes_read/times[OURS]/1e12, "TFLOP/s": row.flops/times[OURS]/1e12, "x best": best/times[OURS] if best else ""}
 
 def main(words:list[str]) -> None:
   for row in DECODES:
