@@ -3,6 +3,7 @@
 whatever `window_size` says. `softcap` is off up to 0. The softmax_lse of a row that sees no key is -inf, where FlashAttention has +inf. What there
 is, argument by argument, stands in docs/flash_attention.md."""
 from __future__ import annotations
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -10,7 +11,7 @@ from attn import values
 from attn.api.attention import attend, attention
 from attn.api.cache import attention_with_kv_cache, check_caches
 from attn.api.checked_call import prepare
-from attn.api.checked_kernel import dtype_of
+from attn.api.checked_kernel import dtype_of, static_shape
 from attn.api.options import AttentionOptions, check_lengths
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
@@ -121,6 +122,12 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if cos.ndim != 2 or cos.shape != sin.shape:
     raise ValueError(f"rotary_cos and rotary_sin have shapes {cos.shape} and {sin.shape}: must both be (positions, rotary_dim/2)")
 
+def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
+  """Raises ValueError, as FlashAttention does, where a row that a sequence of the cache may have has no position."""
+  rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", () if table is None else table.shape)[1:2]])
+  if (there := int(cos.shape[0])) < rows:
+    raise ValueError(f"rotary_cos has {there} positions: must have at least {rows}, the rows that a sequence of the cache may have")
+
 def _batches(name:str, cache:Tensor, batch:int) -> Tensor:
   """The first batches of a cache, which may have more than there are queries of."""
   values.tensor(name, cache)
@@ -138,9 +145,9 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   cache_batch_idx: int32 (B): the batch of the caches that each of q is about; by default the first ones
   cache_leftpad:   int32 (B): where the rows of each begin; cache_seqlens counts from the first row of the cache all the same
   block_table:     int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D)
-  rotary_cos, rotary_sin: (positions, rotary_dim/2): q and the new k are turned, the latter as it is appended. Row i has position
-                   cache_seqlens + i; with neither causal nor a window all rows of q have position cache_seqlens. Columns 0 and 1, 2 and 3 ... make
-                   pairs, or without rotary_interleaved columns 0 and rotary_dim/2, 1 and rotary_dim/2 + 1 ...
+  rotary_cos, rotary_sin: (positions, rotary_dim/2), at least as many positions as a sequence may have rows: q and the new k are turned, the latter as
+                   it is appended. Row i has position cache_seqlens + i; with neither causal nor a window all rows of q have position cache_seqlens.
+                   Columns 0 and 1, 2 and 3 ... make pairs, or without rotary_interleaved columns 0 and rotary_dim/2, 1 and rotary_dim/2 + 1 ...
   A row that sees no key has lse -inf, where FlashAttention's is +inf."""
   options = _options(causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
                      num_splits=num_splits, return_softmax_lse=return_softmax_lse)
@@ -163,6 +170,7 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   if k is not None and v is not None:
     if cache_seqlens is None: raise ValueError("cache_seqlens=None with new rows k and v: must say where they go")
     if rotary_cos is not None and rotary_sin is not None:
+      _check_positions(rotary_cos, k_cache, options.get("block_table"))
       moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
       q = _rotary("q", q, rotary_cos, rotary_sin, at, rotary_interleaved, moving)
       k = _rotary("k", k, rotary_cos, rotary_sin, at, rotary_interleaved, True)

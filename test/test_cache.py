@@ -135,6 +135,7 @@ def test_refused():
     for call, text in (
       (lambda: append_kv(draw(B, HKV, 1, 16), new, k_cache, v_cache, 0),
        r"k_new has shape \(2, 2, 1, 16\): must be that of k_cache, \(2, 2, 8, 32\)"),
+      (lambda: append_kv(new[:, :, :0], new[:, :, :0], k_cache, v_cache, 0), r"k_new has shape \(2, 2, 0, 32\): every dimension must be at least 1"),
       (lambda: append_kv(new.float(), new, k_cache, v_cache, 0), "k_new has dtype float32: must be that of k_cache, float16"),
       (lambda: append_kv(new, draw(B, HKV, 2, D), k_cache, v_cache, 0), "v_new and v_cache have 2 and 8 rows"),
       (lambda: append_kv(new, new, k_cache, v_cache, 0.5), "cache_seqlens=0.5: must be an int, a Variable or an int32 Tensor"),

@@ -211,7 +211,8 @@ def like_ours(theirs:dict[str, Any], options:dict[str, Any]) -> Callable[[str], 
 OF_A_CACHE = {
   "q": ("(B, Sq, H, D)", cache_main), "k_cache": ("(B or more, capacity, Hkv, D), views of larger buffers too, or pages", cache_main),
   "v_cache": ("the same", cache_main), "k": ("(B, new, Hkv, D): appended in place, before anything is read", cache_main),
-  "v": ("the same", cache_main), "rotary_cos": ("(positions, rotary_dim/2), any even rotary_dim up to D: turns q and k", rotary(True)),
+  "v": ("the same", cache_main),
+  "rotary_cos": ("(positions, rotary_dim/2), any even rotary_dim up to D: turns q and k; as many positions as the cache has rows", rotary(True)),
   "rotary_sin": ("the same", rotary(True, False)),
   "cache_seqlens": ("an int, a Variable or int32 (B); without it the caches are full", cache_of_an_int),
   "cache_batch_idx": ("int32 (B); without it the first batches", cache_more_batches),
@@ -253,10 +254,11 @@ def test_refused() -> None:
     q, cache, n = draw(B, 2, H, D), [draw(B, SK, HKV, D).contiguous() for _ in range(2)], int32(*START)
     new, cos = draw(B, 2, HKV, D), draw(16, 4, dtype="float32")
     def call(**more:Any) -> Any: return lambda: flash_attn.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=n, **more)
-    varlen, wide = flash_attn.flash_attn_varlen_func, draw(16, 9, dtype="float32")
+    varlen, wide, short = flash_attn.flash_attn_varlen_func, draw(SK, 9, dtype="float32"), cos[:SK - 1]
     for what, text in (
       (call(rotary_cos=cos), "rotary_sin=None: one is given without the other"),
       (call(rotary_cos=cos, rotary_sin=cos[:3]), r"shapes \(16, 4\) and \(3, 4\)"),
+      (call(rotary_cos=short, rotary_sin=short), rf"rotary_cos has {SK - 1} positions: must have at least {SK}"),
       (call(rotary_cos=wide, rotary_sin=wide), r"q has 16 columns, which are fewer than 18"),
       (lambda: flash_attn.flash_attn_with_kvcache(q, *cache, cache_seqlens=n, rotary_cos=cos, rotary_sin=cos), "rotary_cos without new rows"),
       (call(cache_batch_idx=int32(0)), r"cache_batch_idx has shape \(1,\): must be \(2,\)"),

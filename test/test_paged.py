@@ -182,6 +182,7 @@ def test_refused() -> None:
       (call(k=draw(4, 0, HKV, D)), r"k has shape \(4, 0, 2, 32\)"), (call(k=draw(4, 8, D)), r"k has shape \(4, 8, 32\): with block_table"),
       (call(v=draw(3, 8, HKV, D)), r"v has shape \(3, 8, 2, 32\): its pages"), (call(q=draw(2, 3, 1, D)), "H=3 query heads"),
       (append(16), r"cache_seqlens=16: with 1 new rows that is more than the 16 that block_table has pages for"),
+      (append(new=new[:, :, :0]), r"k_new has shape \(2, 2, 0, 32\): every dimension must be at least 1"),
       (append(new=draw(2, H, 1, D)), r"k_new has shape \(2, 4, 1, 32\)"), (append(new=new.float()), "k_new is float32 on EMU"),
       (append(block_table=table[:1]), r"block_table has shape \(1, 2\)"), (append(softcap=-1.0), "softcap=-1.0"),
       (lambda: attn.empty_paged_cache(4, 0, HKV, D), "page_size=0: must be a whole number, at least 1")):

@@ -202,7 +202,11 @@ def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None)
   for one, other, x, y in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
     if x is None and y is not None: raise ValueError(f"{one}=None with {other}: must both be Tensors, or both None where v is part of k")
   given = [("k", k_new, k_cache), ("v", v_new, v_cache)][:1 if v_new is None else 2]
-  return [OfCache(name, values.tensor(f"{name}_new", new), values.tensor(f"{name}_cache", cache)) for name, new, cache in given]
+  found = [OfCache(name, values.tensor(f"{name}_new", new), values.tensor(f"{name}_cache", cache)) for name, new, cache in given]
+  for part in found:
+    if 0 in static_shape(f"{part.name}_new", part.new.shape):
+      raise ValueError(f"{part.name}_new has shape {values.shown_shape(part.new.shape)}: every dimension must be at least 1")
+  return found
 
 def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, layout:str,
           block_table:Tensor|None=None) -> NewRows:
