@@ -2,6 +2,7 @@
 from __future__ import annotations
 import contextlib, os, sys
 from collections.abc import Callable, Iterator
+import itertools
 from dataclasses import replace
 from typing import Any
 import numpy as np
@@ -229,6 +230,13 @@ def test_what_computes_the_gradient() -> None:
     assert forced.why_not("backward_dkdv") == "ATTN_KERNEL=backward_dq_tiled forces another"
   with emulated("gfx1030", "backward_dq_mma"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq_mma: gfx1030: AMD's kernels"):
     attn.explain(q, q, q, backward=True)
+
+@pytest.mark.parametrize("arch", ("gfx1030", "gfx942", "gfx950", "sm_80", "sm_90"))
+def test_tiles_fit_in_local_memory(arch:str) -> None:
+  """At every mixture of widths: one that does not is refused when the gradient is asked for, after forward has run."""
+  for D, Dv in itertools.product((1, 20, 48, 64, 80, 128, 160, 256, 384, 512), repeat=2):
+    p = problem(Sq=100, Sk=77, D=D, Dv=Dv, dtype="float32")
+    for tile in tiled_backward_tiles(p, get_chip(arch)): assert tile.lds_bytes(p) <= get_chip(arch).lds, (D, Dv, tile)
 
 def test_local_memory_that_has_no_room() -> None:
   p = problem(H=1, Sq=8, D=512, dtype="float32")

@@ -110,14 +110,15 @@ BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # 
 def tiled_backward_tiles(p:Problem, arch:Chip) -> tuple[TiledBackwardTile, TiledBackwardTile]:
   """Of the kernel of dq and of that of dk and dv: those that TUNE=1 found, or the first candidates that fit. Raises NotImplementedError where local
   memory has no room for any."""
-  return _fitting("backward_dq_tiled", DQ_TILED, p, arch), replace(_fitting("backward_dkdv_tiled", DKDV_TILED, p, arch), keys=True)
+  return _fitting("backward_dq_tiled", DQ_TILED, False, p, arch), _fitting("backward_dkdv_tiled", DKDV_TILED, True, p, arch)
 
-def _fitting(kernel:str, table:tuple[TiledBackwardCandidate, ...], p:Problem, arch:Chip) -> TiledBackwardTile:
-  if (kept := tuned.tiled_backward_winner(p, arch, kernel)) is not None and kept.lds_bytes(p) <= arch.lds: return kept
-  if not arch.lds: return BACKWARD_ALONE
-  found = next((c.tile for c in table if max(p.D, p.Dv) <= c.up_to and c.tile.lds_bytes(p) <= arch.lds), None)
-  if found is None: raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} in the {arch.lds} bytes of local memory of {arch}")
-  return found
+def _fitting(kernel:str, table:tuple[TiledBackwardCandidate, ...], keys:bool, p:Problem, arch:Chip) -> TiledBackwardTile:
+  """Of a kernel that owns queries, or `keys`, which changes what lies in local memory."""
+  kept = tuned.tiled_backward_winner(p, arch, kernel)
+  by_table = [c.tile for c in table if max(p.D, p.Dv) <= c.up_to] if arch.lds else [BACKWARD_ALONE]
+  for found in [kept, *by_table] if kept is not None else by_table:
+    if (tile := replace(found, keys=keys)).lds_bytes(p) <= arch.lds: return tile
+  raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} in the {arch.lds} bytes of local memory of {arch}")
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
   """As `tiled_space`, of a kernel that owns queries, or `keys`: a thread has S, dP and its part of each gradient in registers."""
