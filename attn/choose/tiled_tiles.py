@@ -6,10 +6,10 @@ room for.
 from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
-from typing import TypeVar
 from attn.chips import Chip
 from attn.choose import tuned
 from attn.choose.splits import workgroups
+from attn.choose.tuned import AnyTiledTile
 from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.rectangle import LONG_SUM, MAX_WIDTH
 from attn.kernels.tiled import TiledTile
@@ -53,22 +53,20 @@ def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
 
 MOST_NUMBERS = 192     # fp32 registers for sums and scores that a thread may have; what else it needs comes to that
 
-THREADS = ((8, 16), (16, 8), (16, 16), (32, 8), (32, 16))      # of the tiles that TUNE=1 times: down and across
-ROWS = tuple(itertools.product((4, 8), repeat=2))               # walked and own, of a thread
-DEPTHS = (16, 32, 64)
+TUNED_THREADS = ((8, 16), (16, 8), (16, 16), (32, 8), (32, 16))      # of the tiles that TUNE=1 times: down and across
+TUNED_ROWS = tuple(itertools.product((4, 8), repeat=2))               # walked and own, of a thread
+TUNED_DEPTHS = (16, 32, 64)
 
-T = TypeVar("T", TiledTile, TiledBackwardTile)
-
-def space_alone(kind:type[T]) -> list[T]:
+def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
   """The tiles of one thread that TUNE=1 times."""
   return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
-          for (walked, own), parts, columns in itertools.product(ROWS, (2, 4, 8, 16), (4, 8, 16))]
+          for (walked, own), parts, columns in itertools.product(TUNED_ROWS, (2, 4, 8, 16), (4, 8, 16))]
 
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   """The tiles that TUNE=1 times on a device: all that local memory and registers have room for."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
-  for (down, across), (walked, own), depth, ahead in itertools.product(THREADS, ROWS, DEPTHS, (True, False)):
+  for (down, across), (walked, own), depth, ahead in itertools.product(TUNED_THREADS, TUNED_ROWS, TUNED_DEPTHS, (True, False)):
     tile = TiledTile(down, across, walked, own, depth, depth, True, ahead, steps_at_once=STEPS_AT_ONCE)
     if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
     carried = depth*max(tile.block_n, tile.width(p.Dv))//tile.threads*2 if ahead else 0
@@ -124,7 +122,7 @@ def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardT
   """As `tiled_space`, of a kernel that owns queries, or `keys`: a thread has S, dP and its part of each gradient in registers."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
-  for (down, across), (walked, own), depth, parts in itertools.product(THREADS, ROWS, DEPTHS, (1, 2)):
+  for (down, across), (walked, own), depth, parts in itertools.product(TUNED_THREADS, TUNED_ROWS, TUNED_DEPTHS, (1, 2)):
     tile = TiledBackwardTile(down, across, walked, own, depth, depth//parts, steps_at_once=STEPS_AT_ONCE, keys=keys)
     if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
     columns = sum(tile.width(x)//down for x in ((p.D, p.Dv) if keys else (p.D,)))

@@ -132,9 +132,9 @@ def tiled_backward_winner(p:Problem, arch:Chip, kernel:str) -> TiledBackwardTile
   """And of a backward kernel of plain UOps."""
   return _winner(p, arch, kernel, lambda found, arch, p: tiled_tile_of(found, arch, TiledBackwardTile, TILED_BACKWARD_LIMITS))
 
-T = TypeVar("T", TiledTile, TiledBackwardTile)
+AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
-def tiled_tile_of(found:Any, arch:Chip, kind:type[T], limits:Mapping[str, tuple[Any, ...]|range]) -> T|None:
+def tiled_tile_of(found:Any, arch:Chip, kind:type[AnyTiledTile], limits:Mapping[str, tuple[Any, ...]|range]) -> AnyTiledTile|None:
   """The tile of plain UOps that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this device."""
   if (tile := tile_said(found, kind, limits)) is None: return None
   if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")

@@ -42,9 +42,9 @@ class DecodeStep:
   def flops(self) -> int: return 2*self.B*self.H*self.keys*(self.D + (self.v_dim or self.D))
 
 LARGE_CACHES = DecodeStep(64, 32, 8, 4096), DecodeStep(1, 32, 8, 131072)
-LATENT = tuple(DecodeStep(B, heads, 1, 4096, 576, page, v_dim=512) for B, heads, page in ((64, 128, 0), (64, 128, 64), (64, 16, 0), (1, 128, 0)))
+OF_LATENT = tuple(DecodeStep(B, heads, 1, 4096, 576, page, v_dim=512) for B, heads, page in ((64, 128, 0), (64, 128, 64), (64, 16, 0), (1, 128, 0)))
 DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1, 32, 32, 16384), DecodeStep(128, 16, 1, 2048), *LARGE_CACHES,
-           *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *LATENT)
+           *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT)
 
 def normal(*shape:int) -> Tensor:
   """Random numbers, repeated."""
