@@ -74,7 +74,8 @@ class Scores:
   def capped(self, x:list[UOp]) -> list[UOp]:
     """log2(e) * cap(softmax_scale*x)."""
     p = self.p
-    if p.softcap: return [ops.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E, series=p.softcap > SMALL_CAP) for y in x]
+    terms = 10 if p.dtype == "float32" else 4 if p.softcap > SMALL_CAP else 0
+    if p.softcap: return [ops.softcap(y, p.softmax_scale/p.softcap, p.softcap*LOG2E, terms) for y in x]
     return [ops.mul(y, p.softmax_scale*LOG2E) for y in x]
 
   def cap_slopes(self, capped:list[UOp]) -> list[UOp]:
