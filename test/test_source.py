@@ -6,9 +6,11 @@ import pytest
 from attn.chips import SEARCHED, get_chip
 from attn.choose.dispatch import single_kernel
 from attn.isa.source import MASKS, Spec, text_of
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import render
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import AxisType, UOp
 from cases import TYPES, in_turn, problem
 
 LONGEST = 200                                      # characters of a line
@@ -17,6 +19,13 @@ CHIPS = (*SEARCHED, "sm_80", "sm_90")              # one of each family
 OPTIONS:dict[str, dict[str, Any]] = {
   "softcap and slopes": dict(softcap=30.0, causal=True, extras=dict(alibi_slopes=np.ones((1, 32), np.float32))),
   "bias in a window": dict(window=(100, 20), extras=dict(bias=np.zeros((1, 32, 1024, 1024), np.float32)))}
+
+def test_a_range_stays_the_same_in_what_is_simplified() -> None:
+  """Of a loop whose bound is hidden, too: its end would be that of another one, and no kernel of gfx1201 for D=256, Dv=98 and 33 keys lowered."""
+  bound = trip_count(UOp.const(1))
+  assert bound is not None
+  loop = Allocator().range(bound, AxisType.LOOP)
+  assert loop in (loop*2 + 1 < 7).simplify().toposort()
 
 def longest(text:str) -> int: return max(map(len, text.splitlines()))
 

@@ -10,7 +10,10 @@ class Allocator:
   """Gives each range of one kernel its id and each placeholder its slot, in the order in which they are asked for. tinygrad nests ranges by their
   ids, and lines up by slots what nothing else orders."""
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
-  def range(self, n:int|UOp, kind:AxisType) -> UOp: return UOp.range(n, next(self._axes), kind)
+  def range(self, n:int|UOp, kind:AxisType) -> UOp:
+    """0..n-1. Its bound is simplified here: where an expression that has the range in it is simplified, it would be else, and a range with another
+    bound is another range, which no loop ends."""
+    return UOp.range(n.simplify() if isinstance(n, UOp) else n, next(self._axes), kind)
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
     """n values of each thread."""
     return UOp.placeholder((n,), dtype, next(self._slots), AddrSpace.REG)
