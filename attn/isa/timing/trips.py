@@ -14,8 +14,6 @@ from attn.isa.timing.addresses import WaveState, bank_cycles_of
 from attn.isa.timing.steps import Pipe, TripStep, trip_steps, unknown
 from attn.isa.timing.waves import Run, Wave, step_waves
 
-import os
-PRIO = eval('lambda i, n, g: ' + os.environ.get('PRIO', '0'))
 WARM, MEASURED = 2, 4      # trips before those that are measured, and those
 MOST_ISSUES = 60000        # instructions that are stepped, about: fewer trips of a long loop
 
@@ -213,8 +211,7 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
     without = _without_conflicts(trip, chip)
     conflicts += sum(b - free for b, free in zip(banks, without) if b is not None and free is not None)
     if wave == 0: unknowns = sum(x.unit == Pipe.LDS and b is None and x.instruction.kind != "lds_permute" for x, b in zip(mine[0], banks))
-  all_waves = [Wave(g, (g*waves + i) % simds, mine[i], behind=behind > 0 and i >= waves - behind,
-                    priority=PRIO(i, waves, g)) for g in range(groups) for i in range(waves)]
+  all_waves = [Wave(g, (g*waves + i) % simds, mine[i], behind=behind > 0 and i >= waves - behind) for g in range(groups) for i in range(waves)]
   longest = sum(len(w.steps) for w in all_waves)
   measured = max(1, min(MEASURED, MOST_ISSUES//longest - WARM))
   warm = WARM if longest*(WARM + measured) <= MOST_ISSUES else 1

@@ -26,7 +26,6 @@ class Wave:
   simd: int
   steps: Sequence[TripStep]      # of its trip
   behind: bool = False       # begins behind one more barrier than the others of its workgroup
-  priority: int = 0          # with which it begins (s_setprio)
 
 @dataclass(frozen=True)
 class Issue:
@@ -85,7 +84,7 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
   groups = _Groups(waves)
   issued: list[list[int]] = [[] for _ in waves]              # the cycle of each issue of a wave
   done: list[list[int]] = [[] for _ in waves]                # and when what it accesses is there
-  free, priority, position = [w.group*apart for w in waves], [w.priority for w in waves], [0]*len(waves)
+  free, priority, position = [w.group*apart for w in waves], [0]*len(waves), [0]*len(waves)
   released: dict[int, int] = {}                              # wave -> when its barrier was complete
   result = Run(waves, trips - first, starts=[[] for _ in waves], matrix=[[] for _ in range(simds)])
   heap: list[tuple[int, int, int, int]] = []
