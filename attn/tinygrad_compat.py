@@ -2,7 +2,7 @@
 pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 """
 from __future__ import annotations
-import contextlib, ctypes, functools, math, os, re, sys, types
+import contextlib, ctypes, functools, gc, math, os, re, sys, types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,9 +82,18 @@ def is_cpu(device:Any) -> bool:
   return bool(kind.value & opencl.CL_DEVICE_TYPE_CPU)
 
 # **** lowering without a device ****
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+  """Within, Python does not look for cycles of objects: UOps are in none, and walking over all of them took a sixth of a kernel's lowering."""
+  enabled = gc.isenabled()
+  gc.disable()
+  try: yield
+  finally:
+    if enabled: gc.enable()
+
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
   """A kernel's AST (a SINK) -> the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
-  with Context(ALLOW_DEVICE_USAGE=0):
+  with Context(ALLOW_DEVICE_USAGE=0), _without_collections():
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
 def compile_at_once(kernel:UOp, device:str) -> None:

@@ -4,15 +4,16 @@ Each instruction is followed for all lanes of a wave at once. What comes from me
 is what is computed from it. An unknown scalar counts as 0: added to every lane's address it only turns the banks round.
 """
 from __future__ import annotations
-import re
+import functools, re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from attn.chips import Chip
 from attn.emulator.banks import BankCounter
 from attn.isa.instruction import Instruction, access_bytes
-from attn.isa.timing.steps import registers, uses
+from attn.isa.timing.steps import issued_together, written_operands, registers, uses
 
 LaneValues = NDArray[Any]
 _WORD = 0xffffffff
@@ -48,6 +49,22 @@ def _name(op:str) -> str:
   name = re.sub(r"^[vs]_", "", re.sub(r"_(e32|e64|vi|gfx\w+)$", "", op))
   return name if name in INTEGER_OPERATIONS else re.sub(r"_(lo_)?[ubi](16|32|64)(_u32)?$", "", name)
 
+@dataclass(frozen=True)
+class _Followed:
+  """An instruction as it is followed, for every wave the same."""
+  instruction: Instruction
+  operands: tuple[str, ...]                       # as written
+  writes: tuple[str, ...]                         # registers
+  operation: Callable[..., LaneValues]|None       # on integers, where it is known
+
+@functools.lru_cache(maxsize=16384)
+def _followed(text:str) -> tuple[_Followed, ...]:
+  """An instruction, or both of a pair that issues together."""
+  def half(op:str, args:str) -> _Followed:
+    x = Instruction(op, args, f"{op} {args}")
+    return _Followed(x, tuple(written_operands(args)), uses(x)[0], INTEGER_OPERATIONS.get(_name(op)) if op[0] in "vs" else None)
+  return tuple(half(op, args) for op, args in issued_together(text))
+
 class WaveState:
   """What a wave's registers hold, as far as it is followed: an array of its lanes for vectors and masks, a number for scalars; others are unknown."""
   def __init__(self, chip:Chip, wave:int, two_dimensional:bool):
@@ -74,37 +91,36 @@ class WaveState:
 
   def follow(self, x:Instruction) -> None:
     """The effect of one instruction."""
-    for half in x.text.split("::"):
-      op, _, args = half.strip().replace("v_dual_", "v_", 1).partition(" ")
-      self._follow(Instruction(op, args.strip(), half.strip()))
+    for half in _followed(x.text): self._follow(half)
 
-  def _follow(self, x:Instruction) -> None:
-    parts = [a.strip() for a in re.split(r",(?![^\[]*\])", x.args)]
-    writes, _ = uses(x)
-    result = mask = None
+  def _follow(self, half:_Followed) -> None:
+    x, parts, result, mask = half.instruction, half.operands, None, None
+    if "saveexec" in x.op: return self._saveexec(x, parts)
     if x.op.startswith("v_cmp"): mask = self._comparison(x, parts)
-    elif "saveexec" in x.op: self._saveexec(x, parts)
     elif x.op.startswith(_OF_MASKS) and any(self._mask(p) is not None for p in parts[1:]):
       mask = self._mask_operation(x.op, parts[1:])
     elif x.op.startswith("v_cndmask"): result = self._select(parts)
     elif x.op.startswith("v_bitop3_b32"): result = self._bits_of_three(x, parts)
     elif x.op.startswith("v_mbcnt"): result = self._lanes_below(x.op, parts)
     elif x.op.startswith("v_readfirstlane") and (value := self._operand(parts[1])) is not None: result = np.asarray(np.ravel(value)[0])
-    elif (operation := INTEGER_OPERATIONS.get(_name(x.op))) is not None and x.op[0] in "vs":
-      values = [self._operand(p) for p in parts[(2 if "_co_" in x.op else 1):]]
-      if x.op.startswith("s_mulk") or x.op.startswith("s_addk"): values = [self._operand(parts[0]), *values]
-      if all(v is not None for v in values):
-        try: result = operation(*values) & _WORD
-        except (TypeError, ValueError): result = None
-    if "saveexec" in x.op: return
-    for r in writes:
+    elif half.operation is not None: result = self._integer(half)
+    for r in half.writes:
       self.values.pop(r, None)
       self.masks.pop(r, None)
-    if not writes: return
-    if mask is not None: self.masks[writes[0]] = mask
-    elif result is not None: self.values[writes[0]] = result
+    if not half.writes: return None
+    if mask is not None: self.masks[half.writes[0]] = mask
+    elif result is not None: self.values[half.writes[0]] = result
+    return None
 
-  def _comparison(self, x:Instruction, parts:list[str]) -> LaneValues|None:
+  def _integer(self, half:_Followed) -> LaneValues|None:
+    x, parts = half.instruction, half.operands
+    values = [self._operand(p) for p in parts[(2 if "_co_" in x.op else 1):]]
+    if x.op.startswith(("s_mulk", "s_addk")): values = [self._operand(parts[0]), *values]
+    if half.operation is None or any(v is None for v in values): return None
+    try: return half.operation(*values) & _WORD
+    except (TypeError, ValueError): return None
+
+  def _comparison(self, x:Instruction, parts:Sequence[str]) -> LaneValues|None:
     m = re.match(r"v_cmpx?_(\w\w)_([ui])(?:16|32)", x.op)
     named = len(parts) == 3
     values = [self._operand(p) for p in (parts[1:] if named else parts)]
@@ -112,7 +128,7 @@ class WaveState:
     a, b = (_signed(np.asarray(v)) if m[2] == "i" else np.asarray(v) for v in values)
     return np.broadcast_to(COMPARISONS[m[1]](a, b), self.chip.wave)
 
-  def _saveexec(self, x:Instruction, parts:list[str]) -> None:
+  def _saveexec(self, x:Instruction, parts:Sequence[str]) -> None:
     before, given = self.masks.get("exec"), self._mask(parts[1])
     for r in registers(parts[0]): self.values.pop(r, None)
     if before is not None: self.masks[registers(parts[0])[0]] = before
@@ -120,7 +136,7 @@ class WaveState:
     if after is not None: self.masks["exec"] = after
     else: self.masks.pop("exec", None)
 
-  def _mask_operation(self, op:str, parts:list[str]) -> LaneValues|None:
+  def _mask_operation(self, op:str, parts:Sequence[str]) -> LaneValues|None:
     found = [self._mask(p) for p in parts]
     if op.startswith("s_mov"): return found[0]
     a, b = found
@@ -128,11 +144,11 @@ class WaveState:
     if a is None or b is None: return None
     return a & b if op.startswith("s_and_b") else a ^ b if op.startswith("s_xor") else a & ~b
 
-  def _select(self, parts:list[str]) -> LaneValues|None:
+  def _select(self, parts:Sequence[str]) -> LaneValues|None:
     no, yes, mask = self._operand(parts[1]), self._operand(parts[2]), self._mask(parts[3] if len(parts) > 3 else "vcc")
     return None if no is None or yes is None or mask is None else np.where(mask, yes, no)
 
-  def _bits_of_three(self, x:Instruction, parts:list[str]) -> LaneValues|None:
+  def _bits_of_three(self, x:Instruction, parts:Sequence[str]) -> LaneValues|None:
     """v_bitop3: bit 4a + 2b + c of its table for the bits a, b, c of its operands."""
     a, b, c = (self._operand(p.split()[0]) for p in parts[1:4])
     found = re.search(r"bitop3:(\w+)", x.args)
@@ -142,7 +158,7 @@ class WaveState:
       result = result | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
     return result & _WORD
 
-  def _lanes_below(self, op:str, parts:list[str]) -> LaneValues|None:
+  def _lanes_below(self, op:str, parts:Sequence[str]) -> LaneValues|None:
     before = self._operand(parts[2])
     lanes, half = np.arange(self.chip.wave), self.chip.wave > 32 and "_hi_" in op
     if before is None or parts[1] != "-1": return None
@@ -156,7 +172,7 @@ class WaveState:
   def bank_cycles(self, x:Instruction) -> int|None:
     """What the banks take for an access to LDS; None where an address is not known."""
     if x.kind not in ("lds_read", "lds_write"): return None
-    parts = [a.strip() for a in re.split(r",(?![^\[]*\])", x.args)]
+    parts = _followed(x.text)[0].operands
     address = self._operand(parts[0 if x.kind == "lds_write" else 1].split()[0])
     if address is None: return None
     offsets = {name: int(number, 0) for name, number in re.findall(r"(offset[01]?):(\w+)", x.args)}

@@ -5,7 +5,7 @@ A trip is a straight line that repeats, so what an instruction waits for is know
 one before, and how many cycles after that one's issue. What a load brings is not waited for by its registers but by s_waitcnt, as on the machine.
 """
 from __future__ import annotations
-import re
+import functools, re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,16 +55,17 @@ class TripStep:
 
 _REGISTER = re.compile(r"\b(ttmp|[vas])\[(\d+)(?::(\d+))?\]|\b([vas])(\d+)\b|\b(vcc|exec|m0|scc)(?:_lo|_hi)?\b", re.I)
 
-def registers(operand:str) -> list[str]:
+@functools.lru_cache(maxsize=8192)
+def registers(operand:str) -> tuple[str, ...]:
   """The registers that an operand names: v[2:3] is v2 and v3."""
-  found = []
+  found = list[str]()
   for m in _REGISTER.finditer(operand):
     if m[6]: found.append(m[6].lower())
     elif m[4]: found.append(m[4] + m[5])
     else: found += [f"{m[1]}{i}" for i in range(int(m[2]), int(m[3] or m[2]) + 1)]
-  return found
+  return tuple(found)
 
-def _operands(args:str) -> list[str]:
+def written_operands(args:str) -> list[str]:
   """Operands as written, split at commas that are in no brackets."""
   return [x.strip() for x in re.split(r",(?![^\[\(]*[\]\)])", args)] if args else []
 
@@ -78,7 +79,7 @@ _NO_RESULT = re.compile(r"s_(cmp|bitcmp|cbranch|branch|wait|barrier|nop|setprio|
                         r"ds_(write|store)|(buffer|global|flat|scratch)_(store|atomic)|(buffer|global)_(inv|wb|gl)")
 
 def _half_uses(op:str, args:str) -> tuple[list[str], list[str]]:
-  operands = [registers(x) for x in _operands(args)]
+  operands = [registers(x) for x in written_operands(args)]
   if _NO_RESULT.match(op): writes, reads = list[str](), [r for x in operands for r in x]
   elif "v_cmpx" in op: writes, reads = ["exec"], [r for x in operands for r in x]
   else:
@@ -94,14 +95,17 @@ def _half_uses(op:str, args:str) -> tuple[list[str], list[str]]:
   if "saveexec" in op: writes.append("exec")
   return writes, reads
 
-def uses(x:Instruction) -> tuple[list[str], list[str]]:
-  """(registers that an instruction writes, those that it reads); both instructions of a pair that issues together."""
-  writes, reads = list[str](), list[str]()
-  for half in x.text.split("::"):
+def issued_together(text:str) -> Iterator[tuple[str, str]]:
+  """(mnemonic, operands) of an instruction, or of each of a pair that issues together."""
+  for half in text.split("::"):
     op, _, args = half.strip().replace("v_dual_", "v_", 1).partition(" ")
-    w, r = _half_uses(op, args)
-    writes, reads = writes + w, reads + r
-  return writes, reads
+    yield op, args.strip()
+
+@functools.lru_cache(maxsize=16384)
+def uses(x:Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """(registers that an instruction writes, those that it reads); both instructions of a pair that issues together."""
+  found = [_half_uses(op, args) for op, args in issued_together(x.text)]
+  return tuple(r for writes, _ in found for r in writes), tuple(r for _, reads in found for r in reads)
 
 # ***** latencies *****
 
@@ -137,8 +141,8 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
   used = [uses(x) for x in trip]
   for now in range(2*len(trip)):
     x, (writes, reads) = trip[now % len(trip)], used[now % len(trip)]
-    last = set(registers(_operands(x.args)[3])) if x.kind == "matrix" and len(_operands(x.args)) > 3 else set()
-    if _DOT.match(x.op): last = set(writes) if "dot2c" in x.op or "acc" in x.op else set(registers((_operands(x.args) + [""]*4)[3]))
+    last = set(registers(written_operands(x.args)[3])) if x.kind == "matrix" and len(written_operands(x.args)) > 3 else set()
+    if _DOT.match(x.op): last = set(writes) if "dot2c" in x.op or "acc" in x.op else set(registers((written_operands(x.args) + [""]*4)[3]))
     needs: dict[int, Dependence] = {}
     for r in reads:
       if (at := written.get(r)) is None: continue
