@@ -32,6 +32,8 @@ from isa_sample import KEYS, UNITS, sample
   ("global_load_dwordx4 v[0:3], v[0:1], off", "load"), ("buffer_load_dwordx4 v0, s[0:3], 0 offen lds", "load_to_lds"),
   ("global_load_lds_dwordx4 v[0:1], off", "load_to_lds"), ("buffer_load_b128 v[0:3], v4, s[0:3], 0 offen", "load"),
   ("global_store_b128 v[0:1], v[2:5], off", "store"), ("scratch_load_b32 v0, off, s0", "scratch"),
+  ("buffer_store_dword v44, off, s[52:55], 0 offset:4", "scratch"), ("buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen", "load"),
+  ("buffer_load_dword off, s[0:3], s4 lds", "load_to_lds"),
   ("buffer_inv sc1", "memory_other"),
   ("s_waitcnt lgkmcnt(0)", "wait"), ("s_wait_dscnt 0x0", "wait"), ("s_wait_alu 0xfffe", "wait"),
   ("s_barrier", "barrier"), ("s_barrier_signal -1", "barrier"),

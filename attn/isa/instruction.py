@@ -52,8 +52,10 @@ VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # all of the vector AL
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(op:str, args:str="") -> str:
+  """One of KINDS. A buffer access without an address of each lane is one to scratch, where each lane has a place of its own: CDNA2 has no other."""
   kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
-  return "load_to_lds" if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)) else kind
+  if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)): return "load_to_lds"
+  return "scratch" if kind in ("load", "store") and op.startswith("buffer_") and re.search(r"\boff\b", args) else kind
 
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
 
