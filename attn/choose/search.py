@@ -107,10 +107,12 @@ def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """None where the kernel doesn't compile, or spills. `text` is its machine code."""
+  """None where the kernel doesn't compile, or spills: keeps registers in memory, or scalars in vectors. What moves from vector registers to
+  accumulation registers, which clang counts as spilled too, stays in the register file, and its moves are in the prediction. `text` is its machine
+  code."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
-  if r.vgpr_spills or r.sgpr_spills or r.scratch: return None
+  if r.scratch or r.sgpr_spills: return None
   matrix, waves = loop.cycles["matrix"], waves_of(report, tile, chip)
   others = chip.pipes.valu*sum(loop.kinds[kind] for kind in ISSUED)
   ahead = AHEAD*(time_of_loads(report.waits) or 0) >= sum(loop.matrix.values())
@@ -181,7 +183,8 @@ def search_class(arch:str, d:int, each:Each=map) -> Class:
     rows = look([c for c in space if c.prefetch == prefetch and heavy[c] == weight])
     if rows and queries(rows[-1]) <= SMALL_TILE and all(x.bound.enough == ENOUGH for x in rows): break
   leading = {x.candidate for some in (ranked, [x for x in ranked if queries(x) <= SMALL_TILE]) for x in some[:LEADING]}
-  return Class(arch, d, tuple(ranked), tuple(look([c for c in space if c.prefetch == 2 and replace(c, prefetch=1) in leading])))
+  rows = look([c for c in space if c.prefetch == 2 and replace(c, prefetch=1) in leading])
+  return Class(arch, d, tuple(ranked), tuple(rows))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
   """Every class of every chip, in `jobs` processes, with a line of progress."""
