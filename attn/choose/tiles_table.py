@@ -45,13 +45,13 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     Candidate(256, 4, 1, 32, fenced=True, prefetch=0),                  # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
   ),
   "rdna3": (
-    Candidate(64, 4, 2, 16),                                            # serial 77.5%, issued 75.0%, overlap 83.5%, waves 4
+    Candidate(64, 8, 1, 32, fenced=True),                               # predicted 78.5%, serial 80.5%, issued 75.5%, overlap 87.0%, waves 8
     Candidate(128, 8, 1, 32, fenced=True),                              # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4
     Candidate(192, 4, 1, 16, q_in_lds=True, fenced=True),               # serial 90.0%, issued 82.0%, overlap 93.0%, waves 2
     Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True, prefetch=0),   # predicted 63.0%, serial 91.5%, issued 83.0%, overlap 93.5%, waves 2
   ),
   "rdna4": (
-    Candidate(64, 4, 2, 16),                                            # serial 67.5%, issued 64.5%, overlap 77.0%, waves 8
+    Candidate(64, 8, 1, 64, fenced=True),                               # predicted 71.5%, serial 69.5%, issued 65.5%, overlap 80.0%, waves 8
     Candidate(128, 8, 1, 16, fenced=True),                              # predicted 75.5%, serial 79.5%, issued 73.5%, overlap 86.0%, waves 8
     Candidate(192, 8, 1, 32, fenced=True),                              # serial 85.0%, issued 80.0%, overlap 90.0%, waves 4
     Candidate(256, 8, 1, 16),                                           # serial 88.5%, issued 82.0%, overlap 92.0%, waves 4
