@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from attn.chips import get_chip
 from attn.choose.dispatch import choose, program_of
+from attn.choose.search import FILLS, LARGEST_TILE
+from attn.choose.tuned import CLASSES
 from attn.compilers.clang import assembly, toolchain
 from attn.isa.report import analyse
 from attn.kernels.parts.tensors import arguments
@@ -49,30 +51,60 @@ SPILLED = {
                                ("few heads", 16, dict(Sq=1, softcap=30.0)))},
   "a softcap beside long rows in pieces": ("gfx950", MANY | {"Hkv": 8, "Sq": 1001, "Sk": 3909, "D": 167, "Dv": 139, "causal": True,
                                                              "softcap": 30.0, "lse": False}),
+  # grids for which the large tile of forward is enough, and staggered is not, or which options keep from it
+  "pieces beside two waves on a SIMD": ("gfx942", {"B": 1, "H": 32, "Sq": 2048, "Sk": 2048, "D": 127, "Dv": 125, "window": (50, 20),
+                                                     "dtype": "bfloat16"}),
+  "pieces and nothing else": ("gfx942", {"B": 1, "H": 32, "Sq": 2048, "Sk": 2048, "D": 117, "lse": False}),
+  "slopes beside pieces and two waves on a SIMD": ("gfx90a", MANY | {"Sq": 300, "D": 126, "causal": True,
+                                                                  "extras": {"alibi_slopes": np.empty(32, np.float32)}}),
+  "lengths of keys beside pieces": ("gfx950", MANY | {"Sq": 300, "D": 117, "causal": True, "extras": {"kv_lengths": np.empty(8, np.int32)}}),
+  "dropout beside two waves on a SIMD": ("gfx942", MANY | {"Sq": 300, "D": 128, "window": (50, 20), "dropout_p": 0.1,
+                                                         "extras": {"dropout_seed": np.empty(2, np.uint32)}}),
+  "pieces on RDNA3, and nothing else": ("gfx1100", MANY | {"Sq": 300, "D": 113, "causal": True, "lse": False}),
 }
-BY_DEFAULT = ("few keys and a mask", "rows in pieces and an lse", "O of 208 columns beside pieces and few queries")
+BY_DEFAULT = ("few keys and a mask", "rows in pieces and an lse", "O of 208 columns beside pieces and few queries",
+              "pieces beside two waves on a SIMD")
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BY_DEFAULT else pytest.mark.thorough) for x in SPILLED])
 def test_what_spilled(case:str) -> None:
   arch, parameters = SPILLED[case]
   assert scratch_accesses(problem(**parameters), arch) == 0
 
-def drawn_problem(rng:random.Random) -> tuple[str, dict[str, Any]]:
-  """A chip, and a problem of any size, mask and option."""
-  d = rng.choice((rng.randint(1, 256), rng.choice((32, 64, 96, 128, 192, 256))))
-  heads, batch = rng.choice((8, 32)), rng.choice((1, 8))
-  queries, keys = rng.choice((1, rng.randint(2, 64), rng.randint(64, 5000))), rng.randint(1, 5000)
+CHIPS_DRAWN = ("gfx90a", *ARCHS)
+OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_seed")
+
+def any_width(rng:random.Random) -> int: return rng.choice((rng.randint(1, 256), rng.choice((32, 64, 96, 128, 192, 256))))
+
+def edge_of_a_class(rng:random.Random) -> int:
+  """A head dimension in pieces just below the end of a class of tiles, where a wave has the fewest registers left."""
+  return rng.choice(CLASSES) - rng.randint(1, 15)
+
+def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
+  """Queries of each of so many heads for which there are between FILLS and as many workgroups of LARGEST_TILE queries as the chip has compute units:
+  there dispatch turns from one tile or kernel to another."""
+  return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
+
+def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
+  """None, or one of OPTIONS: each is as likely."""
+  if (option := rng.choice((None, *OPTIONS))) is None: return {}
+  if option == "softcap": return {"softcap": 30.0}
+  shapes = {"bias": (1, 1, sizes["Sq"], sizes["Sk"]), "alibi_slopes": (sizes["H"],), "sinks": (sizes["H"],), "kv_lengths": (sizes["B"],),
+            "dropout_seed": (2,)}
+  dtype = {"kv_lengths": np.int32, "dropout_seed": np.uint32}.get(option, np.float32)
+  return {"extras": {option: np.empty(shapes[option], dtype)}, **({"dropout_p": 0.1} if option == "dropout_seed" else {})}
+
+def drawn_problem(rng:random.Random, edge:bool) -> tuple[str, dict[str, Any]]:
+  """A chip, and a problem of any size, mask and option, or one at the edge of what a tile is for."""
+  arch, heads, batch, width = rng.choice(CHIPS_DRAWN), rng.choice((8, 32)), rng.choice((1, 8)), edge_of_a_class if edge else any_width
+  d, queries = width(rng), edge_of_the_grid(rng, arch, batch*heads) if edge else rng.choice((1, rng.randint(2, 64), rng.randint(64, 5000)))
+  sizes = {"B": batch, "H": heads, "Hkv": rng.choice((heads, heads//4)), "Sq": queries, "Sk": rng.randint(1, 5000), "D": d,
+           "Dv": rng.choice((d, d, width(rng)))}
   window = {"window": (rng.choice((-1, rng.randint(0, 500))), rng.choice((-1, rng.randint(0, 300))))}
   mask = rng.choice(({}, {"causal": True}, {"causal": "top-left"}, window))
-  shapes = {"bias": (1, 1, queries, keys), "alibi_slopes": (heads,), "sinks": (heads,), "kv_lengths": (batch,)}
-  option = rng.choice((None, None, "softcap", *shapes))
-  options: dict[str, Any] = {"softcap": 30.0} if option == "softcap" else {}
-  if option in shapes: options["extras"] = {option: np.empty(shapes[option], np.int32 if option == "kv_lengths" else np.float32)}
-  sizes = {"B": batch, "H": heads, "Hkv": rng.choice((heads, heads//4)), "Sq": queries, "Sk": keys, "D": d,
-           "Dv": rng.choice((d, d, rng.randint(1, 256)))}
-  return rng.choice(ARCHS), {**sizes, **mask, **options, "dtype": rng.choice(("float16", "bfloat16")), "lse": rng.random() < 0.5}
+  return arch, {**sizes, **mask, **drawn_option(rng, sizes), "dtype": rng.choice(("float16", "bfloat16")), "lse": rng.random() < 0.5}
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.thorough if n > 1 else ()) for n in range(60)])
 def test_drawn(seed:int) -> None:
-  arch, parameters = drawn_problem(random.Random(seed))
+  """Every other problem is one at an edge."""
+  arch, parameters = drawn_problem(random.Random(seed), seed % 2 == 1)
   assert scratch_accesses(problem(**parameters), arch) == 0, f"{arch}: {parameters}"

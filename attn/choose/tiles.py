@@ -20,6 +20,7 @@ from attn.problem import Problem
 
 # ***** AMD *****
 
+SHORT = 64     # up to it a wave has registers to spare
 LONG = 128     # beyond it O takes a good part of the registers of RDNA
 WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
 
@@ -30,6 +31,7 @@ class Economy(Flag):
   NO_PREFETCH = auto()    # no tile is on its way meanwhile
   SPARING = auto()        # and K and V come one after the other
   FOUR_WAVES = auto()     # one wave on a SIMD, which has its registers for itself
+  SHORT_TRIPS = auto()    # of half as many keys: half of the scores
 
 CROWDED = Economy.FENCED | Economy.NO_PREFETCH
 
@@ -40,6 +42,8 @@ PIECES = "pieces"              # rows that are no whole number of units: each pi
 LSE = "lse"                    # a second sum of P
 ANY_OPTION = "options"         # any of them
 EVERY_SCORE = "every score"    # of those what is worked out for every score
+DROPOUT = "dropout"            # of those the bits of a random number for each score
+TWO_ON_A_SIMD = "two on a SIMD"  # waves, each with half of its registers
 ON_SCORES = {"softcap", "alibi", "bias", "dropout_p"}
 
 @dataclass(frozen=True)
@@ -56,25 +60,29 @@ WHERE_A_WAVE_HAS_ALL = (
   Shortage(WIDE, (WINDOW,), CROWDED),
   *(Shortage(WIDE, (x,), Economy.FOUR_WAVES) for x in (WINDOW, PIECES, EVERY_SCORE)),
   *(Shortage(LONG, x, Economy.FOUR_WAVES) for x in itertools.combinations((WINDOW, PIECES, EVERY_SCORE), 2)),
-  Shortage(WIDE, (PIECES, FEW_ROWS), Economy.NO_PREFETCH | Economy.SPARING))
+  Shortage(WIDE, (PIECES, FEW_ROWS), Economy.NO_PREFETCH | Economy.SPARING),
+  Shortage(0, (PIECES, TWO_ON_A_SIMD), Economy.NO_PREFETCH),
+  Shortage(0, (PIECES, EVERY_SCORE, TWO_ON_A_SIMD), Economy.SHORT_TRIPS),
+  Shortage(0, (DROPOUT, TWO_ON_A_SIMD), Economy.FOUR_WAVES | Economy.SHORT_TRIPS))
 # no wave has more than a part of a SIMD's registers
 WHERE_A_WAVE_HAS_A_PART = (
   *ANYWHERE,
   *(Shortage(WIDE, (x,), CROWDED) for x in (WINDOW, FEW_ROWS, LSE)),
   *(Shortage(0, (PIECES, x), Economy.NO_PREFETCH) for x in (FEW_ROWS, LSE, ANY_OPTION)),
+  Shortage(SHORT, (PIECES,), Economy.SHORT_TRIPS),
   Shortage(LONG, (PIECES,), Economy.NO_PREFETCH),
   Shortage(WIDE, (PIECES,), Economy.SPARING))
 
-def burdens_of(p:Problem, mat:Matrix, few:bool) -> set[str]:
+def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   in_pieces = any(width % mat.unit for width in (p.D, p.Dv))
   found = {FEW_ROWS: few, WINDOW: p.window[0] >= 0, PIECES: in_pieces, LSE: p.writes_lse, ANY_OPTION: bool(p.options),
-           EVERY_SCORE: bool(ON_SCORES.intersection(p.options))}
+           EVERY_SCORE: bool(ON_SCORES.intersection(p.options)), DROPOUT: bool(p.dropout_p), TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 
-def economy_of(p:Problem, arch:Chip, mat:Matrix, few:bool) -> Economy:
-  """What a problem's loop needs to get by with the registers that there are."""
+def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy:
+  """What a problem's loop needs to get by with the registers that there are, in a workgroup of so many waves."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
-  burdens, longest = burdens_of(p, mat, few), max(p.D, p.Dv)
+  burdens, longest = burdens_of(p, mat, waves, few), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
@@ -105,7 +113,8 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
   few = needed < c.waves
-  means = economy_of(p, arch, mat, few)
+  means = economy_of(p, arch, mat, waves, few)
+  if Economy.SHORT_TRIPS in means: block_n = max(mat.M, block_n//2)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
   return Tile(mat, min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles, block_n, c.q_in_lds, c.fenced or Economy.FENCED in means,
               0 if Economy.NO_PREFETCH in means else c.prefetch, pack, Economy.SPARING in means, 0.0 if few else 8.0)
