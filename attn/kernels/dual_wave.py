@@ -185,8 +185,9 @@ class DualWave:
       following += self.products([s.k[j].load() for j in range(kt*units, (kt + 1)*units)])
       exps += s.softmax.weights([x[kt]], s.softmax.bias[0].load(), scores.to_log2)
       # packed, P takes half as many registers; a mask takes more, which are there only if the scheduler is free
-      if masked is None: s = s.sync(amd.sched_barrier(following[-1], ops.pack_weights(exps[-1], self.sums.dtype), s.done))
-    s, weights = self.weigh(s, x, exps, scores)
+      if masked is None and kt < self.k_tiles - 1: s = s.sync(amd.sched_barrier(following[-1], ops.pack_weights(exps[-1], self.sums.dtype), s.done))
+    # the row sum begins beside the last products, and the branch comes after them
+    s, weights = self.weigh(s, x, exps, scores, *(following[-1:] if masked is None else []))
     s = s.keep(*store_all(s.s, following)).begin(amd.priority(0, *weights, *following, s.done))
     return s.settled(amd.barrier(s.done)), weights
 
@@ -214,13 +215,13 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   # ***** what clusters are made of *****
-  def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores) -> tuple[DualWaveState, list[UOp]]:
-    """P of the scores x, relative to a reference that it does not outgrow, as operands."""
+  def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *before:UOp) -> tuple[DualWaveState, list[UOp]]:
+    """P of the scores x, relative to a reference that it does not outgrow, as operands. Whether it does is looked at after what is `before`."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))
       return corrected[0]
-    softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.sums, self.tile.rescale_above, correct, s.done)
+    softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.sums, self.tile.rescale_above, correct, *before, s.done)
     return replace(s, statements=s.statements.ran(corrected[0])), softmax.operands(self.at, 0, self.k_tiles, Kept(self.at))
 
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows("k"), K_LAYOUT, to.buffer, t)
