@@ -2,14 +2,16 @@
 from __future__ import annotations
 import contextlib, os, sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Callable
 import numpy as np
 import pytest
 import attn
 from attn.api.attention import backward_choice_of, choice_of
 from attn.chips import CHIPS, get_chip
-from attn.choose.dispatch import KERNELS, choose
-from attn.choose.mla_tiles import UP_TO, mla_mma_tile, mla_tile
+from attn.choose import tuned
+from attn.choose.dispatch import KERNELS, choose, choose_tile
+from attn.choose.mla_tiles import UP_TO, latent_space, mla_mma_tile, mla_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.matrix import Layout
@@ -20,6 +22,7 @@ from attn.kernels.mla_mma import MlaMma, MlaMmaTile
 from attn.kernels.parts.products import LdsColumns
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.shared_rows import Told
+from attn.measure import decode
 from attn.ops.operation import statement
 from attn.problem import Problem
 from attn.reference import exact, judge, same
@@ -72,6 +75,12 @@ def test_option(option:str, arch:str) -> None: check_mla(arch, **OPTIONS[option]
 @pytest.mark.parametrize("arch", UNITS)
 @pytest.mark.parametrize("option", list(OPTIONS)[BY_DEFAULT:])
 def test_further_option(option:str, arch:str) -> None: check_mla(arch, **OPTIONS[option])
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("heads, arch", [(heads, UNITS[i%len(UNITS)]) for i, heads in enumerate((32, 64, 32, 64, 128, 16))])
+def test_whole_rows(heads:int, arch:str) -> None:
+  """576 and 512 columns, as DeepSeek's models have them, two queries of each head: 32 to 256 rows on one key/value head."""
+  check_mla(arch, H=heads, Sq=2, Sk=70, D=576, Dv=512, causal=True, dtype="bfloat16" if heads == 64 else "float16")
 
 @pytest.mark.parametrize("kind, arch", [pytest.param(kind, arch, marks=() if (kind, arch) == ("rising", "gfx950") else pytest.mark.thorough)
                                         for kind in KINDS for arch in UNITS])
@@ -233,6 +242,48 @@ def test_cache(arch:str, page:int) -> None:
     rows = array(cache).reshape(-1, page or capacity, D)
     rows = rows[order].reshape(capacity, D) if page else rows[0]
     np.testing.assert_array_equal(rows[:filled + 2], k[0, 0].astype(np.float32))
+
+# ***** tiles *****
+
+def latent_problem(arch:str, **sizes:int) -> Problem:
+  return problem(**{**dict(B=2, H=128, Hkv=1, Sq=1, Sk=4000, D=576, Dv=512), **sizes}, v_in_k=True, lse=False)
+
+SPACES = [(arch, tile) for arch in UNITS for tile in latent_space(latent_problem(arch), get_chip(arch))]
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch, tile", SPACES, ids=lambda x: str(x) + getattr(x, "options", ""))
+def test_every_tile_that_is_timed(arch:str, tile:MlaTile|MlaMmaTile) -> None:
+  """With shorter rows."""
+  check_kernels(arch, latent(normal), tile=lambda _: tile, **NARROW, Sq=2, Sk=139, v_in_k=True, causal=True)
+
+@pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
+def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_path:Path, recwarn:pytest.WarningsRecorder) -> None:
+  """The fastest is kept for problems of the class with caches and without; what is no tile of the chip is ignored, with a warning."""
+  monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
+  monkeypatch.setattr(tuned, "stamp", lambda: {"attn": "0"})
+  row, chip, seen = decode.DecodeStep(2, 128, 1, 4000, 576, v_dim=512), get_chip(arch), list[Any]()
+  real = replace(chip, tuned=True)
+  space = list(latent_space(latent_problem(arch), chip))
+  fastest = space[3]
+  def seconds(call:Any, work:Any) -> float:
+    seen.append((work.tile, work.splits))
+    return 1e-3 if work.tile == fastest else 2e-3
+  with emulated(arch): table = decode.tune(row, seconds)
+  own = tile_for(arch, p := latent_problem(arch))
+  assert table[0]["tile"] == str(fastest) and table[0]["chosen by"] == "" and [x for x, _ in seen] == [own, *(x for x in space if x != own)]
+  assert all(parts > 1 for _, parts in seen)
+  for like in (p, latent_problem(arch, Sk=3000), replace(p, kv_lengths=True)): assert choose_tile(like, real) == fastest != choose_tile(like, chip)
+  for other in (latent_problem(arch, H=16), latent_problem(arch, Dv=500), latent_problem(arch, Sk=5000), replace(p, softcap=2.0)):
+    assert choose_tile(other, real) == choose_tile(other, chip)
+  assert not recwarn.list
+  tuned.warn.cache_clear()
+  (tmp_path/"tune.json").write_text((tmp_path/"tune.json").read_text().replace('"row_tiles": ', '"row_tiles": 7'))
+  assert choose_tile(p, real) == own and "row_tiles=7" in str(recwarn.list[0].message) and len(recwarn.list) == 1
+
+def test_rows_of_the_measurement() -> None:
+  assert decode.rows_of(["576", "B=8", "page=16", "H=16"]) == [decode.DecodeStep(8, 16, 1, 4096, 576, 16, v_dim=512)]
+  for word, text in (("C=8", "C=8: must be NAME=NUMBER, of B, H"), ("B=x", "B=x: must be a whole number"), ("keys=0", "keys=0: must be a whole")):
+    with pytest.raises(ValueError, match=text): decode.rows_of([word])
+  with emulated("sm_90"), pytest.raises(ValueError, match="it is for latent attention"): decode.tune(decode.DecodeStep(1, 2, 2, 64))
 
 # ***** what is refused *****
 

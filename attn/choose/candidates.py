@@ -72,3 +72,24 @@ class WgmmaCandidate:
   causal: int
   prologue: int
   few: bool = False
+
+@dataclass(frozen=True)
+class MlaCandidate:
+  """A tile of mla for problems of more than `beyond` rows, queries times heads that share a key/value head; the other fields are those of MlaTile."""
+  beyond: int
+  matrix: int        # index into Chip.matrix of the dtype
+  row_tiles: int
+  block_n: int
+  key_parts: int
+  q_anew: bool = False
+  fenced: int = 8
+  weight_parts: int = 1
+  prefetch: int = 1
+
+@dataclass(frozen=True)
+class MlaMmaCandidate:
+  """A tile of mla_mma for problems of more than `beyond` rows; the other fields are those of MlaMmaTile."""
+  beyond: int
+  row_tiles: int
+  block_n: int
+  key_parts: int

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from attn import user_cache, values
 from attn.chips import Chip
-from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
+from attn.choose.candidates import EVERY, BackwardCandidate, Candidate, MlaCandidate, MlaMmaCandidate
 from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.tiled import TiledTile
@@ -26,13 +26,16 @@ def head_class(p:Problem) -> int:
   """The class of a problem's head dimensions, the larger one where they differ."""
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
+OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # what problems of one class may have or not, where v is part of k
+
 def problem_class(p:Problem) -> str|None:
   """Problems of one class share a tile: the same but for lengths and heads, and those up to the next power of two. None for problems with an option
   that takes registers of its own: they are not timed."""
-  if p.options: return None
+  if any(x not in OF_A_CACHE or not p.v_in_k for x in p.options): return None
   mask = "window" if p.window[0] >= 0 else "causal" if p.window[1] >= 0 else "full"
   heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.B*p.H, p.Sq, p.Sk))
-  return f"{p.dtype} D{head_class(p)} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
+  width = f"D{p.D} with Dv{p.Dv} in it" if p.v_in_k else f"D{head_class(p)}"
+  return f"{p.dtype} {width} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
 
 def path() -> Path:
   """Where the winners are kept."""
@@ -61,7 +64,7 @@ TILED_LIMITS: dict[str, tuple[Any, ...]|range] = {
   "steps_at_once": (1, 2, 4, 8)}
 TILED_BACKWARD_LIMITS: dict[str, tuple[Any, ...]|range] = {**TILED_LIMITS, "ahead": (False,), "keys": (False, True)}
 
-C = TypeVar("C", Candidate, BackwardCandidate, TiledTile, TiledBackwardTile)
+C = TypeVar("C", Candidate, BackwardCandidate, TiledTile, TiledBackwardTile, MlaCandidate, MlaMmaCandidate)
 
 def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
   """The tile of forward that an entry of the file says, as in `tile_of`."""
@@ -122,15 +125,15 @@ def load() -> dict[str, Any]:
 
 def winner(p:Problem, arch:Chip) -> Candidate|None:
   """The tile that was fastest for the class of `p` on this chip, if it is known and `arch` is a real device's."""
-  return _winner(p, arch, "", candidate_of)
+  return kept(p, arch, "", candidate_of)
 
 def tiled_winner(p:Problem, arch:Chip) -> TiledTile|None:
   """The same of the kernel of plain UOps."""
-  return _winner(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch, TiledTile, TILED_LIMITS))
+  return kept(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch, TiledTile, TILED_LIMITS))
 
 def tiled_backward_winner(p:Problem, arch:Chip, kernel:str) -> TiledBackwardTile|None:
   """And of a backward kernel of plain UOps."""
-  return _winner(p, arch, kernel, lambda found, arch, p: tiled_tile_of(found, arch, TiledBackwardTile, TILED_BACKWARD_LIMITS))
+  return kept(p, arch, kernel, lambda found, arch, p: tiled_tile_of(found, arch, TiledBackwardTile, TILED_BACKWARD_LIMITS))
 
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
@@ -145,11 +148,11 @@ def tiled_tile_of(found:Any, arch:Chip, kind:type[AnyTiledTile], limits:Mapping[
 
 def backward_winner(p:Problem, arch:Chip, kernel:str) -> BackwardCandidate|None:
   """The same of a backward kernel."""
-  return _winner(p, arch, kernel, lambda found, arch, p: tile_of(found, arch, p, BackwardCandidate, BACKWARD_LIMITS))
+  return kept(p, arch, kernel, lambda found, arch, p: tile_of(found, arch, p, BackwardCandidate, BACKWARD_LIMITS))
 
 W = TypeVar("W")
 
-def _winner(p:Problem, arch:Chip, kernel:str, read:Callable[[Any, Chip, Problem], W|None]) -> W|None:
+def kept(p:Problem, arch:Chip, kernel:str, read:Callable[[Any, Chip, Problem], W|None]) -> W|None:
   if not arch.tuned or (kind := entry_of(p, kernel)) is None: return None
   if (entry := load().get(arch.name, {}).get(kind)) is None: return None
   try:
@@ -164,7 +167,9 @@ def entry_of(p:Problem, kernel:str) -> str|None:
   """The name of an entry of the file: of a problem's class, of forward ("") or of a backward kernel."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
-def store(p:Problem, arch:Chip, tile:Candidate|BackwardCandidate|TiledTile|TiledBackwardTile|None, seconds:float, kernel:str="") -> Path:
+Tuned = Candidate|BackwardCandidate|TiledTile|TiledBackwardTile|MlaCandidate|MlaMmaCandidate
+
+def store(p:Problem, arch:Chip, tile:Tuned|None, seconds:float, kernel:str="") -> Path:
   """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no class for it, OSError where the
   file can't be written."""
   file, kind = path(), entry_of(p, kernel)

@@ -3,9 +3,12 @@
 Device time of one step, by events around a graph of 100 of them one after another, median over rounds in which the peers take turns: PyTorch's SDPA
 with the FlashAttention-2 and the cuDNN backend. The rate is that of K and V, each read once. `python -m attn.measure.decode 576` prints the rows of
 latent attention, for which PyTorch has no kernels.
+
+`TUNE=1 DEV=CUDA python -m attn.measure.decode 576` times every tile that their kernels may have instead, each with as many key ranges as it would
+get, and keeps the fastest for dispatch, as TUNE=1 of bench.py does. A word NAME=NUMBER changes that of every row: B=8 keys=32768 page=16.
 """
 from __future__ import annotations
-import math, statistics, sys
+import dataclasses, math, os, statistics, sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +16,11 @@ import numpy as np
 from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import run_matrix
 from attn.api.options import options_of
+from attn.choose import splits, tuned
 from attn.choose.dispatch import Work
+from attn.choose.mla_tiles import ENTRY, latent_space
+from attn.kernels.mla import MlaTile
+from attn.kernels.mla_mma import MlaMmaTile
 from attn.measure.peers import OURS, ROUNDS, torch_peers
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
@@ -69,7 +76,7 @@ def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   o, = run_matrix(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
   device_seconds(schedule)
-  return cuda_graph_seconds(schedule, STEPS)
+  return cuda_graph_seconds(schedule, STEPS) if str(call.at.device).startswith("CUDA") else lambda: device_seconds(schedule)
 
 def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   """Seconds of one call, of a graph of STEPS of them."""
@@ -114,9 +121,50 @@ def compare(row:DecodeStep) -> dict[str, Any]:
   return {"row": str(row), "tile": str(work.tile), "splits": work.splits, **{f"us {name}": t*1e6 for name, t in times.items()},
           "TB/s": row.bytes_read/times[OURS]/1e12, "TFLOP/s": row.flops/times[OURS]/1e12, "x best": best/times[OURS] if best else ""}
 
-def main(words:list[str]) -> None:
-  for row in DECODES:
-    if all(word in str(row) for word in words):
-      print(" | ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in compare(row).items()), flush=True)
+Timer = Callable[[CheckedCall, Work], float]
 
-if __name__ == "__main__": main(sys.argv[1:])
+def fastest_step(call:CheckedCall, work:Work) -> float:
+  """Seconds of a step: the least of several rounds."""
+  seconds = our_timer(call, work)
+  return min(seconds() for _ in range(ROUNDS))
+
+def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
+  """Times the tile of the table and the others that there are, and keeps the fastest; rows of a table, the fastest first. Raises ValueError where the
+  problem has no kernel of latent attention."""
+  call = call_of(row)
+  if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention; bench.py's is for other kernels")
+  p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)
+  own = dataclasses.replace(call, arch=arch).choice().work.tile
+  candidates = latent_space(p, arch)
+  if not isinstance(own, MlaTile|MlaMmaTile): raise ValueError(f"TUNE=1 of {row}: it gets no kernel of latent attention on {arch}")
+  timed = []
+  for tile in dict.fromkeys((own, *candidates)):
+    work = Work(tile, splits.resolve(p, arch, tile).num_splits)
+    timed.append((seconds(call, work), tile, work.splits))
+  timed.sort(key=lambda x: x[0])
+  least, best, _ = timed[0]
+  tuned.store(p, arch, candidates[best] if best != own else None, least, ENTRY)
+  return [{"row": str(row), "tile": str(tile), "options": getattr(tile, "options", ""), "splits": parts, "us": 1e6*x,
+           "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
+
+def rows_of(words:list[str]) -> list[DecodeStep]:
+  """The rows whose names have each word, changed as words NAME=NUMBER say. Raises ValueError for one that says nothing."""
+  names, changes = [f.name for f in dataclasses.fields(DecodeStep)], dict[str, int]()
+  for word in words:
+    name, equals, number = word.partition("=")
+    if not equals: continue
+    if name not in names: raise ValueError(f"{word}: must be NAME=NUMBER, of {', '.join(names)}")
+    changes[name] = int(number) if number.isdecimal() else -1
+    if changes[name] < (name not in ("page", "v_dim")): raise ValueError(f"{word}: must be a whole number, at least 1")
+  rows = [row for row in DECODES if all(word in str(row) for word in words if "=" not in word)]
+  return list(dict.fromkeys(replace(row, **changes) for row in rows))
+
+def main(words:list[str]) -> None:
+  measure = tune if os.environ.get("TUNE") == "1" else lambda row: [compare(row)]
+  for row in rows_of(words):
+    for found in measure(row):
+      print(" | ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in found.items()), flush=True)
+
+if __name__ == "__main__":
+  try: main(sys.argv[1:])
+  except ValueError as e: raise SystemExit(f"python -m attn.measure.decode: {e}") from None
