@@ -4,6 +4,7 @@ import contextlib, os, sys
 from collections.abc import Callable, Iterator
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from backward_cases import check_backward_kernels, expected_gradients, loss_of
 from cases import array, normal, problem, tensor
 from test_backward import CASES, PARTS, diagonal, scaled, wrong
 from test_gradient import ENDS, PACKED, check_gradients
-from test_tiled import PLAIN_CHIPS, customs, with_tile
+from test_tiled import PLAIN_CHIPS, customs, on, with_tile
 
 FEW = TiledBackwardTile(2, 2, 4, 4, 8, 4, keeps_own=False)      # four threads, with everything in several parts
 KEPT = replace(FEW, down=4, values=8, keeps_own=True, steps_at_once=2)
@@ -252,7 +253,32 @@ def test_nothing_is_left_that_a_renderer_has_to_know() -> None:
     program = make(p, get_chip("gfx1030"), replace(FEW, keys="dk" in names))(*given)
     assert not customs(program) and not {u.dtype for u in program.toposort()} & set(VECTORS)
 
-# ***** a real device *****
+# ***** real devices *****
+
+SCRIPT = """
+import numpy as np, attn
+from attn.reference import exact_backward, judge, same_backward
+from attn.tinygrad_compat import Tensor
+rng = np.random.default_rng(0)
+for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
+  q, k, v, do = (rng.standard_normal((2, h, n, 24)).astype(kind) for h, n in ((4, 37), (2, 70), (2, 70), (4, 37)))
+  given = [Tensor(x).realize() for x in (q, k, v)]
+  assert attn.explain(*given, causal=True, backward=True).kernels == ("backward_dq_tiled", "backward_dkdv_tiled")
+  found = (attn.attention(*given, causal=True)*Tensor(do)).float().sum().gradient(*given)
+  args = (q, k, v, do, None, 24**-0.5, (-1, 0), 33)
+  want, text = exact_backward(*args), same_backward(*args, dtype=dtype, out_dtype=dtype)
+  for name, x in zip("qkv", found):
+    assert (verdict := judge(x.numpy(), getattr(want, name), getattr(text, name))).ok, (dtype, name, verdict)
+    print(dtype, name, verdict)
+"""
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("device", ("CPU", "CL"))
+def test_on_this_machine(device:str) -> None:
+  """By the clang of the wheel ziglang; by Debian's pocl-opencl-icd."""
+  if device == "CPU": pytest.importorskip("ziglang")
+  elif not any(Path("/etc/OpenCL/vendors").glob("pocl*.icd")): pytest.skip("apt-get install pocl-opencl-icd ocl-icd-libopencl1")
+  on(device, 2, SCRIPT, **({"CC": str(Path(__file__).resolve().parent.parent/"examples/clang_of_zig.sh")} if device == "CPU" else {}))
 
 ON_A_GPU: tuple[dict[str, Any], ...] = (dict(Sq=40, Sk=200, D=64), dict(Sq=150, Sk=170, D=40, Dv=136, causal=True), dict(Sq=70, Sk=90, D=512),
                                         dict(H=4, Hkv=2, Sq=120, Sk=150, D=128, window=(40, 9)), dict(Sq=90, Sk=60, D=200, causal=True))

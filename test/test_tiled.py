@@ -272,10 +272,11 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
   print(dtype, verdict)
 """
 
-def on(device:str, types:int, **settings:str) -> None:
+def on(device:str, types:int, script:str=SCRIPT, **settings:str) -> None:
+  """Runs a script on a device of this machine, for float32 or for so many `types`."""
   root = Path(__file__).resolve().parent.parent
   environment = {**os.environ, "DEV": device, "PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings}
-  done = subprocess.run([sys.executable, "-c", SCRIPT.replace("{types}", str(types))], capture_output=True, text=True, env=environment, timeout=300)
+  done = subprocess.run([sys.executable, "-c", script.replace("{types}", str(types))], capture_output=True, text=True, env=environment, timeout=600)
   assert done.returncode == 0, done.stderr[-2000:]
 
 @pytest.mark.parametrize("types", (1, pytest.param(2, marks=pytest.mark.thorough)))

@@ -51,7 +51,7 @@ def mla_mma_tile_of(p:Problem, arch:Chip, c:MlaMmaCandidate) -> MlaMmaTile:
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
   """The one that TUNE=1 found, or the first candidate for as many rows. Raises NotImplementedError where LDS has no room for it."""
-  kept = tuned.kept(p, arch, ENTRY, lambda found, arch, p: read(found, arch, p, MlaCandidate, MLA_LIMITS, mla_tile_of))
+  kept = tuned.kept_tile(p, arch, ENTRY, lambda found, arch, p: read(found, arch, p, MlaCandidate, MLA_LIMITS, mla_tile_of))
   if kept is not None: return kept
   rows = p.Sq*(p.H//p.Hkv)
   tile = mla_tile_of(p, arch, next(c for c in MLA_CANDIDATES[arch.family] if rows > c.beyond))
@@ -61,7 +61,7 @@ def mla_tile(p:Problem, arch:Chip) -> MlaTile:
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
   """The one that TUNE=1 found, or the first candidate for as many rows that fits. Raises NotImplementedError where shared memory has no room for
   any."""
-  kept = tuned.kept(p, arch, ENTRY, lambda found, arch, p: read(found, arch, p, MlaMmaCandidate, MLA_MMA_LIMITS, mla_mma_tile_of))
+  kept = tuned.kept_tile(p, arch, ENTRY, lambda found, arch, p: read(found, arch, p, MlaMmaCandidate, MLA_MMA_LIMITS, mla_mma_tile_of))
   if kept is not None: return kept
   rows = p.Sq*(p.H//p.Hkv)
   for c in MLA_MMA_CANDIDATES:
@@ -76,7 +76,7 @@ MLA_LIMITS: dict[str, tuple[Any, ...]] = {
   "beyond": (0,), "matrix": (0, 1), "row_tiles": (4, 2, 1), "block_n": (32, 64), "key_parts": (1, 2, 4), "q_anew": (False, True), "fenced": (8,),
   "weight_parts": (1, 2), "prefetch": (1, 0)}
 MLA_MMA_LIMITS: dict[str, tuple[Any, ...]] = {"beyond": (0,), "row_tiles": (4, 2, 1), "block_n": (64, 32), "key_parts": (2, 1, 4, 8)}
-MOST_NUMBERS = {64: 384, 32: 240}      # registers for Q, S and O that a lane may have, by the lanes of a wave; what else it needs comes to that
+LATENT_NUMBERS = {64: 384, 32: 240}      # registers for Q, S and O that a lane may have, by the lanes of a wave; what else it needs comes to that
 
 def read(found:Any, arch:Chip, p:Problem, kind:Any, limits:Mapping[str, tuple[Any, ...]], tile_of:Any) -> Any:
   """The tile that a kept entry says, None for the table's own. Raises ValueError for what is no tile of this problem and chip."""
@@ -100,6 +100,6 @@ def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, MlaCandidate|
     c: Any = kind(*values)
     try: tile: Any = tile_of(p, arch, c)
     except ValueError: continue
-    small, most = tile.block_m//tile.row_tiles*(tile.row_tiles - 1) < p.Sq*(p.H//p.Hkv), MOST_NUMBERS[32 if nvidia else arch.wave]
+    small, most = tile.block_m//tile.row_tiles*(tile.row_tiles - 1) < p.Sq*(p.H//p.Hkv), LATENT_NUMBERS[32 if nvidia else arch.wave]
     if small and tile.lds_bytes(p) <= arch.lds and numbers(p, tile) <= most: found.setdefault(tile, c)
   return found

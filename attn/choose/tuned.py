@@ -26,12 +26,12 @@ def head_class(p:Problem) -> int:
   """The class of a problem's head dimensions, the larger one where they differ."""
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
-OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # what problems of one class may have or not, where v is part of k
+OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # what problems of one class may have or not, where v is part of k
 
 def problem_class(p:Problem) -> str|None:
   """Problems of one class share a tile: the same but for lengths and heads, and those up to the next power of two. None for problems with an option
   that takes registers of its own: they are not timed."""
-  if any(x not in OF_A_CACHE or not p.v_in_k for x in p.options): return None
+  if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   mask = "window" if p.window[0] >= 0 else "causal" if p.window[1] >= 0 else "full"
   heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.B*p.H, p.Sq, p.Sk))
   width = f"D{p.D} with Dv{p.Dv} in it" if p.v_in_k else f"D{head_class(p)}"
@@ -125,15 +125,15 @@ def load() -> dict[str, Any]:
 
 def winner(p:Problem, arch:Chip) -> Candidate|None:
   """The tile that was fastest for the class of `p` on this chip, if it is known and `arch` is a real device's."""
-  return kept(p, arch, "", candidate_of)
+  return kept_tile(p, arch, "", candidate_of)
 
 def tiled_winner(p:Problem, arch:Chip) -> TiledTile|None:
   """The same of the kernel of plain UOps."""
-  return kept(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch, TiledTile, TILED_LIMITS))
+  return kept_tile(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch, TiledTile, TILED_LIMITS))
 
 def tiled_backward_winner(p:Problem, arch:Chip, kernel:str) -> TiledBackwardTile|None:
   """And of a backward kernel of plain UOps."""
-  return kept(p, arch, kernel, lambda found, arch, p: tiled_tile_of(found, arch, TiledBackwardTile, TILED_BACKWARD_LIMITS))
+  return kept_tile(p, arch, kernel, lambda found, arch, p: tiled_tile_of(found, arch, TiledBackwardTile, TILED_BACKWARD_LIMITS))
 
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
@@ -148,11 +148,11 @@ def tiled_tile_of(found:Any, arch:Chip, kind:type[AnyTiledTile], limits:Mapping[
 
 def backward_winner(p:Problem, arch:Chip, kernel:str) -> BackwardCandidate|None:
   """The same of a backward kernel."""
-  return kept(p, arch, kernel, lambda found, arch, p: tile_of(found, arch, p, BackwardCandidate, BACKWARD_LIMITS))
+  return kept_tile(p, arch, kernel, lambda found, arch, p: tile_of(found, arch, p, BackwardCandidate, BACKWARD_LIMITS))
 
 W = TypeVar("W")
 
-def kept(p:Problem, arch:Chip, kernel:str, read:Callable[[Any, Chip, Problem], W|None]) -> W|None:
+def kept_tile(p:Problem, arch:Chip, kernel:str, read:Callable[[Any, Chip, Problem], W|None]) -> W|None:
   if not arch.tuned or (kind := entry_of(p, kernel)) is None: return None
   if (entry := load().get(arch.name, {}).get(kind)) is None: return None
   try:

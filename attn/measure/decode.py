@@ -147,7 +147,7 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
   return [{"row": str(row), "tile": str(tile), "options": getattr(tile, "options", ""), "splits": parts, "us": 1e6*x,
            "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
 
-def rows_of(words:list[str]) -> list[DecodeStep]:
+def decode_steps(words:list[str]) -> list[DecodeStep]:
   """The rows whose names have each word, changed as words NAME=NUMBER say. Raises ValueError for one that says nothing."""
   names, changes = [f.name for f in dataclasses.fields(DecodeStep)], dict[str, int]()
   for word in words:
@@ -161,7 +161,7 @@ def rows_of(words:list[str]) -> list[DecodeStep]:
 
 def main(words:list[str]) -> None:
   measure = tune if os.environ.get("TUNE") == "1" else lambda row: [compare(row)]
-  for row in rows_of(words):
+  for row in decode_steps(words):
     for found in measure(row):
       print(" | ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in found.items()), flush=True)
 
