@@ -189,6 +189,17 @@ def test_refused() -> None:
       with pytest.raises((ValueError, NotImplementedError), match=text): what()
     assert (k.uop, v.uop) == before
 
+@pytest.mark.parametrize("starts, there", (((14, -2), (14, 15, 16)), ((5, 16), (5, 6, 7))))
+def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[int, ...]) -> None:
+  """Lengths that only the device knows. The table has no entries for such rows: what lies in its place was read, for the last sequence beyond its
+  end, and an entry of another sequence was taken for two rows in one slot."""
+  with emulated("gfx942"):
+    k, v = attn.empty_paged_cache(4, 8, HKV, D, device="EMU")
+    new = draw(2, HKV, 3, D)
+    filled = attn.append_kv(new, new, k, v, int32(starts), block_table=int32([[0, 1], [2, 3]]))
+    assert filled.tolist() == [min(max(n + 3, 0), 16) for n in starts]
+    for cache in (k, v): assert np.flatnonzero(array(cache).reshape(32, -1).any(-1)).tolist() == list(there)
+
 def test_append_where_there_are_no_operations_of_ours() -> None:
   """On a device that prints none of them, such as CPU, the kernel is made of tinygrad's own UOps."""
   a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)

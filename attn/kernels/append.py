@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Callable
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.counts import ceildiv, left_alone
 from attn.kernels.parts.rows import Table, flat, strides
 from attn.ops import common as ops
 from attn.problem import Pages, Strided
@@ -42,7 +42,8 @@ def append(a:Append) -> Callable[..., UOp]:
     to = flat(lengths)[batch].load() + i
     inside = (to >= 0) & (to < a.capacity)
     place = place_of(a, batch, head, to, inside, thread.eq(0) & part.eq(0), [flat(x) for x in table])
-    store = flat(cache)[(place + column).valid(inside & (column < a.width))].store(value)
+    gate = left_alone(inside)     # which tinygrad would take for given, and read the table where there is no such row
+    store = flat(cache)[(place + column).valid(gate & (column < a.width))].store(value)
     return store.end(part, row, thread).sink(arg=KernelInfo(f"attn_append_{a.new}_{a.capacity}_{a.width}", opts_to_apply=()))
   return kernel
 
