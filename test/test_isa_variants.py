@@ -166,6 +166,8 @@ def both(spec:Spec) -> list[tuple[Report, list[str]]]:
   reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]
   return [(costs.with_useful(r, reports), costs.defects(parse(text)[0])) for r, text in zip(reports, texts)]
 
+OUTSIDE = 2      # those of dq on RDNA3
+
 # compiled by default; the others take ten minutes
 SAMPLE = {("gfx942", 128, "bfloat16", "causal"), ("gfx950", 64, "float16", "causal"), ("gfx1100", 128, "bfloat16", "causal"),
           ("gfx1100", 256, "bfloat16", "full"), ("gfx1201", 64, "float16", "full")}
@@ -175,11 +177,12 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
 
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
-  """No spill up to D=128, none in a hot loop beyond."""
+  """No spill up to D=128, none in a hot loop beyond, where no more than OUTSIDE registers wait in memory for its end."""
   for r, slow in both(spec):
     held, loop = r.resources, r.loop
     assert loop is not None and loop.kinds["scratch"] == 0 and slow == []
     assert spec.d > 128 or (held.vgpr_spills, held.sgpr_spills, held.scratch) == (0, 0, 0)
+    assert held.vgpr_spills is not None and held.vgpr_spills <= OUTSIDE
     assert held.lds is not None and held.lds <= get_chip(spec.arch).lds
     assert loop.cycles["lds"] < sum(loop.cycles[pipe] for pipe in ("matrix", "vector", "transcendental"))
   changes = costs.costs().compare(FILE.read_text(), [costs.line_of(r) for r, _ in both(spec)])

@@ -57,9 +57,13 @@ class OwnRows:
   def kept(self) -> LdsTile:
     assert self.lds is not None
     own, stores = self.at.h.eq(0) if self.at.matrix.duplicated else UOp.const(True), list[UOp]()
+    rows, sparing = self.in_block, self.statements is not None and self.rows.in_units
     for units in self.together:
       fence = [self.statements.do(amd.sched_barrier(), *stores)] if self.statements is not None and stores else []
-      stores += [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, self.load(units, self.in_block, *fence)) for u, x in zip(units, xs)]
+      found = self.load(units, rows, *fence)
+      # Told anew, so that clang does not keep a tensor's addresses for those of another. (Rows in pieces have too many for tinygrad.)
+      if sparing and not stores: rows = [self.held(amd.opaque(i, ops.extract(found[0][0], 0))) for i in rows]
+      stores += [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, found) for u, x in zip(units, xs)]
     return self.lds.after(UOp.group(*stores))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
