@@ -2,7 +2,7 @@
 from __future__ import annotations
 import pytest
 import attn
-from attn.measure.decode import DECODES, LATENT, DecodeStep, call_of
+from attn.measure.decode import DECODES, OF_LATENT, DecodeStep, call_of
 from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Context
 from cases import array, in_turn, normal, problem, tensor
@@ -30,5 +30,5 @@ def test_what_the_measurement_asks_for(row:DecodeStep, kernel:str, text:str) -> 
   with Context(DEV="EMU::sm_90"): call = call_of(row)
   p, choice = call.problem, call.choice()
   assert str(row) == text and (p.v_in_k, p.Dv) == (row.v_dim > 0, row.v_dim or row.D) and (p.pages is not None) == (row.page > 0)
-  assert choice.kernel == kernel and row.flops == p.flops and [x for x in DECODES if "576" in str(x)] == list(LATENT)
+  assert choice.kernel == kernel and row.flops == p.flops and [x for x in DECODES if "576" in str(x)] == list(OF_LATENT)
   assert row.bytes_read == sum(t.nbytes() for name, t in call.tensors.items() if name in ("k", "v"))
