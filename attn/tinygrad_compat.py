@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 import tinygrad
-from tinygrad import Device, Tensor
+from tinygrad import Device, Tensor, TinyJit
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
@@ -28,13 +28,14 @@ from tinygrad.uop.ops import (AxisType, GroupOp, KernelInfo, Ops, PatternMatcher
                               graph_rewrite)
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CStyleLanguage", "CUDARenderer", "CompileError",
-           "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GroupOp", "HIPCCRenderer", "HIPRenderer", "KernelInfo",
-           "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING", "Target",
-           "Tensor", "TinyELF", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "buffer_under", "comgr_compiler", "comgr_version",
-           "capturing", "compile_at_once", "compiled", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds",
-           "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context",
-           "linear_view", "lower", "lowered_with_places", "made_with_places", "opened_devices", "shared_memory_text", "spec_names", "statements",
-           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "without_comgr", "workgroups_of", "written_to"]
+           "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer", "HIPRenderer",
+           "KernelInfo", "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
+           "Target", "Tensor", "TinyELF", "TinyJit", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "buffer_under", "comgr_compiler",
+           "comgr_version", "capturing", "compile_at_once", "compiled", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of",
+           "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu",
+           "foreign_cuda_context", "linear_view", "lower", "lowered_with_places", "made_with_places", "opened_devices", "run_alone",
+           "shared_memory_text", "spec_names", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
+           "without_comgr", "workgroups_of", "written_to"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -190,6 +191,10 @@ def device_seconds(schedule:UOp) -> float:
   before = GlobalCounters.time_sum_s
   run_linear(schedule, jit=True, wait=True)
   return GlobalCounters.time_sum_s - before
+
+def run_alone(call:UOp) -> None:
+  """Runs one kernel or copy of a compiled schedule."""
+  run_linear(UOp(Ops.LINEAR, src=(call,)), jit=True)
 
 def cuda_seconds(schedule:UOp, count:int) -> float:
   """Seconds of one launch of the only kernel of a compiled schedule on a CUDA device, by events around `count` launches."""

@@ -359,7 +359,7 @@ def test_shards_that_do_not_go_together():
       with pytest.raises(ValueError, match="are sharded along q:"): attn.attention(q.shard(DEVICES, 0), *other)
     with pytest.raises(ValueError, match="are sharded along q: rows"): attn.attention(q.shard(DEVICES, 2), whole, whole)
     with pytest.raises(ValueError, match="are sharded along q: heads, k: None"): attn.attention(q.shard(DEVICES, 1), whole, whole)
-    with pytest.raises(NotImplementedError, match="kv_lengths with k and v sharded along their rows"):
+    with pytest.raises(ValueError, match="kv_lengths=3 with k and v sharded along their rows: sequence_lengths says how many"):
       attn.attention(q.shard(DEVICES), rows, rows, kv_lengths=3)
 
 def test_a_split_that_no_kernel_makes_is_refused():

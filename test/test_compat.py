@@ -56,7 +56,7 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.substitute": "self dvars name= extra_pm= walk= enter_calls=", "tinygrad.uop.ops:UOp.valid": "self cond",
   "tinygrad.uop.ops:UOp.where": "self x y",
   "tinygrad.uop.ops:UPat": "op= dtype= src= arg= name= allow_any_len= custom_early_reject= location= is_any= tag=",
-  "tinygrad.uop.ops:exec_alu": "op dtype operands truncate_output=", "tinygrad:Tensor": "data device= dtype=",
+  "tinygrad.uop.ops:exec_alu": "op dtype operands truncate_output=", "tinygrad:Tensor": "data device= dtype=", "tinygrad:TinyJit": "fxn= **kwargs",
   "tinygrad:Tensor.custom_kernel": "self *lst fxn grad_fxn=", "tinygrad:Tensor.empty": "*shape device= dtype=",
   "tinygrad:Tensor.schedule_linear": "self *lst", "tinygrad:Tensor.replace": "self x", "tinygrad:Tensor.shard": "self devices axis=",
   "tinygrad:Tensor.scaled_dot_product_attention": "self key value attn_mask= dropout_p= is_causal= enable_gqa=",
@@ -68,6 +68,7 @@ SIGNATURES = {
   "tinygrad.renderer.cstyle:CStyleLanguage._render": "self uops",
   "tinygrad.uop.ops:CallInfo": "grad_fxn= name= precompile= precompile_backward= aux=", "tinygrad.uop.ops:UOp.gettuple": "self idx",
   "tinygrad.uop.ops:UOp.maketuple": "*srcs", "tinygrad.uop.ops:UOp.param_like": "self slot",
+  "tinygrad.uop.ops:UOp.copy_to_device": "self device arg=",
   "tinygrad.uop.ops:UOp.mselect": "self arg", "tinygrad.uop.ops:UOp.mstack": "self *srcs", "tinygrad.uop.ops:UOp.unbind": "self",
   "tinygrad.uop.ops:UOp.unshard": "self axis device_range=", "tinygrad.uop.ops:UOp.contiguous_view": "self",
   "tinygrad.uop.ops:graph_rewrite": "*args **kwargs",
@@ -85,7 +86,7 @@ VALUES = ("tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "
           "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
 # attributes of those
 ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
-              "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s",
+              "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s", "tinygrad.helpers:GlobalCounters.mem_used_per_device",
               "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores",
               "tinygrad.renderer.cstyle:CStyleLanguage.string_rewrite",
               "tinygrad.uop.ops:UOp.buf_uop", "tinygrad.uop.ops:UOp.is_variable", "tinygrad.uop.ops:UOp.expr",

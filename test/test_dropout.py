@@ -370,7 +370,7 @@ def test_what_is_wrong_with_a_seed() -> None:
     with pytest.raises(ValueError, match=r"dropout_seed has shape \(3,\): must be \(2,\)"): call(dropout_seed=Tensor.zeros(3, dtype=dtypes.uint))
     with pytest.raises(NotImplementedError, match="dropout_seed has dtype int32: must be uint32"): call(dropout_seed=seed.cast(dtypes.int))
     with pytest.raises(ValueError, match="dropout_seed is on EMU:1"): call(dropout_seed=Tensor(SEED, device="EMU:1"))
-    with pytest.raises(NotImplementedError, match=r"dropout_p=0\.3 with k and v sharded along their rows"):
+    with pytest.raises(ValueError, match=r"dropout_p=0\.3 with k and v sharded along their rows: shard q, k and v along batch or heads"):
       attn.attention(q.shard(TWO, None), q.shard(TWO, 2), q.shard(TWO, 2), dropout_p=P)
     with pytest.raises(ValueError, match=r"dropout_p=0.3 with extras=\(\): must name dropout_seed"): attn.flash_attention_fn(dropout_p=P)
     with pytest.raises(ValueError, match=r"dropout_seed with dropout_p=0\.0"):

@@ -3,9 +3,10 @@ from __future__ import annotations
 from typing import Any
 from attn import values
 from attn.api.checked_call import CheckedCall, prepare
-from attn.api.launch import SHARDED_ROWS, check_devices, run, seeded
+from attn.api.context import first_launch
+from attn.api.launch import check_devices, run, seeded
 from attn.api.options import AttentionOptions, options_of
-from attn.choose.backward import BackwardChoice, by_tinygrad, choose_backward
+from attn.choose.backward import BackwardChoice, choose_backward
 from attn.choose.dispatch import Choice
 from attn.compilers.choice import in_use
 from attn.tinygrad_compat import DType, Tensor, UOp
@@ -15,7 +16,8 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
               sinks:Tensor|None=None, kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None,
               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
               dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, return_lse:bool=False,
-              out:Tensor|None=None, out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
+              sequence_order:str="contiguous", sequence_lengths:tuple[int, int]|None=None, out:Tensor|None=None, out_dtype:DType|str|None=None,
+              arch:str|None=None) -> Any:
   """softmax(score) V of Tensors, by the kernel that `explain` tells: o in the layout of q, or (o, lse) with `return_lse`. Nothing runs until it is
   realized.
 
@@ -48,20 +50,27 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
   num_splits:    key ranges computed apart: 0 as a heuristic finds, 1 never, more: so many
   batch_invariant: a row comes out the same, bit by bit, alone and in any batch of as many queries, whatever the lengths of the others and the pages
                  are: the tile and the key ranges don't go by what else there is. Costs speed: docs/serving.md
+  sequence_order: how devices hold q, k and v that are sharded along their rows: "contiguous", or "zigzag" as attn.shard_sequence deals them out, the
+                 same work for all under a causal mask. Everything else goes by the true places of rows: masks, ALiBi, and a bias, whose keys are
+                 in order, and its rows too unless they are sharded as those of q
+  sequence_lengths: (Sq, Sk) of the sequences that devices share, without the padding: rows of k beyond are never seen, and those of q give 0, and
+                 -inf in lse
   return_lse:    also the natural-log sum of exponentials, float32 (B, H, Sq); (B*H, Sq) in layout "nsd", (H, total) in "thd"
   out:           where to put o, a whole buffer; it is also what is returned
   out_dtype:     that of out or of q by default
   arch:          such as "gfx942"; by default that of q's device
 
-  A row that sees no key gives 0, and -inf in lse. Tensors sharded over devices: along batch or heads nothing is communicated; k and v along their
-  rows, with q on every device, are merged over the devices by their LSE.
+  A row that sees no key gives 0, and -inf in lse. Tensors sharded over devices: along batch or heads nothing is communicated; q, k and v along their
+  rows: k and v are passed around while each device computes its own queries; k and v alone along their rows, with q on every device: o and lse are
+  exchanged once, and merged (docs/sharding.md).
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
   options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, v_dim=v_dim,
                              max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch, alibi_slopes=alibi_slopes,
                              bias=bias, sinks=sinks, kv_lengths=kv_lengths, kv_starts=kv_starts, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
                              cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, num_splits=num_splits,
-                             batch_invariant=batch_invariant, out=out, out_dtype=out_dtype)
+                             batch_invariant=batch_invariant, sequence_order=sequence_order, sequence_lengths=sequence_lengths, out=out,
+                             out_dtype=out_dtype)
   return attend(prepare(q, k, v, options))
 
 def attend(c:CheckedCall) -> Any:
@@ -77,14 +86,15 @@ def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
 def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:
   """What computes the gradients of `attention` with these arguments, and why not the backward kernels."""
   call = prepare(q, k, v, options_of("attention", options))
-  if call.at.shared == "keys": return by_tinygrad(call.arch, SHARDED_ROWS)
-  return choose_backward(call.problem, call.arch, call.choice().kernel)
+  of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
+  return choose_backward(of, call.arch, call.choice().kernel)
 
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
   """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md). With `backward` it also
   prints what computes the gradients, `backward_choice_of(...)`, and returns that."""
-  choice, backward = choice_of(q, k, v, **options), values.truth("backward", backward)
-  print(choice)
+  call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
+  print(choice := call.choice())
+  if call.shards is not None: print(f"  {call.shards.told(call.problem)}")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
   device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")

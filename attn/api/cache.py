@@ -223,6 +223,7 @@ def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, 
   if (n := known(cache_seqlens)) is not None and n + new > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
   at, size = placement_of(k_cache, k_cache, parts[-1].cache, layout), dict(zip(AXES[layout], local_shape(k_cache)))
+  if at.shared == "rows": raise ValueError("k_cache is sharded along its rows: rows are appended where a device has all; shard batch or heads")
   return _launches(parts, at, cache_seqlens, (size.get("batch", 1), new, size["rows"]), layout, layout)
 
 def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *, layout:str="bhsd",

@@ -3,12 +3,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
 from attn.api.checked_kernel import arch_of, dtype_of, static_shape, whole_buffer
+from attn.api.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.api.dropout import check_seed
 from attn.api.options import AttentionOptions
 from attn.api.pages import check_pages, placement_in_pages, places_in_pages
-from attn.api.placement import AXES, Placement, local_shape, on_device, place, placement_of
+from attn.api.placement import AXES, Placement, local_shape, place, placement_of
 from attn.api.views import places_in_cache
 from attn.chips import Chip, get_chip
+from attn.choose.context import SequenceShards
 from attn.choose.dispatch import Choice, choose
 from attn.compilers.choice import compiled_on
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Pages, Problem, Strided, problem_of
@@ -17,22 +19,21 @@ from attn.values import FLOATS
 
 @dataclass(frozen=True)
 class CheckedCall:
-  """A problem with its tensors: q, k, v and the extras, by name. `problem` is what one device has to do, or all of them where `at` shares out the
-  keys."""
+  """A problem with its tensors: q, k, v and the extras, by name. `problem` is what one device has to do, or all of them where they share its rows, as
+  `shards` says."""
   problem: Problem
   tensors: dict[str, Tensor]
   arch: Chip|None
   at: Placement
   out: Tensor|None
   variables: tuple[UOp, ...] = ()     # bound, that the problem's numbers of rows are made of
-  def choice(self) -> Choice: return choose(self.problem if self.at.shared != "keys" else self.on(0).problem, self.arch)
-  def on(self, i:int) -> CheckedCall:
-    """The part of the i-th device, over its shard of the keys."""
-    p, rows = self.problem, self.problem.Sk//self.at.count
-    t = {name: on_device(x, i) for name, x in self.tensors.items() if name != "sinks" or i == 0}   # a sink counts once
-    if p.bias is not None and p.bias[3]: t["bias"] = t["bias"][..., i*rows:(i + 1)*rows]
-    part = replace(p, Sk=rows, offset=p.offset - i*rows, sinks="sinks" in t, out_dtype="float32", return_lse=True)
-    return CheckedCall(part, t, self.arch, Placement(self.at.device[i]), None)
+  shards: SequenceShards|None = None
+  into: tuple[Tensor, Tensor]|None = None   # where to put lse, as `out` is for o, and the buffer that both are regions of
+  def choice(self) -> Choice: return choose(self.problem if self.shards is None else first_launch(self.problem, self.shards), self.arch)
+  @property
+  def shared_rows(self) -> SharedRows:
+    assert self.shards is not None and self.arch is not None
+    return SharedRows(self.problem, self.arch, self.at, self.shards)
 
 def known(n:int|UOp|Tensor) -> int|None:
   """The number of rows where the host knows it: an int, or the value that a Variable is bound to."""
@@ -83,6 +84,7 @@ class PlacedInputs:
   layout: str
   pages: Pages|None = None
   views: tuple[Strided, Strided]|None = None
+  shards: SequenceShards|None = None
   @property
   def layout_of_keys(self) -> str: return self.layout if self.pages is None else "bhsd"
   def keys(self, axis:str) -> int:
@@ -100,11 +102,14 @@ def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_
   for name, t in tensors.items():
     if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
       raise ValueError(f"{name} has shape {shape}; layout={layout!r} needs {LAYOUTS[layout]}")
-  at = placement_of(q, k, rows_of_v, layout)
-  shapes = {name: static_shape(name, t.shape) if at.shared == "keys" else local_shape(t) for name, t in tensors.items()}
+  whole = {name: static_shape(name, t.shape) for name, t in tensors.items()}
+  at, shards, (queries, keys) = sequence_shards(whole, options, placement_of(q, k, rows_of_v, layout))
+  def shape_of(name:str, t:Tensor) -> tuple[int, ...]:
+    return local_shape(t) if shards is None else with_rows(whole[name], layout, queries if name == "q" else keys)
+  shapes = {name: shape_of(name, t) for name, t in tensors.items()}
   if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
   views = places_in_cache(k, rows_of_v, layout) if in_place and isinstance(at.device, str) else None
-  return PlacedInputs(tensors, shapes, types, at, layout, views=views)
+  return PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards)
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
   """The same where k and v are pages. As one device computes with them they are (sequences, Hkv, the rows that a sequence may have, width)."""
@@ -153,11 +158,6 @@ def checked_bias(bias:Tensor) -> Tensor:
   if bias.ndim > 4: raise ValueError(f"bias has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
   return bias.reshape(*[1]*(4 - bias.ndim), *static_shape("bias", bias.shape))
 
-def check_sharded_keys(options:AttentionOptions, extras:dict[str, Tensor]) -> None:
-  """Raises NotImplementedError for what devices that share out the keys cannot do."""
-  refused = [f"dropout_p={options.dropout_p}"]*bool(options.dropout_p) + [x for x in ("kv_lengths", "kv_starts", "cu_seqlens_k") if x in extras]
-  if refused: raise NotImplementedError(f"{refused[0]} with k and v sharded along their rows: shard along batch or heads instead")
-
 def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
   """Raises ValueError where the call gives a buffer for o that cannot take it."""
   if (out := options.out) is None: return
@@ -181,17 +181,18 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)
   extras = optional_tensors(x, options, lengths_name)
-  if x.at.shared == "keys": check_sharded_keys(options, extras)
   check_out(q, x.shapes["v"][-1], options)
   p = problem_of((*x.shapes["q"][:-1], x.shapes["v"][-1]), x.shapes["q"], x.shapes["k"], x.shapes["v"],
                  dtypes=[out_dtype_of(x, options), *x.types], causal=options.causal, window=options.window, softmax_scale=options.softmax_scale,
                  layout=options.layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
                  num_splits=options.num_splits, dropout_p=options.dropout_p, views=x.views, pages=x.pages, v_in_k="v" not in x.tensors,
-                 extras={name: (local_shape(t), dtype_of(name, t)) for name, t in extras.items()})
+                 extras={name: (extra_shape(name, t, x.shards, x.shapes["q"][AXES[x.layout].index("rows")]), dtype_of(name, t))
+                         for name, t in extras.items()})
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
   if p.varlen and x.pages is None: check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
   p = replace(p, return_lse=options.return_lse, dropout_start=bool(p.dropout_p) and x.at.shared is not None,
               batch_invariant=options.batch_invariant)
   device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
   arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
-  return CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out)
+  if x.shards is not None and arch is None: raise NotImplementedError(f"rows that devices share: no kernel merges results on {device}")
+  return CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out, shards=x.shards)

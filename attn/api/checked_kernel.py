@@ -27,6 +27,7 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS):
     sliced |= u.op is Ops.CONTIGUOUS
     u = u.src[0]
+  if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # of a buffer on each of several devices
   if u.op in (Ops.BUFFER, Ops.PARAM): return u, 0, count
   if not sliced or (view := u.contiguous_view()) is None: return None
   base = region(view[0])

@@ -155,10 +155,3 @@ class AttentionGradient:
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
   """One object for the same arguments: tinygrad's caches go by identity."""
   return AttentionGradient(p, arch, tuple(names))
-
-def with_gradient(p:Problem, o:Tensor, lse:Tensor, inputs:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-  """o and lse, computed from `inputs` in whatever way, with the gradient of `p` by `three_pass`."""
-  tensors = {"o": o.uop, "lse": lse.uop, **{name: t.uop for name, t in inputs.items()}}
-  both = UOp.maketuple(*(tensors[name].param_like(slot) for slot, name in enumerate(OUTPUTS)))
-  call = both.call(*tensors.values(), grad_fxn=gradient_of(p, None, tuple(tensors)))
-  return Tensor(call.gettuple(0)), Tensor(call.gettuple(1))

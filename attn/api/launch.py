@@ -5,13 +5,15 @@ from dataclasses import replace
 from typing import Any, Iterable
 from attn.api.checked_call import CheckedCall
 from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_device, check_means
+from attn.api.context import first_launch, run_shared_rows
+from attn.api.context_gradient import with_context_gradient
 from attn.api.dropout import drawn_seed, first_of_each
-from attn.api.gradient import INPUTS, gradient_of, lse_axes, no_gradient, with_gradient
+from attn.api.gradient import INPUTS, gradient_of, lse_axes, no_gradient
 from attn.api.pages import plain_attention_of_pages
-from attn.api.placement import AXES, empty, merge_devices, place
-from attn.api.plain import bhs, bhsd, from_bhs, from_bhsd, plain_attention
+from attn.api.placement import AXES, Placement, empty, place
+from attn.api.plain import plain_attention
 from attn.api.views import flat_buffer
-from attn.choose.backward import by_tinygrad, can_differentiate, choose_backward
+from attn.choose.backward import can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, combine_of, program_of
 from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.tensors import arguments
@@ -20,7 +22,6 @@ from attn.tinygrad_compat import TRAINING, Tensor, UOp, with_params
 from attn.values import FLOATS
 
 OF_A_CACHE = "the gradient of attention over part of a cache: train with attn.attention of whole k and v"
-SHARDED_ROWS = "k and v are sharded along their rows"
 WRITTEN = ("o", "lse", "o_partial", "lse_partial")
 
 def seeded(c:CheckedCall) -> CheckedCall:
@@ -63,6 +64,7 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
+  elif name == "lse" and c.into is not None: return c.into[0]
   else: axes = (*[None]*name.endswith("partial"), *lse_axes(p.layout))
   shape, dtype = (arguments(p) | combine_arguments(p))[name]
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
@@ -70,11 +72,13 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """forward, or for split_kv the same into partial results and then combine."""
   p = replace(c.problem, num_splits=choice.work.splits)
-  t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else x.contiguous() for name, x in c.tensors.items()}
+  t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else
+       x if x.uop.has_buffer_identity(after_ok=True) else x.contiguous() for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # as in run_three_pass
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = replace(p, return_lse=True)      # for backward
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
+    if c.into is not None: given.append(c.into[1])     # which the kernel does not take
     written = Tensor.custom_kernel(*given, fxn=with_variables(fxn, c.variables))
     t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
   return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if c.problem.return_lse else [])]
@@ -87,14 +91,13 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   choose_backward(c.problem, c.arch, choice.kernel)      # where ATTN_KERNEL asks for backward kernels: why there can be none
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
-def run_sharded_keys(c:CheckedCall) -> list[Tensor]:
-  """Each device its own keys, and the merge. The devices' parts are realized, so the gradient is that of the whole."""
-  by_tinygrad(c.arch, SHARDED_ROWS)
-  layout = c.problem.layout
-  parts = [run(c.on(i)) for i in range(c.at.count)]
-  o, lse = merge_devices([(bhsd(o, layout), bhs(lse, layout)) for o, lse in parts])
-  o, lse = from_bhsd(o, layout).cast(FLOATS[c.problem.out_dtype]), from_bhs(lse, layout)
-  return deliver(c, *with_gradient(c.problem, o, lse, c.tensors))
+def run_across(c:CheckedCall) -> list[Tensor]:
+  """By devices that share rows."""
+  def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:tuple[Tensor, Tensor, Tensor]|None) -> tuple[Tensor, Tensor]:
+    o, lse = run(CheckedCall(p, tensors, c.arch, Placement(device), into and into[0], into=into and into[1:]))
+    return o, lse
+  choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # as in run_three_pass
+  return deliver(c, *with_context_gradient(c.shared_rows, *run_shared_rows(c.shared_rows, c.tensors, attend_part)))
 
 def check_devices(c:CheckedCall) -> None:
   """Raises ValueError where the call is for another chip than one of its devices is."""
@@ -103,6 +106,6 @@ def check_devices(c:CheckedCall) -> None:
 
 def run(c:CheckedCall) -> list[Tensor]:
   """o and, where wanted, lse."""
-  if c.at.shared == "keys": return run_sharded_keys(c)
+  if c.shards is not None: return run_across(c)
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 from attn import values
+from attn.api.sequence import check_order
 from attn.chips import get_chip
 from attn.problem import (DTYPES, check_causal, check_dropout_p, check_layout, check_softcap, check_softmax_scale, check_splits,
                           check_window)
@@ -35,6 +36,13 @@ def check_lengths(name:str, x:Any) -> int|UOp|Tensor:
   if isinstance(x, (UOp, Tensor)): return x
   if not values.is_whole(x): raise values.wrong(name, x, "an int, a Variable or an int32 Tensor")
   return int(x)
+
+def check_sequence_lengths(name:str, x:Any) -> tuple[int, int]:
+  supported = "(Sq, Sk), rows of q and of k without the padding, each at least 1"
+  if not isinstance(x, (tuple, list)) or len(x) != 2: raise values.wrong(name, x, supported)
+  try: queries, keys = (values.whole_number(name, n, 1, None, supported) for n in x)
+  except ValueError: raise values.wrong(name, x, supported) from None
+  return queries, keys
 
 @dataclass(frozen=True)
 class KernelOptions:
@@ -70,6 +78,9 @@ class AttentionOptions(KernelOptions):
   dropout_seed: Tensor|None = option(None, values.tensor_or_none, "uint32 (2): what dropout draws by; by default from tinygrad's generator")
   num_splits: int = option(0, check_splits, "0: as many key ranges as fill the chip; 1: none; 2 and more: so many")
   batch_invariant: bool = option(False, values.truth, "a row is bit by bit the same alone and in any batch; slower")
+  sequence_order: str = option("contiguous", check_order, 'how devices that share rows hold them: "contiguous" or "zigzag", as shard_sequence')
+  sequence_lengths: tuple[int, int]|None = option(None, unless_none(check_sequence_lengths),
+                                                     "(Sq, Sk) of rows that devices share: those beyond are padding")
   out: Tensor|None = option(None, values.tensor_or_none, "a whole buffer to write o to; it is also what is returned")
   out_dtype: DType|str|None = option(None, unless_none(check_out_dtype), "float16, bfloat16 or float32; that of out or of q by default")
 

@@ -1,10 +1,9 @@
-"""Sharded tensors: what may be sharded over devices, where an optional tensor then has to lie, and the merge of attention over shards of the keys.
+"""Sharded tensors: what may be sharded over devices, and where an optional tensor then has to lie.
 
-Along batch or heads every device has all that its part of the output takes, and nothing is communicated. Along the keys each device computes
-attention over its own keys, normalised, with the log of its sum of exponentials (LSE), and the parts are averaged with weights exp(LSE).
+Along batch or heads every device has all that its part of the output takes, and nothing is communicated. What devices do that share rows is in
+attn/api/context.py.
 """
 from __future__ import annotations
-import math
 from dataclasses import dataclass
 from attn.tinygrad_compat import DType, Tensor, UOp
 
@@ -14,7 +13,8 @@ AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "
 
 @dataclass(frozen=True)
 class Placement:
-  """`device` of all tensors, and what of the problem its several devices share out: "batch", "heads", "keys" or None (each computes all of it)."""
+  """`device` of all tensors, and what of the problem its several devices share out: "batch", "heads", "keys", "rows" (those of q, k and v) or None
+  (each computes all of it)."""
   device: str|tuple[str, ...]
   shared: str|None = None
   @property
@@ -37,9 +37,10 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
     case (None|"batch"|"heads" as q_axis, k_axis, v_axis) if q_axis == k_axis == v_axis: return Placement(q.device, q_axis)
     case "heads", None, None if k.shape[AXES[layout].index("heads")] == 1: return Placement(q.device, "heads")
     case None, "rows", "rows": return Placement(q.device, "keys")
+    case "rows", "rows", "rows": return Placement(q.device, "rows")
   raise ValueError(f"q, k and v are sharded along {', '.join(f'{name}: {axis}' for name, axis in of.items())}; supported are all three along "
-                   "batch or along heads, q along heads with a single key/value head on every device, k and v along their rows with q "
-                   "whole, or all three whole")
+                   "batch, along heads or along their rows, q along heads with a single key/value head on every device, k and v along "
+                   "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   """What the axes of an optional tensor are."""
@@ -54,6 +55,7 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
     return t
   axis = at.axis(extra_axes(name, tuple(map(int, t.shape))))
+  if name == "bias" and at.shared == "rows" and t.device == at.device and t.uop.axis == 2: return t     # its rows lie as those of q
   if not isinstance(t.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same devices")
     if t.uop.axis == axis: return t
@@ -64,20 +66,3 @@ def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:i
   """A whole buffer, or one on each device of a tensor sharded along `axis` whose shards have `shape`."""
   u = UOp.empty(shape, dtype=dtype, device=device)
   return Tensor(u if axis is None else u.unshard(axis))
-
-def on_device(t:Tensor, i:int) -> Tensor:
-  """What the i-th device holds of a tensor on several, without a copy."""
-  u = t.contiguous().realize().uop     # the shards are buffers from here on
-  return Tensor((u.src[0] if t.uop.axis is not None else u).mselect(i))
-
-def merge_devices(parts:list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-  """(o, lse), whole on every device, of what each device found of them over its own keys: o (..., rows, width) float32, lse (..., rows)."""
-  def stack(tensors:list[Tensor]) -> Tensor:
-    first, *rest = [t.unsqueeze(0).contiguous().uop for t in tensors]
-    return Tensor(first.mstack(*rest).unshard(0))
-  o, lse = stack([part[0] for part in parts]), stack([part[1] for part in parts])
-  m = lse.max(0)
-  weight = (lse - (m == -math.inf).where(0.0, m)).exp()
-  total = weight.sum(0)
-  mean = (o*weight.unsqueeze(-1)).sum(0)/(total == 0).where(1.0, total).unsqueeze(-1)
-  return mean, (total == 0).where(-math.inf, (m == -math.inf).where(0.0, m) + total.log())

@@ -1,6 +1,6 @@
 """Split-KV: key ranges of one head go to workgroups of their own, which leave partial results; this kernel makes the result of them.
 
-The merge is that of FlashAttention-2 (arXiv 2307.08691, section 2.3.1):
+The merge is that of attn/kernels/parts/merging.py:
 
   p = splits.resolve(p, arch, tile)                                 # chooses p.num_splits, G
   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
@@ -9,20 +9,19 @@ The merge is that of FlashAttention-2 (arXiv 2307.08691, section 2.3.1):
 An empty range gives O = 0 and LSE = -inf, and so weighs nothing.
 """
 from __future__ import annotations
-import functools, math
+import functools
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.epilogue import OF_NO_SEQUENCE, OPTIMISED, store_row
-from attn.kernels.parts.rows import flat, strides
-from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF
+from attn.kernels.parts.epilogue import OPTIMISED
+from attn.kernels.parts.merging import MergedRow, reference_of, store_merged, weight_of
+from attn.kernels.parts.rows import flat
+from attn.kernels.parts.scores import NEG_INF
 from attn.kernels.parts.tensors import arguments
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 
-COMBINE_THREADS = 256       # of a workgroup, at most
 PARTS_AT_ONCE = 16          # parts whose loads are under way together: a thread has nothing else to do while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -42,11 +41,6 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
     raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
   return lambda *args: merged(p, arch, splits, args)
 
-def rows_together(p:Problem, arch:Chip, columns:int) -> int:
-  """How many rows a workgroup merges, each by `columns` threads: few where there are few, so that they are shared out over the chip, but those of a
-  whole wave."""
-  return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, arch.cus), arch.wave//columns)))
-
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   """The numbers of all parts, by those whose loads are under way together: in a loop, whose range is given with them, and those left over."""
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
@@ -58,26 +52,17 @@ def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
 
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
   """That kernel of its placeholders."""
-  names, vec = combine_arguments(p), math.gcd(p.Dv, 4)
-  columns = p.Dv//vec                       # threads of a row, each with `vec` neighbouring elements
-  per = rows_together(p, arch, columns)     # rows of a workgroup
+  names, new = combine_arguments(p), Allocator()
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}
-
-  # ***** ranges: one row of the output a `columns` threads *****
-  new = Allocator()
-  block = new.range(ceildiv(p.rows, per), AxisType.GLOBAL)
-  thread = new.range(per*columns, AxisType.WARP)
-  row, column = block*per + thread//columns, thread%columns*vec
-  there, row = row < p.rows, row.minimum(p.rows - 1)
-  length = p.total_q if p.varlen else p.Sq
-  batch, head, query = row//(p.H*length), row//length%p.H, row%length
+  at = MergedRow.of(p, arch, new)
+  row, vec = at.number, at.vec
   parts = given["o_partial"].bitcast(ops.f32(vec)) if vec > 1 else given["o_partial"]
   top, total, acc = (new.registers(1, ops.f32(n)) for n in (1, 1, vec))
   def lse_of(g:UOp) -> UOp: return given["lse_partial"][g*p.rows + row].load()
 
   # ***** the largest LSE *****
-  sink = given["sinks"][head].load() if "sinks" in given else None
+  sink = given["sinks"][at.place[1]].load() if "sinks" in given else None
   start = UOp.group(top[0].store(UOp.const(NEG_INF, dtypes.float) if sink is None else sink), total[0].store(UOp.const(0.0, dtypes.float)),
                     acc[0].store(ops.splat(0.0, vec)))
   before = start
@@ -85,8 +70,7 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
     now = top.after(before, *g)
     before = now[0].store(functools.reduce(ops.max_, map(lse_of, numbers), now[0].load())).end(*g)
   largest = top.after(before)[0].load()
-  reference = largest.eq(NEG_INF).where(0.0, largest)
-  def weight(x:UOp) -> UOp: return ops.exp2(ops.mul(ops.sub(x, reference), LOG2E))   # the difference first: it is exact where it matters
+  reference = reference_of(largest)
 
   # ***** sums, in the order of the parts *****
   before = start
@@ -94,21 +78,15 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
     acc_now, total_now = acc.after(before, *g), total.after(before, *g)
     values, weights = acc_now[0].load(), total_now[0].load()
     for n in numbers:
-      w, part = weight(lse_of(n)), parts[((n*p.rows + row)*p.Dv + column)//vec].load()
+      w, part = weight_of(lse_of(n), reference), parts[((n*p.rows + row)*p.Dv + at.column)//vec].load()
       values, weights = ops.add(values, ops.mul(part, w)), ops.add(weights, w)
     before = UOp.group(acc_now[0].store(values), total_now[0].store(weights)).end(*g)
   weights, values = total.after(before)[0].load(), acc.after(before)[0].load()
-  if sink is not None: weights = ops.add(weights, weight(sink))
+  if sink is not None: weights = ops.add(weights, weight_of(sink, reference))
 
   # ***** O and LSE *****
-  values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
-  sb, sh, ss = strides(p.layout, p.H, length, p.Dv)
-  outputs = store_row(arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, column, values, there)
-  if "lse" in given:
-    log_sum = weights.eq(0.0).where(NEG_INF, ops.add(reference, ops.mul(ops.log2(weights), LN2)))
-    if p.varlen: log_sum = largest.eq(OF_NO_SEQUENCE).where(NEG_INF, log_sum)
-    outputs.append(given["lse"][row.valid(there & column.eq(0))].store(log_sum))
+  outputs = store_merged(at, given, values, weights, largest)
   size = 4*p.rows*(p.Dv + 1)*splits
   estimates = Estimates(ops=2*p.rows*p.Dv*splits, lds=size, mem=size)
   info = KernelInfo(f"attn_combine_{arch.name}_{p.out_dtype}_{splits}x{p.Dv}", opts_to_apply=(), estimates=estimates)
-  return UOp.group(*outputs).end(block, thread).sink(arg=info, tag=OPTIMISED)
+  return UOp.group(*outputs).end(at.block, at.thread).sink(arg=info, tag=OPTIMISED)

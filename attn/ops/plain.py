@@ -26,7 +26,12 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   if size == 4: return Elements(tuple(bits))
   return Elements(tuple(functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(bits[j:j + 2])]) for j in range(0, len(bits), 2)))
 
-MEANINGS: dict[str, Callable[..., Elements]] = {"buffer_load": plain_load, "uniform": number_of,
+def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
+  """`load_where`: dwords of the numbers of 32 bits that follow the INDEX `at`, zero where `gate` does not hold."""
+  buffer, first = at.src
+  return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
+
+MEANINGS: dict[str, Callable[..., Elements]] = {"buffer_load": plain_load, "load_where": plain_load_where, "uniform": number_of,
                                                 "page_number": lambda entry, there, *, count: number_of(entry)}      # unchecked
 
 # ***** a kernel *****

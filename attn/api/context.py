@@ -1,0 +1,287 @@
+"""Attention over sequences whose rows several devices share: context parallelism, as in ring attention (arXiv 2310.01889).
+
+Where q, k and v are sharded along their rows each device computes its own queries over all keys. Its launches over its own keys need nothing of the
+others, and while they run the shards of the next device come over: they take turns in two buffers, so that what is in passing is two shards at most,
+however many devices there are. What the launches give, o and lse of some rows over some keys, is merged on the device.
+
+Where only k and v are sharded, and every device has all queries, each computes them over its own keys, and the devices exchange what they found, o
+and lse in one buffer, which one kernel merges on each.
+"""
+from __future__ import annotations
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from attn import values
+from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means, region
+from attn.api.gradient import lse_axes
+from attn.api.options import AttentionOptions
+from attn.api.placement import AXES, Placement, local_shape
+from attn.api.views import whole_places
+from attn.chips import CHIPS, Chip
+from attn.choose.context import ORDERS, ContextLaunch, PieceRun, SequenceShards
+from attn.choose.dispatch import choose
+from attn.kernels.merge import RowRange, merge, part_size
+from attn.ops.plain import plain
+from attn.problem import Problem, Strided
+from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes, with_params
+from attn.values import FLOATS
+
+SLOTS = 2             # buffers of a device for the shards of others: one is read while the other one fills
+PARTS_KEPT = 4        # results that wait to be merged, at most: of longer chains the memory would grow with the number of devices
+
+# (o, lse) of a problem from tensors by name on a device, in the buffers (o, lse, the one that they are regions of) that are given for them, if any
+Attend = Callable[[Problem, dict[str, Tensor], str, tuple[Tensor, Tensor, Tensor]|None], tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class SharedRows:
+  """A problem whose rows devices share: `problem` is the whole of it, without the padding among what they hold."""
+  problem: Problem
+  arch: Chip
+  at: Placement
+  shards: SequenceShards
+  @property
+  def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
+  @property
+  def own(self) -> Problem:
+    """What the results of a device have the shapes of: with the padding."""
+    return replace(self.problem, Sq=self.shards.queries or self.problem.Sq, return_lse=True)
+  def there(self, device:int) -> tuple[RowRange, ...]:
+    """The rows of a device that are no padding."""
+    return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
+
+# ***** what of a problem devices share *****
+
+WHOLE_INSTEAD = "shard q, k and v along batch or heads instead"
+LENGTHS_INSTEAD = "sequence_lengths says how many there are of all batches alike; or shard along batch or heads"
+REFUSED = {"dropout_p": WHOLE_INSTEAD, "kv_lengths": LENGTHS_INSTEAD, "kv_starts": LENGTHS_INSTEAD, "block_table": WHOLE_INSTEAD,
+           "cu_seqlens_q": WHOLE_INSTEAD, "cu_seqlens_k": WHOLE_INSTEAD, "batch_invariant": WHOLE_INSTEAD}
+
+def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
+                    at:Placement) -> tuple[Placement, SequenceShards|None, tuple[int, int]]:
+  """(where tensors lie, how devices share their rows or None, rows of q and of k without padding), for tensors of these shapes. One device that is
+  asked for an order or for lengths has all rows to itself. Raises ValueError, which says how to shard instead, for what takes whole sequences."""
+  order, lengths = options.sequence_order, options.sequence_lengths
+  asked = f"sequence_order={order!r}" if order != "contiguous" else f"sequence_lengths={lengths}" if lengths is not None else None
+  if at.shared not in ("rows", "keys"):
+    if asked is None: return at, None, (0, 0)
+    if not isinstance(at.device, str):
+      raise ValueError(f"{asked} with {f'tensors sharded along {at.shared}' if at.shared else 'all of q, k and v on every device'}: must be left as "
+                       "it is unless k and v, or q, k and v, are sharded along their rows, as attn.shard_sequence does")
+    at = Placement(at.device, "rows")
+  what = "k and v sharded along their rows" if at.shared == "keys" else "q, k and v sharded along their rows"
+  if options.layout == "thd": raise ValueError(f"layout='thd' with {asked or what}: packed sequences lie anywhere; {WHOLE_INSTEAD}")
+  for name, instead in REFUSED.items():
+    if (given := getattr(options, name)) is not None and given is not False and given != 0.0:
+      raise ValueError(f"{name}={values.shown(given)} with {what}: {instead}")
+  axis = AXES[options.layout].index("rows")
+  rows = shapes["q"][axis], shapes["k"][axis]
+  for name, have, want, least in zip(("Sq", "Sk"), rows, lengths or rows, (rows[0] if at.shared == "keys" else 1, 1)):
+    if not least <= want <= have:
+      raise ValueError(f"sequence_lengths={lengths}: {name} must lie in {least}..{have}, the rows {'that q has' if name == 'Sq' else 'there are'}")
+  pieces = at.count*ORDERS[order]
+  for name, have in zip(("q", "k") if at.shared == "rows" else ("k",), rows if at.shared == "rows" else rows[1:]):
+    if have % pieces: raise ValueError(f"{name} has {have} rows: sequence_order={order!r} on {at.count} devices needs a multiple of {pieces}, "
+                                       "which attn.shard_sequence pads to")
+  shared = SequenceShards(at.count, order, rows[1]//at.count, rows[0]//at.count if at.shared == "rows" else None,
+                          options.bias is not None and bias_lies_as_q(options.bias, rows[0], at))
+  return at, shared, lengths or rows
+
+def bias_lies_as_q(bias:Tensor, rows:int, at:Placement) -> bool:
+  """Whether the rows of a bias are those that devices hold of q, with the padding."""
+  if bias.ndim < 2 or at.shared != "rows": return False
+  if isinstance(at.device, str): return int(bias.shape[-2]) == rows
+  return bias.device == at.device and bias.uop.axis == bias.ndim - 2
+
+def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
+  """A shape with so many rows."""
+  return tuple(rows if axis == "rows" else n for axis, n in zip(AXES[layout], shape))
+
+def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
+  """What one device has of an optional tensor; of a bias that lies as q does all its rows, without the padding."""
+  shape = local_shape(t)
+  if name != "bias" or shards is None or not shards.bias_shared: return shape
+  if shape[2] != shards.queries: raise ValueError(f"bias has {shape[2]} rows on each device, and q {shards.queries}: must be as many")
+  return (*shape[:2], queries, shape[3])
+
+# ***** what a device holds *****
+
+def in_buffers(u:UOp) -> UOp:
+  """A tensor that lies in a buffer on each of its devices: itself, or else such buffers, filled with it, that nothing else sees. (Of what is not
+  realized yet tinygrad confuses an element and the buffer, where one kernel takes the elements and another one the buffer of one device.)"""
+  if u.has_buffer_identity(): return u
+  if isinstance(u.device, str): return u.contiguous()
+  buffer = UOp.empty(u.max_shard_shape, dtype=u.dtype, device=u.device)
+  if u.axis is not None: buffer = buffer.unshard(u.axis)
+  return buffer.after(buffer.store(u))
+
+def shards_of(u:UOp) -> list[UOp]:
+  """What each device holds of a tensor that lies in buffers."""
+  if isinstance(u.device, str): return [u]
+  if u.op is Ops.UNSHARD: u = u.src[0]
+  elif u.op is Ops.AFTER and u.src[0].op is Ops.UNSHARD: u = u.replace(src=(u.src[0].src[0], *u.src[1:]))
+  return [u.mselect(i) for i in range(len(u.device or ()))]
+
+def of_device(u:UOp, i:int) -> UOp:
+  """The i-th device's part of a buffer on each."""
+  return u if isinstance(u.device, str) else u.mselect(i)
+
+def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
+  """The shards that each owner in turn holds, by the tensor's name, on the device `device`, called `name`: its own where they are, and those of
+  others as they are copied, in turn into SLOTS buffers of each tensor."""
+  slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
+  copied = 0
+  for owner in owners:
+    if owner == device:
+      yield {tensor: shards[owner] for tensor, shards in held.items()}
+      continue
+    slot, copied = slots[copied % SLOTS], copied + 1
+    for tensor, shards in held.items():
+      shard = shards[owner]
+      to = slot[tensor] if tensor in slot else UOp.empty(shard.max_shape, dtype=shard.dtype, device=name)
+      slot[tensor] = to.after(to.store(shard.copy_to_device(name)))
+    yield dict(slot)
+
+# ***** one launch *****
+
+def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
+  """So many rows along an axis."""
+  return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
+
+def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
+  """So many rows along an axis, in a buffer of their own. (tinygrad makes a view of what is `contiguous()` and lies so in a buffer, and its memory
+  planner does not know that this one is then still in use.)"""
+  return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
+
+def filled_with_rows(u:UOp) -> UOp:
+  """A buffer that is filled with u."""
+  buffer = UOp.empty(u.max_shape, dtype=u.dtype, device=u.device)
+  return buffer.after(buffer.store(u))
+
+def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
+  """What a launch computes, of rows by themselves. A sink is no matter of one launch: it counts once."""
+  return replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
+                 sinks=False, return_lse=True)
+
+def bias_rows(bias:UOp, launch:ContextLaunch, shared:bool) -> UOp:
+  """The part of a bias for a launch; its keys lie in the order of the sequence, and so do its rows unless they are `shared` as those of q are."""
+  def pieces(u:UOp, axis:int, run:PieceRun) -> UOp:
+    if u.shape[axis] == 1: return u
+    first, *rest = [cut(u, axis, piece.start, piece.rows) for piece in run.pieces]
+    return first.cat(*rest, dim=axis)
+  rows = cut(bias, 2, launch.queries.first, launch.queries.count) if shared else pieces(bias, 2, launch.queries)
+  return filled_with_rows(pieces(rows, 3, launch.keys))
+
+def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
+  """The problem with its keys read where they lie among those that a device holds, in tensors of the shapes `held`, where that costs no slower
+  kernel."""
+  axis = AXES[p.layout].index("rows")
+  if all(shape[axis] == keys.count for shape in held.values()): return p
+  def of(name:str) -> Strided|None:
+    """Where the first of the keys lies, and the others from there on."""
+    return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
+  viewed = replace(p, k_view=of("k"), v_view=of("v"))
+  return viewed if choose(viewed, arch).kernel == choose(p, arch).kernel != "three_pass" else p
+
+# ***** parts: o and lse of some rows over some keys, in one buffer *****
+
+def packed(o:Tensor, lse:Tensor) -> UOp:
+  """A part of o and lse that lie in buffers of their own."""
+  return o.flatten().cat(lse.flatten()).contiguous().uop
+
+def written_part(p:Problem, device:str, write:Callable[[UOp, UOp, UOp], UOp]) -> UOp:
+  """The part that the results of `p` are, once `write(o, lse, whole)`, a CALL, has put them there. It has the buffer that o and lse are regions of
+  among its sources, lest tinygrad's memory planner think that the buffer is not in use yet."""
+  shapes, size, of_o = p.shapes, part_size(p, p.Sq), p.rows*p.Dv
+  buffer = UOp.empty((size,), dtype=dtypes.float, device=device)
+  o, lse = (buffer.shrink((bounds,)).reshape(shapes[name][0]).contiguous() for name, bounds in (("o", (0, of_o)), ("lse", (of_o, size))))
+  if region(o) is not None: return buffer.after(write(o, lse, buffer))
+  o, lse = (UOp.empty(shapes[name][0], dtype=dtypes.float, device=device) for name in ("o", "lse"))     # OpenCL's buffers have no regions
+  call = write(o, lse, buffer)
+  return packed(Tensor(o.after(call)), Tensor(lse.after(call)))
+
+def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
+  """What a launch computes of the tensors that the device has, by name."""
+  name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
+  p = replace(launch_problem(c.problem, launch), out_dtype="float32")
+  p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
+  t = held | {"q": rows_in_buffer(held["q"], axis, launch.queries.first, launch.queries.count)}
+  if p.k_view is None: t |= {x: rows_in_buffer(t[x], axis, launch.keys.first, launch.keys.count) for x in ("k", "v") if x in t}
+  if "bias" in t: t["bias"] = bias_rows(t["bias"], launch, c.shards.bias_shared)
+  tensors = {x: Tensor(u) for x, u in t.items()}
+  if choose(p, c.arch).kernel == "three_pass": return packed(*attend(p, tensors, name, None))
+  return written_part(p, name, lambda o, lse, whole: attend(p, tensors, name, (Tensor(o), Tensor(lse), Tensor(whole)))[0].uop.src[1])
+
+@functools.cache
+def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
+  """`merge`, as one object for the same arguments: tinygrad's schedule cache goes by identity."""
+  program = merge(p, arch, parts, there)
+  takes = 2 + len(parts) + p.sinks
+  def kernel(*placeholders:UOp) -> CheckedKernel:
+    sink = program(*placeholders[:takes])
+    check_means(sink := plain(sink) if plainly else sink, arch)
+    return CheckedKernel(with_params(sink, placeholders[takes:]), ("o", "lse"), small=True)
+  return kernel
+
+@dataclass(frozen=True)
+class ContextPart:
+  """What a device has found of some of its rows."""
+  rows: RowRange
+  found: UOp
+
+def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
+               there:tuple[RowRange, ...]=()) -> UOp:
+  """The CALL that merges parts of rows of `p` into the `outputs` o and lse; what else is among these is a source of it, no more."""
+  p = replace(p, sinks=sinks is not None, num_splits=1)
+  kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), there, c.arch.name not in CHIPS)
+  given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
+  return UOp.custom_kernel(*outputs[:2], *given, *outputs[2:], fxn=kernel)[0].src[1]
+
+def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPart:
+  """Parts of a device as one, of all its rows."""
+  p, rows = replace(c.own, out_dtype="float32"), RowRange(0, c.own.Sq)
+  if len(parts) == 1 and parts[0].rows == rows: return parts[0]
+  return ContextPart(rows, written_part(p, c.devices[device], lambda *into: merge_call(c, p, parts, into)))
+
+# ***** all of it *****
+
+def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
+  """What a device computes: at most PARTS_KEPT parts."""
+  plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
+  keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
+  others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
+  for (_, some), of_owner in zip(plan, passed(keys, device, c.devices[device], [owner for owner, _ in plan])):
+    for launch in some:
+      if len(parts) == PARTS_KEPT: parts = [merged_part(c, parts, device)]
+      rows = RowRange(launch.queries.first, launch.queries.count)
+      parts.append(ContextPart(rows, run_launch(c, launch, others | of_owner, device, attend)))
+  return parts
+
+def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
+  """(o and lse as buffers, sharded as q is; the inputs in buffers, and o and lse as they are when they are computed), by name."""
+  inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
+  held = {name: shards_of(u) for name, u in inputs.items()}
+  parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
+  if c.shards.queries is None: parts = exchanged(c, parts)
+  shapes, axes = c.own.shapes, {"o": AXES[c.problem.layout], "lse": lse_axes(c.problem.layout)}
+  buffers = {name: UOp.empty(shapes[name][0], dtype=FLOATS[shapes[name][1]], device=c.at.device) for name in axes}
+  states = buffers
+  for i, some in enumerate(parts):     # each sees what the one before it has left, for tinygrad takes them for writers of the same buffer
+    into = tuple(of_device(u, i) for u in states.values())
+    call = merge_call(c, c.own, some, into, held["sinks"][i] if "sinks" in held else None, c.there(i))
+    states = {name: u.after(call) for name, u in states.items()}
+  def on_all(name:str) -> UOp:
+    u = buffers[name]
+    return u if c.shards.queries is None or isinstance(u.device, str) else u.unshard(axes[name].index("rows"))
+  outputs = {name: on_all(name) for name in axes}
+  return outputs, {f"merged_{name}": u.after(call) for name, u in outputs.items()} | inputs
+
+def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
+  """What all devices have found, on each: one copy from each device that has seen a key to each other one."""
+  found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
+  return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]
+          for to, name in enumerate(c.devices)]
+
+def first_launch(p:Problem, shards:SequenceShards) -> Problem:
+  """What the first launch of the first device that has one computes."""
+  some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
+  return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

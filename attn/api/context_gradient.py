@@ -1,0 +1,158 @@
+"""The gradient of attention over rows that devices share.
+
+As in forward k and v come past each device. It computes, with o and lse of all keys, its part of dq, which stays, and of dk and dv, in float32, which
+go back to the device that holds those keys. Every sum is in float32 and in a fixed order: the same from run to run.
+"""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass, replace
+from attn.api.context import SharedRows, bias_rows, filled_with_rows, in_buffers, launch_problem, passed, rows_in_buffer, shards_of
+from attn.api.gradient import INPUTS, OUTPUTS, backward_kernels, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
+from attn.api.placement import AXES
+from attn.api.plain import bhsd, from_bhs
+from attn.api.sequence import in_order, shard_sequence
+from attn.choose.backward import can_differentiate, choose_parts
+from attn.choose.context import ContextLaunch, PieceRun
+from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.values import FLOATS
+
+def all_launches(c:SharedRows) -> list[ContextLaunch]:
+  return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
+
+def by_kernels(c:SharedRows) -> bool:
+  """Whether the backward kernels take every launch."""
+  return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
+
+def rows_axis(c:SharedRows, name:str) -> int:
+  """Of q, k, v, o and their gradients, or of lse and its."""
+  return (lse_axes if name.endswith("lse") else AXES.__getitem__)(c.problem.layout).index("rows")
+
+def lying_as(g:UOp, out:UOp) -> UOp:
+  """The gradient of an output, on the same devices as that and sharded alike."""
+  g = g.cast(out.dtype)
+  if g.axis == out.axis: return g
+  return g.copy_to_device(out.device) if out.axis is None and out.device is not None else Tensor(g).shard_like(Tensor(out)).uop
+
+# ***** by the backward kernels *****
+
+@dataclass(frozen=True)
+class RowGradient:
+  """A gradient in float32 of some of the rows that a device holds."""
+  run: PieceRun
+  found: Tensor
+
+def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
+  """Their sum, in order, of all rows of a tensor on a device: one addition after another, so that no more than two wait for it."""
+  total = None
+  for part in parts:
+    rows = (part.run.first, shape[axis] - part.run.first - part.run.count)
+    x = part.found.to(device).pad(tuple(rows if i == axis else (0, 0) for i in range(len(shape))))
+    total = x if total is None else total + x
+    total = total.contiguous()
+  return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous() if total is None else total
+
+def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) -> dict[str, Tensor]:
+  """dq, dk and dv of a launch, float32, from the tensors that its device has, by name."""
+  p = replace(launch_problem(c.problem, launch), num_splits=1)
+  runs = dict.fromkeys(("q", "o", "lse", "do", "dlse"), launch.queries) | dict.fromkeys(("k", "v"), launch.keys)
+  t = {name: rows_in_buffer(u, rows_axis(c, name), runs[name].first, runs[name].count) if name in runs else u for name, u in held.items()}
+  if "bias" in t: t["bias"] = bias_rows(t["bias"], launch, c.shards.bias_shared)
+  parts = choose_parts(p, c.arch)
+  kernels = backward_kernels(p, c.arch, "dlse" in t, replace(parts, dq=max(1, parts.dq), dkdv=max(1, parts.dkdv)))
+  for name in ("dq", "dkdv"): t = written_by(kernels[name], t, p.layout)
+  return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
+
+def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
+  """One tensor of what each device has: sharded along an axis, or whole where that is None."""
+  first, *rest = [x.contiguous().uop for x in each]
+  if isinstance(c.at.device, str): return first
+  return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)
+
+def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
+  """On every device the sum, in order, of what each has: copied once to each other one."""
+  return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
+
+def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
+  """Of q, k, v and the sinks, for the gradients `given` of o and lse, which lie as the `merged` ones do."""
+  p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
+  for name, g in given.items(): held[f"d{name}"] = shards_of(in_buffers(g))
+  if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
+  keys = {name: held[name] for name in ("k", "v")}
+  dq: list[list[RowGradient]] = [[] for _ in c.devices]
+  back: dict[str, list[list[tuple[int, RowGradient]]]] = {name: [[] for _ in c.devices] for name in ("dk", "dv")}
+  for device, name in enumerate(c.devices):
+    plan, own = c.shards.plan(p, device), {x: shards[device] for x, shards in held.items() if x not in ("k", "v", "sinks")}
+    for step, ((owner, some), of_owner) in enumerate(zip(plan, passed(keys, device, name, [owner for owner, _ in plan]))):
+      for launch in some:
+        found = launch_gradients(c, launch, own | of_owner)
+        dq[device].append(RowGradient(launch.queries, found["dq"]))
+        for x in back: back[x][owner].append((step, RowGradient(launch.keys, found[x])))
+  def total(x:str, parts:list[RowGradient], device:int) -> Tensor:
+    return added_up(parts, held[x][device].max_shape, rows_axis(c, x), c.devices[device])
+  all_dq = [total("q", parts, i) for i, parts in enumerate(dq)]
+  if c.shards.queries is None: all_dq = summed(c, all_dq)
+  gradients = {"q": all_dq}
+  for x in ("k", "v"):
+    of_owners = [[part for _, part in sorted(parts, key=lambda of: of[0])] for parts in back[f"d{x}"]]
+    gradients[x] = [total(x, parts, i) for i, parts in enumerate(of_owners)]
+  result = {x: on_every(c, [g.cast(inputs[x].dtype) for g in each], inputs[x].axis) for x, each in gradients.items()}
+  if "sinks" in inputs: result["sinks"] = sinks_gradient(c, held)
+  return result
+
+def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
+  """-exp(sink - lse) * delta, summed over the rows that all devices hold."""
+  p, each = c.problem, []
+  for i in range(len(c.devices)):
+    of = {name: Tensor(shards[i]) for name, shards in held.items()}
+    do, o = (bhsd(x.float(), p.layout) for x in (of["do"].cast(FLOATS[p.dtype]), of["o"]))
+    delta = from_bhs((do*o).sum(-1), p.layout)
+    each.append(sink_gradient(of["sinks"], of["lse"], delta - of["dlse"] if "dlse" in of else delta))
+  return on_every(c, each if c.shards.queries is None else summed(c, each), None)
+
+# ***** by tinygrad *****
+
+def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
+  """Of every input of floats: all of them on the first device, in the order of the sequence, where tinygrad differentiates `three_pass`."""
+  p, order, first = c.problem, c.shards.order, c.devices[0]
+  lengths = {"q": p.Sq, "o": p.Sq, "lse": p.Sq, "k": p.Sk, "v": p.Sk} | ({"bias": p.Sq} if c.shards.bias_shared else {})
+  if c.shards.queries is None: lengths = {name: n for name, n in lengths.items() if name in ("k", "v")}
+  def axis(name:str) -> int: return 2 if name == "bias" else rows_axis(c, name)
+  def gathered(name:str, u:UOp) -> UOp:
+    each = [Tensor(shard) for shard in shards_of(u)]
+    if name not in lengths: return each[0].contiguous().uop
+    whole = each[0].cat(*[x.to(first) for x in each[1:]], dim=axis(name))
+    return in_order(whole, axis(name), lengths[name], c.shards.count, order).contiguous().uop
+  def dealt(name:str, u:UOp) -> UOp:
+    if name in lengths: return shard_sequence(Tensor(u), c.devices, axis(name), order).uop
+    return Tensor(u).shard(c.devices).uop
+  found = plain_gradients(p, {name: gathered(name, u) for name, u in inputs.items()},
+                          {name: gathered(name, in_buffers(u)) for name, u in given.items()})
+  return {name: dealt(name, u) for name, u in found.items()}
+
+# ***** either *****
+
+@dataclass(frozen=True)
+class ContextGradient:
+  """The grad_fxn of a problem whose rows devices share, called on the tensors `names`."""
+  shared: SharedRows
+  names: tuple[str, ...]
+  def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
+    """The gradient of each source of the call, as AttentionGradient has it."""
+    c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
+    t = dict(zip(self.names, call.src[1:]))
+    given = {name: lying_as(g, t[name]) for name, g in of_outputs(gradients, {name: t[name] for name in OUTPUTS}).items()}
+    inputs, merged = {name: t[name] for name in INPUTS if name in t}, {name: t[f"merged_{name}"] for name in OUTPUTS}
+    found: dict[str, UOp] = {}
+    if not (kernels := by_kernels(c)) or "alibi_slopes" in inputs or "bias" in inputs: found |= gathered_gradients(c, inputs, given)
+    if kernels: found |= passed_gradients(c, inputs, merged, given)
+    return tuple(found.get(name) for name in self.names)
+
+@functools.cache
+def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
+  """One object for the same arguments: tinygrad's caches go by identity."""
+  return ContextGradient(c, names)
+
+def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
+  """o and lse, which have been computed from some sources, in whatever way: a CALL of nothing, which has the gradient."""
+  call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=context_gradient(c, (*outputs, *sources)))
+  return Tensor(outputs["o"].after(call)), Tensor(outputs["lse"].after(call))

@@ -1,0 +1,135 @@
+"""Context parallelism: which rows of a sequence a device holds, and which launches compute the queries of one device over the keys of another.
+
+A device's queries see all keys, those of the others one device after another. What it holds are pieces of the sequence: one where the order is
+"contiguous", and two where it is "zigzag", one from the front and one from the back (Llama 3, arXiv 2407.21783, section 3.3.2), so that under a
+causal mask each device sees as many keys as any other:
+
+  pieces of 4 devices, zigzag   device 0: 0, 7   device 1: 1, 6   device 2: 2, 5   device 3: 3, 4
+
+A piece of queries and a piece of keys are an attention problem with an offset of its own, whose mask hides nothing, something or everything.
+"""
+from __future__ import annotations
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from attn.problem import Problem
+
+ORDERS = {"contiguous": 1, "zigzag": 2}     # the pieces that a device holds
+
+@dataclass(frozen=True)
+class SequencePiece:
+  """Rows of a sequence, from `start` on, that a device holds from its own row `at` on: `rows` of them, not counting the padding behind all rows."""
+  start: int
+  rows: int
+  at: int
+
+def numbers_of(device:int, count:int, order:str) -> tuple[int, ...]:
+  """Which pieces a device of `count` holds, in the order in which they lie there."""
+  return (device,) if order == "contiguous" else (device, 2*count - 1 - device)
+
+def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[SequencePiece, ...]:
+  """What a device holds of a sequence of `length` rows, where `count` devices hold `held` rows each; pieces of padding alone are left out."""
+  size = held//ORDERS[order]
+  of = [SequencePiece(n*size, min(max(length - n*size, 0), size), i*size) for i, n in enumerate(numbers_of(device, count, order))]
+  return tuple(piece for piece in of if piece.rows)
+
+def rows_held(length:int, count:int, order:str) -> int:
+  """Rows that each of `count` devices holds of a sequence of `length` rows, padded so that all pieces are equal."""
+  return -(-length//(count*ORDERS[order]))*ORDERS[order]
+
+# ***** what a mask leaves of some queries and some keys *****
+
+@dataclass(frozen=True)
+class SeenKeys:
+  """Query i of some sees key j of some where i + offset - left <= j <= i + offset + right, of (left, right) = `window`, -1 for no bound."""
+  window: tuple[int, int]
+  offset: int
+
+def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
+  """The same for the same keys seen, so that two can be compared: bounds that hide nothing are none, and an offset that nothing goes by is 0. Scores
+  go by it, too, where they are `by_distance`. None where no query sees a key."""
+  left, right = window
+  first, last = offset - left, queries - 1 + offset + right      # the first key of the first query, the last one of the last
+  if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
+  bounds = (left if left >= 0 and queries - 1 + offset - left > 0 else -1, right if right >= 0 and offset + right < keys - 1 else -1)
+  return SeenKeys(bounds, offset if by_distance or bounds != (-1, -1) else 0)
+
+# ***** launches *****
+
+@dataclass(frozen=True)
+class PieceRun:
+  """Pieces that lie one after another in what a device holds."""
+  pieces: tuple[SequencePiece, ...]
+  @property
+  def first(self) -> int: return self.pieces[0].at
+  @property
+  def count(self) -> int: return sum(piece.rows for piece in self.pieces)
+  @property
+  def unbroken(self) -> bool: return all(x.at + x.rows == y.at for x, y in itertools.pairwise(self.pieces))
+
+@dataclass(frozen=True)
+class ContextLaunch:
+  """One launch of attention: queries of a device over keys that it has, its own or another's."""
+  queries: PieceRun
+  keys: PieceRun
+  seen: SeenKeys
+
+def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|None=None) -> SeenKeys|None:
+  """What the queries of one piece see of the keys of another: by their places in the sequence, or by another offset."""
+  return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, p.alibi)
+
+def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
+  """What all these queries see of all these keys, if one window and one offset, counted from the first of each, say so of every pair of pieces."""
+  if not (queries.unbroken and keys.unbroken): return None
+  def moved(x:SequencePiece, y:SequencePiece) -> int:
+    """How much further the diagonal is in the pair than in the whole, by where the pieces lie."""
+    return (x.at - queries.first) - (y.at - keys.first)
+  pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
+  bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (p.alibi or seen.window != (-1, -1))]
+  x, y = next(iter(bounded), (queries.pieces[0], keys.pieces[0]))
+  offset, window = p.offset + x.start - y.start - moved(x, y), p.window if bounded else (-1, -1)
+  def in_whole(x:SequencePiece, y:SequencePiece) -> SeenKeys|None: return seen_keys(window, offset + moved(x, y), x.rows, y.rows, p.alibi)
+  if any(in_whole(x, y) != seen for (x, y), seen in pairs.items()): return None
+  return seen_keys(window, offset, queries.count, keys.count, p.alibi)
+
+def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequencePiece]) -> tuple[ContextLaunch, ...]:
+  """The fewest launches that compute the queries of some pieces over the keys of some others: none for pairs that see nothing."""
+  if all(pair_seen(p, x, y) is None for x in queries for y in keys): return ()
+  if (seen := as_one(p, PieceRun(tuple(queries)), PieceRun(tuple(keys)))) is not None:
+    return (ContextLaunch(PieceRun(tuple(queries)), PieceRun(tuple(keys)), seen),)
+  ways = []
+  if len(queries) > 1: ways.append(launches(p, queries[:1], keys) + launches(p, queries[1:], keys))
+  if len(keys) > 1: ways.append(launches(p, queries, keys[:1]) + launches(p, queries, keys[1:]))
+  return min(ways, key=len)
+
+def owners(device:int, count:int) -> tuple[int, ...]:
+  """The devices whose keys a device sees, in this order: its own first, and then each of the others so that at no time two read from the same."""
+  return tuple((device + i) % count for i in range(count))
+
+@dataclass(frozen=True)
+class SequenceShards:
+  """How `count` devices share out a problem's rows: each holds `keys` rows of k and v, and `queries` rows of q, or all of q where that is None.
+  `bias_shared`: rows of a bias lie as those of q do."""
+  count: int
+  order: str
+  keys: int
+  queries: int|None
+  bias_shared: bool = False
+
+  def queries_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]:
+    """What a device computes."""
+    return (SequencePiece(0, p.Sq, 0),) if self.queries is None else pieces_of(device, self.count, self.order, self.queries, p.Sq)
+  def keys_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]: return pieces_of(device, self.count, self.order, self.keys, p.Sk)
+  def plan(self, p:Problem, device:int) -> tuple[tuple[int, tuple[ContextLaunch, ...]], ...]:
+    """The launches of a device, by the device whose keys they see, in order. Where all have all queries, each sees its own keys alone."""
+    seen = owners(device, self.count) if self.queries is not None else (device,)
+    found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
+    return tuple((owner, some) for owner, some in found if some)
+  def told(self, p:Problem) -> str:
+    """What `explain` says of it."""
+    plans = [self.plan(p, device) for device in range(self.count)]
+    most = max(sum(len(some) for _, some in plan) for plan in plans)
+    each = f"shared by {self.count} devices, {self.order}: at most {most} launches on each, and"
+    if self.queries is None: return f"keys {each} o and lse exchanged once"
+    passed = max(sum(owner != device for owner, _ in plan) for device, plan in enumerate(plans))
+    return f"rows {each} the keys of {passed} others passed to it"

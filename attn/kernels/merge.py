@@ -1,0 +1,80 @@
+"""Merges what a device has found over keys that it saw one after another, or what several devices have found over their own keys.
+
+  merge(p, arch, parts)(o, [lse,] part_0, part_1, ..., [sinks])
+
+A part is one float32 buffer, so that it goes to another device in one copy: o of some of the rows, normalised, in the layout of the problem, and then
+the natural-log LSE of the same rows. The formula is that of attn/kernels/parts/merging.py.
+"""
+from __future__ import annotations
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from attn.chips import Chip
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.epilogue import OPTIMISED
+from attn.kernels.parts.merging import MergedRow, reference_of, store_merged, weight_of
+from attn.kernels.parts.rows import flat, strides
+from attn.kernels.parts.scores import NEG_INF
+from attn.ops import common as ops
+from attn.problem import Problem
+from attn.tinygrad_compat import Estimates, KernelInfo, UOp, dtypes
+
+@dataclass(frozen=True)
+class RowRange:
+  """Rows `first` to `first + count - 1` of each head."""
+  first: int
+  count: int
+  def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
+
+def part_size(p:Problem, rows:int) -> int:
+  """The float32 numbers of a part with so many rows of each head."""
+  return p.B*p.H*rows*(p.Dv + 1)
+
+def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp]:
+  """(elements of o, LSE) that a part has of a thread's row: 0 and -inf where the row is none of its rows."""
+  p, (batch, head, query) = at.p, at.place
+  inside, own = rows.has(query) & at.there, query - rows.first
+  sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)
+  values = ops.load_where(part[batch*sb + head*sh + own*ss + at.column], inside, 4*at.vec)
+  lse = ops.load_where(part[(batch*p.H + head)*rows.count + own + p.B*p.H*rows.count*p.Dv], inside, 4)
+  return ops.as_float(values), inside.where(ops.as_float(lse), NEG_INF)
+
+def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
+  """The kernel that merges parts into o and, with p.return_lse, lse of all rows of `p`: one argument for each part, which has the given rows.
+
+  A row of no part gives 0 and -inf. The sinks, with p.sinks, are for the rows that are `there`, the others being padding. Raises ValueError for rows
+  that `p` does not have."""
+  for rows in (*parts, *there):
+    if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: there are {p.Sq} rows")
+  return lambda *args: merged_parts(p, arch, parts, there, args)
+
+def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:
+  """That kernel of its placeholders."""
+  names = ("o", *["lse"]*p.return_lse, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
+  if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
+  given = {name: flat(x) for name, x in zip(names, args)}
+  at = MergedRow.of(p, arch, Allocator())
+  found = [part_row(at, given[f"part_{i}"], rows) for i, rows in enumerate(parts)]
+  nothing = UOp.const(NEG_INF, dtypes.float)
+  sink = None
+  if p.sinks:
+    of_row = functools.reduce(UOp.__or__, [rows.has(at.place[2]) for rows in there], UOp.const(False))
+    sink = of_row.where(given["sinks"][at.place[1]].load(), nothing)
+
+  # ***** the largest LSE *****
+  largest = functools.reduce(ops.max_, [lse for _, lse in found], nothing if sink is None else sink)
+  reference = reference_of(largest)
+
+  # ***** sums, in the order of the parts *****
+  values, weights = ops.splat(0.0, at.vec), UOp.const(0.0, dtypes.float)
+  for part, lse in found:
+    w = weight_of(lse, reference)
+    values, weights = ops.add(values, ops.mul(part, w)), ops.add(weights, w)
+  if sink is not None: weights = ops.add(weights, weight_of(sink, reference))
+
+  # ***** O and LSE *****
+  outputs = store_merged(at, given, values, weights, largest)
+  size = 4*sum(part_size(p, rows.count) for rows in parts) + p.rows*(p.Dv*p.out_itemsize + 4)
+  estimates = Estimates(ops=2*sum(part_size(p, rows.count) for rows in parts), lds=size, mem=size)
+  info = KernelInfo(f"attn_merge_{arch.name}_{p.out_dtype}_{len(parts)}x{p.Dv}", opts_to_apply=(), estimates=estimates)
+  return UOp.group(*outputs).end(at.block, at.thread).sink(arg=info, tag=OPTIMISED)

@@ -1,0 +1,82 @@
+"""What kernels share that merge partial results: attention of the same queries over some of the keys each, normalised, with its natural-log LSE.
+
+  o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))      (FlashAttention-2, arXiv 2307.08691, section 2.3.1)
+
+with the largest exponent taken out. A result of no keys has o_g = 0 and lse_g = -inf, and so weighs nothing.
+"""
+from __future__ import annotations
+import math
+from dataclasses import dataclass
+from typing import Mapping
+from attn.chips import Chip
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.epilogue import OF_NO_SEQUENCE, store_row
+from attn.kernels.parts.rows import strides
+from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF
+from attn.ops import common as ops
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp
+
+COMBINE_THREADS = 256       # of a workgroup, at most
+
+def rows_together(p:Problem, arch:Chip, columns:int) -> int:
+  """How many rows a workgroup merges, each by `columns` threads: few where there are few, so that they are shared out over the chip, but those of a
+  whole wave."""
+  return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, max(1, arch.cus)), arch.wave//columns)))
+
+@dataclass(frozen=True)
+class MergedRow:
+  """The row of the output that a thread is at, `vec` neighbouring elements of it from `column` on: its number, over batches and heads, held within
+  the rows that are `there`."""
+  p: Problem
+  arch: Chip
+  block: UOp
+  thread: UOp
+  vec: int
+
+  @staticmethod
+  def of(p:Problem, arch:Chip, new:Allocator) -> MergedRow:
+    vec = math.gcd(p.Dv, 4)
+    columns = p.Dv//vec                       # threads of a row
+    per = rows_together(p, arch, columns)     # rows of a workgroup
+    return MergedRow(p, arch, new.range(ceildiv(p.rows, per), AxisType.GLOBAL), new.range(per*columns, AxisType.WARP), vec)
+  @property
+  def columns(self) -> int: return self.p.Dv//self.vec
+  @property
+  def unheld(self) -> UOp:
+    return self.block*rows_together(self.p, self.arch, self.columns) + self.thread//self.columns
+  @property
+  def there(self) -> UOp: return self.unheld < self.p.rows
+  @property
+  def number(self) -> UOp: return self.unheld.minimum(self.p.rows - 1)
+  @property
+  def column(self) -> UOp: return self.thread%self.columns*self.vec
+  @property
+  def length(self) -> int:
+    """Rows of a head."""
+    return self.p.total_q if self.p.varlen else self.p.Sq
+  @property
+  def place(self) -> tuple[UOp, UOp, UOp]:
+    """(batch, head, query)."""
+    return self.number//(self.p.H*self.length), self.number//self.length%self.p.H, self.number%self.length
+
+def reference_of(largest:UOp) -> UOp:
+  """What exponents are taken relative to: the largest LSE, or 0 where no result has a key."""
+  return largest.eq(NEG_INF).where(0.0, largest)
+
+def weight_of(lse:UOp, reference:UOp) -> UOp:
+  """exp(lse - reference): the difference first, for it is exact where it matters."""
+  return ops.exp2(ops.mul(ops.sub(lse, reference), LOG2E))
+
+def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
+  """The stores of o, from the weighted sum `values` and the sum `weights`, and of lse where there is one among the tensors `given`."""
+  p, (batch, head, query) = at.p, at.place
+  values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
+  sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)
+  outputs = store_row(at.arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, at.column, values, at.there)
+  if "lse" in given:
+    log_sum = weights.eq(0.0).where(NEG_INF, ops.add(reference_of(largest), ops.mul(ops.log2(weights), LN2)))
+    if p.varlen: log_sum = largest.eq(OF_NO_SEQUENCE).where(NEG_INF, log_sum)
+    outputs.append(given["lse"][at.number.valid(at.there & at.column.eq(0))].store(log_sum))
+  return outputs

@@ -1,0 +1,144 @@
+"""Sequences that two GPUs share, against one: `DEV=CUDA python -m attn.measure.context [WORD ...]` prints the rows whose name has each WORD.
+
+Wall time of one call under TinyJit, median of rounds, on one device and on all; the bytes that each device has in use; and a timeline: each kernel
+and copy of the call timed alone, and from these how long the call takes where copies run beside kernels and where they don't. DEVICES=4 takes four.
+With DEV=EMU and SMALL=1 the same runs without a GPU: its times mean nothing.
+"""
+from __future__ import annotations
+import os, statistics, sys, time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+import attn
+from attn.measure.decode import normal as repeated_numbers
+from attn.tinygrad_compat import Device, GlobalCounters, Ops, Tensor, TinyJit, UOp, compiled, run_alone
+
+CALLS, MEASURED_ROUNDS = 5, 7
+
+@dataclass(frozen=True)
+class SharedProblem:
+  """What is computed, and what devices share: "rows", "keys" or "heads"; `backward`: dq, dk and dv besides."""
+  shared: str
+  H: int
+  Hkv: int
+  Sq: int
+  Sk: int
+  D: int = 128
+  causal: bool = False
+  backward: bool = False
+  def __str__(self) -> str:
+    heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
+    return (f"(1, {heads}, {self.Sq} x {self.Sk}, {self.D}) {'causal' if self.causal else 'full'}{' with gradients' if self.backward else ''}, "
+            f"{self.shared} shared")
+
+LONG_ROWS = SharedProblem("rows", 32, 32, 32768, 32768)
+CONTEXTS = (*(replace(LONG_ROWS, Hkv=heads, causal=causal) for heads in (32, 8) for causal in (True, False)),
+            *(replace(LONG_ROWS, Hkv=8, Sq=16384, Sk=16384, causal=True, backward=True, shared=shared) for shared in ("rows", "heads")),
+            SharedProblem("keys", 32, 8, 1, 2097152), *(SharedProblem(shared, 32, 8, 1, 524288) for shared in ("keys", "heads")))
+
+def small(row:SharedProblem) -> SharedProblem:
+  """The same of a size for the emulator."""
+  return replace(row, H=4, Hkv=4 if row.Hkv == row.H else 1, Sq=min(row.Sq, 64), Sk=128 if row.Sq == 1 else 64, D=16)
+
+def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
+  """q, k and v where the row has them, or on the one device that there is."""
+  shapes = (1, row.H, row.Sq, row.D), *[(1, row.Hkv, row.Sk, row.D)]*2
+  def placed(x:Tensor, is_q:bool) -> Tensor:
+    if len(devices) == 1: return x.to(devices[0])
+    if row.shared == "heads": return x.shard(devices, 1)
+    return x.shard(devices) if is_q and row.shared == "keys" else attn.shard_sequence(x, devices, 2, order_of(row))
+  return [placed(repeated_numbers(*shape), i == 0).realize() for i, shape in enumerate(shapes)]
+
+def order_of(row:SharedProblem) -> str: return "zigzag" if row.shared == "rows" and row.causal else "contiguous"
+
+def computes(row:SharedProblem, devices:tuple[str, ...]) -> Callable[..., list[Tensor]]:
+  """One call, as a function of q, k and v, whose results are not realized."""
+  options: dict[str, Any] = {"causal": row.causal}
+  if len(devices) > 1: options["sequence_order"] = order_of(row)
+  def call(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
+    o = attn.attention(q, k, v, **options)
+    return list(o.float().square().sum().gradient(q, k, v)) if row.backward else [o]
+  return call
+
+def synchronize(devices:tuple[str, ...]) -> None:
+  for name in devices: Device[name].synchronize()
+
+def used(devices:tuple[str, ...]) -> list[int]: return [GlobalCounters.mem_used_per_device[Device.canonicalize(name)] for name in devices]
+
+@dataclass(frozen=True)
+class MeasuredCall:
+  """Milliseconds of a call; bytes that each device has in use for the inputs, and those that it has in use besides once the call is captured."""
+  ms: float
+  inputs: list[int]
+  besides: list[int]
+
+def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
+  """Times one row on some devices."""
+  before = used(devices)
+  tensors, call = inputs_of(row, devices), computes(row, devices)
+  synchronize(devices)
+  after = used(devices)
+  @TinyJit
+  def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
+  for _ in range(3): step(*tensors)
+  times = []
+  for _ in range(MEASURED_ROUNDS):
+    synchronize(devices)
+    start = time.perf_counter()
+    for _ in range(CALLS): step(*tensors)
+    synchronize(devices)
+    times.append((time.perf_counter() - start)/CALLS)
+  end = used(devices)
+  return MeasuredCall(1e3*statistics.median(times), [y - x for x, y in zip(before, after)], [y - x for x, y in zip(after, end)])
+
+@dataclass(frozen=True)
+class TimedPiece:
+  """A kernel, or a copy to a device, by itself."""
+  device: str
+  name: str
+  ms: float
+  copied: bool
+
+def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]:
+  """Each kernel and copy of a call, in order, alone: least of three."""
+  schedule, found = compiled(*computes(row, devices)(*inputs_of(row, devices))), []
+  for call in schedule.src:
+    times = []
+    for _ in range(3):
+      synchronize(devices)
+      start = time.perf_counter()
+      run_alone(call)
+      synchronize(devices)
+      times.append(time.perf_counter() - start)
+    to = call.src[1].device
+    found.append(TimedPiece(to if isinstance(to, str) else " ".join(to), piece_name(call), 1e3*min(times), call.src[0].op is Ops.COPY))
+  return found
+
+def piece_name(call:UOp) -> str: return f"copy from {call.src[2].device}" if call.src[0].op is Ops.COPY else str(call.src[0].arg.function_name)
+
+def timeline(row:SharedProblem, devices:tuple[str, ...], ms:float) -> list[str]:
+  """Lines that say what takes how long, and between which times the measured one lies: that with copies beside kernels and that with neither."""
+  pieces = pieces_alone(row, devices)
+  def total(device:str, copied:bool) -> float:
+    return sum(x.ms for x in pieces if x.copied == copied and Device.canonicalize(device) in x.device.split())
+  kernels, copies = ([total(device, copied) for device in devices] for copied in (False, True))
+  beside, after = max(map(max, zip(kernels, copies))), max(map(sum, zip(kernels, copies)))
+  return [*(f"    {x.device:10s} {x.ms:9.3f} ms  {x.name}" for x in pieces),
+          f"    alone: kernels at most {max(kernels):.3f} ms a device, copies {max(copies):.3f}; copies beside kernels {beside:.3f}, "
+          f"one after another {after:.3f}; measured {ms:.3f}"]
+
+def measure_row(row:SharedProblem, devices:tuple[str, ...]) -> None:
+  one, all_ = measured(row, devices[:1]), measured(row, devices)
+  def bytes_of(found:list[int]) -> str: return ", ".join(f"{n:,}".replace(",", " ") for n in found)
+  print(f"{row}: one {one.ms:.3f} ms, {len(devices)} devices {all_.ms:.3f} ms, {one.ms/all_.ms:.2f} times as fast")
+  for what, of_one, of_all in (("inputs", one.inputs, all_.inputs), ("besides", one.besides, all_.besides)):
+    print(f"    bytes, {what}: {bytes_of(of_one)} on one, {bytes_of(of_all)} on each")
+  print("\n".join(timeline(row, devices, all_.ms)), flush=True)
+
+def main(words:list[str]) -> None:
+  count = int(os.getenv("DEVICES", "2"))
+  devices = tuple(f"{Device.DEFAULT.split(':')[0]}:{i}" for i in range(count))
+  for row in CONTEXTS:
+    if all(word in str(row) for word in words): measure_row(small(row) if os.getenv("SMALL") else row, devices)
+
+if __name__ == "__main__": main(sys.argv[1:])

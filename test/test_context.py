@@ -1,0 +1,344 @@
+"""Rows that devices share: what each launch sees against the mask by true places, results against float64, what is copied, and what is refused."""
+from __future__ import annotations
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+import numpy as np
+import pytest
+import attn
+from attn.api import context as context_api, context_gradient
+from attn.choose import context
+from attn.choose.context import SequenceShards, rows_held
+from attn.measure import context as measure
+from attn.problem import Problem
+from attn.reference import LSE_ULPS, judge, rounded, visible
+from attn.tinygrad_compat import Context, Ops, Tensor
+from tinygrad import TinyJit
+from api_cases import draw, emulated, extra, floats, whole
+from cases import DTYPES, arrange, array, expected, expected_gradients, normal, problem, restore, tensor
+
+ROWS = {"bhsd": 2, "bshd": 1, "nsd": 1}          # the axis of rows of q, k, v and o
+LSE_ROWS = {"bhsd": 2, "bshd": 2, "nsd": 1}
+def devices(n:int) -> tuple[str, ...]: return tuple(f"EMU:{i}" for i in range(n))
+
+# ***** what the launches see *****
+
+def shards(p:Problem, count:int, order:str, whole_q:bool=False) -> SequenceShards:
+  return SequenceShards(count, order, rows_held(p.Sk, count, order), None if whole_q else rows_held(p.Sq, count, order))
+
+def held(s:SequenceShards, rows:int, length:int, device:int) -> np.ndarray:
+  """The places in the sequence of the rows that a device holds, -1 for padding: by the words of docs/sharding.md, not the functions under test."""
+  places = np.arange(rows*s.count)
+  pieces = np.split(np.where(places < length, places, -1), s.count if s.order == "contiguous" else 2*s.count)
+  return pieces[device] if s.order == "contiguous" else np.concatenate([pieces[device], pieces[-1 - device]])
+
+def counted(p:Problem, s:SequenceShards) -> np.ndarray:
+  """How often all launches see each key of each query: by the window and the offset that they are given, at the rows that they are given."""
+  seen = np.zeros((p.Sq, p.Sk), int)
+  for device in range(s.count):
+    mine = np.arange(p.Sq) if s.queries is None else held(s, s.queries, p.Sq, device)
+    for owner, launches in s.plan(p, device):
+      theirs = held(s, s.keys, p.Sk, owner)
+      for launch in launches:
+        i, j = (table[run.first:run.first + run.count] for table, run in ((mine, launch.queries), (theirs, launch.keys)))
+        assert (i >= 0).all() and (j >= 0).all(), "padding is computed, or seen"
+        mask = visible(len(i), len(j), launch.seen.window, launch.seen.offset)
+        seen[np.ix_(i, j)] += mask
+        distances = np.arange(len(i))[:, None] + launch.seen.offset - np.arange(len(j))
+        assert not p.alibi or (distances == i[:, None] + p.offset - j)[mask].all()
+  return seen
+
+def check_plan(p:Problem, s:SequenceShards) -> None:
+  np.testing.assert_array_equal(counted(p, s), visible(p.Sq, p.Sk, p.window, p.offset))
+
+def posed(Sq:int, Sk:int, window:tuple[int, int], offset:int, alibi:bool=False) -> Problem:
+  return Problem(1, 1, 1, Sq, Sk, 8, 8, window=window, offset=offset, alibi=alibi, softmax_scale=1.0)
+
+def drawn(count:int) -> Iterator[tuple[Problem, SequenceShards]]:
+  rng = random.Random(5)
+  for _ in range(count):
+    Sq, Sk = (rng.choice((1, 3, 7, 16, 33, 64)) for _ in range(2))
+    window = rng.choice(((-1, -1), (-1, 0), (5, 0), (3, 4), (-1, 9), (20, 0)))
+    p = posed(Sq, Sk, window, rng.choice((0, Sk - Sq)), rng.random() < .3)
+    yield p, shards(p, rng.choice((1, 2, 3, 4, 8)), rng.choice(("contiguous", "zigzag")), rng.random() < .3)
+
+def test_launches_see_what_the_mask_leaves_once() -> None:
+  for p, s in drawn(300): check_plan(p, s)
+
+@pytest.mark.parametrize("count", (2, 4, 8))
+def test_a_causal_mask_takes_one_launch_of_an_owner_and_the_same_work_of_all(count:int) -> None:
+  p = posed(16*count, 16*count, (-1, 0), 0)
+  s = shards(p, count, "zigzag")
+  seen = counted(p, s)
+  for device in range(count):
+    assert [len(launches) for _, launches in s.plan(p, device)] == [1]*count
+    assert s.queries is not None
+    assert seen[held(s, s.queries, p.Sq, device)].sum() == seen.sum()//count
+  first = shards(p, count, "contiguous").plan(p, 0)
+  assert [owner for owner, _ in first] == [0]      # the others' keys are all behind its queries
+
+def broken_plan(monkeypatch:pytest.MonkeyPatch, name:str, fault:Any) -> None:
+  original = getattr(context, name)
+  monkeypatch.setattr(context, name, lambda *args: fault(original(*args)))
+
+FAULTS = {
+  "a piece is dropped": ("launches", lambda found: found[1:]),
+  "the diagonal is off by one": ("as_one", lambda seen: seen and replace(seen, offset=seen.offset + (seen.window != (-1, -1)))),
+  "pieces are swapped": ("pieces_of", lambda found: tuple(replace(x, at=y.at) for x, y in zip(found, found[::-1]))),
+  "padding is seen": ("pieces_of", lambda found: tuple(replace(x, rows=8) for x in found))}
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
+  p = posed(30, 30, (-1, 0), 0)
+  s = shards(p, 2, "zigzag")
+  check_plan(p, s)
+  broken_plan(monkeypatch, *FAULTS[fault])
+  with pytest.raises((AssertionError, IndexError)): check_plan(p, s)
+
+# ***** rows, dealt out and back *****
+
+@pytest.mark.parametrize("count, order, length", ((1, "zigzag", 5), (2, "zigzag", 13), (4, "contiguous", 3)))
+def test_a_sequence_comes_back(count:int, order:str, length:int) -> None:
+  a = np.arange(2*length*3, dtype=np.float32).reshape(2, length, 3)
+  with emulated("gfx942"):
+    x = attn.shard_sequence(Tensor(a, device="EMU"), devices(count), 1, order)
+    assert x.shape[1] == rows_held(length, count, order)*count and (count == 1 or x.uop.axis == 1)
+    np.testing.assert_array_equal(attn.unshard_sequence(x, -2, length, order).numpy(), a)
+
+def test_zigzag_deals_out_front_and_back() -> None:
+  with emulated("gfx942"):
+    x = attn.shard_sequence(Tensor(np.arange(7, dtype=np.float32), device="EMU"), devices(2), 0)
+    assert whole(x).tolist() == [0, 1, 6, 0, 2, 3, 4, 5]      # the pieces are (0, 1), (2, 3), (4, 5) and (6, padding)
+
+# ***** results *****
+
+def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
+          shared_bias:bool=False, **parameters:Any) -> None:
+  """Holds o and lse of `attention` on so many devices to the contract; with `keys` q is whole on each of them."""
+  extras = extras or {}
+  p = problem(extras=extras, **parameters)
+  x, axis = normal(p), ROWS[p.layout]
+  call = {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
+  at = devices(count)
+  with emulated(arch, kernel):
+    def dealt(a:np.ndarray, name:str) -> Tensor:
+      t = tensor(arrange(a, p.layout), p.dtype)
+      if keys and name == "q": return t.shard(at)
+      return attn.shard_sequence(t, at, axis, order)
+    def optional(name:str, a:np.ndarray) -> Tensor:
+      t = extra(name, a, p.bias_dtype)
+      return attn.shard_sequence(t, at, 2, order) if shared_bias and name == "bias" else t.shard(at)
+    o, lse = attn.attention(*(dealt(getattr(x, name), name) for name in "qkv"), return_lse=True, out_dtype=DTYPES[p.out_dtype],
+                            sequence_order=order, sequence_lengths=(p.Sq, p.Sk), **call,
+                            **{name: optional(name, a) for name, a in extras.items()})
+    assert not keys or (o.uop.axis, lse.uop.axis) == (None, None)
+    Tensor.realize(o, lse)
+    if keys: o, lse = whole(o), whole(lse)
+    else:
+      padding = array(whole(o).transpose(0, axis)), whole(lse).transpose(0, LSE_ROWS[p.layout]).numpy()
+      there = np.concatenate([i*rows_held(p.Sq, count, order) + np.arange(x.at, x.at + x.rows)
+                              for i in range(count) for x in context.pieces_of(i, count, order, rows_held(p.Sq, count, order), p.Sq)])
+      assert (np.delete(padding[0], there, 0) == 0).all() and (np.delete(padding[1], there, 0) == -np.inf).all()
+      o, lse = attn.unshard_sequence(o, axis, p.Sq, order), attn.unshard_sequence(lse, LSE_ROWS[p.layout], p.Sq, order)
+    got, got_lse = restore(array(o), p.layout, (p.B, p.H, p.Sq, p.Dv)), lse.numpy().reshape(p.B, p.H, p.Sq)
+  (want, text), (want_lse, text_lse) = expected(p, x, extras)
+  assert (verdict := judge(got, want, text)).ok, f"o: {verdict}"
+  assert (verdict := judge(got_lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+
+SLOPES, SINKS = np.float32([.5, .25]), np.float32([1.5, -1])
+CASES = {
+  "fewer rows than pieces": (8, {"causal": True, "Sq": 3, "extras": {"sinks": SINKS}, "D": 16}),
+  "causal, grouped heads": (2, {"causal": True, "H": 4, "Hkv": 2, "Sq": 70}),
+  "window and bias": (2, {"window": (20, 3), "Sq": 40, "Sk": 33, "layout": "bshd", "extras": {"bias": floats(1, 2, 40, 33)}, "shared_bias": True}),
+  "contiguous": (4, {"causal": True, "Sq": 33, "order": "contiguous", "arch": "sm_90", "dtype": "bfloat16", "layout": "nsd", "softcap": 5.0})}
+MORE = {
+  "full": {"Sq": 70, "Sk": 50}, "top left": {"Sq": 50, "Sk": 90, "causal": "top-left"}, "more queries": {"Sq": 90, "Sk": 31, "causal": True},
+  "window": {"Sq": 90, "window": (13, 0), "causal": True}, "alibi": {"Sq": 50, "Sk": 91, "causal": True, "extras": {"alibi_slopes": SLOPES}},
+  "sinks": {"Sq": 60, "Sk": 31, "extras": {"sinks": SINKS}}, "softcap": {"Sq": 40, "softcap": 3.0, "causal": True},
+  "bias of keys": {"Sq": 40, "Sk": 31, "extras": {"bias": floats(1, 1, 1, 31)}},
+  "bias": {"Sq": 40, "causal": True, "extras": {"bias": floats(1, 2, 40, 40)}},
+  "splits": {"Sq": 40, "Sk": 300, "num_splits": 2},
+  "lengths below": {"Sq": 3, "Sk": 2}, "batches": {"B": 2, "H": 4, "Hkv": 1, "Sq": 33, "causal": True}}
+
+@pytest.mark.parametrize("name", [name if i == 0 else pytest.param(name, marks=pytest.mark.thorough) for i, name in enumerate(CASES)])
+def test_contract(name:str) -> None:
+  count, parameters = CASES[name]
+  check(count, **parameters)
+
+@pytest.mark.parametrize("keys", (False, True))
+@pytest.mark.parametrize("layout", ROWS)
+@pytest.mark.parametrize("arch, kernel, dtype", (("gfx942", "", "float16"), ("gfx1100", "", "bfloat16"), ("sm_80", "", "float16"),
+                                                 ("gfx1030", "", "float32"), ("gfx942", "three_pass", "float16")))
+@pytest.mark.parametrize("count, order", ((2, "zigzag"), (4, "zigzag"), (4, "contiguous"), (8, "zigzag"), (1, "zigzag")))
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.thorough
+def test_contract_of_every_option(name:str, count:int, order:str, arch:str, kernel:str, dtype:str, layout:str, keys:bool) -> None:
+  if (keys and count == 1) or (kernel and "splits" in name): pytest.skip("one device has all keys, and three_pass no splits")
+  check(count, order, arch, kernel, keys=keys, layout=layout, dtype=dtype, **MORE[name])
+
+@pytest.mark.thorough
+def test_as_on_opencl(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Its buffers have no regions, and its renderer prints no operation of ours: parts are put together, and the kernel that merges is plain UOps."""
+  monkeypatch.setattr(context_api, "region", lambda u: None)
+  monkeypatch.setattr(context_api, "CHIPS", {})
+  check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
+
+def test_keys_alone() -> None:
+  """As for decoding: each device its own keys, of which zigzag gives it two pieces."""
+  check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
+
+# ***** gradients *****
+
+def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
+                    shared_bias:bool=False, **parameters:Any) -> None:
+  """Holds the gradients of a loss through o and lse to the contract."""
+  extras = extras or {}
+  p = problem(extras=extras, **parameters)
+  x, axis, lse_axis, at = normal(p), ROWS[p.layout], LSE_ROWS[p.layout], devices(count)
+  rng = np.random.default_rng(11)
+  do, dlse = rounded(rng.standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32), p.out_dtype), rng.standard_normal((p.B, p.H, p.Sq), np.float32)
+  call = {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
+  with emulated(arch), Context(TRAINING=1):
+    def dealt(t:Tensor, along:int, to_all:bool) -> Tensor: return t.shard(at) if to_all else attn.shard_sequence(t, at, along, order)
+    given = {name: dealt(tensor(arrange(a, p.layout), p.dtype), axis, keys and name == "q") for name, a in vars(x).items()}
+    given |= {name: dealt(extra(name, a, p.bias_dtype), 2, not (shared_bias and name == "bias")) for name, a in extras.items()}
+    o, lse = attn.attention(**given, return_lse=True, sequence_order=order, sequence_lengths=(p.Sq, p.Sk), **call)
+    loss = (o*dealt(tensor(arrange(do, p.layout), p.out_dtype), axis, keys)).float().sum()
+    loss = loss + (lse.isinf().where(0.0, lse)*dealt(tensor(dlse.reshape(-1, p.Sq) if p.layout == "nsd" else dlse, "float32"), lse_axis, keys)).sum()
+    names = [name for name in given if name != "alibi_slopes"]
+    gradients = dict(zip(names, loss.gradient(*[given[name] for name in names])))
+    Tensor.realize(*gradients.values())
+    got = {}
+    for name, g in gradients.items():
+      assert (g.shape, g.dtype, g.uop.axis) == (given[name].shape, given[name].dtype, given[name].uop.axis)
+      rows, along = p.Sk if name in "kv" else p.Sq, 2 if name == "bias" else axis
+      got[name] = array(whole(g) if g.uop.axis is None else attn.unshard_sequence(g, along, rows, order))
+  for name in "qkv": got[name] = restore(got[name], p.layout, getattr(x, name).shape)
+  for name, (want, text) in expected_gradients(p, x, extras, do, dlse).items():
+    assert (verdict := judge(got[name], want, text)).ok, f"d{name}: {verdict}"
+
+SMALL = {"Sq": 8, "D": 16, "H": 2, "Hkv": 1}
+
+def test_gradients_go_back_to_their_owners(monkeypatch:pytest.MonkeyPatch) -> None:
+  check_gradients(2, **SMALL)
+  added_up = context_gradient.added_up
+  monkeypatch.setattr(context_gradient, "added_up", lambda parts, *args: added_up(parts[:1], *args))     # what others have found is not returned
+  with pytest.raises(AssertionError, match=r"d[qkv]: max error"): check_gradients(2, **SMALL)
+
+@pytest.mark.parametrize("keys", (False, True))
+@pytest.mark.parametrize("arch, dtype", (("gfx942", "float16"), ("sm_90", "bfloat16"), ("gfx1030", "float32")))
+@pytest.mark.parametrize("count, order", ((2, "zigzag"), (4, "zigzag"), (4, "contiguous"), (8, "zigzag")))
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.thorough
+def test_gradients_of_every_option(name:str, count:int, order:str, arch:str, dtype:str, keys:bool) -> None:
+  if "splits" in name: pytest.skip("the gradient is of the whole")
+  check_gradients(count, order, arch, keys=keys, dtype=dtype, D=16, **MORE[name])
+
+@pytest.mark.thorough
+def test_gradients_of_a_bias_that_lies_as_q() -> None:
+  check_gradients(2, Sq=12, Sk=30, D=16, extras={"bias": floats(1, 2, 12, 30)}, shared_bias=True)
+
+def test_under_tinyjit() -> None:
+  """Grouped heads, padding, a causal mask; of computed inputs, whose buffers tinygrad plans anew, as it does those of parts and of what is passed."""
+  p = problem(H=2, Hkv=1, Sq=21, D=16, causal=True)
+  with emulated("gfx942"):
+    @TinyJit
+    def step(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
+      return attn.attention(q*2, k, v*2, causal=True, sequence_order="zigzag", sequence_lengths=(21, 21)).realize()
+    for seed in range(3):
+      x = normal(p, seed)
+      t = [attn.shard_sequence(tensor(a, "float16"), devices(2), 2).realize() for a in (x.q/2, x.k, x.v/2)]
+      got = array(attn.unshard_sequence(step(*t), 2, 21))
+      (want, text), _ = expected(p, replace(x, q=rounded(x.q/2, "float16")*2, v=rounded(x.v/2, "float16")*2), {})
+      assert (verdict := judge(got, want, text)).ok, f"call {seed}: {verdict}"
+
+# ***** what is copied *****
+
+def copies(o:Tensor) -> list[tuple[str, str, int]]:
+  """(from, to, bytes) of each copy that computes o."""
+  calls = [u for u in o.schedule_linear().src if u.src[0].op is Ops.COPY]
+  return [(u.src[2].device, u.src[1].device, u.src[1].max_numel()*u.src[1].dtype.itemsize) for u in calls]
+
+def sequence(count:int, *shape:int, order:str="zigzag") -> Tensor: return attn.shard_sequence(draw(*shape), devices(count), 2, order).realize()
+
+def test_small_heads_are_passed_and_only_what_is_seen() -> None:
+  shard = 16*16*2
+  with emulated("gfx942", "tiled"):
+    q, k = sequence(2, 1, 4, 32, 16), sequence(2, 1, 1, 32, 16)
+    found = copies(attn.attention(q, k, k, causal=True, sequence_order="zigzag"))
+    assert sorted(found) == sorted([("EMU", "EMU:1", shard), ("EMU:1", "EMU", shard)]*2)
+    q, k = sequence(3, 1, 4, 48, 16, order="contiguous"), sequence(3, 1, 1, 48, 16, order="contiguous")
+    found = copies(attn.attention(q, k, k, causal=True, window=(8, 0)))
+    assert sorted(found) == sorted([("EMU", "EMU:1", shard), ("EMU:1", "EMU:2", shard)]*2)
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
+def test_memory_does_not_grow_with_the_number_of_devices(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
+  """Of as many rows on each, under TinyJit: o and lse, two shards of k and v in passing, a copy of some queries, and the parts in float32: those that
+  may wait, what they are merged into, and one that comes meanwhile."""
+  monkeypatch.setattr(measure, "CALLS", 1)
+  monkeypatch.setattr(measure, "MEASURED_ROUNDS", 1)
+  rows, heads, D = 32, 2, 16
+  with emulated("gfx942", "tiled"):
+    found = measure.measured(measure.SharedProblem("rows", heads, heads, rows*count, rows*count, D, causal=causal), devices(count))
+  shard, lse, part = heads*rows*D*2, heads*rows*4, heads*rows*(D + 1)*4
+  assert found.inputs == [3*shard]*count
+  if count == 2: assert max(found.besides) <= shard + lse + 2*shard + 2*part + shard//2
+  assert max(found.besides) <= shard + lse + context_api.SLOTS*2*shard + (context_api.PARTS_KEPT + 2)*part + shard//2
+
+@pytest.mark.thorough
+def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
+  """`python -m attn.measure.context`, which needs two GPUs to mean anything, without one."""
+  for name, value in (("CALLS", 1), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
+  monkeypatch.setenv("SMALL", "1")
+  with emulated("gfx942", "tiled"): measure.main(["524288", "keys"])
+  printed = capsys.readouterr().out
+  assert "(1, 4 on 1, 1 x 128, 16) full, keys shared: one" in printed and "bytes, inputs:" in printed and "copy from EMU:1" in printed
+
+def test_few_queries_are_exchanged_once() -> None:
+  """One buffer with o and lse goes from each device to each other one, and one kernel merges them."""
+  with emulated("gfx942"):
+    q, k = draw(1, 4, 1, 16).shard(devices(2)).realize(), sequence(2, 1, 1, 64, 16, order="contiguous")
+    o = attn.attention(q, k, k)
+    size = 4*(16 + 1)*4
+    assert sorted(copies(o)) == [("EMU", "EMU:1", size), ("EMU:1", "EMU", size)]
+    assert len(attn.attention(q, k, k).schedule_linear().src) == 2 + 2 + 2
+
+def test_explain_tells(capsys:pytest.CaptureFixture[str]) -> None:
+  with emulated("gfx942"):
+    q, whole_q = sequence(2, 1, 2, 16, 16), draw(1, 2, 1, 16).shard(devices(2))
+    choice = attn.explain(q, q, q, causal=True, sequence_order="zigzag", backward=True)
+    assert choice.kernels == ("backward_dq", "backward_dkdv")
+    assert "rows shared by 2 devices, zigzag: at most 2 launches on each, and the keys of 1 others passed to it" in capsys.readouterr().out
+    attn.explain(whole_q, q, q)
+    assert "keys shared by 2 devices, contiguous: at most 1 launches on each, and o and lse exchanged once" in capsys.readouterr().out
+
+# ***** what is refused *****
+
+def test_refusals() -> None:
+  with emulated("gfx942"):
+    q, long, odd = sequence(2, 2, 2, 16, 16), sequence(2, 2, 2, 24, 16), sequence(2, 2, 2, 14, 16, order="contiguous")
+    plain = draw(2, 2, 16, 16)
+    for options, text in (({"kv_lengths": 3}, "kv_lengths=3 with q, k and v sharded along their rows: sequence_lengths says"),
+                          ({"dropout_p": .1}, "dropout_p=0.1 with q, k and v sharded along their rows: shard q, k and v along batch or heads"),
+                          ({"batch_invariant": True}, "batch_invariant=True with q, k and v sharded .* along batch or heads"),
+                          ({"sequence_order": "ring"}, "sequence_order='ring': must be one of 'contiguous', 'zigzag'"),
+                          ({"sequence_lengths": (17, 24)}, r"sequence_lengths=\(17, 24\): Sq must lie in 1..16"),
+                          ({"sequence_lengths": (1, 2, 3)}, r"sequence_lengths=\(1, 2, 3\): must be \(Sq, Sk\)"),
+                          ({"bias": floats(2, 2, 9, 24)}, r"bias has shape \(2, 2, 9, 24\): must be four")):
+      if "bias" in options: options = {"bias": Tensor(options["bias"], device="EMU").shard(devices(2))}
+      with pytest.raises(ValueError, match=text): attn.attention(q, long, long, **options)
+    with pytest.raises(ValueError, match="q has 14 rows: sequence_order='zigzag' on 2 devices needs a multiple of 4"):
+      attn.attention(odd, odd, odd, sequence_order="zigzag")
+    batch = plain.shard(devices(2), 0)
+    with pytest.raises(ValueError, match="sequence_order='zigzag' with tensors sharded along batch"):
+      attn.attention(batch, batch, batch, sequence_order="zigzag")
+    for arguments, text in (((plain, "EMU:0", 4), r"axis=4: must be an axis of x, .*-4\.\.3"),
+                            ((plain, ("EMU:0", "EMU"), 2), "devices=.*different ones"), ((q, "EMU", 2), "x is on .*must be on one device"),
+                            ((plain, devices(2), 2, "back"), "order='back'")):
+      with pytest.raises(ValueError, match=text): attn.shard_sequence(*arguments)
+    for arguments, text in (((q, 1, 2), "axis=1: x is sharded along axis 2"), ((q, 2, 17), r"length=17: must be a number of rows, 1\.\.16"),
+                            ((odd, 2, 3), "order='zigzag' with x .*: axis 2 is no multiple of its 4 pieces")):
+      with pytest.raises(ValueError, match=text): attn.unshard_sequence(*arguments)
+    with pytest.raises(ValueError, match="k_cache is sharded along its rows"): attn.append_kv(q, q, long, long, 0)
