@@ -11,6 +11,7 @@ SAYS = {
   "show_hip_source": [r"__builtin_amdgcn_mfma_f32_32x32x8f16\(", r"// \d+ lines for gfx942, [1-9]\d* of them matrix instructions"],
   "removed_example_defects": ["right.*passes.*passes", "V transposed.*passes.*fails", "P not scaled.*passes.*fails", "no barrier.*stops it: LdsRace"],
   "two_devices": ["^batch .*max error .*limit", "^heads .*max error .*limit", "^keys .*max error .*limit"],
+  "long_context": ["^y .*largest difference from one device"],
   "decode_kv_cache": ["^12 tokens on EMU, the same with the cache as without, position by position, by one compiled step"],
   "train_gpt": [r"12 steps, the loss curves at most 0\.0\d+ apart, 0\.06\d+ allowed; forward: \d+ calls"],
   "serve": [r"^5 requests, 30 tokens on EMU, up to 3 at a time: [\d.]+ tokens per second", "^the same text alone"],
@@ -25,7 +26,7 @@ def run(name:str, *args:str, **settings:str) -> subprocess.CompletedProcess[str]
 
 def test_every_example_is_here() -> None: assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS)
 
-SETTINGS = {"train_gpt": {"STEPS": "12"}}
+SETTINGS = {"train_gpt": {"STEPS": "12"}, "long_context": {"GRADIENT": "0"}}
 
 @pytest.mark.parametrize("name", SAYS)
 def test_example(name:str) -> None:
@@ -41,3 +42,8 @@ def test_source_for_another_chip() -> None:
 def test_a_long_training() -> None:
   result = run("train_gpt")
   assert result.returncode == 0 and "50 steps, the loss curves" in result.stdout, result.stderr
+
+@pytest.mark.thorough
+def test_gradients_of_a_long_context() -> None:
+  result = run("long_context", S="61")
+  assert result.returncode == 0 and "dwk largest difference" in result.stdout, result.stderr

@@ -1,4 +1,4 @@
-"""The pictures of docs/algorithm.md are what the kernels' tables say today, and show what the text beside them claims."""
+"""The pictures of docs/algorithm.md and docs/sharding.md are what the kernels' tables say today, and show what the text beside them claims."""
 from __future__ import annotations
 import functools, itertools, re
 import xml.etree.ElementTree as ElementTree
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attn.emulator.matrix import INSTRUCTIONS
 from attn.kernels.parts.lanes import contraction
-from attn.pictures import key_ranges, matrices, shared_memory
+from attn.pictures import key_ranges, matrices, shared_memory, zigzag
 from attn.pictures import __main__ as command
 from attn.reference import visible
 
@@ -25,7 +25,8 @@ def test_the_committed_pictures_are_current() -> None:
   assert not stale, f"{', '.join(stale)}: run python -m attn.pictures"
 
 def test_they_are_all_shown() -> None:
-  shown = re.findall(r"!\[[^\]]+\]\(pictures/([\w.]+)\)", (ROOT/"docs"/"algorithm.md").read_text())
+  pages = [(ROOT/"docs"/name).read_text() for name in ("algorithm.md", "sharding.md")]
+  shown = [name for page in pages for name in re.findall(r"!\[[^\]]+\]\(pictures/([\w.]+)\)", page)]
   assert sorted(shown) == sorted(pictures())
 
 def test_the_command_writes_them(tmp_path:Path) -> None:
@@ -118,3 +119,14 @@ def test_a_stride_without_its_odd_unit_would_meet() -> None:
   panel = PANELS["lds_forward: K, D = 64"]
   packed = replace(panel, place=lambda row, unit: row*8 + unit)
   assert len({packed.group(piece) for piece in packed.accesses[0].pieces}) == 1
+
+# ***** a sequence on several devices *****
+
+def test_the_zigzag_computes_each_visible_pair_once_and_shares_the_work() -> None:
+  seen = visible(zigzag.LENGTH, zigzag.LENGTH, (-1, 0), 0)
+  for order in ("contiguous", "zigzag"):
+    owner, pairs, _ = zigzag.computed(order)
+    assert ((owner >= 0) == seen).all() and sum(pairs) == seen.sum()
+    rows = seen.sum(1).reshape(zigzag.DEVICES, -1) if order == "contiguous" else seen.sum(1).reshape(2, zigzag.DEVICES, -1)
+    assert pairs == list((rows if order == "contiguous" else np.concatenate([rows[0], rows[1][::-1]], 1)).sum(1))
+  assert min(pairs) == max(pairs)
