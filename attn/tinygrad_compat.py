@@ -15,7 +15,7 @@ from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileErro
 from tinygrad.dtype import AddrSpace, DType, dtypes, promo_lattice
 from tinygrad.engine.realize import capturing, compile_linear, get_runtime, run_linear
 from tinygrad.mixin.gradient import compute_gradient
-from tinygrad.helpers import ALLOW_TF32, DEV, TRAINING, Context, GlobalCounters, Target
+from tinygrad.helpers import ALLOW_TF32, DEBUG, DEV, TRAINING, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.llvmir import LLVMRenderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
@@ -102,9 +102,10 @@ def compile_at_once(kernel:UOp, device:str) -> None:
   where a schedule has more than one to compile."""
   to_program(kernel.src[0], device_of(device).renderer)
 
-# **** CUDA kernels with more than 48 KB of shared memory ****
-# It must be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does the latter two
-# given `smem`, which nothing in tinygrad gives it: here the kernel's name carries the number.
+# **** CUDA kernels with more than 48 KB of shared memory, and of machine code ****
+# Shared memory must then be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does
+# the latter two given `smem`, which nothing in tinygrad gives it: here the kernel's name carries the number. With DEBUG=5 it prints what it loads as
+# text, for it takes that for PTX, which machine code is not.
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
@@ -118,7 +119,8 @@ def shared_memory_text(x:UOp, text:str) -> str:
 
 def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
   from tinygrad.runtime.ops_cuda import CUDAProgram
-  return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
+  with Context(DEBUG=min(DEBUG.value, 4) if obj.lib.startswith(b"\x7fELF") else DEBUG.value):
+    return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
 
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
   """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by

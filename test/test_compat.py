@@ -39,6 +39,8 @@ SIGNATURES = {
   "tinygrad.runtime.ops_cuda:CUDAProgram": "dev obj smem=", "tinygrad.runtime.ops_cuda:check": "status",
   "tinygrad.runtime.ops_cuda:cu_time_execution": "cb enable=", "tinygrad.runtime.ops_cuda:encode_args": "args vals signature",
   "tinygrad.runtime.support.compiler_amd:HIPCompiler": "arch",
+  "tinygrad.runtime.support.compiler_cuda:NVCCCompiler": "arch ptx= cache_key= extra_options=",
+  "tinygrad.runtime.support.compiler_cuda:NVRTCCompiler": "arch ptx= cache_key=",
   "tinygrad.runtime.support.elf:elf_loader": "blob force_section_align= link_libs=",
   "tinygrad.uop.ops:KernelInfo": "name= axis_types= dont_use_locals= applied_opts= opts_to_apply= estimates= beam=",
   "tinygrad.uop.ops:PatternMatcher": "patterns compiled=",
@@ -78,7 +80,7 @@ SIGNATURES = {
 # names that are no functions
 VALUES = ("tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice",
           "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError",
-          "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV",
+          "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEBUG", "tinygrad.helpers:DEV",
           "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING", "tinygrad.renderer.cstyle:CStyleLanguage",
           "tinygrad.renderer.llvmir:LLVMRenderer", "tinygrad.runtime.autogen:opencl",
           "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda", "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF",

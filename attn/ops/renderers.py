@@ -90,7 +90,7 @@ class HipOperations(OperationsPrinter):
     return [line for dtype, line in sixteen.items() if dtype in used and line not in prefix] + vector_types(text, prefix)
 
 class CudaOperations(OperationsPrinter):
-  """And for sm_90 the compiler's target is sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's can't be."""
+  """And the compiler makes machine code, by `machine_code`."""
   language = "cuda"
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     """Where tinygrad includes no header for a type of 16 bits, the kernel has addresses of such numbers and computes with none: their size is enough,
@@ -117,14 +117,17 @@ class OperationsCUDARenderer(CUDARenderer, CudaOperations):
   def __init__(self, target:Target):
     super().__init__(target)
     self.learn()
-    self.compiler = for_wgmma(self.compiler, target.arch)
+    self.compiler = machine_code(self.compiler, target.arch)
 class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
   def __init__(self, target:Target):
     super().__init__(target)
     self.learn()
-    self.compiler = for_wgmma(self.compiler, target.arch)
+    self.compiler = machine_code(self.compiler, target.arch)
 
-def for_wgmma(compiler:Any, arch:str) -> Any: return type(compiler)("sm_90a", ptx=compiler.ptx) if arch == "sm_90" else compiler
+def machine_code(compiler:Any, arch:str) -> Any:
+  """tinygrad's compiler for CUDA, made to give machine code and not PTX. NVRTC makes both for a chip that is named, and the driver would translate the
+  PTX again. sm_90 gets its code for sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's target can't be that."""
+  return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")
 
 def printer_of(arch:str) -> OperationsPrinter:
   """What prints kernels for `arch`, as HIP (gfx...) or CUDA (sm_...)."""
