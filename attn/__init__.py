@@ -9,9 +9,11 @@ from attn.api.sequence import shard_sequence, unshard_sequence  # noqa: E402
 from attn.api.sdpa import install, installed, scaled_dot_product_attention, uninstall  # noqa: E402
 from attn.emulator.device import register as _register_emulator  # noqa: E402
 from attn.compilers.renderer import register_renderers as _register_renderers  # noqa: E402
+from attn.kept_programs import keep_programs as _keep_programs  # noqa: E402
 
 _register_emulator()
 _register_renderers()
+_keep_programs()
 
 __all__ = ["append_kv", "attention", "attention_with_kv_cache", "dropout_mask", "empty_kv_cache", "empty_paged_cache", "explain", "flash_attention",
            "flash_attention_fn", "install", "installed", "scaled_dot_product_attention", "shard_sequence", "uninstall",

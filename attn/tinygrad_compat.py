@@ -4,18 +4,18 @@ pins every name and signature used here, so that another version fails with one 
 from __future__ import annotations
 import contextlib, ctypes, functools, gc, math, os, re, sys, types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 import tinygrad
-from tinygrad import Device, Tensor, TinyJit
-from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program
+from tinygrad import Device, Tensor, TinyJit, codegen
+from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program, to_program_key
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes, promo_lattice
 from tinygrad.engine.realize import capturing, compile_linear, get_runtime, run_linear
 from tinygrad.mixin.gradient import compute_gradient
-from tinygrad.helpers import ALLOW_TF32, DEBUG, DEV, TRAINING, Context, GlobalCounters, Target
+from tinygrad.helpers import ALLOW_TF32, CCACHE, DEBUG, DEV, TRAINING, VIZ, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.llvmir import LLVMRenderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
@@ -27,15 +27,15 @@ from tinygrad.uop.symbolic import symbolic
 from tinygrad.uop.ops import (AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu,
                               graph_rewrite)
 
-__all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CStyleLanguage", "CUDARenderer", "CompileError",
-           "Compiled", "Compiler", "Context", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer", "HIPRenderer",
-           "KernelInfo", "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "TRAINING",
-           "Target", "Tensor", "TinyELF", "TinyJit", "UOp", "UPat", "VECTORS", "VectorDType", "adapt_cuda", "buffer_under", "comgr_compiler",
-           "comgr_version", "capturing", "compile_at_once", "compiled", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of",
-           "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu",
-           "foreign_cuda_context", "linear_view", "lower", "lowered_with_places", "made_with_places", "opened_devices", "run_alone",
-           "shared_memory_text", "spec_names", "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
-           "without_comgr", "workgroups_of", "written_to"]
+__all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CCACHE", "CStyleLanguage", "CUDARenderer", "CompileError",
+           "Compiled", "Compiler", "Context", "DEBUG", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer",
+           "HIPRenderer", "KernelInfo", "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer",
+           "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ", "VectorDType", "adapt_cuda",
+           "buffer_under", "capturing", "comgr_compiler", "comgr_version", "compile_at_once", "compiled", "cuda_graph_seconds", "cuda_seconds",
+           "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name",
+           "elf_loader", "exec_alu", "foreign_cuda_context", "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places",
+           "opened_devices", "program_key", "program_of_launch", "programs_through", "run_alone", "shared_memory_text", "spec_names", "statements",
+           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "without_comgr", "workgroups_of", "written_to"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -101,6 +101,39 @@ def compile_at_once(kernel:UOp, device:str) -> None:
   """Lowers and compiles the kernel of a CALL now, in this process. tinygrad starts worker processes, which takes longer than a small kernel does,
   where a schedule has more than one to compile."""
   to_program(kernel.src[0], device_of(device).renderer)
+
+ToProgram = Callable[[UOp, Renderer], UOp]   # a kernel's AST, or its PROGRAM with a source, -> its PROGRAM with machine code
+
+def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
+  """From now on, in this process, tinygrad asks `through` for a kernel's PROGRAM, giving it its own way to one."""
+  own = codegen.do_to_program
+  @functools.wraps(own)
+  def asked(ast:UOp, renderer:Renderer) -> UOp: return through(own, ast, renderer)
+  codegen.do_to_program = asked   # type: ignore[assignment]
+
+def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
+  """What tinygrad has a PROGRAM depend on, for another process to find it by."""
+  key, kind, *rest = to_program_key(ast, renderer)
+  return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
+
+def launch_of(program:UOp) -> dict[str, Any]|None:
+  """A PROGRAM without its UOps and its machine code, as plain numbers and texts; None where they are not all plain, as with a Variable."""
+  info, own = program.arg, program.src[0].arg
+  estimates, sizes = own.estimates, (info.global_size, info.local_size)
+  numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)
+  if info.vars or not all(isinstance(n, int) for n in numbers): return None
+  return {"name": own.name, "source": program.src[2].arg, "estimates": [estimates.ops, estimates.lds, estimates.mem], "sizes": sizes,
+          "slots": [u.arg.slot for u in program.src[1].src if u.op is Ops.PARAM], "globals": info.globals, "outs": info.outs, "ins": info.ins}
+
+def program_of_launch(launch:dict[str, Any], ast:UOp, renderer:Renderer) -> UOp:
+  """The PROGRAM of the AST with its source, from what `launch_of` gave."""
+  params = {u.arg.slot: u for u in ast.toposort() if u.op is Ops.PARAM}
+  sink = UOp(Ops.SINK, src=(), arg=replace(ast.arg, name=launch["name"], estimates=Estimates(*launch["estimates"])))
+  linear = UOp(Ops.LINEAR, src=tuple(params[slot] for slot in launch["slots"]))
+  global_size, local_size = (tuple(size) if size is not None else None for size in launch["sizes"])
+  takes = {name: tuple(launch[name]) for name in ("globals", "outs", "ins")}
+  info = ProgramInfo(launch["name"], global_size or (), local_size, **takes, target=renderer.target)
+  return UOp(Ops.PROGRAM, src=(sink, linear, UOp(Ops.SOURCE, arg=launch["source"])), arg=info)
 
 # **** CUDA kernels with more than 48 KB of shared memory, and of machine code ****
 # Shared memory must then be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does

@@ -1,4 +1,5 @@
-"""The directory in which attn keeps what is dear to find out again (machine code, tiles that were timed), and files in it that are whole or absent.
+"""The directory in which attn keeps what is dear to find out again (machine code, sources, tiles that were timed), and files in it that are whole or
+absent.
 
 It is the user's cache directory: $XDG_CACHE_HOME/attn, or ~/.cache/attn (on macOS ~/Library/Caches/attn) where that is not set.
 """
@@ -24,10 +25,17 @@ def write(path:Path, data:bytes) -> None:
       os.unlink(f.name)
       raise
 
+def _place(kind:str, key:tuple[str, ...]) -> Path:
+  return directory()/"compilers"/f"{hashlib.sha256(chr(0).join((kind, *key)).encode()).hexdigest()}.{kind}"
+
+def is_kept(kind:str, key:tuple[str, ...]) -> bool:
+  """Whether `kept` has a file of this kind and key; it may be damaged."""
+  return _place(kind, key).is_file()
+
 def kept(kind:str, key:tuple[str, ...], make:Callable[[], bytes]) -> bytes:
   """What `make` gives, made once for a `kind` and `key`. It is kept behind its SHA-256: a damaged file is as good as none, and so is a cache that
   can't be read or written."""
-  path = directory()/"compilers"/f"{hashlib.sha256(chr(0).join((kind, *key)).encode()).hexdigest()}.{kind}"
+  path = _place(kind, key)
   with contextlib.suppress(OSError):
     digest, data = (found := path.read_bytes())[:32], found[32:]
     if hashlib.sha256(data).digest() == digest: return data

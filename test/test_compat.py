@@ -12,7 +12,8 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT/"attn").rglo
 # module:name -> parameters, with = after those that have a default
 SIGNATURES = {
   "tinygrad.codegen.decomp.transcendental:xexp2": "d", "tinygrad.codegen.decomp.transcendental:xlog2": "d",
-  "tinygrad.codegen:to_program": "ast renderer",
+  "tinygrad.codegen:to_program": "ast renderer", "tinygrad.codegen:do_to_program": "*args **kwargs",
+  "tinygrad.codegen:to_program_key": "ast renderer",
   "tinygrad.codegen.late.linearizer:linearize": "sink", "tinygrad.codegen:full_rewrite_to_sink": "ast ren optimize=",
   "tinygrad.codegen:line_rewrite": "lst pm ctx=", "tinygrad.device:Allocator": "dev supports_copy_from_disk= supports_transfer=",
   "tinygrad.device:Allocator._alloc": "self size options", "tinygrad.device:Allocator._copyin": "self dest src",
@@ -78,9 +79,10 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.variable": "name min_val max_val dtype= multiple_of= param=",
 }
 # names that are no functions
-VALUES = ("tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice",
+VALUES = ("tinygrad:codegen", "tinygrad.helpers:CCACHE", "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
+          "tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice",
           "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError",
-          "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEBUG", "tinygrad.helpers:DEV",
+          "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV",
           "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING", "tinygrad.renderer.cstyle:CStyleLanguage",
           "tinygrad.renderer.llvmir:LLVMRenderer", "tinygrad.runtime.autogen:opencl",
           "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda", "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF",

@@ -1,11 +1,19 @@
-"""What the first call of a kernel takes on the way to the device, where no device is needed to see it. `python -m attn.measure.latency` measures it."""
+"""What the first call of a kernel takes on the way to the device, in this process and in the next; no device is needed to see it."""
 from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
+import numpy as np
 import pytest
-from tinygrad.helpers import Target
-from attn.ops.renderers import OperationsCUDARenderer, OperationsNVCCRenderer
-from attn.tinygrad_compat import DEBUG, Context, TinyELF, dynamic_shared_program
+from tinygrad import codegen
+from attn import attention, kept_programs
+from attn.api import checked_kernel
+from attn.chips import get_chip
+from attn.choose.dispatch import single_kernel
+from attn.emulator.device import renderer_of
+from attn.kernels.parts.tensors import arguments
+from attn.ops.renderers import OperationsCUDARenderer, OperationsNVCCRenderer, printer_of
+from attn.tinygrad_compat import DEBUG, Compiler, Context, Target, Tensor, TinyELF, UOp, dynamic_shared_program
+from cases import TYPES, problem
 
 @pytest.mark.parametrize("renderer", (OperationsCUDARenderer, OperationsNVCCRenderer))
 @pytest.mark.parametrize(("arch", "named"), (("sm_80", "sm_80"), ("sm_90", "sm_90a")))
@@ -25,3 +33,92 @@ def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
   with Context(DEBUG=5):
     assert dynamic_shared_program(SimpleNamespace(), TinyELF(lib, "attn_smem65536", Target("CUDA", "", "sm_90"), ())) == (shown, 65536)
     assert DEBUG.value == 5
+
+# ***** sources that are kept *****
+
+class Echo(Compiler):
+  """A compiler whose machine code is the source."""
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+  """An empty cache directory."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  return tmp_path/"attn/compilers"
+
+def kernel(arch:str, **options:Any) -> tuple[UOp, Any]:
+  """A small kernel's AST, and a renderer for `arch` that needs no compiler."""
+  p, renderer = problem(H=1, Sq=64, Sk=64, D=64, lse=False, **options), printer_of(arch)
+  renderer.compiler = Echo()
+  return single_kernel(p, get_chip(arch))[0](*[UOp.placeholder(s, TYPES[d], i) for i, (s, d) in enumerate(arguments(p).values())]), renderer
+
+def lowerings(monkeypatch) -> list[str]:
+  """The names of the kernels that are lowered from now on."""
+  seen, own = [], codegen.full_rewrite_to_sink
+  def lower(ast:UOp, *args:Any, **kwargs:Any) -> UOp:
+    seen.append(ast.arg.name)
+    return own(ast, *args, **kwargs)
+  monkeypatch.setattr(codegen, "full_rewrite_to_sink", lower)
+  return seen
+
+@pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
+def test_kept_program(arch:str, cache, monkeypatch) -> None:
+  """The next process gets the same program, and lowers nothing. A damaged file is as good as none."""
+  ast, renderer = kernel(arch)
+  assert not kept_programs.has_program(ast, renderer)
+  first, seen = codegen.do_to_program(ast, renderer), lowerings(monkeypatch)
+  assert kept_programs.has_program(ast, renderer)
+  again = codegen.do_to_program(ast, renderer)
+  assert not seen
+  for program in (again, codegen.do_to_program(ast, renderer)):
+    assert program.arg == first.arg and program.src[2:] == first.src[2:] and "attn_" in program.src[2].arg
+    assert (program.src[0].arg.name, program.src[0].arg.estimates) == (first.src[0].arg.name, first.src[0].arg.estimates)
+    assert program.to_elf().signature == first.to_elf().signature and len(first.to_elf().signature) == 4
+  file, = cache.glob("*.program")
+  file.write_bytes(file.read_bytes().replace(b"attn_", b"none_"))
+  assert codegen.do_to_program(ast, renderer).src[2:] == first.src[2:] and len(seen) == 1
+  codegen.do_to_program(ast, renderer)
+  assert len(seen) == 1
+
+def test_what_a_program_is_kept_by(cache, monkeypatch) -> None:
+  """Another text of an operation, another version of what lowers, and another setting are other programs; so is that of another problem."""
+  ast, renderer = kernel("sm_90")
+  codegen.do_to_program(ast, renderer)
+  assert kept_programs.has_program(ast, renderer)
+  assert not kept_programs.has_program(kernel("sm_90", causal=True)[0], renderer)
+  assert not kept_programs.has_program(ast, printer_of("sm_80"))
+  with Context(NOOPT=1): assert not kept_programs.has_program(ast, renderer)
+  for part in ("PRINTING", "LOWERING"):
+    with monkeypatch.context() as m:
+      m.setattr(kept_programs, part, getattr(kept_programs, part)[1:])
+      m.setattr(kept_programs, "printed_by", kept_programs.printed_by.__wrapped__)
+      assert not kept_programs.has_program(ast, renderer), part
+  printing = kept_programs.files(kept_programs.Path(kept_programs.__file__).parent, kept_programs.PRINTING)
+  assert {"softmax.py", "tinygrad_compat.py"} <= {path.name for path in printing}
+
+def test_what_is_not_kept(cache) -> None:
+  """Kernels of others, kernels on the emulator, which needs their UOps, and where tinygrad is asked for no caches or to show what it does."""
+  ast, renderer = kernel("sm_90")
+  assert kept_programs.key_of(ast, renderer) is not None
+  assert kept_programs.key_of(ast.replace(arg=checked_kernel.replace(ast.arg, name="r_64")), renderer) is None
+  assert kept_programs.key_of(ast, renderer_of(Target("EMU", "", "sm_90"))) is None
+  for setting in ({"CCACHE": 0}, {"DEBUG": 3}, {"VIZ": 1}):
+    with Context(**setting): assert kept_programs.key_of(ast, renderer) is None, setting
+
+def test_a_program_with_a_variable_is_lowered_again(cache, monkeypatch) -> None:
+  ast, renderer = kernel("gfx942")
+  n = UOp.variable("n", 1, 64, param=True)
+  with_n = ast.replace(src=(*ast.src, n))
+  seen = lowerings(monkeypatch)
+  programs = [codegen.do_to_program(with_n, renderer) for _ in range(2)]
+  assert len(seen) == 2 and not kept_programs.has_program(with_n, renderer)
+  assert programs[0].arg == programs[1].arg and [v.expr for v in programs[0].arg.vars] == ["n"]
+
+def test_kept_kernels_are_compiled_when_called(monkeypatch) -> None:
+  """tinygrad starts processes where it has several kernels to compile, which takes longer than to find them."""
+  compiled: list[str] = []
+  monkeypatch.setattr(checked_kernel, "compile_at_once", lambda call, device: compiled.append(call.src[0].arg.name))
+  q = Tensor(np.zeros((1, 1, 32, 16), np.float16), device="EMU").realize()
+  for kept, count in ((False, 0), (True, 1)):
+    monkeypatch.setattr(checked_kernel, "has_program", lambda ast, renderer: kept)
+    attention(q, q, q)
+    assert len(compiled) == count

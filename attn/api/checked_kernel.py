@@ -8,6 +8,7 @@ from attn import values
 from attn.chips import Chip, get_chip, other_chip
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
+from attn.kept_programs import has_program
 from attn.ops.renderers import adapt
 from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, compile_at_once, device_of, workgroups_of
 from attn.values import FLOATS
@@ -61,7 +62,7 @@ class CheckedKernel:
   arch: str|None = None      # the chip that its caller named
   gradient: Callable[..., Any]|None = None   # its grad_fxn, where its caller gives none
   variables: tuple[UOp, ...] = ()            # bound, that it has besides its tensors
-  small: bool = False        # it is compiled as soon as it is called
+  small: bool = False        # it is compiled as soon as it is called, as every kernel is that needs no lowering
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
     devices = srcs[0].device
@@ -70,7 +71,9 @@ class CheckedKernel:
     adapt(devices)
     require(devices)
     called = self.sink.call(*srcs, *self.variables, grad_fxn=grad_fxn or self.gradient, **kwargs)
-    if self.small and devices: compile_at_once(called, devices if isinstance(devices, str) else devices[0])
+    if devices:
+      first = devices if isinstance(devices, str) else devices[0]
+      if self.small or has_program(called.src[0], device_of(first).renderer): compile_at_once(called, first)
     return called
 
 def default_arch() -> str:

@@ -125,8 +125,8 @@ class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
     self.compiler = machine_code(self.compiler, target.arch)
 
 def machine_code(compiler:Any, arch:str) -> Any:
-  """tinygrad's compiler for CUDA, made to give machine code and not PTX. NVRTC makes both for a chip that is named, and the driver would translate the
-  PTX again. sm_90 gets its code for sm_90a, which has wgmma: tinygrad takes what follows "sm_" for a number, so the renderer's target can't be that."""
+  """tinygrad's compiler for CUDA, made to give machine code and not PTX: NVRTC makes both for a chip that is named, and the driver would translate
+  the PTX again. sm_90 gets code for sm_90a, which has wgmma; tinygrad takes what follows "sm_" for a number, so that can't be the renderer's target."""
   return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")
 
 def printer_of(arch:str) -> OperationsPrinter:
