@@ -5,7 +5,7 @@ The lanes of a wave run one after another, and again until what each of them tak
 operands of its own, so an exchange that is left out, or that takes the wrong lane, shows.
 """
 from __future__ import annotations
-import ctypes, functools, re, subprocess, sys
+import ctypes, functools, itertools, re, subprocess, sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,7 +316,11 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(NVIDIA, f"mma, {dtype}, half {half}"): lambda dtype=dtype, half=half: nv.mma(MMA[dtype], u(4, 0), u(4, 1), half, f(4, 2))
      for dtype in MMA for half in range(2)},
   **{(NVIDIA, f"pack_a, {dtype}"): lambda dtype=dtype: nv.pack_a(f(4, 0), f(4, 1), dtype) for dtype in MMA},
-  (NVIDIA, "zero"): lambda: nv.zero(f()),
+  (NVIDIA, "zero"): lambda: nv.zero(f()), (NVIDIA, "clear"): lambda: nv.clear(array(3, 4, 0)),
+  **{(NVIDIA, f"row_unit, {dtype}, row {row}"): lambda dtype=dtype, row=row: nv.row_unit([f(4, slot) for slot in range(4)], row, f(1, 4), dtype)
+     for dtype in MMA for row in range(nv.ROWS)},
+  **{(arch, f"mask_rows {side}"): lambda n=n, side=side: ops.mask_rows(array(3, n, 0), [i(1), i(2)], side, tuple(range(n//2)), 2)
+     for arch, n in ((AMD, 8), (NVIDIA, 4)) for side in ("above", "below")},
   **{(NVIDIA, f"xor_lane {mask}"): lambda mask=mask: nv.xor_lane(f(), mask) for mask in (1, 2, 16)},
   (NVIDIA, "opaque_uniform"): lambda: ops.opaque_uniform(i()),
   **{(arch, name): make for arch, n in ((AMD, 8), (RDNA, 8), (NVIDIA, 4)) for name, make in of_dropout(n).items()},
@@ -518,6 +522,18 @@ def test_masks(offsets:tuple[int, ...]) -> None:
   keys = np.array(offsets)[:, None] - offsets[0]      # the operand is the limit's distance from the first key
   for mask, gone in ((ops.mask_above, keys > limit), (ops.mask_below, keys < limit)):
     np.testing.assert_array_equal(evaluated(mask(f(4, 0), i(1), offsets), scores, limit), np.where(gone, -np.inf, 1))
+
+@pytest.mark.parametrize("side", ("above", "below"))
+def test_masks_of_registers(side:str) -> None:
+  """The i-th of three vectors has the keys 8*i and 8*i + 1 of one row, and the same of another."""
+  threads = WAVES*32
+  scores = Registers([np.ones((4, threads), np.float32) for _ in range(3)], 0)
+  limits = np.stack([np.arange(threads) % 19 - 1, np.arange(threads) % 5 + 7]).astype(np.int32)
+  evaluated(ops.mask_rows(array(3, 4, 0), [i(1), i(2)], side, (0, 1), 8), scores, *limits)
+  for k, (row, of_row) in itertools.product(range(3), enumerate(limits)):
+    for offset in range(2):
+      gone = 8*k + offset > of_row if side == "above" else 8*k + offset < of_row
+      np.testing.assert_array_equal(scores.elements[k][2*row + offset], np.where(gone, -np.inf, 1))
 
 def test_turned() -> None:
   """Eight lanes with rows of four 8 x 8 matrices of bits get their columns: row j of a lane is 4 bits in each half."""

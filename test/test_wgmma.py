@@ -15,7 +15,7 @@ from attn.kernels import forward_wgmma
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.layouts import SwizzledPanels
-from attn.ops import common as ops, hopper, nvidia
+from attn.ops import hopper, nvidia
 from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render
 from attn.ops.softmax import LOWEST
@@ -121,7 +121,7 @@ def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **
   return np.zeros(len(lanes.active), np.float32)
 
 WRONG = {
-  "units of a row as lanes have them before they exchange": lambda m: m.setattr(nvidia, "transposed", lambda words, in_quad: ops.build(*words)),
+  "units of a row as lanes have them before they exchange": lambda m: m.setattr(nvidia, "transposed", lambda words, in_quad: words),
   "P of the trip before": lambda m: of_weigh(m, never_weighed),
 }
 

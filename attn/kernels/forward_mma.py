@@ -143,7 +143,8 @@ class ForwardMma:
     warps, keys, stages = self.warps, self.warps.group.walked, self.tile.stages
     q_rows, _, _ = self.tile.layouts(self.p)
     s = self.state
-    s = s.store([s.statements.first], warps.first_values(s.acc, s.m, s.bias, s.l))
+    s = s.store([s.statements.first], warps.first_values(s.m, s.bias, s.l))
+    s = s.do(nv.clear(s.acc, s.done))
     s = s.started(warps.copies_of_q(s.shared, q_rows))
     for i in range(stages - 1): s = self.fetch(s, keys.begin + i)
     s = s.arrived(stages - 1)

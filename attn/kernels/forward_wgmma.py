@@ -109,7 +109,8 @@ class ForwardWgmma:
     warps, keys = self.warps, self.warps.group.walked
     q_panels, _, _ = self.tile.layouts(self.p)
     s = self.state
-    s = s.store([s.statements.first], warps.first_values(s.acc, s.m, s.bias, s.l))
+    s = s.store([s.statements.first], warps.first_values(s.m, s.bias, s.l))
+    s = s.do(nv.clear(s.acc, s.done))
     s = s.expected(warps.at, self.tile.threads)
     s = self.fetch(s.do(*warps.copies_of_q(s.shared, q_panels)), keys.begin)
     if self.p.window[0] >= 0: s = self.trips(s, keys.begin, keys.full_begin, masked=True)
@@ -163,11 +164,11 @@ class ForwardWgmma:
 
   def weigh(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """P = exp2(S - m), relative to a reference that it does not outgrow."""
-    scores, block_n, mat = self.warps.group.scores, self.tile.block_n, self.mat
-    tiles = [s.scores[kt].load() for kt in range(block_n//mat.N)]
-    if masked or not scores.raw:
-      tiles = scores.finished(tiles, self.queries, t, masked)
-      s = s.store(store_all(s.scores, tiles))
+    scores, mat = self.warps.group.scores, self.mat
+    if not scores.raw:
+      tiles = [s.scores[kt].load() for kt in range(s.scores.max_numel())]
+      s = s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))
+    elif masked: s = s.do(*scores.masks(s.scores, self.queries, t, s.done))
     how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2}
     s = s.do(weigh(s.m, s.bias, s.p, s.scores, s.part, s.done, **how))
     s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, **how, above=self.tile.rescale_above))

@@ -11,7 +11,7 @@ from attn.chips import get_chip
 from attn.ops.language import compound, instruction
 from attn.ops.numerics import words_of
 from attn.ops.operation import Array, Value
-from attn.ops.operation import Body, emit
+from attn.ops.operation import Body, emit, statement
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
 
 def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n)
@@ -149,6 +149,21 @@ def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Valu
 def _mask_below(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
   return c.masked(x, offsets, "<", limit, -c.inf)
 
+@compound("mask_rows_above", suffix="_{vectors}")
+def _mask_rows_above(c:Any, scores:Value, low:Value, high:Value, *, offsets:tuple[int, ...], apart:int, vectors:int) -> Value:
+  return masked_rows(c, scores, ">", (low, high), offsets, apart, vectors)
+
+@compound("mask_rows_below", suffix="_{vectors}")
+def _mask_rows_below(c:Any, scores:Value, low:Value, high:Value, *, offsets:tuple[int, ...], apart:int, vectors:int) -> Value:
+  return masked_rows(c, scores, "<", (low, high), offsets, apart, vectors)
+
+def masked_rows(c:Any, scores:Value, operator:str, limits:tuple[Value, ...], offsets:tuple[int, ...], apart:int, vectors:int) -> Value:
+  n = len(offsets)
+  for i in range(vectors):
+    x, further = c.load(scores, i), [offset + i*apart for offset in offsets]
+    c.store(scores, i, c.join(*[c.masked(c.part(x, r*n, n), further, operator, limit, -c.inf) for r, limit in enumerate(limits)]))
+  return c.number(0.0)
+
 @compound("clear_above")
 def _clear_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
   return c.masked(x, offsets, ">", limit, c.number(0.0))
@@ -175,6 +190,11 @@ def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
 def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """-inf in the elements whose offset is below the limit."""
   return emit("mask_below", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
+  """-inf in the scores whose offset is "above" or "below" the limit of their row, as one statement. `scores` is a placeholder of registers, whose
+  vectors have the elements of two rows one after another: of the i-th vector these have the `offsets`, and i*apart more."""
+  return statement(f"mask_rows_{side}", scores[0], *[limit.cast(dtypes.int) for limit in limits], *done, offsets=offsets, apart=apart,
+                   vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """0 in the elements whose offset is above the limit, whatever was there."""
   return emit("clear_above", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))

@@ -8,7 +8,6 @@ The emulator takes asynchronous copies strictly: from its start until the thread
 from __future__ import annotations
 from typing import Any
 import numpy as np
-from attn.ops import common as ops
 from attn.ops.common import f32, u32
 from attn.ops.interpret_cuda import declare_mma
 from attn.ops.language import compound, instruction
@@ -123,12 +122,27 @@ def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
 @compound("pack_a", inline=True)
 def _pack_a(c:Any, x:Value, y:Value, *, dtype:str) -> Value: return c.join(c.pack(x, dtype), c.pack(y, dtype))
 
+@compound("row_unit", suffix="_{row}")
+def _row_unit(c:Any, x:Value, y:Value, z:Value, w:Value, factor:Value, *, row:int, dtype:str) -> Value:
+  return c.join(*[c.pack(c.part(fragment, ROWS*row, 2)*factor, dtype) for fragment in (x, y, z, w)])
+
+@compound("clear", suffix="_{count}")
+def _clear(c:Any, acc:Value, *, count:int) -> Value:
+  for i in range(count): c.store(acc, i, c.splat(c.number(0.0), 4))
+  return c.number(0.0)
+
 @compound("zero", inline=True)
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(order:UOp) -> UOp:
   """A C fragment of zeros, made after `order`."""
   return emit("zero", F4, order)
+def clear(acc:UOp, *done:UOp) -> UOp:
+  """Zeros in all C fragments of a placeholder of registers. A statement."""
+  return statement("clear", acc[0], *done, count=acc.max_numel())
+def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
+  """What a lane has of a row in four neighbouring C fragments, times a factor: four pairs, rounded to nearest even."""
+  return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
   """The C fragments of two neighbouring tiles -> the A fragment of 16 columns, rounded to nearest even."""
   return emit("pack_a", U4, p, q, dtype=dtype)
@@ -155,6 +169,6 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
   "if (upper) { words.x = a; words.y = b; } else { words.z = a; words.w = b; }",
   "return words;"]), "words lane"))
 
-def transposed(words:list[UOp], in_quad:UOp) -> UOp:
+def transposed(words:UOp, in_quad:UOp) -> UOp:
   """Of four words in each of four neighbouring lanes, of which this one is number `in_quad`: those that are number `in_quad` in each lane."""
-  return emit("transposed", U4, ops.build(*words), in_quad.cast(dtypes.int))
+  return emit("transposed", U4, words, in_quad.cast(dtypes.int))

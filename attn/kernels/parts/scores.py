@@ -117,12 +117,24 @@ class Scores:
     """0 there."""
     return self._beyond(x, row, tile, ops.clear_above, ops.clear_below)
 
-  def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_below:Callable[..., UOp]) -> list[UOp]:
+  def last_seen(self, row:Row, tile:UOp) -> UOp:
+    """The last of a lane's keys in a tile that a row sees, counted from the lane's first one; or of its queries."""
     walk, here = self.walk, self.begin(tile)
     last = walk.count - 1 if isinstance(walk.count, UOp) else UOp.const(walk.count - 1)
-    above = last - here if walk.ahead < 0 else (row.index + walk.offset + walk.ahead).minimum(last) - here
-    x = [of_above(y, above, rows) for y, rows in zip(x, self.walked)]
-    return x if walk.back < 0 else [of_below(y, row.index + walk.offset - walk.back - here, rows) for y, rows in zip(x, self.walked)]
+    return last - here if walk.ahead < 0 else (row.index + walk.offset + walk.ahead).minimum(last) - here
+  def first_seen(self, row:Row, tile:UOp) -> UOp|None:
+    """The first one likewise; None where that is the first there is."""
+    return None if self.walk.back < 0 else row.index + self.walk.offset - self.walk.back - self.begin(tile)
+
+  def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_below:Callable[..., UOp]) -> list[UOp]:
+    last, first = self.last_seen(row, tile), self.first_seen(row, tile)
+    x = [of_above(y, last, rows) for y, rows in zip(x, self.walked)]
+    return x if first is None else [of_below(y, first, rows) for y, rows in zip(x, self.walked)]
+
+  def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
+    """`mask` of two rows whose raw scores lie in registers, in place: statements, in any order."""
+    limits = {"above": [self.last_seen(row, tile) for row in rows], "below": [x for row in rows if (x := self.first_seen(row, tile)) is not None]}
+    return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
     """What the softmax takes, of the raw scores of these rows, whose elements lie in each vector one row after another."""

@@ -19,7 +19,7 @@ from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest, kv_he
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, first_bias
 from attn.problem import BYTES, Problem
-from attn.tinygrad_compat import UOp, dtypes
+from attn.tinygrad_compat import UOp
 
 def fragments(width:int, mat:Mma) -> int:
   """C fragments of a tile of rows that are so wide."""
@@ -94,10 +94,10 @@ class Warps:
     return statements
 
   # ***** the softmax's registers, O and LSE *****
-  def first_values(self, acc:UOp, m:UOp, bias:UOp, l:UOp) -> list[UOp]:
-    """The stores that begin a sum over keys, of which none was seen."""
-    zero, begin = nv.zero(UOp.const(0.0, dtypes.float)), ((m, LOWEST), (bias, first_bias(self.group.scores.to_log2)), (l, 0.0))
-    return [*store_all(acc, [zero]*acc.max_numel()), *[x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]]
+  def first_values(self, m:UOp, bias:UOp, l:UOp) -> list[UOp]:
+    """The stores that begin a sum over keys, of which none was seen; O begins with `nv.clear`."""
+    begin = ((m, LOWEST), (bias, first_bias(self.group.scores.to_log2)), (l, 0.0))
+    return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
     """O = O / l, LSE = m + ln l of 16 queries, whose sums of P are of these kinds: the first is what O is divided by, the last what the LSE is made
@@ -107,20 +107,20 @@ class Warps:
       parts = [ops.extract(total, r) for total in sums]
       totals = [part if kind == ONES else sum_over_quad(part) for part, kind in zip(parts, kinds)]
       factor, log_sum = group.normalised(row, ops.extract(m, r), totals)
-      o = [ops.mul(ops.slice_(acc, 2*r, 2), factor) for acc in accs]
-      stores += group.outputs(row, self.columns(o, share), None if share is not None else log_sum)
+      stores += group.outputs(row, self.columns(accs, r, factor, share), None if share is not None else log_sum)
       if share is not None: stores += group.outputs(replace(row, there=row.there & share.eq(0)), [], log_sum)
     return stores
 
-  def columns(self, o:list[UOp], share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """(first column, values) of a row's parts that this lane stores, of its two numbers of each C fragment, those being all of the row or its
-    `share`-th part. Where rows are whole units of 16 bytes, the four lanes of a row exchange theirs, so that each stores units: every fourth."""
+  def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
+    """(first column, values) of the parts that this lane stores of its `r`-th row, times a factor: of its two numbers of each C fragment, those being
+    all of the row or its `share`-th part. Where rows are whole units of 16 bytes, the four lanes of a row exchange theirs, so that each stores units:
+    every fourth."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
-    first = UOp.const(0) if share is None else share*(len(o)*mat.N)
-    if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(o)//mat.groups*mat.groups
-    units = [nv.transposed([ops.pack(x, dtype) for x in o[i:i + mat.groups]], self.at.h) for i in range(0, whole, mat.groups)]
+    first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
+    if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(accs)//mat.groups*mat.groups
+    units = [nv.transposed(nv.row_unit(accs[i:i + mat.groups], r, factor, dtype), self.at.h) for i in range(0, whole, mat.groups)]
     return [*[(first + self.at.h*mat.unit + i*(mat.groups*mat.unit), x) for i, x in enumerate(units)],
-            *[(first + self.at.h*mat.block + (whole + i)*mat.N, x) for i, x in enumerate(o[whole:])]]
+            *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
 def sum_over_quad(x:UOp) -> UOp:
   """The sum of a number over the four lanes that share a row."""
