@@ -1,5 +1,6 @@
 """What the first call of a kernel takes on the way to the device, in this process and in the next; no device is needed to see it."""
 from __future__ import annotations
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 import numpy as np
@@ -10,9 +11,10 @@ from attn.api import checked_kernel
 from attn.chips import get_chip
 from attn.choose.dispatch import single_kernel
 from attn.emulator.device import renderer_of
+from attn.kernels.parts.statements import InOrder, Statements, awaited_by
 from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import OperationsCUDARenderer, OperationsNVCCRenderer, printer_of
-from attn.tinygrad_compat import DEBUG, Compiler, Context, Target, Tensor, TinyELF, UOp, dynamic_shared_program
+from attn.tinygrad_compat import DEBUG, AddrSpace, Compiler, Context, Target, Tensor, TinyELF, UOp, dtypes, dynamic_shared_program
 from cases import TYPES, problem
 
 @pytest.mark.parametrize("renderer", (OperationsCUDARenderer, OperationsNVCCRenderer))
@@ -122,3 +124,38 @@ def test_kept_kernels_are_compiled_when_called(monkeypatch) -> None:
     monkeypatch.setattr(checked_kernel, "has_program", lambda ast, renderer: kept)
     attention(q, q, q)
     assert len(compiled) == count
+
+# ***** what orders statements *****
+
+@dataclass(frozen=True)
+class Three(InOrder):
+  """Two register arrays and statements."""
+  a: UOp
+  b: UOp
+  statements: Statements
+
+def test_what_comes_after_need_not_be_said_twice() -> None:
+  """A step that is made of what the last one left comes after it, and after it alone all is that follows; another one, which is not, comes after
+  nothing, and what follows it after both. Within a loop the loop is waited for as well."""
+  a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
+  s = Three(a, b, Statements(register))
+  one = s.store([s.a[0].store(1.0)])
+  first, = awaited_by(one.b)
+  two = one.store([one.b[0].store(2.0)])
+  second, = awaited_by(two.a)
+  assert awaited_by(two.b) == awaited_by(two.statements.latest) == {second} and first in second.toposort()
+  apart = one.store([s.b[0].store(2.0)])       # of what there was before the first step
+  assert first in awaited_by(apart.a) and len(awaited_by(apart.a)) == 2
+  r = UOp.range(3, 0)
+  inside = two.after(r)
+  assert awaited_by(inside.a) == {second, r}
+  third, = awaited_by(inside.store([inside.a[0].store(inside.b[0].load())]).b)
+  assert {second, r} <= set(third.toposort())
+  assert r in awaited_by(inside.store([two.a[0].store(3.0)]).b)     # not made of what is inside
+
+def test_uops_of_a_plain_problem() -> None:
+  """A first call takes as long as there are UOps to lower: forward by wgmma, of 192 queries and 96 keys, causal, had 1285 of them."""
+  p = problem(B=4, H=16, Sq=4096, Sk=4096, D=128, dtype="bfloat16", causal=True, lse=False)
+  made, tile = single_kernel(p, get_chip("sm_90"))
+  assert (tile.block_m, tile.block_n) == (192, 96)
+  assert len(made(*[UOp.placeholder(s, TYPES[d], i) for i, (s, d) in enumerate(arguments(p).values())]).toposort()) < 900

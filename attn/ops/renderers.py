@@ -126,7 +126,7 @@ class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
 
 def machine_code(compiler:Any, arch:str) -> Any:
   """tinygrad's compiler for CUDA, made to give machine code and not PTX: NVRTC makes both for a chip that is named, and the driver would translate
-  the PTX again. sm_90 gets code for sm_90a, which has wgmma; tinygrad takes what follows "sm_" for a number, so that can't be the renderer's target."""
+  the PTX again. sm_90 gets code for sm_90a, which has wgmma; tinygrad takes what follows "sm_" for a number, so the renderer's target stays."""
   return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")
 
 def printer_of(arch:str) -> OperationsPrinter:

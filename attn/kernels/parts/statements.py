@@ -53,10 +53,41 @@ class InOrder(Carried):
   def done(self) -> UOp: return self.statements.done
   def do(self, *statements:UOp) -> Self:
     """When these statements are done, which any order may have among them."""
-    return self.after(UOp.group(*map(self.statements.do, statements)))
+    return self.then(UOp.group(*map(self.statements.do, statements)))
   def store(self, *stores:Iterable[UOp]) -> Self:
     """When these are stored."""
-    return self.after(UOp.group(*[x for xs in stores for x in xs]))
+    return self.then(UOp.group(*[x for xs in stores for x in xs]))
+  def then(self, last:UOp) -> Self:
+    """`after` what this has done last. That mostly comes after all that this is after, which then need not be said again: fewer UOps to lower."""
+    self_: Any = self
+    carried = [getattr(self, f.name) for f in fields(self_)]
+    awaited = [awaited_by(x.latest if isinstance(x, Statements) else x) for x in carried]
+    said = {deps: comes_after(last, deps) for deps in set(awaited)}
+    return type(self)(*[(bare_of(x) if said[deps] else x).after(last) for x, deps in zip(carried, awaited)])
+
+def bare_of(x:Any) -> Any:
+  """What is carried, after nothing."""
+  if isinstance(x, Statements): return replace(x, latest=None)
+  while x.op is Ops.AFTER: x = x.src[0]
+  return x
+
+def awaited_by(x:UOp|None) -> frozenset[UOp]:
+  """What a value is `after`."""
+  found = set[UOp]()
+  while x is not None and x.op is Ops.AFTER:
+    found.update(x.src[1:])
+    x = x.src[0]
+  return frozenset(found)
+
+def comes_after(x:UOp, deps:frozenset[UOp]) -> bool:
+  """Whether something that x is made of is `after` all of these. It is looked for as far as the next things that are after anything."""
+  stack, seen = [x], set[UOp]()
+  while stack and deps:
+    if (u := stack.pop()) in seen: continue
+    seen.add(u)
+    if u.op is not Ops.AFTER: stack += u.src
+    elif deps <= awaited_by(u): return True
+  return not deps
 
 def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
   """The stores of values to a placeholder, element by element."""
