@@ -1,0 +1,99 @@
+"""How long a first call takes: `DEV=CUDA python -m attn.measure.latency [WORD ...]` prints the rows whose name has each WORD.
+
+Each figure is of a new process, with imports done, the device open and the inputs on it, until the result is there: seconds of the host. `first`: in
+empty caches, tinygrad's, attn's and the driver's; `second`: a process after it, in the same ones. Of the first, what compiling took, where it was in
+the same process, for tinygrad starts others where it has several kernels to compile.
+"""
+from __future__ import annotations
+import contextlib, json, math, os, statistics, subprocess, sys, tempfile, time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+import numpy as np
+from attn.api.attention import attention
+from attn.ops.renderers import adapt
+from attn.tinygrad_compat import Device, Tensor, device_of
+
+RUNS = 3
+REPEATED = 2**20     # random numbers, of which the inputs are repetitions
+
+@dataclass(frozen=True)
+class FirstCall:
+  """Attention in float16, or with `backward` its gradients of q, k and v besides."""
+  B: int
+  H: int
+  Hkv: int
+  Sq: int
+  Sk: int
+  D: int
+  causal: bool = False
+  backward: bool = False
+  def __str__(self) -> str:
+    heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
+    rows = f"{self.Sq}" if self.Sq == self.Sk else f"{self.Sq} x {self.Sk}"
+    return f"({self.B}, {heads}, {rows}, {self.D}){' causal'*self.causal}{' backward'*self.backward}"
+
+FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096, 4096, 128, True), FirstCall(4, 32, 32, 4096, 4096, 64),
+               FirstCall(4, 32, 32, 4096, 4096, 64, True), FirstCall(2, 16, 16, 4096, 4096, 256, True), FirstCall(2, 10, 10, 4096, 77, 64),
+               FirstCall(64, 16, 16, 256, 256, 64, True), FirstCall(1, 32, 8, 1, 16384, 128), FirstCall(1, 32, 8, 1, 2048, 128),
+               FirstCall(4, 16, 16, 4096, 4096, 128, True, True))
+
+def repeated(*shape:int) -> Tensor:
+  """Random numbers, repeated, on the device: copied there, and computed by no kernel."""
+  drawn = np.random.default_rng(0).standard_normal(min(math.prod(shape), REPEATED), np.float32).astype(np.float16)
+  return Tensor(np.resize(drawn, shape)).realize()
+
+@contextlib.contextmanager
+def compiler_timed(compiler:Any) -> Iterator[list[float]]:
+  """Within, the seconds that each of its compilations takes are added to the list."""
+  seconds, own = list[float](), compiler.compile
+  def timed(source:str) -> bytes:
+    begin = time.perf_counter()
+    try: return bytes(own(source))
+    finally: seconds.append(time.perf_counter() - begin)
+  compiler.compile = timed
+  try: yield seconds
+  finally: del compiler.compile
+
+def first_call(row:FirstCall) -> dict[str, float]:
+  """Seconds of it in this process, and those that its compiler took."""
+  device = device_of(Device.DEFAULT)
+  q, k, v, do = (repeated(row.B, h, n, row.D) for h, n in ((row.H, row.Sq), (row.Hkv, row.Sk), (row.Hkv, row.Sk), (row.H, row.Sq)))
+  adapt(Device.DEFAULT)
+  with compiler_timed(device.renderer.compiler) as compiling:
+    device.synchronize()
+    begin = time.perf_counter()
+    o = attention(q, k, v, causal=row.causal)
+    Tensor.realize(*([o] if not row.backward else o.gradient(q, k, v, gradient=do)))
+    device.synchronize()
+    return {"seconds": time.perf_counter() - begin, "compiling": sum(compiling)}
+
+def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
+  """`first_call` there, with the caches of all who keep something in this directory."""
+  kept = {"XDG_CACHE_HOME": str(caches), "CACHEDB": str(caches/"tinygrad.db"), "CUDA_CACHE_PATH": str(caches/"driver")}
+  command = [sys.executable, "-m", "attn.measure.latency", "--here", json.dumps(asdict(row))]
+  done = subprocess.run(command, capture_output=True, text=True, env=os.environ | kept)
+  if done.returncode: raise RuntimeError(f"{row}: {done.stderr[-2000:]}")
+  found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+  return found
+
+def latency(row:FirstCall, runs:int=RUNS) -> dict[str, Any]:
+  """The medians of some runs, and all of them."""
+  found = []
+  for _ in range(runs):
+    with tempfile.TemporaryDirectory() as caches: found.append([in_new_process(row, Path(caches)) for _ in range(2)])
+  first, second = ([run[i]["seconds"] for run in found] for i in range(2))
+  return {"row": str(row), "first s": statistics.median(first), "compiling s": statistics.median(run[0]["compiling"] for run in found),
+          "second s": statistics.median(second), "first": first, "second": second}
+
+def main(words:list[str]) -> None:
+  if words[:1] == ["--here"]:
+    print(json.dumps(first_call(FirstCall(**json.loads(words[1])))))
+    return
+  for row in FIRST_CALLS:
+    if all(word in str(row) for word in words):
+      shown = {name: " ".join(f"{x:.3g}" for x in value) if isinstance(value, list) else value for name, value in latency(row).items()}
+      print(" | ".join(f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in shown.items()), flush=True)
+
+if __name__ == "__main__": main(sys.argv[1:])

@@ -1,0 +1,82 @@
+"""Short and crossed sequences against their peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.short [WORD ...]` prints the rows whose
+name has each WORD.
+
+Device time of one launch: of ours in a TinyJit that has captured 100 of them, one after another, by events around its graph; of the peers, PyTorch's
+SDPA with the FlashAttention-2 and the cuDNN backend, in a graph of PyTorch's of 100. Median over rounds in which they take turns, on the same inputs, in
+bfloat16. Shorter captures would time the host, which needs 0.25 ms for a TinyJit call.
+"""
+from __future__ import annotations
+import statistics, sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+from attn.api.attention import attention, choice_of
+from attn.measure.decode import STEPS, torch_graph_timer
+from attn.measure.peers import OURS, ROUNDS, ULPS, as_tensor, on_the_host, random_inputs, torch_peers
+from attn.problem import Problem
+from attn.tinygrad_compat import Context, Tensor, TinyJit, device_seconds, foreign_cuda_context
+
+@dataclass(frozen=True)
+class ShortRow:
+  B: int
+  H: int
+  Hkv: int
+  Sq: int
+  Sk: int
+  D: int
+  causal: bool
+  def __str__(self) -> str:
+    heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
+    return f"{self.B}, {heads}, {self.Sq} x {self.Sk}, {self.D} {'causal' if self.causal else 'full'}"
+  @property
+  def problem(self) -> Problem:
+    """What the peers are asked for."""
+    return Problem(self.B, self.H, self.Hkv, self.Sq, self.Sk, self.D, self.D, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=self.D**-0.5,
+                   window=(-1, 0 if self.causal else -1), num_splits=1)
+
+SHORT_ROWS = (ShortRow(64, 16, 16, 256, 256, 64, True), ShortRow(8, 16, 16, 128, 128, 64, False), ShortRow(32, 12, 12, 512, 512, 64, False),
+              ShortRow(2, 10, 10, 4096, 77, 64, False), ShortRow(2, 20, 20, 1024, 77, 64, False), ShortRow(3, 20, 20, 777, 777, 64, True),
+              ShortRow(8, 32, 4, 2048, 2048, 128, True), ShortRow(4, 16, 16, 4096, 4096, 128, False))
+
+def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tuple[Callable[[], float], Tensor]:
+  """Seconds of one launch, of a TinyJit of so many that each write the same output, which is given besides."""
+  out = Tensor.empty(*q.shape, dtype=q.dtype).contiguous().realize()
+  @TinyJit
+  def launches() -> Tensor:
+    for _ in range(steps): attention(q, k, v, causal=causal, out=out).realize()
+    return out
+  with Context(JIT_BATCH_SIZE=steps):          # one graph
+    for _ in range(3): launches()
+  assert launches.captured is not None
+  linear = launches.captured.linear
+  return lambda: device_seconds(linear)/steps, out
+
+def compare_short(row:ShortRow) -> dict[str, Any]:
+  """Times one row."""
+  import torch
+  torch.cuda.init()
+  p = row.problem
+  inputs = random_inputs(p, 0, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))
+  peers = torch_peers(p, row.causal, *inputs)
+  theirs = {name: torch_graph_timer(run) for name, (run, _) in peers.items()}
+  with foreign_cuda_context() as in_theirs:
+    q, k, v = (as_tensor(on_the_host(x), p.dtype) for x in inputs)
+    ours, o = jit_timer(q, k, v, row.causal)
+    timers = {OURS: ours, **{name: in_theirs(timer) for name, timer in theirs.items()}}
+    for timer in timers.values(): timer()
+    rounds = [{name: timer() for name, timer in timers.items()} for _ in range(ROUNDS)]
+    got, tile = o.float().numpy(), choice_of(q, k, v, causal=row.causal).work.tile
+  expected = [x.float().cpu().numpy() for _, x in peers.values()]
+  apart = max((float((np.abs(got - x)/np.maximum(np.abs(x), 1)).max()) for x in expected), default=0.0)
+  times = {name: statistics.median(r[name] for r in rounds) for name in timers}
+  best = min((t for name, t in times.items() if name != OURS), default=None)
+  return {"row": str(row), "tile": str(tile), **{f"us {name}": t*1e6 for name, t in times.items()}, "x best": best/times[OURS] if best else "",
+          "apart": apart, "verdict": "ok" if apart <= ULPS[p.dtype] else "WRONG"}
+
+def main(words:list[str]) -> None:
+  for row in SHORT_ROWS:
+    if all(word in str(row) for word in words):
+      print(" | ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in compare_short(row).items()), flush=True)
+
+if __name__ == "__main__": main(sys.argv[1:])

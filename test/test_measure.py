@@ -1,0 +1,52 @@
+"""What measures the kernels on a GPU, without one: which problems, how often, and against what. test_bench.py has the rest."""
+from __future__ import annotations
+import json, subprocess, sys
+from types import SimpleNamespace
+import numpy as np
+import pytest
+from attn import attention
+from attn.choose.dispatch import choose
+from attn.chips import get_chip
+from attn.measure import latency, short
+from attn.measure.latency import FIRST_CALLS, FirstCall
+from attn.tinygrad_compat import Context, Device, Tensor
+
+def test_first_calls_are_timed() -> None:
+  """In this process, on the emulator: the compiler's seconds are part of them, and it is its own again."""
+  with Context(DEV="EMU::gfx942"):
+    compiler = Device["EMU"].renderer.compiler
+    found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))
+  assert 0 < found["compiling"] < found["seconds"] and "compile" not in vars(compiler)
+  assert len({str(row) for row in FIRST_CALLS}) == len(FIRST_CALLS) and any(row.backward for row in FIRST_CALLS)
+
+def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
+  """Two processes in the same caches, which are new and empty for each run."""
+  seen = []
+  def run(command:list[str], env:dict[str, str], **kwargs:object) -> SimpleNamespace:
+    row, caches = FirstCall(**json.loads(command[-1])), [env[name] for name in ("XDG_CACHE_HOME", "CACHEDB", "CUDA_CACHE_PATH")]
+    assert command[:4] == [sys.executable, "-m", "attn.measure.latency", "--here"] and str(row) == "(1, 32 on 8, 1 x 2048, 128)"
+    seen.append(caches)
+    return SimpleNamespace(returncode=0, stdout=f"noise\n{json.dumps({'seconds': float(len(seen)), 'compiling': 0.5})}", stderr="")
+  monkeypatch.setattr(subprocess, "run", run)
+  latency.main(["32 on 8", "2048"])
+  assert seen[0] == seen[1] and seen[2] == seen[3] and len({x for caches in seen for x in caches}) == 3*latency.RUNS
+  assert capsys.readouterr().out == "row (1, 32 on 8, 1 x 2048, 128) | first s 3 | compiling s 0.5 | second s 4 | first 1 3 5 | second 2 4 6\n"
+  monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: SimpleNamespace(returncode=1, stdout="", stderr="what was wrong"))
+  with pytest.raises(RuntimeError, match="what was wrong"): latency.main(["32 on 8", "2048"])
+
+def test_launches_of_a_tinyjit(monkeypatch) -> None:
+  """As many as are asked for, first by themselves and then captured, of which each writes the output."""
+  calls = []
+  monkeypatch.setattr(short, "attention", lambda *args, **options: calls.append(options) or attention(*args, **options))
+  rng = np.random.default_rng(0)
+  with Context(DEV="EMU::sm_80"):
+    q, k, v = (Tensor(rng.standard_normal((1, 1, n, 16)).astype(np.float16), device="EMU").realize() for n in (20, 33, 33))
+    timer, out = short.jit_timer(q, k, v, False, steps=3)
+    assert 0 < timer() < 60 and len(calls) == 6 and all(options["out"] is out for options in calls)
+    np.testing.assert_array_equal(out.numpy(), attention(q, k, v).numpy())
+
+def test_short_rows() -> None:
+  """All of them by wgmma; the peers' problem is ours."""
+  for row in short.SHORT_ROWS:
+    assert choose(row.problem, get_chip("sm_90")).kernel == "forward_wgmma" and (row.causal or row.problem.window == (-1, -1))
+  assert len({str(row) for row in short.SHORT_ROWS}) == 8
