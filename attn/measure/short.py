@@ -2,8 +2,8 @@
 name has each WORD.
 
 Device time of one launch: of ours in a TinyJit that has captured 100 of them, one after another, by events around its graph; of the peers, PyTorch's
-SDPA with the FlashAttention-2 and the cuDNN backend, in a graph of PyTorch's of 100. Median over rounds in which they take turns, on the same inputs, in
-bfloat16. Shorter captures would time the host, which needs 0.25 ms for a TinyJit call.
+SDPA with the FlashAttention-2 and the cuDNN backend, in a graph of PyTorch's of 100. Median over rounds in which they take turns, on the same inputs,
+in bfloat16. Shorter captures would time the host, which needs 0.25 ms for a TinyJit call.
 """
 from __future__ import annotations
 import statistics, sys
