@@ -16,7 +16,7 @@ from attn.ops.renderers import adapt
 from attn.tinygrad_compat import Device, Tensor, device_of
 
 RUNS = 3
-DRAWN = 2**20     # random numbers, of which the inputs are repetitions
+DRAWN_ONCE = 2**20     # random numbers, of which the inputs are repetitions
 
 @dataclass(frozen=True)
 class FirstCall:
@@ -41,7 +41,7 @@ FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096,
 
 def repeated(*shape:int) -> Tensor:
   """Random numbers, repeated, on the device: copied there, and computed by no kernel."""
-  drawn = np.random.default_rng(0).standard_normal(min(math.prod(shape), DRAWN), np.float32).astype(np.float16)
+  drawn = np.random.default_rng(0).standard_normal(min(math.prod(shape), DRAWN_ONCE), np.float32).astype(np.float16)
   return Tensor(np.resize(drawn, shape)).realize()
 
 @contextlib.contextmanager
