@@ -81,16 +81,20 @@ class Warps:
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []
-    for j, panel in itertools.product(range(ceildiv(to.rows*to.across, threads)), range(to.panels)):
+    whole = width % (2*source.unit) == 0 and to.units*source.unit == width
+    for j in range(ceildiv(to.rows*to.across, threads)):
       moved = j*apart if regular else 0                # rows further on: in the instruction
-      index = self.at.thread + (0 if regular else j*threads)
-      row, unit = index//to.across, index%to.across
-      apart_units, whole = panel*LINE, width % (2*source.unit) == 0 and to.units*source.unit == width
-      left_over = UOp.const(UNIT_BYTES) if whole else ((width - (apart_units + unit)*source.unit)*size).maximum(0).minimum(UNIT_BYTES)
-      nbytes = (first + row + moved < source.count).where(left_over, 0)
-      further = UNIT_BYTES*(moved*to.pitch + apart_units), size*(moved*source.stride + apart_units*source.unit)
-      statements.append(nv.copy(shared[to.place(row, unit)], source.buffer[source.start(first, row) + unit*source.unit], further, nbytes,
-                                (row + moved < to.rows) & (apart_units + unit < to.units) & always(gate), source.in_units))
+      if j == 0 or not regular:
+        index = self.at.thread + (0 if regular else j*threads)
+        row, unit = index//to.across, index%to.across
+        at, begin = shared[to.place(row, unit)], source.buffer[source.start(first, row) + unit*source.unit]
+      there, inside = first + row + moved < source.count, row + moved < to.rows
+      for panel in range(to.panels):
+        apart_units = panel*LINE
+        left_over = UOp.const(UNIT_BYTES) if whole else ((width - (apart_units + unit)*source.unit)*size).maximum(0).minimum(UNIT_BYTES)
+        further = UNIT_BYTES*(moved*to.pitch + apart_units), size*(moved*source.stride + apart_units*source.unit)
+        statements.append(nv.copy(at, begin, further, there.where(left_over, 0), inside & (apart_units + unit < to.units) & always(gate),
+                                  source.in_units))
     return statements
 
   # ***** the softmax's registers, O and LSE *****
