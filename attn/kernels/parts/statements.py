@@ -53,35 +53,34 @@ class InOrder(Carried):
   def done(self) -> UOp: return self.statements.done
   def do(self, *statements:UOp) -> Self:
     """When these statements are done, which any order may have among them."""
-    return self.then(UOp.group(*map(self.statements.do, statements)))
+    return self.after(UOp.group(*map(self.statements.do, statements)))
   def store(self, *stores:Iterable[UOp]) -> Self:
     """When these are stored."""
-    return self.then(UOp.group(*[x for xs in stores for x in xs]))
-  def then(self, last:UOp) -> Self:
-    """`after` what this has done last. That mostly comes after all that this is after, which then need not be said again: fewer UOps to lower."""
+    return self.after(UOp.group(*[x for xs in stores for x in xs]))
+  def after(self, *deps:UOp) -> Self:
+    """What is done last mostly comes after all that a value is after, which then need not be said again: fewer UOps to lower."""
     self_: Any = self
     carried = [getattr(self, f.name) for f in fields(self_)]
-    awaited = [awaited_by(x.latest if isinstance(x, Statements) else x) for x in carried]
-    said = {deps: comes_after(last, deps) for deps in set(awaited)}
-    return type(self)(*[(bare_of(x) if said[deps] else x).after(last) for x, deps in zip(carried, awaited)])
+    said = {awaited: comes_after(deps, awaited) for awaited in set(map(awaited_by, carried))}
+    return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """What is carried, after nothing."""
+  """A value that is carried, after nothing; what is no value as it is."""
   if isinstance(x, Statements): return replace(x, latest=None)
-  while x.op is Ops.AFTER: x = x.src[0]
+  while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
-def awaited_by(x:UOp|None) -> frozenset[UOp]:
-  """What a value is `after`."""
-  found = set[UOp]()
-  while x is not None and x.op is Ops.AFTER:
-    found.update(x.src[1:])
-    x = x.src[0]
+def awaited_by(x:Any) -> frozenset[UOp]:
+  """What a value that is carried is `after`."""
+  found, u = set[UOp](), x.latest if isinstance(x, Statements) else x
+  while isinstance(u, UOp) and u.op is Ops.AFTER:
+    found.update(u.src[1:])
+    u = u.src[0]
   return frozenset(found)
 
-def comes_after(x:UOp, deps:frozenset[UOp]) -> bool:
-  """Whether something that x is made of is `after` all of these. It is looked for as far as the next things that are after anything."""
-  stack, seen = [x], set[UOp]()
+def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
+  """Whether something that one of xs is made of is `after` all of these. It is looked for as far as the next things that are after anything."""
+  stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue
     seen.add(u)

@@ -3,7 +3,6 @@
 A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
 """
 from __future__ import annotations
-import itertools
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
