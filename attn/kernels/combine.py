@@ -78,7 +78,7 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
     acc_now, total_now = acc.after(before, *g), total.after(before, *g)
     values, weights = acc_now[0].load(), total_now[0].load()
     for n in numbers:
-      w, part = weight_of(lse_of(n), reference), parts[((n*p.rows + row)*p.Dv + at.column)//vec].load()
+      w, part = weight_of(lse_of(n), reference), parts[(n*p.rows + row)*at.columns + at.thread%at.columns].load()
       values, weights = ops.add(values, ops.mul(part, w)), ops.add(weights, w)
     before = UOp.group(acc_now[0].store(values), total_now[0].store(weights)).end(*g)
   weights, values = total.after(before)[0].load(), acc.after(before)[0].load()
