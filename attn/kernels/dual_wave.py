@@ -131,9 +131,13 @@ class DualWave:
     return self.group.named(name, self.outputs(s))
 
   def started(self) -> DualWaveState:
-    """No key was seen."""
-    start = self.state.softmax.start()
-    return self.state.keep(start).values_after(start)
+    """No key was seen. Where no trip has a mask, fp32 operations are not packed: the matrix unit would stand still for those, beside the other
+    group's products too. A mask needs the registers that it takes."""
+    p = self.group.p
+    masked = p.window != (-1, -1) or p.Sk % TRIP_KEYS
+    s = self.state if masked else self.state.begin(amd.fp32_apart())
+    start = s.softmax.start()
+    return s.keep(start).values_after(start)
 
   def first_tiles(self, s:DualWaveState, begin:UOp) -> DualWaveState:
     """S(0) and K(1) in registers, K(2) and V(1) on their way."""
