@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attn.chips import get_chip
 from attn.choose.backward import dbias_of, dkdv_of, dq_of
-from attn.choose.backward_tiles import backward_fits, backward_tile, choose_backward_tiles, choose_bias_tile
+from attn.choose.backward_tiles import PLAIN_DKDV, PLAIN_DQ, backward_fits, backward_tile, choose_backward_tiles, choose_bias_tile
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
@@ -36,7 +36,7 @@ from attn.problem import Count, Problem
 from attn.reference import judge, rounded, visible
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
-from cases import DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, in_turn, ints, normal, problem
+from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, in_turn, ints, normal, problem
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -181,6 +181,17 @@ def test_tiles_of_mma(fields:str) -> None:
 @amd_in_turn("in_lds", ((True, True),))
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
+
+ROWS_OF_PLAIN = [(arch, c, table is PLAIN_DKDV) for arch in ("gfx90a", *ARCHS) for table in (PLAIN_DQ, PLAIN_DKDV)
+                 for c in table.get(get_chip(arch).family, ())]
+
+@pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=() if x[0] == "gfx1201" else pytest.mark.thorough) for x in ROWS_OF_PLAIN])
+def test_tiles_of_plain_problems(arch:str, row:BackwardCandidate, keys:bool) -> None:
+  """Which grids too small for the emulator do not get: each row of their tables, with a last tile that is not whole."""
+  p, chip = problem(D=row.up_to, Sq=300, Sk=300), get_chip(arch)
+  tile = backward_tile(p, chip, row, keys)
+  check_backward_kernels(arch, H=1, Sq=150, Sk=200, D=row.up_to, causal=not keys, tiles=lambda t: tile if t.keys == keys else t,
+                         only="dkdv" if keys else "dq")
 
 def test_part_of_an_operand_is_refused() -> None:
   """On RDNA3 an operand is two units: of one, no product would be left, and nothing would show that but the numbers."""

@@ -23,7 +23,7 @@ from attn.problem import Problem
 BOTH = (True, True)
 
 DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True))
-DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32), BackwardCandidate(128, 4, 32, fenced=4),
+DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32, fenced=2), BackwardCandidate(128, 4, 32, fenced=4),
                 BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2))
 
 DQ: dict[str, tuple[BackwardCandidate, ...]] = {
@@ -38,24 +38,29 @@ DQ: dict[str, tuple[BackwardCandidate, ...]] = {
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
 }
 DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
-  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": (BackwardCandidate(128, 4, 32), DKDV_ON_CDNA[-1]),
+  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": (DKDV_ON_CDNA[0], BackwardCandidate(128, 4, 32), DKDV_ON_CDNA[-1]),
   "rdna3": (
     BackwardCandidate(64, 4, 16),
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
   "rdna4": (
-    BackwardCandidate(64, 4, 32, fenced=8),
+    BackwardCandidate(64, 4, 16, fenced=2),
     BackwardCandidate(128, 4, 16, BOTH, fenced=2),
     BackwardCandidate(256, 2, 16, BOTH, fenced=1, prefetch=0, sparing=True, passes=2)),
 }
 
-# Tried before those, for problems without options whose rows are whole units, where their workgroups fill the chip: chosen by the time that is
-# predicted of the code of this release of LLVM, and by the registers that it needs
+# Tried before those, each for its class of head dimensions alone, for problems without options whose rows are whole units, where their workgroups
+# fill the chip: chosen by the time that is predicted of the code of this release of LLVM, and by the registers that it needs
 PLAIN_LLVM = 22
+PLAIN_DQ_128 = BackwardCandidate(128, 8, 32, fenced=2)
 PLAIN_DQ: dict[str, tuple[BackwardCandidate, ...]] = {
-  family: (BackwardCandidate(128, 8, 32, fenced=2),) for family in ("cdna2", "cdna3", "cdna4")}
+  "cdna2": (BackwardCandidate(64, 8, 64, fenced=8, prefetch=2), PLAIN_DQ_128),
+  "cdna3": (BackwardCandidate(64, 4, 64, fenced=2), PLAIN_DQ_128),
+  "cdna4": (BackwardCandidate(64, 4, 64, prefetch=2), PLAIN_DQ_128),
+  "rdna3": (BackwardCandidate(64, 4, 32, fenced=2),),
+  "rdna4": (BackwardCandidate(64, 8, 32, prefetch=2),),
+}
 PLAIN_DKDV: dict[str, tuple[BackwardCandidate, ...]] = {"cdna4": (BackwardCandidate(128, 4, 64, fenced=8, prefetch=2),)}
-PLAIN_FROM = 65      # head dimension: below it the others are as good
 
 @dataclass(frozen=True)
 class MmaBackwardCandidate:
@@ -160,8 +165,8 @@ def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) 
 
 def _plain(p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool) -> Iterator[BackwardCandidate]:
   """Those of a table of plain problems that are for this one: dk's and dv's without a mask, with which moves between registers take over."""
-  if p.options or arch.llvm < PLAIN_LLVM or max(p.D, p.Dv) < PLAIN_FROM or (keys and p.window != (-1, -1)): return
-  for c in table.get(arch.family, ()):
+  if p.options or arch.llvm < PLAIN_LLVM or (keys and p.window != (-1, -1)): return
+  for c in (x for x in table.get(arch.family, ()) if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, c, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
     if not (p.D % tile.matrix.unit or p.Dv % tile.matrix.unit) and tile.waves == c.waves and workgroups >= arch.cus: yield c
