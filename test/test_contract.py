@@ -10,6 +10,7 @@ from attn.reference import rounded
 from attn.tinygrad_compat import UOp
 from cases import Inputs, in_turn, normal, problem, run_kernels
 from contract import CHIPS, GRADIENT_SHAPES, KINDS, Case, cells_of, forward_ratios, gradient_ratios, kinds_of, table
+from contract_rows import errors
 
 # On AMD fewer queries than fill a workgroup get a kernel whose references follow every maximum.
 SMALL = {"a sample": dict(H=1, Sq=260, Sk=150, D=32),
@@ -33,6 +34,13 @@ def test_sample_of_gradients(chip:str, dtype:str, monkeypatch) -> None:
     found = gradient_ratios(Case(kind, "a sample", dtype, dtype, chip), 16, 0, together=8)
     held = [x for name, x in found.together.items() if name != "sinks"]      # a few numbers of one draw: test_gradient.py holds those
     assert max(*held, *found.given.values()) <= 1, f"{chip}, {kind}: {found}"
+
+def test_delta_of_the_kernels_o_is_nearer_than_the_textbooks() -> None:
+  """What docs/contract_rows.md says of a hundred draws, of eight."""
+  found = errors("one huge key", "bfloat16", "gfx942", 8, together=8)
+  kernel, textbook, other = (np.sqrt(np.square(x).mean()) for x in (found.kernel, found.textbook, found.other))
+  assert 0.5*textbook < kernel < textbook and abs(kernel/other - 1) < 0.05
+  assert 0.1 < np.mean(np.abs(found.kernel) > 2*np.abs(found.textbook)) < 0.3
 
 def test_tables_are_read_as_they_are_written() -> None:
   cells = {case: f"{i}" for i, case in enumerate(contract.CASES[::7])}
