@@ -12,7 +12,7 @@ from attn.tinygrad_compat import (CCACHE, DEBUG, VIZ, Ops, Renderer, ToProgram, 
                                   tinygrad_folder)
 from attn.user_cache import is_kept, kept
 
-DEVICES = ("CUDA", "AMD")
+KEPT_ON = ("CUDA", "AMD")
 PRINTING = ("chips", "compilers", "ops", "tinygrad_compat.py", "kept_programs.py")    # of attn
 LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                 # of tinygrad
 
@@ -30,7 +30,7 @@ def printed_by() -> str:
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
   """What a kernel is kept by; None for one that is not. DEBUG and VIZ show how a kernel is lowered, and CCACHE=0 asks for no caches."""
-  ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in DEVICES
+  ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 
 def kept_program(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
