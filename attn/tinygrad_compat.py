@@ -11,9 +11,9 @@ from tinygrad import Device, Tensor, TinyJit, codegen
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program, to_program_key
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
-from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, Program, TinyELF
+from tinygrad.device import Allocator, Buffer, BufferSpec, Compiled, CompileError, Compiler, MultiBuffer, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes, promo_lattice
-from tinygrad.engine.realize import capturing, compile_linear, get_runtime, run_linear
+from tinygrad.engine.realize import capturing, compile_linear, get_call_arg_uops, get_runtime, resolve_params, run_linear, unwrap_multi
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.helpers import ALLOW_TF32, CCACHE, DEBUG, DEV, TRAINING, VIZ, Context, GlobalCounters, Target
 from tinygrad.renderer import Estimates, Renderer
@@ -35,7 +35,8 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name",
            "elf_loader", "exec_alu", "foreign_cuda_context", "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places",
            "opened_devices", "program_key", "program_of_launch", "programs_through", "run_alone", "shared_memory_text", "spec_names", "statements",
-           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "without_comgr", "workgroups_of", "written_to"]
+           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "with_selected_inputs", "without_comgr",
+           "workgroups_of", "written_to"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -155,12 +156,38 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
   with Context(DEBUG=min(DEBUG.value, 4) if obj.lib.startswith(b"\x7fELF") else DEBUG.value):
     return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
 
+@functools.cache
+def with_selected_inputs(graph:type) -> type:
+  """A class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does so for an input that a kernel or a
+  copy takes whole, but for one device's part of it, or a region, it keeps the buffers of the first call."""
+  class SelectedInputs(graph):   # type: ignore[misc, valid-type]
+    def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
+      super().__init__(linear, input_uops)
+      self.selected = list[tuple[int, int, UOp]]()     # (node, argument, what it takes of an input)
+      number = 0
+      for call in self.linear.src:
+        parts = [(i, u) for i, u in enumerate(get_call_arg_uops(call)) if u.op in (Ops.MSELECT, Ops.SHRINK) and u.src[0].op is Ops.PARAM]
+        for _ in unwrap_multi(call, resolve_params(call, input_uops)):
+          self.selected += [(number, i, u) for i, u in parts]
+          number += 1
+      self.updatable: list[int] = sorted({*self.updatable, *(node for node, _, _ in self.selected)})   # type: ignore[has-type]
+    def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
+      for node, i, u in self.selected:
+        _, params, c_args, is_copy = self.nodes[node]
+        found = u.replace(src=(input_uops[u.src[0].arg.slot], *u.src[1:])).buffer
+        address = (found.bufs[self.calls[node][0]] if isinstance(found, MultiBuffer) else found)._buf
+        if is_copy: setattr(params, "srcDevice" if i == 1 else "dstDevice", address)
+        else: setattr(c_args, f"f{i}", address)
+      return super().__call__(input_uops, var_vals, wait)
+  return SelectedInputs
+
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
   """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by
   `dynamic_shared_name`."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "CUDA" or (dev := device_of(name)).runtime_t is dynamic_shared_program: continue
     dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]
+    if isinstance(dev.graph, type): dev.graph = with_selected_inputs(dev.graph)
     dev.renderers = [renderers.get(r, r) for r in dev.renderers]
     dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("OPERATIONS").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]
 

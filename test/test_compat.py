@@ -19,6 +19,9 @@ SIGNATURES = {
   "tinygrad.device:Allocator._alloc": "self size options", "tinygrad.device:Allocator._copyin": "self dest src",
   "tinygrad.device:Allocator._copyout": "self dest src", "tinygrad.device:Allocator._offset": "self buf size offset",
   "tinygrad.device:Buffer": "device size dtype opaque= options= initial_value= uop_refcount= base= offset= preallocate=",
+  "tinygrad.device:MultiBuffer": "device size dtype",
+  "tinygrad.engine.realize:get_call_arg_uops": "call", "tinygrad.engine.realize:resolve_params": "call inputs",
+  "tinygrad.engine.realize:unwrap_multi": "call resolved",
   "tinygrad.device:BufferSpec": "uncached= cpu_access= host= nolru= zero= external_ptr=",
   "tinygrad.device:Compiled": "device allocator renderers runtime graph= arch=", "tinygrad.device:Compiled._select_renderer": "self",
   "tinygrad.device:Compiled.synchronize": "self", "tinygrad.device:Compiler": "cachekey=", "tinygrad.device:Compiler.compile": "self src",
@@ -123,7 +126,7 @@ def test_signature(name:str) -> None:
 @pytest.mark.parametrize("name", VALUES + ATTRIBUTES)
 def test_is_there(name:str) -> None: find(name)
 
-@pytest.mark.parametrize("name", ["renderers", "runtime_t", "cached_renderer", "renderer", "target"])
+@pytest.mark.parametrize("name", ["renderers", "runtime_t", "graph", "cached_renderer", "renderer", "target"])
 def test_device_attribute(name:str) -> None: assert hasattr(Device["EMU"], name), changed(f"a device has no {name}")
 
 def test_every_import_is_pinned() -> None:
