@@ -216,8 +216,8 @@ which nothing else is rounded), it is over twice the textbook's in every fourth 
 though on the whole the kernel's is the smaller one: docs/contract_rows.md has the figures, the same of FlashAttention-2's own forward, and what it
 would take to have none of it.
 With every lse at -380 the third number is over 1 as well, and held at most 2: P = exp2(S*c - lse*log2(e)) there is the difference of two numbers near
-550, which fp32 rounds to 2^-15: P is off by up to 2e-5 of itself. 16 bits have 10 to 20 times that, but now and then it decides how dS is rounded,
-and a dbias shows it.
+550, which fp32 rounds so that P is off by up to 2.2e-5 of itself, and scores with a bias are rounded there otherwise than near 380, where the
+textbook has them. 16 bits are at least ten times as coarse, but now and then that decides how a large dS is rounded, and a dbias in fp32 shows it.
 
 A cell without a third number is of an earlier draw.
 """
