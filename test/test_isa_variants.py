@@ -36,6 +36,18 @@ FENCE = '__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");'
 BARRIERS = ("s_barrier", "s_barrier_signal -1")      # of a workgroup; s_barrier_wait is the other half of a signal
 LOADS = {"vmcnt", "loadcnt"}                         # the counters of loads from memory
 
+def test_the_page_has_the_files_figures() -> None:
+  """docs/isa.md's table of both backward kernels: instructions of each and of both, what they use, and registers in memory."""
+  header, *lines = [[cell.strip() for cell in line.split("|")] for line in FILE.read_text().splitlines()[1:]]
+  of = {line[0]: dict(zip(header, line)) for line in lines}
+  rows = re.findall(r"^\| (gfx\w+/\d+/\w+) \| ([\d.]+): ([\d.]+) \+ ([\d.]+) \| (\d+%) \| (\d+)", (FILE.parent/"isa.md").read_text(), re.M)
+  assert len(rows) > 20
+  for name, both, of_dq, of_dkdv, useful, spilled in rows:
+    dq, dkdv = of[f"{name}/full/dq"], of[f"{name}/full/dkdv"]
+    instructions = [float(x["VALU/elt"]) for x in (dq, dkdv)]
+    assert [both, of_dq, of_dkdv] == [f"{x:.1f}" for x in (sum(instructions), *instructions)], name
+    assert (useful, int(spilled)) == (dq["useful"], int(dq["spill"]) + int(dkdv["spill"])), name
+
 def wrong_waits(spec:Spec, report:Report) -> list[str]:
   """What is not as the kernel asks for in the waits and barriers of its hot loop."""
   name, tile = chosen(spec)
