@@ -72,6 +72,8 @@ def pages(k:str, v:str) -> dict[str, Any]:
   found = [draw(1, 4, 4, 16, seed=i).contiguous().realize() for i in range(2)]
   return {k: found[0], v: found[1], "block_table": Tensor([[0]], dtype=dtypes.int, device="EMU").realize()}
 
+TWO = ("EMU:0", "EMU:1")
+
 # function -> (what it takes, of which one argument at a time is replaced)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
   "attention": (attn.attention, four), "explain": (attn.explain, four), "attention, packed": (attn.attention, lambda: {**packed(), "layout": "thd"}),
@@ -88,6 +90,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
                                       lambda: {**packed_but("k", "v"), "kv": draw(9, 2, 2, 16), "max_seqlen_q": 5, "max_seqlen_k": 5}),
   "flash_attn_varlen_qkvpacked_func": (flash_attn.flash_attn_varlen_qkvpacked_func,
                                        lambda: {"qkv": draw(9, 3, 2, 16), "cu_seqlens": packed()["cu_seqlens_q"], "max_seqlen": 5}),
+  "shard_sequence": (attn.shard_sequence, lambda: {"x": draw(1, 2, 5, 16), "devices": TWO, "axis": 2}),
+  "unshard_sequence": (attn.unshard_sequence, lambda: {"x": attn.shard_sequence(draw(1, 2, 5, 16), TWO, 2), "axis": 2, "length": 5}),
   "empty_paged_cache": (attn.empty_paged_cache, lambda: {"num_pages": 2, "page_size": 3, "Hkv": 2, "D": 4}),
   "attention, pages": (attn.attention, lambda: {"q": draw(1, 4, 3, 16), **pages("k", "v"), "kv_lengths": int32(2)}),
   "append_kv, pages": (attn.append_kv, lambda: {**dict.fromkeys(("k_new", "v_new"), draw(1, 4, 1, 16)), **pages("k_cache", "v_cache"),
@@ -101,7 +105,7 @@ ALSO = {
   "kv": ("k has", "k is"), "qkv": ("q has",), "layout": ("has shape",), "k_new": ("k_cache",), "v_new": ("v_cache",), "k_cache": ("k_new", "q, k"),
   "v_cache": ("v_new", "q, k"), "query": ("key", "enable_gqa"), "key": ("query", "value"), "value": ("key",), "cu_seqlens_q": ("cu_seqlens_k",),
   "cu_seqlens_k": ("cu_seqlens_q", "max_seqlen"), "is_causal": ("attn_mask",), "block_table": ("k_new", "kv_lengths"),
-  "max_seqlen": ("max_seqlen_q",), "cu_seqlens": ("cu_seqlens_q",)}
+  "x": ("length=",), "max_seqlen": ("max_seqlen_q",), "cu_seqlens": ("cu_seqlens_q",)}
 
 def parameters(name:str) -> list[str]:
   return [p.name for p in inspect.signature(FUNCTIONS[name][0]).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -63,10 +63,10 @@ def unshard_sequence(x:Tensor, axis:int, length:int, order:str="zigzag") -> Tens
 
   x is what came of it or is like it, such as o or lse of attention. Raises ValueError for a tensor that is sharded along another axis, a number of
   rows that it cannot have and another order."""
-  x, order = values.tensor("x", x), check_order("order", order)
-  axis = check_axis(x, axis)
+  x, order, given = values.tensor("x", x), check_order("order", order), axis
+  axis = check_axis(x, given)
   rows, count = static_shape("x", x.shape)[axis], len(x.device) if isinstance(x.device, tuple) else 1
-  if count > 1 and x.uop.axis != axis: raise ValueError(f"axis={axis}: x is sharded along axis {x.uop.axis}")
+  if count > 1 and x.uop.axis != axis: raise ValueError(f"axis={given}: x is sharded along axis {x.uop.axis}")
   length = values.whole_number("length", length, 1, rows, f"a number of rows, 1..{rows}")
   if rows % (pieces := count*ORDERS[order]):
     raise ValueError(f"order={order!r} with x of shape {values.shown_shape(x.shape)}: axis {axis} is no multiple of its {pieces} pieces")

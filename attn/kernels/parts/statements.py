@@ -65,14 +65,14 @@ class InOrder(Carried):
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """A value that is carried, after nothing; what is no value as it is."""
-  if isinstance(x, Statements): return replace(x, latest=None)
+  """A value that is carried, after nothing; what is no value as it is: a register of statements whose own stores are only implied would be dropped by
+  tinygrad, and with it the loop that it ends."""
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
 def awaited_by(x:Any) -> frozenset[UOp]:
   """What a value that is carried is `after`."""
-  found, u = set[UOp](), x.latest if isinstance(x, Statements) else x
+  found, u = set[UOp](), x
   while isinstance(u, UOp) and u.op is Ops.AFTER:
     found.update(u.src[1:])
     u = u.src[0]
