@@ -34,8 +34,8 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "buffer_under", "capturing", "comgr_compiler", "comgr_version", "compile_at_once", "compiled", "cuda_graph_seconds", "cuda_seconds",
            "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name",
            "elf_loader", "exec_alu", "foreign_cuda_context", "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places",
-           "opened_devices", "program_key", "program_of_launch", "programs_through", "run_alone", "shared_memory_text", "spec_names", "statements",
-           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "with_selected_inputs", "without_comgr",
+           "make_current", "opened_devices", "program_key", "program_of_launch", "programs_through", "run_alone", "shared_memory_text", "spec_names",
+           "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "with_selected_inputs", "without_comgr",
            "workgroups_of", "written_to"]
 
 # **** vector-typed values ****
@@ -156,30 +156,58 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
   with Context(DEBUG=min(DEBUG.value, 4) if obj.lib.startswith(b"\x7fELF") else DEBUG.value):
     return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
 
+def copied_anew(graph:Any, moved:list[int]) -> None:
+  """Makes a CUDA graph copy what the parameters of these nodes say now. The graph is instantiated anew: a copy that is changed in an instance is no
+  longer one of the copy engine's, but of multiprocessors, and waits until a kernel has left some to it (measured on H200s, driver 580)."""
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import check
+  for node, params, _, _ in (graph.nodes[i] for i in moved): check(cuda.cuGraphMemcpyNodeSetParams(node, ctypes.byref(params)))
+  check(cuda.cuGraphExecDestroy(graph.instance))      # one that still runs is freed when it has ended
+  check(cuda.cuGraphInstantiate_v2(ctypes.byref(graph.instance), graph.graph, None, None, 0))
+
 @functools.cache
-def with_selected_inputs(graph:type) -> type:
+def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
   """A class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does so for an input that a kernel or a
-  copy takes whole, but for one device's part of it, or a region, it keeps the buffers of the first call."""
+  copy takes whole, but for one device's part of it, or a region, it keeps the buffers of the first call. Copies stay as they are while they are of
+  the same buffers, and `copy_anew` changes the others."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       super().__init__(linear, input_uops)
       self.selected = list[tuple[int, int, UOp]]()     # (node, argument, what it takes of an input)
       number = 0
       for call in self.linear.src:
-        parts = [(i, u) for i, u in enumerate(get_call_arg_uops(call)) if u.op in (Ops.MSELECT, Ops.SHRINK) and u.src[0].op is Ops.PARAM]
+        inputs = [(i, u) for i, u in enumerate(get_call_arg_uops(call)) if input_of(u) is not None]
         for _ in unwrap_multi(call, resolve_params(call, input_uops)):
-          self.selected += [(number, i, u) for i, u in parts]
+          is_copy = self.nodes[number][3]
+          self.selected += [(number, i, u) for i, u in inputs if is_copy or u.op is not Ops.PARAM]
           number += 1
-      self.updatable: list[int] = sorted({*self.updatable, *(node for node, _, _ in self.selected)})   # type: ignore[has-type]
+      kernels = {node for node in (*self.updatable, *(node for node, _, _ in self.selected)) if not self.nodes[node][3]}
+      self.updatable: list[int] = sorted(kernels)   # type: ignore[has-type]
+      self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, _ in self.selected if self.nodes[node][3]}
     def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
+      moved = list[int]()
       for node, i, u in self.selected:
         _, params, c_args, is_copy = self.nodes[node]
-        found = u.replace(src=(input_uops[u.src[0].arg.slot], *u.src[1:])).buffer
-        address = (found.bufs[self.calls[node][0]] if isinstance(found, MultiBuffer) else found)._buf
-        if is_copy: setattr(params, "srcDevice" if i == 1 else "dstDevice", address)
-        else: setattr(c_args, f"f{i}", address)
+        given = input_uops[(u if u.op is Ops.PARAM else u.src[0]).arg.slot]
+        found = (given if u.op is Ops.PARAM else u.replace(src=(given, *u.src[1:]))).buffer
+        buffer = found.bufs[self.calls[node][0]] if isinstance(found, MultiBuffer) else found
+        if not is_copy: setattr(c_args, f"f{i}", buffer._buf)
+        elif self.copied[node, i] != (address := address_of(buffer)):
+          setattr(params, "srcDevice" if i == 1 else "dstDevice", buffer._buf)
+          self.copied[node, i] = address
+          moved.append(node)
+      if moved: copy_anew(self, moved)
       return super().__call__(input_uops, var_vals, wait)
   return SelectedInputs
+
+def input_of(u:UOp) -> UOp|None:
+  """The input of a TinyJit that an argument of a call is, or takes one device's part or a region of."""
+  if u.op in (Ops.MSELECT, Ops.SHRINK): u = u.src[0]
+  return u if u.op is Ops.PARAM else None
+
+def address_of(buffer:Any) -> Any:
+  """What tells whether a buffer lies where another one did."""
+  return getattr(buffer._buf, "value", buffer._buf)
 
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
   """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by
@@ -248,6 +276,14 @@ def compiled(*outputs:Tensor) -> UOp:
   """The schedule that computes `outputs` from tensors that are already there, lowered and compiled."""
   return compile_linear(outputs[0].schedule_linear(*outputs[1:]))
 
+def make_current(device:str) -> None:
+  """A CUDA device's context becomes the current one, where another library may have made its own so: what is launched in a foreign one takes longer.
+  Other devices have none."""
+  if device.split(":")[0] != "CUDA": return
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import check
+  check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
+
 def device_seconds(schedule:UOp) -> float:
   """Runs a compiled schedule; the time that the device says it took."""
   before = GlobalCounters.time_sum_s
@@ -260,14 +296,13 @@ def run_alone(call:UOp) -> None:
 
 def cuda_seconds(schedule:UOp, count:int) -> float:
   """Seconds of one launch of the only kernel of a compiled schedule on a CUDA device, by events around `count` launches."""
-  from tinygrad.runtime.autogen import cuda
-  from tinygrad.runtime.ops_cuda import check, cu_time_execution
+  from tinygrad.runtime.ops_cuda import cu_time_execution
   call, = (u for u in schedule.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM)
   info, buffers = call.src[0].arg, [call.src[1 + i].buffer for i in call.src[0].arg.globals]
   program, raw = get_runtime(buffers[0].device, call.src[0]), [b.get_buf(b.device) for b in buffers]
   def launch() -> None:
     for _ in range(count): program(*raw, global_size=info.global_size, local_size=info.local_size)
-  check(cuda.cuCtxSetCurrent(program.dev.context))     # events belong to a context, and cu_time_execution takes any
+  make_current(buffers[0].device)     # events belong to a context, and cu_time_execution takes any
   return (cu_time_execution(launch, True) or math.nan)/count
 
 def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
@@ -279,7 +314,7 @@ def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
   graph, instance, kept = cuda.CUgraph(), cuda.CUgraphExec(), list[Any](calls)      # whoever has the calls has their buffers
   output: Any = calls[0].src[1].buffer
   device = output.device
-  check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
+  make_current(device)
   check(cuda.cuGraphCreate(ctypes.byref(graph), 0))
   for call in calls*count:
     info = call.src[0].arg
@@ -294,7 +329,7 @@ def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
     kept += [c_args, vargs]
   check(cuda.cuGraphInstantiate_v2(ctypes.byref(instance), graph, None, None, 0))
   def seconds() -> float:
-    check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
+    make_current(device)
     assert kept
     return (cu_time_execution(lambda: check(cuda.cuGraphLaunch(instance, None)), True) or math.nan)/count
   return seconds

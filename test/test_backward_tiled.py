@@ -287,16 +287,16 @@ ON_A_GPU: tuple[dict[str, Any], ...] = (dict(Sq=40, Sk=200, D=64), dict(Sq=150, 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("name", (None, *HARD))
 def test_on_a_gpu(name:str|None, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Both passes."""
+  """Both passes; what is not finite without a mask, for 0 times NaN reaches dk of hidden keys (docs/attention.md)."""
   if dtype == "float16" and name is not None and "huge_key" in name: pytest.skip("float16 holds no such scores")
   monkeypatch.setenv("ATTN_KERNEL", "tiled,backward_dq_tiled")
-  for shape in ON_A_GPU if name is None else ON_A_GPU[:2]:
+  for shape in ON_A_GPU if name is None else [{**shape, "causal": False} for shape in ON_A_GPU[:2]]:
     p = problem(**{"H": 2, **shape, "dtype": dtype})
     x = normal(p) if name is None else HARD[name](p)
     do = rounded(np.random.default_rng(11).standard_normal((p.B, p.H, p.Sq, p.Dv), dtype=np.float32), dtype)
     with Context(DEV="CUDA"):
       given = [tensor(a, dtype, "CUDA") for a in (x.q, x.k, x.v)]
-      o = attn.attention(*given, causal="causal" in shape, window=shape.get("window", (-1, -1)))
+      o = attn.attention(*given, causal=shape.get("causal", False), window=shape.get("window", (-1, -1)))
       found = [array(g) for g in (o*tensor(do, dtype, "CUDA")).float().sum().gradient(*given)]
     want = cases.expected_gradients(p, x, {}, do, None)
     for n, got in zip("qkv", found): assert (verdict := judge(got, *want[n])).ok, f"d{n}, {shape}: {verdict}"

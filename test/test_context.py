@@ -282,13 +282,18 @@ class StandInGraph(MultiGraphRunner):
 def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
   """Of which each device's launches take a part. tinygrad's own graph keeps those of the first call, which this shows as well."""
   with emulated("gfx942", "tiled"):
-    for name in devices(2): monkeypatch.setattr(Device[name], "graph", with_selected_inputs(StandInGraph) if mended else StandInGraph)
+    anew = list[int]()
+    graph = with_selected_inputs(StandInGraph, lambda _, moved: anew.append(len(moved))) if mended else StandInGraph
+    for name in devices(2): monkeypatch.setattr(Device[name], "graph", graph)
     @TinyJit
     def step(q:Tensor, k:Tensor, v:Tensor) -> Tensor: return attn.attention(q, k, v).realize()
     inputs = [[draw(1, 1, 4, 8, seed=3*n + i) for i in range(3)] for n in range(4)]
     kept = [[attn.shard_sequence(t, devices(2), 2, "contiguous").realize() for t in x] for x in inputs]     # no buffer comes twice
     right = [np.abs(array(whole(step(*t))) - array(attn.attention(*x))).max() < 4e-3 for t, x in zip(kept, inputs)]
     assert right == [True, True, mended, mended]
+    copied_anew = list(anew)
+    step(*kept[-1])
+    assert anew == copied_anew and (copied_anew == [4, 4]) == mended     # k and v of both; where they lie as before copies stay as they are
 
 # ***** what is copied *****
 

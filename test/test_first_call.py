@@ -36,6 +36,14 @@ def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
     assert dynamic_shared_program(SimpleNamespace(), TinyELF(lib, "attn_smem65536", Target("CUDA", "", "sm_90"), ())) == (shown, 65536)
     assert DEBUG.value == 5
 
+FP16, BF16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
+@pytest.mark.parametrize(("headers", "left"), (((), ["half", "nv_bfloat16"]), ((FP16,), ["nv_bfloat16"]), ((BF16,), []), ((FP16, BF16), [])))
+def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> None:
+  """By a header where there is one: that of bfloat16 includes that of half."""
+  buffers = [(None, (SimpleNamespace(dtype=dtype), None)) for dtype in (dtypes.half, dtypes.bfloat16)]
+  found = printer_of("sm_90").declarations(list(headers), buffers, "")
+  assert [line.split()[1] for line in found] == left
+
 # ***** sources that are kept *****
 
 class Echo(Compiler):

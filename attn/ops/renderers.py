@@ -96,8 +96,10 @@ class CudaOperations(OperationsPrinter):
     """Where tinygrad includes no header for a type of 16 bits, the kernel has addresses of such numbers and computes with none: their size is enough,
     and a header takes NVRTC a tenth of a second."""
     used = {u.dtype for _, (u, _) in bufs}
-    types = {dtypes.half: ("half", "#include <cuda_fp16.h>"), dtypes.bfloat16: ("nv_bfloat16", "#include <cuda_bf16.h>")}
-    return [f"struct {name} {{ unsigned short bits; }};" for dtype, (name, header) in types.items() if dtype in used and header not in prefix]
+    half, bfloat16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
+    unknown = {"half": dtypes.half in used and half not in prefix and bfloat16 not in prefix,      # cuda_bf16.h includes cuda_fp16.h
+               "nv_bfloat16": dtypes.bfloat16 in used and bfloat16 not in prefix}
+    return [f"struct {name} {{ unsigned short bits; }};" for name, needed in unknown.items() if needed]
   def render_buffer(self, x:UOp) -> str: return shared_memory_text(x, super().render_buffer(x))
 
 class OperationsHIPRenderer(HIPRenderer, HipOperations):
