@@ -1,6 +1,7 @@
 """What measures the kernels on a GPU, without one: which problems, how often, and against what. test_bench.py has the rest."""
 from __future__ import annotations
-import json, subprocess, sys
+import itertools, json, subprocess, sys
+from collections.abc import Callable
 from types import SimpleNamespace
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from attn.choose.dispatch import choose
 from attn.chips import get_chip
 from attn.measure import latency, short
 from attn.measure.latency import FIRST_CALLS, FirstCall
+from attn.measure.peers import in_turn
 from attn.tinygrad_compat import Context, Device, Tensor
 
 def test_first_calls_are_timed() -> None:
@@ -50,3 +52,15 @@ def test_short_rows() -> None:
   for row in short.SHORT_ROWS:
     assert choose(row.problem, get_chip("sm_90")).kernel == "forward_wgmma" and (row.causal or row.problem.window == (-1, -1))
   assert len({str(row) for row in short.SHORT_ROWS}) == 8
+
+def test_peers_take_turns() -> None:
+  """Each once a round, none always behind the same one; the median of each."""
+  called = list[str]()
+  def timer(name:str, *seconds:float) -> Callable[[], float]:
+    left = iter(seconds)
+    return lambda: called.append(name) or next(left)
+  assert in_turn({"a": timer("a", 5, 1, 9, 2, 3), "b": timer("b", 1, 1, 1, 1, 8), "c": timer("c", *range(5))}) == {"a": 3, "b": 1, "c": 2}
+  rounds = ["".join(called[i:i + 3]) for i in range(0, 15, 3)]
+  assert all(sorted(order) == ["a", "b", "c"] for order in rounds) and {order[0] for order in rounds} == {"a", "b", "c"}
+  behind = list(itertools.pairwise(called))
+  assert {("b", "a"), ("c", "a"), ("a", "b"), ("c", "b"), ("a", "c"), ("b", "c")} <= set(behind)

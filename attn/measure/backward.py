@@ -7,7 +7,7 @@ Rates count 2.5 times the forward's operations, five products, whatever a kernel
 rounds in which the peers take turns.
 """
 from __future__ import annotations
-import itertools, statistics, sys
+import itertools, sys
 from collections.abc import Callable
 from typing import Any
 import numpy as np
@@ -16,7 +16,7 @@ from attn.choose.backward import Parts, choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
-from attn.measure.peers import OURS, ROUND_SECONDS, ROUNDS, as_tensor, backends, on_the_host, random_inputs
+from attn.measure.peers import OURS, ROUND_SECONDS, as_tensor, backends, in_turn, on_the_host, random_inputs
 from attn.ops import renderers
 from attn.problem import Problem
 from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
@@ -102,10 +102,9 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
         ours[f"sum of {n}"] = our_seconds(whole := found[n].sum(0).cast(FLOATS[p.dtype]))
         have[n] = whole.realize()
     all_timers = ours | {name: theirs(timer) for name, timer in timers.items()}
-    rounds = [{name: timer() for name, timer in all_timers.items()} for _ in range(ROUNDS)]
+    times = in_turn(all_timers)
     got = [have[n].float().numpy() for n in ("dq", "dk", "dv")]
   apart = max(float((np.abs(x - y)/np.abs(y).max()).max()) for others in expected.values() for x, y in zip(got, others))
-  times = {name: statistics.median(r[name] for r in rounds) for name in all_timers}
   times[OURS] = sum(times[name] for name in ours if name != "forward")
   products = p.flops/2      # operations of one
   row: dict[str, Any] = {"shape": shape_of(p), "causal": causal, "dtype": p.dtype, "tiles": f"{dq_tile}; {dkdv_tile}"}

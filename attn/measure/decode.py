@@ -8,7 +8,7 @@ latent attention, for which PyTorch has no kernels.
 get, and keeps the fastest for dispatch, as TUNE=1 of bench.py does. A word NAME=NUMBER changes that of every row: B=8 keys=32768 page=16.
 """
 from __future__ import annotations
-import dataclasses, math, os, statistics, sys
+import dataclasses, math, os, sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from attn.choose.dispatch import Work
 from attn.choose.mla_tiles import ENTRY, latent_space
 from attn.kernels.mla import MlaTile
 from attn.kernels.mla_mma import MlaMmaTile
-from attn.measure.peers import OURS, ROUNDS, torch_peers
+from attn.measure.peers import OURS, ROUNDS, in_turn, torch_peers
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
 
@@ -114,9 +114,8 @@ def compare(row:DecodeStep) -> dict[str, Any]:
     call = call_of(row)
     timers = {OURS: our_timer(call), **{name: in_theirs(timer) for name, timer in theirs.items()}}
     for timer in timers.values(): timer()
-    rounds = [{name: timer() for name, timer in timers.items()} for _ in range(ROUNDS)]
+    times = in_turn(timers)
   work = call.choice().work
-  times = {name: statistics.median(r[name] for r in rounds) for name in timers}
   best = min((t for name, t in times.items() if name != OURS), default=None)
   return {"row": str(row), "tile": str(work.tile), "splits": work.splits, **{f"us {name}": t*1e6 for name, t in times.items()},
           "TB/s": row.bytes_read/times[OURS]/1e12, "TFLOP/s": row.flops/times[OURS]/1e12, "x best": best/times[OURS] if best else ""}

@@ -6,14 +6,14 @@ SDPA with the FlashAttention-2 and the cuDNN backend, in a graph of PyTorch's of
 in bfloat16. Shorter captures would time the host, which needs 0.25 ms for a TinyJit call.
 """
 from __future__ import annotations
-import statistics, sys
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
 from attn.api.attention import attention, choice_of
 from attn.measure.decode import STEPS, torch_graph_timer
-from attn.measure.peers import OURS, ROUNDS, ULPS, as_tensor, on_the_host, random_inputs, torch_peers
+from attn.measure.peers import OURS, ULPS, as_tensor, in_turn, on_the_host, random_inputs, torch_peers
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, TinyJit, device_seconds, foreign_cuda_context, make_current
 
@@ -68,11 +68,10 @@ def compare_short(row:ShortRow) -> dict[str, Any]:
     ours, o = jit_timer(q, k, v, row.causal)
     timers = {OURS: ours, **{name: in_theirs(timer) for name, timer in theirs.items()}}
     for timer in timers.values(): timer()
-    rounds = [{name: timer() for name, timer in timers.items()} for _ in range(ROUNDS)]
+    times = in_turn(timers)
     got, tile = o.float().numpy(), choice_of(q, k, v, causal=row.causal).work.tile
   expected = [x.float().cpu().numpy() for _, x in peers.values()]
   apart = max((float((np.abs(got - x)/np.maximum(np.abs(x), 1)).max()) for x in expected), default=0.0)
-  times = {name: statistics.median(r[name] for r in rounds) for name in timers}
   best = min((t for name, t in times.items() if name != OURS), default=None)
   return {"row": str(row), "tile": str(tile), **{f"us {name}": t*1e6 for name, t in times.items()}, "x best": best/times[OURS] if best else "",
           "apart": apart, "verdict": "ok" if apart <= ULPS[p.dtype] else "WRONG"}
