@@ -1,8 +1,10 @@
 """The contract of attn/reference.py over many draws: the worst ratio of error to limit, of each kind of input on each chip.
 
-    python test/contract.py --write docs/contract.md [--draws 100] [--jobs 2] [--chips gfx942 gfx1100]
+    python test/contract.py --write docs/contract.md [--draws 100] [--jobs 2] [--chips gfx942 gfx1100] [--of gradients] [--seconds 400]
+    python test/contract.py --write docs/contract.md --missing [--seconds 400]
 
-With --chips the columns of the other chips stay as the file has them, and with --of the other tables.
+With --chips the columns of the other chips stay as the file has them, and with --of the other tables. What is drawn anew is "not drawn" until it is:
+where --seconds or anything else ends a run before it is done, --missing goes on, with as many processes as there are cores (--jobs).
 
 A draw is a problem with one head or a few (the fewer rows, the oftener the textbook's error, and with it the limit, is small by chance: of one row
 alone it may be 0); the batch is made of draws, and each draw is judged by itself, element by element: the ratio is the largest
@@ -16,9 +18,9 @@ itself where the backward kernels are given the o and the lse of the textbook, s
 shows why the second number may be above 1 while the third one may not.
 """
 from __future__ import annotations
-import argparse, itertools, os, sys
+import argparse, itertools, os, sys, time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -222,6 +224,8 @@ textbook has them. 16 bits are at least ten times as coarse, but now and then th
 A cell without a third number is of an earlier draw.
 """
 
+NOT_DRAWN = "not drawn"
+
 def rows_of(shape:str) -> dict[str, tuple[str, str, str]]:
   """The begin of each line of a shape's table, and what it is of: dtype, out_dtype and kind."""
   return {f"| {dtype} to {out} | {kind} |": (dtype, out, kind) for (dtype, out), kind in itertools.product(types_of(shape), kinds_of(shape))}
@@ -229,6 +233,10 @@ def rows_of(shape:str) -> dict[str, tuple[str, str, str]]:
 def cell(x:Ratios|GradientRatios) -> str:
   if isinstance(x, Ratios): return f"{x.o.max():.2f}, {x.lse.max():.2f}"
   return ", ".join(f"{x.together[name]:.2f} ({x.alone[name]:.2f}; {x.given[name]:.2f})" for name in GRADIENTS)
+
+def is_whole(case:Case, value:str) -> bool:
+  """Whether this, of a cell of the table, is all numbers of its case."""
+  return bool(value) and (case.shape not in GRADIENT_SHAPES or value.count(";") == len(GRADIENTS))
 
 def worst(x:Ratios|GradientRatios) -> float: return max(x.o.max(), x.lse.max()) if isinstance(x, Ratios) else max(x.given.values())
 def allowed(case:Case) -> float:
@@ -240,7 +248,7 @@ def table(cells:dict[Case, str], draws:int) -> str:
   for shape in [x for x in (*SHAPES, *GRADIENT_SHAPES) if any(case.shape == x for case in cells)]:
     lines += [f"## {shape}", "", "| types | kind | " + " | ".join(CHIPS) + " |", "|---|---|" + "---|"*len(CHIPS)]
     for begin, (dtype, out, kind) in rows_of(shape).items():
-      lines.append(begin + "".join(f" {cells.get(Case(kind, shape, dtype, out, chip), 'not drawn')} |" for chip in CHIPS))
+      lines.append(begin + "".join(f" {cells.get(Case(kind, shape, dtype, out, chip), NOT_DRAWN)} |" for chip in CHIPS))
     lines.append("")
   lines.append("Each cell: O, LSE; or dq, dk, dv, dbias, dsinks, of all draws, and in brackets of one, by itself and given the textbook's o and lse.")
   return "\n".join(lines) + "\n"
@@ -254,14 +262,20 @@ def cells_of(text:str) -> dict[Case, str]:
     for begin, (dtype, out, kind) in rows_of(shape).items():
       line = next(line for line in part.splitlines() if line.startswith(begin))
       values = line.removeprefix(begin).strip(" |").split(" | ")
-      found |= {Case(kind, shape, dtype, out, chip): value for chip, value in zip(CHIPS, values, strict=True)}
+      found |= {Case(kind, shape, dtype, out, chip): value for chip, value in zip(CHIPS, values, strict=True) if value != NOT_DRAWN}
   return found
 
-def computed(cases:Iterable[Case], draws:int, jobs:int) -> Iterable[tuple[Case, Ratios|GradientRatios]]:
-  cases = list(cases)
+def ratios_until(case:Case, draws:int, until:float) -> Ratios|GradientRatios|None:
+  """None where this time has come before the case is begun."""
+  return None if time.time() > until else ratios(case, draws)
+
+def computed(cases:Iterable[Case], draws:int, jobs:int, seconds:float) -> Iterable[tuple[Case, Ratios|GradientRatios]]:
+  """Each case as it is done, by so many processes; after so many seconds none is begun any more."""
   os.environ["OMP_NUM_THREADS"] = "1"      # of the processes to come: each core has one
   with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-    yield from zip(cases, pool.map(ratios, cases, [draws]*len(cases), chunksize=3))
+    begun = {pool.submit(ratios_until, case, draws, time.time() + seconds): case for case in cases}
+    for future in as_completed(begun):
+      if (found := future.result()) is not None: yield begun[future], found
 
 def main() -> int:
   options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -270,17 +284,22 @@ def main() -> int:
   options.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
   options.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS, help="those to compute")
   options.add_argument("--of", choices=("all", "forward", "gradients"), default="all", help="what to compute")
+  options.add_argument("--missing", action="store_true", help="only what the file does not have")
+  options.add_argument("--seconds", type=float, default=float("inf"), help="after these nothing is begun any more")
   given = options.parse_args()
-  cells = dict[Case, str]() if given.chips == CHIPS and given.of == "all" else cells_of(given.write.read_text())
   found, wanted = dict[Case, Ratios|GradientRatios](), {"all": (False, True), "forward": (False,), "gradients": (True,)}[given.of]
-  cases = [case for case in CASES if case.chip in given.chips and (case.shape in GRADIENT_SHAPES) in wanted]
-  for case, x in computed(cases, given.draws, given.jobs):
+  cells = cells_of(given.write.read_text()) if given.write is not None and given.write.exists() else {}
+  cases = [case for case in CASES if case.chip in given.chips and (case.shape in GRADIENT_SHAPES) in wanted
+           and not (given.missing and is_whole(case, cells.get(case, "")))]
+  for case in cases: cells.pop(case, None)
+  for case, x in computed(cases, given.draws, given.jobs, given.seconds):
     found[case], cells[case] = x, cell(x)
     print(f"{case}: {cell(x)}", file=sys.stderr, flush=True)
     if given.write is not None: given.write.write_text(table(cells, given.draws))
   if given.write is None: print(table(cells, given.draws))
   over = [str(case) for case, x in found.items() if worst(x) > allowed(case)]
   for case in over: print(f"over its limit: {case}", file=sys.stderr)
+  print(f"drawn {len(found)} of {len(cases)} cells, {len(over)} over their limit", file=sys.stderr)
   return bool(over)
 
 if __name__ == "__main__": sys.exit(main())
