@@ -211,12 +211,15 @@ Gradients are through o, with a bias of keys, one row for each draw, and sinks, 
 2. in brackets, of the draw that looks worst alone (of dsinks, of four numbers, the sums of 20 draws);
 3. after it, of the draw that looks worst alone where the backward kernels are given the o and the lse of the textbook.
 
-The third one is held at most 1: it is of what the backward kernels compute. The second one is over 1 here and there, and the first one too, by chance
-and not by a fault: delta = rowsum(dO * O) has the roundings of an O of 16 bits, which are other ones in the kernels' O and in the textbook's. Where
-the largest error of a draw is that of one row (one huge key near the end of causal keys; a sink that counts in one row; a dbias, a sum in fp32, in
-which nothing else is rounded), it is over twice the textbook's in every fourth or fifth such draw, as the textbook's is over twice the kernel's,
-though on the whole the kernel's is the smaller one: docs/contract_rows.md has the figures, the same of FlashAttention-2's own forward, and what it
-would take to have none of it.
+The contract's words are those of the second number, and some draws break them. The first number is what a tensor of as many batches has: of dq, dk
+and dv it is below 1 throughout. Held at most 1, by this file's command and by the tests, is the third one: it is of what the backward kernels
+compute. The second one is over 1 here and there, and of dbias and dsinks the first one too, by chance and not by a fault: delta = rowsum(dO * O)
+has the roundings of an O of 16 bits, which are other ones in the kernels' O and in the textbook's. Where the largest error of a draw is that of one
+row (one huge key near the end of causal keys; a sink that counts in one row; a dbias, a sum in fp32, in which nothing else is rounded), it is over
+twice the textbook's in every fourth or fifth such draw, as the textbook's is over twice the kernel's, though on the whole the kernel's is the
+smaller one: docs/contract_rows.md has the figures, the same of FlashAttention-2's own forward, and what it would take to have less of it: as much
+memory again as O has, or an eighth product.
+
 With every lse at -380 the third number is over 1 as well, and held at most 2: P = exp2(S*c - lse*log2(e)) there is the difference of two numbers near
 550, which fp32 rounds so that P is off by up to 2.2e-5 of itself, and scores with a bias are rounded there otherwise than near 380, where the
 textbook has them. 16 bits are at least ten times as coarse, but now and then that decides how a large dS is rounded, and a dbias in fp32 shows it.

@@ -352,14 +352,14 @@ def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.Mo
 
 @pytest.mark.parametrize("arch", ("gfx942", *(pytest.param(arch, marks=pytest.mark.thorough) for arch in ("gfx950", "gfx1100", "gfx1201"))))
 @pytest.mark.parametrize("prefetch", (0, 1))
-def test_without_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int, arch:str) -> None:
+def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int, arch:str) -> None:
   monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
   monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
   with pytest.raises((LdsRace, UninitialisedRead)):
     check_backward_kernels(arch, **{**SMALL, "Sq": 100}, tiles=lambda t: replace(t, prefetch=prefetch))
 
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
-def test_ring_without(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
+def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
   """Of mma.sync: without its barriers, or without waiting for copies. A problem of its own: its program stays in tinygrad's cache."""
   if fault == "barrier":
     monkeypatch.setattr(Plan, "barrier", lambda self, u: None)

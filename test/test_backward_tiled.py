@@ -16,7 +16,7 @@ from attn.chips import get_chip, other_chip
 from attn.choose.backward import kernel_tiles
 from attn.choose.tiled_tiles import BACKWARD_ALONE, tiled_backward_tiles
 from attn.emulator import plan
-from attn.emulator.checks import LdsRace, UninitialisedRead
+from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
 from attn.kernels import backward_tiled
 from attn.kernels.backward_tiled import TiledBackwardTile
@@ -36,7 +36,7 @@ import test_forward
 from api_cases import draw, emulated, floats, int32
 from backward_cases import check_backward_kernels, expected_gradients, loss_of
 from cases import array, normal, problem, tensor
-from test_backward import CASES, PARTS, diagonal, scaled, wrong
+from test_backward import CASES, PARTS, diagonal, of_head_0, scaled, unmasked, without_dlse, without_last_head, wrong
 from test_gradient import ENDS, PACKED, check_gradients
 from test_tiled import PLAIN_CHIPS, customs, on, with_tile
 
@@ -178,32 +178,42 @@ def without_rounding(scores:Scores, raw:list[UOp], references:list[UOp], row:Any
 def one_step_for_all(m:pytest.MonkeyPatch) -> None:
   m.setattr(Rectangle, "quad_of", lambda self, portion, item, old=Rectangle.quad_of: old(self, replace(portion, column=UOp.const(0)), item))
 
+def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
+
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[dict[str, Any], str]] = {
-  without_delta: (dict(only="dq"), "dq: "), scaled("dq", power=1): (dict(only="dq"), "dq: "), scaled("dk", power=1): (dict(only="dkdv"), "dk: "),
+  without_delta: (dict(only="dq"), "dq: "), without_dlse: (dict(only="dq", dlse=True), "dq: "),
+  scaled("dq", power=1): (dict(only="dq"), "dq: "), scaled("dq", power=-1): (dict(only="dq"), "dq: "),
+  scaled("dk", power=1): (dict(only="dkdv"), "dk: "), scaled("dk", power=-1): (dict(only="dkdv"), "dk: "),
+  without_last_head: (dict(only="dkdv", H=3, Hkv=1), "dk: "),
   diagonal("keys"): (dict(only="dq", causal=True), "dq: "), diagonal("queries"): (dict(only="dkdv", causal=True), "d[kv]: "),
+  unmasked("keys"): (dict(only="dq", make=test_backward.deep), "dq: "),
+  # distant keys have scores that overflow by the lse of 0 that a query beyond the last one has
+  unmasked("queries"): (dict(only="dkdv", extras=dict(alibi_slopes=np.full(1, -3, np.float32))), "d[kv]: "),
   unguarded: (dict(only="dkdv", Sq=33, Sk=20, causal=True), "d[kv]: "), of_another_head: (dict(only="dkdv", H=2, Hkv=1), "d[kv]: "),
-  one_step_for_all: (dict(only="dq"), "dq: ")}
+  of_head_0("lse"): (dict(only="dq", H=2), "dq: "), of_head_0("delta"): (dict(only="dkdv", H=2), "dk: "),
+  one_step_for_all: (dict(only="dq"), "dq: "),
+  unwritten: (dict(only="dkdv", **PACKED, extras=dict(cu_seqlens_q=ENDS["rows of none"][0], cu_seqlens_k=ENDS["rows of none"][1])), "never written")}
 
 BY_DEFAULT = ("without_delta", "unguarded", "of_another_head", "diagonal_of_queries")      # the others are planted in the matrix units' as well
 @pytest.mark.parametrize("plant", [pytest.param(f, id=f.__name__, marks=() if f.__name__ in BY_DEFAULT else pytest.mark.thorough) for f in FAULTS])
 def test_planted_fault(plant:Callable[[pytest.MonkeyPatch], None], monkeypatch:pytest.MonkeyPatch) -> None:
   parameters, text = FAULTS[plant]
   plant(monkeypatch)
-  with pytest.raises(AssertionError, match=text): check(**parameters)
+  with pytest.raises(UnwrittenOutput if plant is unwritten else AssertionError, match=text): check(**parameters)
 
 @pytest.mark.thorough
-def test_scores_that_are_rounded_otherwise_show(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_planted_fault_scores_rounded_otherwise(monkeypatch:pytest.MonkeyPatch) -> None:
   rounded_otherwise(monkeypatch)
   with pytest.raises(AssertionError, match=r"d[qkv]: "): check_all(make=test_forward.large_rows, D=20)
 
 @pytest.mark.parametrize("only", (pytest.param("dq", marks=pytest.mark.thorough), "dkdv"))
-def test_without_barriers(only:str, monkeypatch:pytest.MonkeyPatch) -> None:
+def test_planted_fault_no_barriers(only:str, monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
   monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
   with pytest.raises((LdsRace, UninitialisedRead)): check(only=only, Sq=64, Sk=64, tile=replace(FEW, down=8, across=8))
 
 @pytest.mark.thorough
-def test_bits_of_the_wrong_keys_show(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_planted_fault_bits_of_the_wrong_keys(monkeypatch:pytest.MonkeyPatch) -> None:
   wrong(monkeypatch, dropout, "_kept_half", lambda half: lambda scores, row, query, key: half(scores, row, query, key//8*8))
   with pytest.raises(AssertionError, match=r"d[qkv]: "): check(only="dkdv", dropout_p=0.3, extras=dict(dropout_seed=SEED))
 

@@ -1,6 +1,6 @@
 """Dropout: its bits, the same everywhere and random; P and its gradient dropped by them on every matrix unit; and the ways to ask for it."""
 from __future__ import annotations
-import itertools, os, re, sys
+import functools, itertools, os, re, sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from attn import flash_attn
 from attn.api import launch
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile
-from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma, forward
+from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma, forward, forward_mma, forward_wgmma
 from attn.kernels.parts import backward_mma, backward_warps, gradients, own_queries
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.epilogue import finish
@@ -212,15 +212,18 @@ ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "dQ of all dP": ("dq", (Kept,), "numbers", as_it_was), "dV of all P": ("dkdv", (Kept,), "packed", as_it_was),
   "dK and dV by another head's mask": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "kept_scores", wrong_head),
   "dK with too much delta": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "scaled_delta", whole_delta),
-  "dQ with too much delta": ("dq", (backward_warps,), "scaled_delta", whole_delta)}
+  "dQ with too much delta": ("dq", (backward_warps,), "scaled_delta", whole_delta),
+  "O by another head's mask": ("o", (forward_mma, forward_wgmma), "kept_scores", wrong_head), "O of all P": ("o", (Kept,), "packed", as_it_was),
+  "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("fault", ON_NVIDIA)
+@pytest.mark.parametrize("fault, arch", [pytest.param(fault, arch, marks=pytest.mark.thorough if fault.startswith("O ") and (i + k) % 2 else ())
+                                         for i, fault in enumerate(ON_NVIDIA) for k, arch in enumerate(("sm_80", "sm_90"))])
 def test_a_fault_on_nvidia_is_caught(fault:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
   kernel, where, name, wrong = ON_NVIDIA[fault]
   for of in where: monkeypatch.setattr(of, name, wrong)
-  with pytest.raises(AssertionError, match="|".join(f"{x}: " for x in (("dq",) if kernel == "dq" else ("dk", "dv")))):
-    check_backward_kernels(arch, H=1, Sq=64, Sk=64, D=16, only=kernel, **with_seed())
+  check = check_kernels if kernel == "o" else functools.partial(check_backward_kernels, only=kernel)
+  with pytest.raises(AssertionError, match="|".join(f"{x}: " for x in {"dkdv": ("dk", "dv")}.get(kernel, (kernel,)))):
+    check(arch, H=1, Sq=64, Sk=64, D=16, **with_seed())
 
 @pytest.mark.parametrize("kernel", ["o", "dq", "dkdv"])
 def test_without_a_fault(kernel:str) -> None: hold_to_the_contract(kernel)

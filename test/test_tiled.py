@@ -4,6 +4,7 @@ import contextlib, functools, os, subprocess, sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 import numpy as np
 import pytest
 import attn
@@ -21,6 +22,7 @@ from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts import dropout as kept
 from attn.kernels.parts.rectangle import Sections
+from attn.kernels.parts.workgroup import Workgroup
 from attn.kernels.tiled import Tiled, TiledTile, tiled
 from attn.ops import common as ops, dropout
 from attn.ops.plain import plain
@@ -136,10 +138,17 @@ DROPOUT = dict(H=2, Hkv=1, Sq=9, Sk=50, D=16, dtype="float32", causal=True, drop
 @pytest.mark.parametrize("tile", (SMALL, pytest.param(ONE_THREAD, marks=pytest.mark.thorough)))
 def test_dropout(tile:TiledTile) -> None: check(tile=tile, **DROPOUT)
 
-def test_bits_of_the_wrong_keys_show(monkeypatch:pytest.MonkeyPatch) -> None:
-  half = kept._kept_half
-  monkeypatch.setattr(kept, "_kept_half", lambda scores, row, query, key: half(scores, row, query, key//8*8))
-  with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10})
+HALF, NORMALISED = kept._kept_half, Workgroup.normalised
+FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
+  "bits of the wrong keys": (kept, "_kept_half", lambda scores, row, query, key: HALF(scores, row, query, key//8*8)),
+  "O of all P": (kept.KeptHere, "numbers", lambda self, x: x),
+  "O without 1/(1 - p)": (Workgroup, "normalised", lambda self, *args: NORMALISED(replace(self, p=replace(self.p, dropout_p=0.0)), *args))}
+
+@pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])
+def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  """In a problem of its own: a program stays in tinygrad's cache."""
+  monkeypatch.setattr(*FAULTS_OF_DROPOUT[fault])
+  with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10 + list(FAULTS_OF_DROPOUT).index(fault)})
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("D", (1, 6, 130))
