@@ -152,12 +152,13 @@ def test_refused():
 
 @pytest.mark.parametrize("axis", (0, 1))
 def test_a_cache_on_two_devices(axis):
+  """With lengths of every kind. A number was taken for that of so many batches as one device has, of all."""
   with emulated("gfx942"):
     q, k, v = (np.random.default_rng(i).standard_normal((B, h, 10, D)).astype(np.float16) for i, h in enumerate((H, HKV, HKV)))
     k_cache, v_cache = (t.shard(DEVICES, axis).realize() for t in poisoned())
     part = lambda x, i, j: tensor(x[:, :, i:j], "float16").shard(DEVICES, axis).realize()
-    for i, j in ((0, 9), (9, 10)):
-      o = whole(attention_with_kv_cache(*(part(x, i, j) for x in (q, k, v)), k_cache, v_cache, lengths(i, i)))
+    for i, j, there in ((0, 8, 0), (8, 9, lengths(8, 8)), (9, 10, Variable("position", 0, CAPACITY - 1).bind(9))):
+      o = whole(attention_with_kv_cache(*(part(x, i, j) for x in (q, k, v)), k_cache, v_cache, there))
       close(array(o), *(x.astype(np.float32) for x in (q[:, :, i:j], k[:, :, :j], v[:, :, :j])))
 
 def test_flash_attn_with_kvcache():

@@ -7,7 +7,7 @@ from attn.api.context import SharedRows, extra_shape, first_launch, sequence_sha
 from attn.api.dropout import check_seed
 from attn.api.options import AttentionOptions
 from attn.api.pages import check_pages, placement_in_pages, places_in_pages
-from attn.api.placement import AXES, Placement, local_shape, place, placement_of
+from attn.api.placement import AXES, Placement, local_shape, of_each_device, place, placement_of
 from attn.api.views import places_in_cache
 from attn.chips import Chip, get_chip
 from attn.choose.context import SequenceShards
@@ -50,7 +50,7 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
     return placed
   if (value := known(n)) is not None and not 0 <= value <= capacity:
     raise ValueError(f"{name}={values.shown(value)}: must lie in 0..{capacity}, the rows there are")
-  return Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous()
+  return of_each_device(Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous(), at.axis(("batch",)))
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
   """Raises ValueError for sequences that don't lie in order within `rows` rows, or are longer than `longest`: where the host can read the numbers at

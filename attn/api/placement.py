@@ -62,7 +62,10 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
     t = t.to(at.device[0])
   return t.shard(at.device, axis)
 
+def of_each_device(t:Tensor, axis:int|None) -> Tensor:
+  """A tensor that lies on each of several devices, as the shards along `axis` of a larger one."""
+  return t if axis is None else Tensor(t.uop.unshard(axis))
+
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:
   """A whole buffer, or one on each device of a tensor sharded along `axis` whose shards have `shape`."""
-  u = UOp.empty(shape, dtype=dtype, device=device)
-  return Tensor(u if axis is None else u.unshard(axis))
+  return of_each_device(Tensor(UOp.empty(shape, dtype=dtype, device=device)), axis)
