@@ -13,6 +13,7 @@ from attn.api.cache import attention_with_kv_cache, check_caches
 from attn.api.checked_call import prepare
 from attn.api.checked_kernel import dtype_of, static_shape
 from attn.api.options import AttentionOptions, check_lengths
+from attn.api.placement import place, placement_of
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 
@@ -121,6 +122,7 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if k is None: raise ValueError("rotary_cos without new rows k and v: what is in the cache was turned as it was appended")
   if cos.ndim != 2 or cos.shape != sin.shape:
     raise ValueError(f"rotary_cos and rotary_sin have shapes {cos.shape} and {sin.shape}: must both be (positions, rotary_dim/2)")
+  if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
   """Raises ValueError, as FlashAttention does, where a row that a sequence of the cache may have has no position."""
@@ -172,6 +174,8 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
     if rotary_cos is not None and rotary_sin is not None:
       _check_positions(rotary_cos, k_cache, options.get("block_table"))
       moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
+      of_q = placement_of(q, q, q, "bshd")
+      rotary_cos, rotary_sin = (place(name, t, of_q) for name, t in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)))
       q = _rotary("q", q, rotary_cos, rotary_sin, at, rotary_interleaved, moving)
       k = _rotary("k", k, rotary_cos, rotary_sin, at, rotary_interleaved, True)
     return attention_with_kv_cache(q, k, v, k_cache, v_cache, cache_seqlens, layout="bshd", **options)

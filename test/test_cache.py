@@ -143,7 +143,10 @@ def test_refused():
       (lambda: append_kv(new, new, k_cache, v_cache, lengths(1, 2, 3)), r"cache_seqlens has shape \(3,\): must be \(2,\)"),
       (lambda: append_kv(new, new, k_cache, v_cache, 0, layout="thd"), "layout='thd': must be one of 'bhsd', 'bshd', 'nsd'"),
       (lambda: empty_kv_cache(B, HKV, 8, D, layout="nsd"), "layout='nsd': must be one of 'bhsd', 'bshd'"),
+      (lambda: append_kv(new, new, k_cache, v_cache, Tensor(3, dtype=dtypes.int)), r"cache_seqlens has shape \(\): must be \(2,\)"),
       (lambda: attention_with_kv_cache(draw(B, H, 1, D), new, new, k_cache, v_cache, 0, kv_lengths=3), "kv_lengths with a cache"),
+      (lambda: attention_with_kv_cache(draw(B, H, 1, D), new, new, k_cache, v_cache, 0, sequence_order="zigzag"),
+       "sequence_order with a cache: a device has all rows"),
       (lambda: flash_attn.flash_attn_with_kvcache(draw(B, 1, H, D), k_cache, v_cache, k=new), "v=None: one is given without the other"),
     ):
       with pytest.raises((ValueError, NotImplementedError), match=text): call()
@@ -203,7 +206,7 @@ def test_views_that_are_no_cache():
     for k_cache, v_cache, text in (
       (base[0], base[0], "k_cache and v_cache overlap"), (base[0, :, :, :12], base[0, :, :, 11:23], "k_cache and v_cache overlap"),
       (base[0, :1].expand(B, HKV, 24, D), base[1], "k_cache is expanded along its batch"),
-      (base[0]*2, base[1], "k_cache is a view or a computed value")):
+      (base[0]*2, base[1], "k_cache is a computed value, or a view whose rows"), (base[0].flip(2), base[1], "k_cache is a computed value")):
       with pytest.raises(ValueError, match=text): append_kv(new, new, k_cache, v_cache, 0)
     append_kv(new, new, base[0, :, :, :12], base[0, :, :, 12:], 3)
     got = array(base)

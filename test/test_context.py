@@ -363,6 +363,7 @@ def test_refusals() -> None:
     q, long, odd = sequence(2, 2, 2, 16, 16), sequence(2, 2, 2, 24, 16), sequence(2, 2, 2, 14, 16, order="contiguous")
     plain = draw(2, 2, 16, 16)
     for options, text in (({"kv_lengths": 3}, "kv_lengths=3 with q, k and v sharded along their rows: sequence_lengths says"),
+                          ({"kv_lengths": Tensor([3, 3])}, "kv_lengths=Tensor of shape .* with q, k and v sharded along"),
                           ({"dropout_p": .1}, "dropout_p=0.1 with q, k and v sharded along their rows: shard q, k and v along batch or heads"),
                           ({"batch_invariant": True}, "batch_invariant=True with q, k and v sharded .* along batch or heads"),
                           ({"sequence_order": "ring"}, "sequence_order='ring': must be one of 'contiguous', 'zigzag'"),

@@ -11,6 +11,7 @@ from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Tensor
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
+from api_cases import whole as whole_tensor
 from cases import array, tensor
 
 B, SQ, SK, H, HKV, D = 2, 4, 12, 4, 2, 16
@@ -249,6 +250,14 @@ def test_the_table_has_every_argument_and_is_in_the_document() -> None:
     assert {argument for function, argument in TABLE if function == name} == given, name
   assert table() in DOCUMENT.read_text()
 
+def test_positions_are_on_every_device_that_shares_the_heads() -> None:
+  angles = [Tensor(numbers(16, 4), device="EMU").realize()]*2
+  def call(place:Callable[[Tensor], Tensor]) -> Tensor:
+    q, k, v, *caches = (place(half(x)).realize() for x in (Q[:, :2], K[:, :2], V[:, :2], K, V))
+    o = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, rotary_cos=angles[0], rotary_sin=angles[1], cache_seqlens=int32(*START), causal=True)
+    return whole_tensor(o)
+  with emulated("gfx942"): same_numbers(call(lambda t: t.shard(("EMU:0", "EMU:1"), 2)), call(lambda t: t))
+
 def test_refused() -> None:
   with emulated("gfx942"):
     q, cache, n = draw(B, 2, H, D), [draw(B, SK, HKV, D).contiguous() for _ in range(2)], int32(*START)
@@ -258,6 +267,8 @@ def test_refused() -> None:
     for what, text in (
       (call(rotary_cos=cos), "rotary_sin=None: one is given without the other"),
       (call(rotary_cos=cos, rotary_sin=cos[:3]), r"shapes \(16, 4\) and \(3, 4\)"),
+      (call(rotary_cos=cos[:, :0], rotary_sin=cos[:, :0]), r"rotary_cos has shape \(16, 0\): both dimensions must be at least 1"),
+      (call(rotary_cos=cos.to("EMU:1"), rotary_sin=cos), "rotary_cos is on EMU:1 but q on EMU"),
       (call(rotary_cos=short, rotary_sin=short), rf"rotary_cos has {SK - 1} positions: must have at least {SK}"),
       (call(rotary_cos=wide, rotary_sin=wide), r"q has 16 columns, which are fewer than 18"),
       (lambda: flash_attn.flash_attn_with_kvcache(q, *cache, cache_seqlens=n, rotary_cos=cos, rotary_sin=cos), "rotary_cos without new rows"),

@@ -12,7 +12,8 @@ from api_cases import emulated
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_KERNELS, OF_ATTENTION = ({f.name: f for f in fields(record)} for record in (KernelOptions, AttentionOptions))
-NOT_WITH_A_CACHE = {"kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p", "dropout_seed"}
+NOT_WITH_A_CACHE = {"kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p", "dropout_seed",
+                    "sequence_order", "sequence_lengths"}
 
 def keywords(function:Any) -> dict[str, Any]:
   """Arguments by name, and their defaults."""

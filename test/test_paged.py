@@ -179,6 +179,7 @@ def test_refused() -> None:
       (call(block_table=int32([[0, 1]])), r"block_table has shape \(1, 2\): must be \(2, max_blocks\)"),
       (call(block_table=table.to("EMU:1")), "block_table is on EMU:1"), (call(kv_lengths=None), "kv_lengths=None with block_table"),
       (call(kv_lengths=17), r"kv_lengths=17: must lie in 0\.\.16"), (call(kv_lengths=int32([3])), r"kv_lengths has shape \(1,\): must be \(2,\)"),
+      (call(sequence_lengths=(1, 3)), r"sequence_lengths=\(1, 3\) with block_table"),
       (call(k=draw(4, 0, HKV, D)), r"k has shape \(4, 0, 2, 32\)"), (call(k=draw(4, 8, D)), r"k has shape \(4, 8, 32\): with block_table"),
       (call(v=draw(3, 8, HKV, D)), r"v has shape \(3, 8, 2, 32\): its pages"), (call(q=draw(2, 3, 1, D)), "H=3 query heads"),
       (append(16), r"cache_seqlens=16: with 1 new rows that is more than the 16 that block_table has pages for"),

@@ -138,7 +138,10 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
   devices. Raises ValueError for a computed value, and for a view in which two rows are the same memory."""
   found = in_buffer(bhsd(cache, layout)) if isinstance(cache.device, str) else None
   if found is None:
-    whole_buffer(name, cache.uop)
+    try: whole_buffer(name, cache.uop)
+    except ValueError:
+      raise ValueError(f"{name} is a computed value, or a view whose rows don't lie in a buffer a constant stride apart, each in one piece: what is "
+                       "appended to it would be lost; must be a buffer, or slices of one along its axes in any order, but for the last") from None
     return None
   sizes, places = dict(zip(AXES[layout], static_shape(name, cache.shape))), found.places
   for axis, step in (("batch", places.batch), ("heads", places.head), ("rows", places.row)):
@@ -256,6 +259,8 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:T
   """
   for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
     if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")
+  for name in ("sequence_order", "sequence_lengths"):
+    if name in options: raise ValueError(f"{name} with a cache: a device has all rows of its batches and heads; shard those")
   for name in ("dropout_p", "dropout_seed"):
     if name in options: raise ValueError(f"{name} with a cache: there is no training with a cache, and so no dropout")
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, options.get("block_table"))

@@ -71,7 +71,7 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   what = "k and v sharded along their rows" if at.shared == "keys" else "q, k and v sharded along their rows"
   if options.layout == "thd": raise ValueError(f"layout='thd' with {asked or what}: packed sequences lie anywhere; {WHOLE_INSTEAD}")
   for name, instead in REFUSED.items():
-    if (given := getattr(options, name)) is not None and given is not False and given != 0.0:
+    if isinstance(given := getattr(options, name), (Tensor, UOp)) or given not in (None, False, 0.0):
       raise ValueError(f"{name}={values.shown(given)} with {what}: {instead}")
   axis = AXES[options.layout].index("rows")
   rows = shapes["q"][axis], shapes["k"][axis]

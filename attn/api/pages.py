@@ -35,6 +35,9 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
     raise ValueError(f"block_table has shape {of_table}: its {of_table[0]} sequences do not divide the {of_q[0]} of {names[0]}, (B*H, S, D)")
   if options.kv_lengths is None:
     raise ValueError(f"{lengths_name}=None with block_table: must say how many rows each sequence has, at most max_blocks*page_size")
+  for name, default in (("sequence_order", "contiguous"), ("sequence_lengths", None)):
+    if (given := getattr(options, name)) != default:
+      raise ValueError(f"{name}={values.shown(given)} with block_table: a device has all rows of its heads, as many as {lengths_name} says")
   if options.cu_seqlens_k is not None: raise ValueError(f"cu_seqlens_k with block_table: {lengths_name} says how long sequences are")
   return Pages(of_k[1], of_k[0], of_table[1])
 

@@ -50,7 +50,7 @@ def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
   """An optional tensor, wherever it is, laid out as the placement needs it."""
-  if t.device is None: t = t.to(at.device if isinstance(at.device, str) else at.device[0]).contiguous()
+  if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
   if isinstance(at.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
     return t
