@@ -188,9 +188,8 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       moved = list[int]()
       for node, i, u in self.selected:
         _, params, c_args, is_copy = self.nodes[node]
-        given = input_uops[(u if u.op is Ops.PARAM else u.src[0]).arg.slot]
-        found = (given if u.op is Ops.PARAM else u.replace(src=(given, *u.src[1:]))).buffer
-        buffer = found.bufs[self.calls[node][0]] if isinstance(found, MultiBuffer) else found
+        found = with_input(u, input_uops).buffer
+        buffer = (found.bufs[self.calls[node][0]] if isinstance(found, MultiBuffer) else found).ensure_allocated()
         if not is_copy: setattr(c_args, f"f{i}", buffer._buf)
         elif self.copied[node, i] != (address := address_of(buffer)):
           setattr(params, "srcDevice" if i == 1 else "dstDevice", buffer._buf)
@@ -201,9 +200,13 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
   return SelectedInputs
 
 def input_of(u:UOp) -> UOp|None:
-  """The input of a TinyJit that an argument of a call is, or takes one device's part or a region of."""
-  if u.op in (Ops.MSELECT, Ops.SHRINK): u = u.src[0]
+  """The input of a TinyJit that an argument of a call is, or takes a region or one device's part of, or a region of that."""
+  while u.op in (Ops.MSELECT, Ops.SHRINK): u = u.src[0]
   return u if u.op is Ops.PARAM else None
+
+def with_input(u:UOp, input_uops:tuple[UOp, ...]) -> UOp:
+  """The same of the inputs that are given."""
+  return input_uops[u.arg.slot] if u.op is Ops.PARAM else u.replace(src=(with_input(u.src[0], input_uops), *u.src[1:]))
 
 def address_of(buffer:Any) -> Any:
   """What tells whether a buffer lies where another one did."""
