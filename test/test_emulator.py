@@ -1,5 +1,5 @@
 """The device EMU: whatever tinygrad schedules runs, on every architecture, and gives what numpy gives."""
-import os, subprocess, sys
+import gc, os, subprocess, sys
 import numpy as np
 import pytest
 from tinygrad import Context, Tensor, TinyJit, Variable, dtypes
@@ -11,6 +11,7 @@ from attn.emulator.device import register
 from attn.emulator.plan import EMULATED
 from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.tinygrad_compat import vector_dtype
+from cases import check
 
 register()
 SAMPLED = ["gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_89"]
@@ -298,3 +299,18 @@ def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
   whole = (Tensor(a) @ Tensor(a.T.copy())).softmax().numpy()
   monkeypatch.setattr(machine, "WORKING_SET", 1 << 16)
   np.testing.assert_array_equal((Tensor(a) @ Tensor(a.T.copy())).softmax().numpy(), whole)
+
+# ***** what is left *****
+
+def test_lowering_and_a_run_leave_no_cycles() -> None:
+  """Memory of a kernel's values and of its LDS is free when it has run, and not when Python next looks for cycles of objects."""
+  gc.freeze()     # what was before is not looked at
+  try:
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    check("sm_90", Sq=33, D=16)
+    gc.collect()
+    assert not [type(x).__name__ for x in gc.garbage if type(x).__module__.startswith("attn.")]
+  finally:
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.unfreeze()

@@ -89,6 +89,14 @@ class Frame:
     except Exception as e:
       e.add_note(f"in {self.plan.name}, step {self.pc} of {len(self.plan.steps)}{self.plan.place(self.plan.uops[self.pc])}")
       raise
+    finally: self._release()
+
+  def _release(self) -> None:
+    """What refers back to the frame goes, so that its memory is free at once: Python looks for cycles of objects later, if at all."""
+    self.v.clear()
+    self.spaces.clear()
+    self.registers.clear()
+    del self.under_way
 
   def _run(self) -> None:
     pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v

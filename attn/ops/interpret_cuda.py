@@ -10,9 +10,7 @@ class Cuda(Printer):
   """CUDA: its vectors have names for their elements and nothing else, so that all is done element by element."""
   header = "static __device__ __forceinline__ "
   functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "max": "fmaxf({0}, {1})"}
-  def __init__(self, arch:str, functions:dict[str, str]):
-    super().__init__(arch, functions)
-    self.inf, self.nan = Term(self, "INFINITY", "float"), Term(self, "__int_as_float(0x7fc00000)", "float")
+  infinity, not_a_number = "INFINITY", "__int_as_float(0x7fc00000)"
   def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}.{'xyzw'[i]}"
   def vector_text(self, out:str, values:Sequence[str]) -> str: return f"make_{out}({', '.join(values)})"
   def operation(self, operator:str, x:Value, y:Value, type:str|None=None) -> Term:

@@ -13,9 +13,7 @@ class Hip(Printer):
   header = "static inline __attribute__((device, always_inline)) "
   functions_of_numbers: ClassVar[dict[str, str]] = {
     "log2": "__builtin_amdgcn_logf({0})", "rcp": "__builtin_amdgcn_rcpf({0})", "max": "__builtin_fmaxf({0}, {1})"}
-  def __init__(self, arch:str, functions:dict[str, str]):
-    super().__init__(arch, functions)
-    self.inf, self.nan = Term(self, "__builtin_inff()", "float"), Term(self, '__builtin_nanf("")', "float")
+  infinity, not_a_number = "__builtin_inff()", '__builtin_nanf("")'
   def rarely(self, condition:str) -> str: return f"__builtin_expect({bare(condition)}, 0)"
   def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}[{i}]"
   def vector_text(self, out:str, values:Sequence[str]) -> str: return f"({out}){{{', '.join(values)}}}"

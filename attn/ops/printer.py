@@ -98,8 +98,8 @@ class Printer:
   """Runs a definition to get the statements of a C++ function, and the functions that those call."""
   header: str           # what a function begins with
   functions_of_numbers: ClassVar[dict[str, str]]      # how the language takes them of numbers, {0} and {1} being these
-  inf: Any
-  nan: Any
+  infinity: ClassVar[str]
+  not_a_number: ClassVar[str]
   def __init__(self, arch:str, functions:dict[str, str]):
     self.arch, self.functions, self.lines, self.depth, self.names = arch, functions, list[str](), 1, Counter[str]()
 
@@ -125,6 +125,10 @@ class Printer:
     self.say("}")
   def rarely(self, condition:str) -> str: return bare(condition)
   # expressions
+  @property
+  def inf(self) -> Term: return Term(self, self.infinity, "float")
+  @property
+  def nan(self) -> Term: return Term(self, self.not_a_number, "float")
   def term(self, x:Value) -> Term: return x if isinstance(x, Term) else Term(self, float_literal(x), "float")
   def number(self, x:float) -> Value: return self.term(x)
   def named(self, name:str, ctype:str) -> Term: return Term(self, name, ctype)
