@@ -109,7 +109,8 @@ def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
   """From now on, in this process, tinygrad asks `through` for a kernel's PROGRAM, giving it its own way to one."""
   own = codegen.do_to_program
   @functools.wraps(own)
-  def asked(ast:UOp, renderer:Renderer) -> UOp: return through(own, ast, renderer)
+  def asked(ast:UOp, renderer:Renderer) -> UOp:
+    with _without_collections(): return through(own, ast, renderer)
   codegen.do_to_program = asked   # type: ignore[assignment]
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
