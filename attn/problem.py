@@ -86,6 +86,35 @@ class Pages:
     return self.size*self.most
 
 @dataclass(frozen=True)
+class DealtRows:
+  """What one launch computes of a sequence whose rows several devices hold (attn/choose/context.py): of some heads the queries of one device, over
+  the keys of all. A device holds of the sequence one piece or two, that from the front and that from the back, equally long on all.
+
+  q, o and lse have the rows that the device holds, of which `queries` come first and the others are padding: 0 in o and -inf in lse. Row i of them is
+  row start + i of the sequence, and those from `front` on are `jump` rows further on. A bias has its rows so, too, and its keys in the order of the
+  sequence. k and v are (owners[1], heads[1], held, width), whatever the layout: the shards of the devices from owners[0] on, of the B*Hkv heads
+  those from heads[0] on. q and o have the query heads of these alone, (heads, Sq, width), unless the layout has heads beside each other; lse has
+  them always."""
+  start: int
+  front: int
+  jump: int
+  queries: int
+  piece: int                  # rows of k and v in a piece
+  devices: int
+  zigzag: bool                # two pieces a device: of n devices the i-th has those numbered i and 2n - 1 - i
+  owners: tuple[int, int]
+  heads: tuple[int, int]
+  @property
+  def held(self) -> int:
+    """Rows of k and v that a device holds."""
+    return self.piece*(1 + self.zigzag)
+  def place(self, row:Any) -> Any:
+    """Where in the sequence a row of q is: of a number, or of an expression in a kernel."""
+    if not self.jump: return row + self.start
+    further = self.jump*(row >= self.front) if isinstance(row, int) else (row >= self.front).where(self.jump, 0)
+    return row + self.start + further
+
+@dataclass(frozen=True)
 class Problem:
   """One attention problem: O = softmax(score) V, where score is, for the keys that a query sees, -inf for the others,
 
@@ -120,6 +149,8 @@ class Problem:
     dropout_start   tensor dropout_start uint32 (2): the batch and the head that the first ones here count as, for a part of a tensor
     batch_invariant   a row is computed in the same way whatever else there is: tile and key ranges, these of INVARIANT_KEYS keys each, depend
                  neither on B nor on the length of another sequence nor on the room that there is for keys
+    dealt        the rows of q, k and v are those that one of several devices holds, and some heads are computed: Sq is what the device holds, with
+                 the padding, and Sk the keys of the sequence without it
     num_splits   key ranges that workgroups of their own take (attn/kernels/combine.py): 1 is no split; 0 is for `splits.resolve` to choose
   Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0 where `top_left`).
   """
@@ -158,13 +189,15 @@ class Problem:
   batch_invariant: bool = False
   dropout_p: float = 0.0
   dropout_start: bool = False
+  dealt: DealtRows|None = None
 
   def __post_init__(self) -> None:
     def put(name:str, value:Any) -> None: object.__setattr__(self, name, value)
     for name, check in FIELD_CHECKS.items(): put(name, check(name, getattr(self, name)))
     # bounds beyond the first and the last key are none: a kernel never sees them
     left, right = self.window
-    put("window", (left if left < self.Sq - 1 + self.offset else -1, right if right < self.Sk - 1 - self.offset else -1))
+    first, last = (self.place(row) + self.offset for row in (0, self.Sq - 1))
+    put("window", (left if left < last else -1, right if right < self.Sk - 1 - first else -1))
     for check_together in (check_heads_and_types, check_scores, check_packed, check_numbers_of_rows, check_places):
       check_together(self)
 
@@ -177,7 +210,8 @@ class Problem:
   @property
   def options(self) -> tuple[str, ...]:
     """Those of the options that a kernel has to be written for which are in use, by name."""
-    names = ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p")
+    names = ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p",
+             "dealt")
     return tuple(x for x in names if getattr(self, x))
   @property
   def kept(self) -> float:
@@ -187,6 +221,29 @@ class Problem:
   def writes_lse(self) -> bool:
     """Whether a kernel writes an LSE: of the rows, or of a part of their keys."""
     return self.return_lse or self.num_splits > 1
+  @property
+  def has_rows_of_none(self) -> bool:
+    """Whether q may have rows of no sequence, whose o is 0 and whose lse -inf."""
+    return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
+  def place(self, row:Any) -> Any:
+    """Where in its sequence a row of q is."""
+    return row if self.dealt is None else self.dealt.place(row)
+  @property
+  def queries(self) -> int:
+    """Rows of q of a head that are no padding."""
+    return self.Sq if self.dealt is None else self.dealt.queries
+  @property
+  def all_heads(self) -> int:
+    """Query heads that are computed, over batches."""
+    return self.B*self.H if self.dealt is None else self.dealt.heads[1]*(self.H//self.Hkv)
+  @property
+  def first_head(self) -> int:
+    """Of these the first one, over batches."""
+    return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
+  @property
+  def rows_before(self) -> int:
+    """Rows of the heads before that one, which lse does not have, nor q and o unless the layout has heads beside each other."""
+    return self.first_head*self.Sq
   @property
   def rows(self) -> int:
     """Rows of the output, over batches and heads: the elements of lse."""
@@ -217,12 +274,17 @@ class Problem:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width), "nsd": (self.B*heads, length, width),
               "thd": (total, heads, width)}[self.layout]
     def of_keys(width:int, view:Strided|None) -> tuple[int, ...]:
+      if self.dealt is not None: return (self.dealt.owners[1], self.dealt.heads[1], self.dealt.held, width)
       return of(self.Hkv, self.Sk, self.total_k, width) if view is None else (view.size,)
     of_lse = {"nsd": (self.B*self.H, self.Sq), "thd": (self.H, self.total_q)}.get(self.layout, (self.B, self.H, self.Sq))
+    of_o, of_q = (of(self.H, self.Sq, self.total_q, width) for width in (self.Dv, self.D))
+    if self.dealt is not None:
+      of_lse = (self.all_heads, self.Sq)
+      if self.layout != "bshd": of_o, of_q = (*of_lse, self.Dv), (*of_lse, self.D)
     tensors: tuple[tuple[str, bool, tuple[int, ...], str], ...] = (
-      ("o", True, of(self.H, self.Sq, self.total_q, self.Dv), self.out_dtype),
+      ("o", True, of_o, self.out_dtype),
       ("lse", self.return_lse, of_lse, "float32"),
-      ("q", True, of(self.H, self.Sq, self.total_q, self.D), self.dtype),
+      ("q", True, of_q, self.dtype),
       ("k", True, of_keys(self.D, self.k_view), self.dtype),
       ("v", not self.v_in_k, of_keys(self.Dv, self.v_view), self.dtype))
     return {name: (shape, dtype) for name, there, shape, dtype in tensors if there} | self.extras
@@ -231,11 +293,12 @@ class Problem:
   def flops(self) -> int:
     """Floating-point operations of the two matrix products on visible scores, the usual way of counting (FlashAttention's benchmark)."""
     left, right = self.window
-    def seen(i:int) -> int:
+    def seen(row:int) -> int:
+      i = self.place(row)
       last = min(self.Sk - 1, i + self.offset + right if right >= 0 else self.Sk)
       return max(0, last - max(0, i + self.offset - left if left >= 0 else 0) + 1)
-    visible = sum(map(seen, range(self.Sq))) if self.window != (-1, -1) else self.Sq*self.Sk
-    return 2*self.B*self.H*visible*(self.D + self.Dv)
+    visible = sum(map(seen, range(self.queries))) if self.window != (-1, -1) else self.queries*self.Sk
+    return 2*self.all_heads*visible*(self.D + self.Dv)
 
 # ***** what must hold of each field, and of several together *****
 
@@ -297,6 +360,8 @@ def check_places(p:Problem) -> None:
   one_alone = not p.v_in_k and (p.k_view is None) != (p.v_view is None)
   if one_alone or (p.k_view is not None and p.varlen and p.pages is None):
     raise ValueError(f"k_view={p.k_view}, v_view={p.v_view}: k and v are both parts of larger buffers or neither, and not with layout='thd'")
+  if p.dealt is not None and (p.k_view is not None or p.varlen or p.kv_lengths or p.sk_variable is not None or p.dropout_p):
+    raise ValueError(f"dealt={p.dealt}: q, k and v are tensors of their own, not of layout 'thd', their lengths numbers, and there is no dropout")
   if p.pages is None: return
   if not p.kv_lengths or p.k_view is None: raise ValueError(f"pages={p.pages}: needs kv_lengths, k_view and v_view")
   if p.Sk != p.pages.rows: raise ValueError(f"Sk={p.Sk} with pages={p.pages}: must be the {p.pages.rows} rows that they hold")

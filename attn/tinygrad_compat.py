@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 import tinygrad
 from tinygrad import Device, Tensor, TinyJit, codegen
+from tinygrad.engine import realize
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program, to_program_key
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
 from tinygrad.codegen.late.linearizer import linearize
@@ -31,7 +32,8 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "Compiled", "Compiler", "Context", "DEBUG", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer",
            "HIPRenderer", "KernelInfo", "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer",
            "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ", "VectorDType", "adapt_cuda",
-           "buffer_under", "capturing", "comgr_compiler", "comgr_version", "compile_at_once", "compiled", "cuda_graph_seconds", "cuda_seconds",
+           "buffer_under", "capturing", "comgr_compiler", "comgr_version", "compile_at_once", "compiled", "copy_call", "cuda_graph_seconds",
+           "cuda_seconds",
            "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name",
            "elf_loader", "exec_alu", "foreign_cuda_context", "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places",
            "make_current", "opened_devices", "program_key", "program_of_launch", "programs_through", "run_alone", "shared_memory_text", "spec_names",
@@ -180,16 +182,22 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
         inputs = [(i, u) for i, u in enumerate(get_call_arg_uops(call)) if input_of(u) is not None]
         for _ in unwrap_multi(call, resolve_params(call, input_uops)):
           is_copy = self.nodes[number][3]
-          self.selected += [(number, i, u) for i, u in inputs if is_copy or u.op is not Ops.PARAM]
+          self.selected += [(number, i, u) for i, u in inputs if (i < 2 if is_copy else u.op is not Ops.PARAM)]
           number += 1
       kernels = {node for node in (*self.updatable, *(node for node, _, _ in self.selected)) if not self.nodes[node][3]}
       self.updatable: list[int] = sorted(kernels)   # type: ignore[has-type]
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, _ in self.selected if self.nodes[node][3]}
+    def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
+      """What a node waits for, by the regions that it has, of which tinygrad names the whole allocations. A buffer that is given it besides a region
+      of the same, lest the memory planner think it unused, it does not read."""
+      call = self.calls[len(self.nodes)]
+      regions = [(i, b) for i, b in enumerate(call[2][:len(bufs)]) if i in write or not any(holds(b, call[2][n]) for n in write)]
+      return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)
     def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
       moved = list[int]()
       for node, i, u in self.selected:
         _, params, c_args, is_copy = self.nodes[node]
-        found = with_input(u, input_uops).buffer
+        found = resolved(u, input_uops).buffer
         buffer = (found.bufs[self.calls[node][0]] if isinstance(found, MultiBuffer) else found).ensure_allocated()
         if not is_copy: setattr(c_args, f"f{i}", buffer._buf)
         elif self.copied[node, i] != (address := address_of(buffer)):
@@ -202,12 +210,13 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
 
 def input_of(u:UOp) -> UOp|None:
   """The input of a TinyJit that an argument of a call is, or takes a region or one device's part of, or a region of that."""
-  while u.op in (Ops.MSELECT, Ops.SHRINK): u = u.src[0]
+  while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return u if u.op is Ops.PARAM else None
 
-def with_input(u:UOp, input_uops:tuple[UOp, ...]) -> UOp:
-  """The same of the inputs that are given."""
-  return input_uops[u.arg.slot] if u.op is Ops.PARAM else u.replace(src=(with_input(u.src[0], input_uops), *u.src[1:]))
+def holds(whole:Buffer, part:Buffer) -> bool:
+  """Whether a buffer is more than a region of the same allocation, which lies in it."""
+  ends = [(b.offset, b.offset + b.nbytes) for b in (whole, part)]
+  return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 
 def address_of(buffer:Any) -> Any:
   """What tells whether a buffer lies where another one did."""
@@ -379,6 +388,23 @@ def linear_view(u:UOp, *indices:UOp) -> tuple[UOp, UOp]|None:
   assert view is not None
   found = graph_rewrite(view.index(*indices), pm_mops + symbolic, name="attn view")
   return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
+
+def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
+  """The CALL that copies one buffer, or region of one, to another on any device. What is `held` besides, the buffers that they are regions of, is a
+  source of it, no more."""
+  srcs = (to, source, *held)
+  params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
+  copy = UOp(Ops.COPY, src=(params[1],), arg=to.device).call(*params)
+  return UOp(Ops.LINEAR, src=(copy,)).call(*srcs)
+
+def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
+  """An argument of a call, or what it takes one device's part or a region of, in place of the PARAM that stands for it."""
+  if u.op is Ops.PARAM: return inputs[u.arg.slot]
+  if u.op is Ops.MSTACK: return u.replace(src=tuple(resolved(x, inputs) for x in u.src))
+  return u.replace(src=(resolved(u.src[0], inputs), *u.src[1:])) if input_of(u) is not None else u
+
+# tinygrad's own does so for a part or a region, but not for a region's part
+realize._resolve = resolved   # type: ignore[assignment]
 
 def written_to(buffer:UOp, kernel:UOp) -> None:
   """Every Tensor that is `buffer`, or a view of it, is from now on what it is after `kernel`, which writes to it. (Tensor.assign has it so for views,

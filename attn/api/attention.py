@@ -94,7 +94,7 @@ def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options
   prints what computes the gradients, `backward_choice_of(...)`, and returns that."""
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
-  if call.shards is not None: print(f"  {call.shards.told(call.problem)}")
+  if call.shards is not None: print(f"  {call.shared_rows.told}")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
   device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")

@@ -28,8 +28,10 @@ class CheckedCall:
   out: Tensor|None
   variables: tuple[UOp, ...] = ()     # bound, that the problem's numbers of rows are made of
   shards: SequenceShards|None = None
-  into: tuple[Tensor, Tensor]|None = None   # where to put lse, as `out` is for o, and the buffer that both are regions of
-  def choice(self) -> Choice: return choose(self.problem if self.shards is None else first_launch(self.problem, self.shards), self.arch)
+  into: tuple[Tensor, ...] = ()   # where to put lse, as `out` is for o, and the buffers that these are regions of
+  def choice(self) -> Choice:
+    if self.shards is None: return choose(self.problem, self.arch)
+    return choose(self.shared_rows.first_gathering if self.shards.queries is not None else first_launch(self.problem, self.shards), self.arch)
   @property
   def shared_rows(self) -> SharedRows:
     assert self.shards is not None and self.arch is not None

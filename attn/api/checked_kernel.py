@@ -25,10 +25,10 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
   """(buffer, first element, elements) of what a kernel writes to when it is given `u`; None where that is no memory of u's own. A slice of a buffer
   without gaps is a region of it once it is `contiguous()`: tinygrad gives the kernel that part of the buffer."""
   count, sliced = u.max_numel(), False
-  while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS):
+  while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS, Ops.MSELECT):
+    if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # of a buffer on each of several devices
     sliced |= u.op is Ops.CONTIGUOUS
     u = u.src[0]
-  if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # of a buffer on each of several devices
   if u.op in (Ops.BUFFER, Ops.PARAM): return u, 0, count
   if not sliced or (view := u.contiguous_view()) is None: return None
   base = region(view[0])

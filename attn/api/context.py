@@ -8,8 +8,8 @@ Where only k and v are sharded, and every device has all queries, each computes 
 and lse in one buffer, which one kernel merges on each.
 """
 from __future__ import annotations
-import functools
-from collections.abc import Callable, Iterator
+import functools, math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from attn import values
 from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means, region
@@ -18,19 +18,19 @@ from attn.api.options import AttentionOptions
 from attn.api.placement import AXES, Placement, local_shape
 from attn.api.views import whole_places
 from attn.chips import CHIPS, Chip
-from attn.choose.context import ORDERS, ContextLaunch, PieceRun, SequenceShards
+from attn.choose.context import ORDERS, ContextLaunch, PieceRun, SequenceShards, head_chunks
 from attn.choose.dispatch import choose
 from attn.kernels.merge import RowRange, merge, part_size
 from attn.ops.plain import plain
 from attn.problem import Problem, Strided
-from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes, with_params
+from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, with_params
 from attn.values import FLOATS
 
 SLOTS = 2             # buffers of a device for the shards of others: one is read while the other one fills
 PARTS_KEPT = 4        # results that wait to be merged, at most: of longer chains the memory would grow with the number of devices
 
-# (o, lse) of a problem from tensors by name on a device, in the buffers (o, lse, the one that they are regions of) that are given for them, if any
-Attend = Callable[[Problem, dict[str, Tensor], str, tuple[Tensor, Tensor, Tensor]|None], tuple[Tensor, Tensor]]
+# (o, lse) of a problem from tensors by name on a device, in the buffers (o, lse, those that they are regions of) that are given for them, if any
+Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class SharedRows:
@@ -45,6 +45,24 @@ class SharedRows:
   def own(self) -> Problem:
     """What the results of a device have the shapes of: with the padding."""
     return replace(self.problem, Sq=self.shards.queries or self.problem.Sq, return_lse=True)
+  def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
+    """What a device computes where it gathers the keys of all: of some heads (first, count) in each launch. Of all where key ranges are divided:
+    there is one buffer for their parts."""
+    p, shards = self.problem, self.shards
+    heads = (0, p.B*p.Hkv)
+    if choose(whole := shards.dealt(p, device, heads), self.arch).work.splits > 1: return [(heads, whole)]
+    return [(heads, replace(shards.dealt(p, device, heads), num_splits=1)) for heads in head_chunks(p, shards)]
+  @property
+  def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
+  @property
+  def gathers(self) -> bool:
+    """Whether devices compute so: not where q is whole on each, nor by tinygrad alone, nor where buffers have no regions, as OpenCL's."""
+    if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
+    return region(elements(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
+  @property
+  def told(self) -> str:
+    """What `explain` says of it."""
+    return self.shards.told(self.problem, len(self.gathering(0)) if self.gathers else 0)
   def there(self, device:int) -> tuple[RowRange, ...]:
     """The rows of a device that are no padding."""
     return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
@@ -182,6 +200,82 @@ def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:Piece
   viewed = replace(p, k_view=of("k"), v_view=of("v"))
   return viewed if choose(viewed, arch).kernel == choose(p, arch).kernel != "three_pass" else p
 
+# ***** all keys of some heads *****
+
+def elements(u:UOp, first:int, count:int) -> UOp:
+  """A region of a buffer, or of one on each of several devices."""
+  return u.flatten().shrink(((first, first + count),)).contiguous()
+
+def buffer_of(u:UOp) -> UOp:
+  """The buffer that a tensor lies in, whatever is still to be written to it."""
+  while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
+  return u
+
+def heads_of_shard(c:SharedRows, u:UOp, shards:list[UOp], owner:int, heads:tuple[int, int]) -> tuple[UOp, ...]:
+  """Some heads of what a device holds of k or v, (heads, rows, width), as a region or in a buffer of their own, and the buffer that it is a region
+  of."""
+  shard, (first, count) = shards[owner], heads
+  of_head = shard.max_numel()//(c.problem.B*c.problem.Hkv)
+  if c.problem.layout != "bshd": return of_device(elements(buffer_of(u), first*of_head, count*of_head), owner), shard
+  found = Tensor(shard).transpose(1, 2).reshape(-1, of_head)[first:first + count]
+  return (filled_with_rows(found.uop),)
+
+def gathered(c:SharedRows, u:UOp, shards:list[UOp], device:int, heads:tuple[int, int], to:UOp) -> UOp:
+  """`to`, a buffer of the device, once it has of k or v these heads, of all the devices whose keys it has to have."""
+  (first, count), buffer = c.shards.owners_seen(c.problem, device), buffer_of(to)
+  size = shards[device].max_numel()//(c.problem.B*c.problem.Hkv)*heads[1]
+  order = sorted(range(first, first + count), key=lambda owner: (owner - device) % len(c.devices))    # no two read from the same at a time
+  for owner in order:
+    source, *held = heads_of_shard(c, u, shards, owner, heads)
+    to = to.after(copy_call(elements(buffer, (owner - first)*size, size), source, to, *held))
+  return to
+
+@dataclass(frozen=True)
+class GatheringDevice:
+  """A device that gathers the keys of all: the tensors that it has, what it launches, over which heads, and its buffers for k and v, which take
+  turns."""
+  number: int
+  tensors: dict[str, UOp]
+  launches: list[tuple[tuple[int, int], Problem]]
+  slots: list[dict[str, UOp]]
+  @staticmethod
+  def of(c:SharedRows, held:dict[str, list[UOp]], number:int) -> GatheringDevice:
+    t, launches = {x: shards[number] for x, shards in held.items()}, c.gathering(number)
+    if "bias" in t: t["bias"] = dealt_bias(c, t["bias"], number)
+    shapes = {x: shape for x, (shape, _) in launches[0][1].shapes.items() if x in ("k", "v")}
+    slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
+    return GatheringDevice(number, t, launches, slots)
+
+def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
+  """The last CALL of those that fill the `outputs` o and lse, on each device: each computes all of its queries of some heads over all keys. While
+  one is computed the keys of the next heads come over."""
+  devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
+  for n in range(max(len(x.launches) for x in devices)):     # of all devices by turns, for a graph has so many launches at most
+    for x in [x for x in devices if n < len(x.launches)]:
+      (heads, p), slot = x.launches[n], x.slots[n % SLOTS]
+      slot |= {name: gathered(c, inputs[name], held[name], x.number, heads, u) for name, u in slot.items()}
+      o, lse, q = (heads_in(p, name, u, heads, x.number) for name, u in (*states.items(), ("q", inputs["q"])))
+      whole = [*(of_device(u, x.number) for u in states.values()), x.tensors["q"]]
+      tensors = {name: Tensor(u) for name, u in (x.tensors | slot | {"q": q}).items()}
+      found, _ = attend(p, tensors, c.devices[x.number], [Tensor(u) for u in (o, lse, *whole)])
+      call = found.uop.src[1]
+      states = {name: u.after(call) for name, u in states.items()}
+  return call
+
+def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:
+  """What a launch over these heads has on its device of q, o or lse: the region that they are, or all of it."""
+  size = math.prod(p.shapes[name][0])
+  if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
+  return of_device(elements(buffer_of(u), heads[0]//heads[1]*size, size), device)
+
+def dealt_bias(c:SharedRows, bias:UOp, device:int) -> UOp:
+  """The rows of a bias that a device's queries have, as these lie, the padding included."""
+  queries = c.shards.queries
+  if c.shards.bias_shared or bias.max_shape[2] == 1 or queries is None: return bias
+  pieces = [cut(bias, 2, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(bias, 2, 0, 1)]
+  first, *rest = pieces
+  return filled_with_rows(first.cat(*rest, dim=2).pad_to((*bias.max_shape[:2], queries, bias.max_shape[3])))
+
 # ***** parts: o and lse of some rows over some keys, in one buffer *****
 
 def packed(o:Tensor, lse:Tensor) -> UOp:
@@ -208,7 +302,7 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
   if p.k_view is None: t |= {x: rows_in_buffer(t[x], axis, launch.keys.first, launch.keys.count) for x in ("k", "v") if x in t}
   if "bias" in t: t["bias"] = bias_rows(t["bias"], launch, c.shards.bias_shared)
   tensors = {x: Tensor(u) for x, u in t.items()}
-  if choose(p, c.arch).kernel == "three_pass": return packed(*attend(p, tensors, name, None))
+  if choose(p, c.arch).kernel == "three_pass": return packed(*attend(p, tensors, name, ()))
   return written_part(p, name, lambda o, lse, whole: attend(p, tensors, name, (Tensor(o), Tensor(lse), Tensor(whole)))[0].uop.src[1])
 
 @functools.cache
@@ -256,19 +350,24 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
       parts.append(ContextPart(rows, run_launch(c, launch, others | of_owner, device, attend)))
   return parts
 
-def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """(o and lse as buffers, sharded as q is; the inputs in buffers, and o and lse as they are when they are computed), by name."""
-  inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
-  held = {name: shards_of(u) for name, u in inputs.items()}
+def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
+  """The last CALL of those that fill the `outputs` o and lse, on each device, by merging what launches over some keys have found."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
-  shapes, axes = c.own.shapes, {"o": AXES[c.problem.layout], "lse": lse_axes(c.problem.layout)}
-  buffers = {name: UOp.empty(shapes[name][0], dtype=FLOATS[shapes[name][1]], device=c.at.device) for name in axes}
-  states = buffers
+  states = outputs
   for i, some in enumerate(parts):     # each sees what the one before it has left, for tinygrad takes them for writers of the same buffer
     into = tuple(of_device(u, i) for u in states.values())
     call = merge_call(c, c.own, some, into, held["sinks"][i] if "sinks" in held else None, c.there(i))
     states = {name: u.after(call) for name, u in states.items()}
+  return call
+
+def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
+  """(o and lse as buffers, sharded as q is; the inputs in buffers, and o and lse as they are when they are computed), by name."""
+  inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
+  held = {name: shards_of(u) for name, u in inputs.items()}
+  shapes, axes = c.own.shapes, {"o": AXES[c.problem.layout], "lse": lse_axes(c.problem.layout)}
+  buffers = {name: UOp.empty(shapes[name][0], dtype=FLOATS[shapes[name][1]], device=c.at.device) for name in axes}
+  call = gathered_over(c, inputs, held, attend, buffers) if c.gathers else merged_over(c, held, attend, buffers)
   def on_all(name:str) -> UOp:
     u = buffers[name]
     return u if c.shards.queries is None or isinstance(u.device, str) else u.unshard(axes[name].index("rows"))
@@ -282,6 +381,6 @@ def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextP
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """What the first launch of the first device that has one computes."""
+  """What the first launch of the first device that has one computes over the keys of one device."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

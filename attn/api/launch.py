@@ -1,10 +1,11 @@
 """How a checked call is run: the kernels that it launches, their buffers, and where its gradient comes from."""
 from __future__ import annotations
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Iterable
 from attn.api.checked_call import CheckedCall
-from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_device, check_means
+from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_device, check_means, region
 from attn.api.context import first_launch, run_shared_rows
 from attn.api.context_gradient import with_context_gradient
 from attn.api.dropout import drawn_seed, first_of_each
@@ -64,7 +65,7 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
-  elif name == "lse" and c.into is not None: return c.into[0]
+  elif name == "lse" and c.into: return c.into[0]
   else: axes = (*[None]*name.endswith("partial"), *lse_axes(p.layout))
   shape, dtype = (arguments(p) | combine_arguments(p))[name]
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
@@ -73,12 +74,12 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """forward, or for split_kv the same into partial results and then combine."""
   p = replace(c.problem, num_splits=choice.work.splits)
   t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else
-       x if x.uop.has_buffer_identity(after_ok=True) else x.contiguous() for name, x in c.tensors.items()}
+       x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous() for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # as in run_three_pass
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = replace(p, return_lse=True)      # for backward
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
-    if c.into is not None: given.append(c.into[1])     # which the kernel does not take
+    given += c.into[1:]     # which the kernel does not take
     written = Tensor.custom_kernel(*given, fxn=with_variables(fxn, c.variables))
     t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
   return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if c.problem.return_lse else [])]
@@ -93,8 +94,8 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
 
 def run_across(c:CheckedCall) -> list[Tensor]:
   """By devices that share rows."""
-  def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:tuple[Tensor, Tensor, Tensor]|None) -> tuple[Tensor, Tensor]:
-    o, lse = run(CheckedCall(p, tensors, c.arch, Placement(device), into and into[0], into=into and into[1:]))
+  def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    o, lse = run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:])))
     return o, lse
   choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # as in run_three_pass
   return deliver(c, *with_context_gradient(c.shared_rows, *run_shared_rows(c.shared_rows, c.tensors, attend_part)))

@@ -163,7 +163,7 @@ def plain_tiles(p:Problem, arch:Chip, units:tuple[str, ...]) -> tuple[AnyBackwar
     tiles = tiled_backward_tiles(p, arch)
     for tile in tiles: check_backward(p, tile)
   except NotImplementedError as e: return str(e)
-  for tile, rows, heads in zip(tiles, (p.Sq, p.Sk), (p.H, p.Hkv)):
+  for tile, rows, heads in zip(tiles, (p.Sq, p.Sk), (p.B*p.H, p.B*p.Hkv)):
     if arch.serial and (reason := too_many_parts(p, arch, ceildiv(rows, tile.block_m), heads)) is not None: return reason
   return tiles
 

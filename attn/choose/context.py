@@ -11,8 +11,8 @@ A piece of queries and a piece of keys are an attention problem with an offset o
 from __future__ import annotations
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from attn.problem import Problem
+from dataclasses import dataclass, replace
+from attn.problem import BYTES, DealtRows, Problem
 
 ORDERS = {"contiguous": 1, "zigzag": 2}     # the pieces that a device holds
 
@@ -125,11 +125,43 @@ class SequenceShards:
     seen = owners(device, self.count) if self.queries is not None else (device,)
     found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
     return tuple((owner, some) for owner, some in found if some)
-  def told(self, p:Problem) -> str:
-    """What `explain` says of it."""
+  def owners_seen(self, p:Problem, device:int) -> tuple[int, int]:
+    """(first, count) of the devices whose keys a device has to have, where it has all of its queries at a time: those that it sees, and such as lie
+    between them; itself where it sees none."""
+    seen = [owner for owner, _ in self.plan(p, device)] or [device]
+    return min(seen), max(seen) + 1 - min(seen)
+  def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
+    """What a device computes in one launch, of the key/value heads (first, count) over batches. The same for all that are computed alike: where rows
+    lie, and which heads they are of, is said where something goes by it."""
+    assert self.queries is not None
+    pieces, first, jump = self.queries_of(p, device), 0, 0
+    if pieces and (p.alibi or p.window != (-1, -1)):
+      first = pieces[0].start
+      jump = sum(y.start - x.start - y.at for x, y in itertools.pairwise(pieces))
+    owner, owners = self.owners_seen(p, device)
+    by_head = p.layout == "bshd" or p.alibi or p.bias is not None or p.sinks
+    dealt = DealtRows(first, pieces[-1].at if jump else 0, jump, sum(piece.rows for piece in pieces), self.keys//ORDERS[self.order], self.count,
+                      self.order == "zigzag", (owner if owners > 1 else 0, owners), heads if by_head else (0, heads[1]))
+    return replace(p, Sq=self.queries, return_lse=True, dealt=dealt)
+  def told(self, p:Problem, gathered:int) -> str:
+    """What `explain` says of it, where each device computes in so many launches of some heads each, over all keys; 0: over those of one device."""
+    shared = f"{'keys' if self.queries is None else 'rows'} shared by {self.count} devices, {self.order}:"
+    if gathered:
+      others = max(self.owners_seen(p, device)[1] for device in range(self.count)) - 1
+      return f"{shared} {gathered} launches on each, for whose heads the keys of at most {others} others come over"
     plans = [self.plan(p, device) for device in range(self.count)]
-    most = max(sum(len(some) for _, some in plan) for plan in plans)
-    each = f"shared by {self.count} devices, {self.order}: at most {most} launches on each, and"
-    if self.queries is None: return f"keys {each} o and lse exchanged once"
-    passed = max(sum(owner != device for owner, _ in plan) for device, plan in enumerate(plans))
-    return f"rows {each} the keys of {passed} others passed to it"
+    each = f"{shared} at most {max(sum(len(some) for _, some in plan) for plan in plans)} launches on each, and"
+    if self.queries is None: return f"{each} o and lse exchanged once"
+    return f"{each} the keys of {max(sum(owner != device for owner, _ in plan) for device, plan in enumerate(plans))} others passed to it"
+
+# ***** heads that are computed one after another *****
+
+PARTS = 8             # of the heads, of which a device has two at a time: the keys of the first are waited for
+SMALLEST = 1 << 20    # bytes of K that come from a device, below which heads are not divided: the copy takes less time than it takes to start
+
+def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
+  """(first, count) of the key/value heads, over batches, of each launch of a device: equally many, so that it is one kernel. While it computes some
+  the keys of the next come over."""
+  heads, least = p.B*p.Hkv, max(p.B*p.Hkv/PARTS, SMALLEST/(shards.keys*p.D*BYTES[p.dtype]))
+  count = next((n for n in range(1, heads) if heads % n == 0 and n >= least), heads)
+  return [(first, count) for first in range(0, heads, count)]

@@ -157,7 +157,7 @@ def can_split_kv(p:Problem, arch:Chip) -> Work|str:
 MOST_PARTS = 8192    # half of what tinygrad's queue of commands for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Why a device without workgroups does not take so many blocks of rows of so many heads a batch, or None."""
+  """Why a device without workgroups does not take so many blocks of rows of so many heads, over batches, or None."""
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes {MOST_PARTS} at most, which tinygrad tells it one by one"
 
@@ -169,7 +169,7 @@ def can_tiled(p:Problem, arch:Chip) -> Work|str:
     tile = tiled_tile(p, arch)
     check_range(p, tile)
   except NotImplementedError as e: return str(e)
-  if arch.serial and (reason := too_many_parts(p, arch, ceildiv(p.Sq, tile.block_m), p.H)) is not None: return reason
+  if arch.serial and (reason := too_many_parts(p, arch, ceildiv(p.Sq, tile.block_m), p.all_heads)) is not None: return reason
   if tile.alone: return Work(tile) if p.num_splits <= 1 else f"num_splits={p.num_splits}: threads by themselves have no key ranges to merge"
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 

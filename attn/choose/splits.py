@@ -27,7 +27,7 @@ def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n
 def workgroups(p:Problem, tile:AnyTile) -> int:
   """Workgroups of the forward kernel without splits."""
   heads = heads_of(p, tile)
-  return p.B*p.H//heads*ceildiv(p.Sq*heads, tile.block_m)
+  return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   """The number of splits, a power of two, by an occupancy model.
@@ -40,7 +40,7 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
 
   and the smallest G with the least time is taken, no larger than the number of key tiles. A grid that fills the chip many times over gets no split.
   """
-  trips = max(1, ceildiv(p.flops//(2*p.B*p.H*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
+  trips = max(1, ceildiv(p.flops//(2*p.all_heads*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average query's block
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return quickest(choices or [1], workgroups(p, tile), trips, tile.block_n, places_of(p, arch, tile), p.rows*(p.Dv + 1))
 

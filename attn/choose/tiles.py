@@ -163,7 +163,7 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
   for c in MMA_CANDIDATES:
     q_tiles = c.q_tiles if rows > mat.M else 1
     tile = MmaTile(mat, WARPS, q_tiles, c.block_n, q_in_lds=c.q_in_lds, parts=c.parts, pack_gqa=group > 1)
-    blocks = p.B*p.H//group*ceildiv(rows, tile.block_m)
+    blocks = p.all_heads//group*ceildiv(rows, tile.block_m)
     tile = replace(tile, waves=min(WARPS, ceildiv(rows, q_tiles*mat.M)))
     if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden or (c.large and blocks < arch.cus): continue
     if tile.lds_bytes(p) <= arch.lds: found.append(tile)
@@ -187,7 +187,7 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   def time(c:WgmmaCandidate) -> float:
     t, splits = tile(c), max(1, p.num_splits)
     resident = min(c.resident, blocks_in_lds(p, arch, t))
-    blocks = splits*p.B*p.H*ceildiv(p.Sq, t.block_m)/arch.cus         # of a multiprocessor
+    blocks = splits*p.all_heads*ceildiv(p.Sq, t.block_m)/arch.cus         # of a multiprocessor
     keys = round_up(ceildiv(p.Sk, splits), t.block_n)
     together = max(BY_ITSELF*resident, min(resident, math.ceil(blocks)))
     each = t.block_m*together/min(resident, math.ceil(blocks))        # rows whose time a block takes

@@ -33,7 +33,7 @@ def problem_class(p:Problem) -> str|None:
   that takes registers of its own: they are not timed."""
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   mask = "window" if p.window[0] >= 0 else "causal" if p.window[1] >= 0 else "full"
-  heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.B*p.H, p.Sq, p.Sk))
+  heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.all_heads, p.Sq, p.Sk))
   width = f"D{p.D} with Dv{p.Dv} in it" if p.v_in_k else f"D{head_class(p)}"
   return f"{p.dtype} {width} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
 

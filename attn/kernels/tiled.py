@@ -61,7 +61,7 @@ class Tiled(Rectangle):
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:TiledTile, args:tuple[UOp, ...]) -> Tiled:
-    grid, at = grid_of(p, arch, tile, p.Sq, p.H)
+    grid, at = grid_of(p, arch, tile, p.Sq, p.all_heads)
     new, floats, quads, threads = grid.allocator, tile.sections(p).floats, tile.own//QUAD, tile.threads
     memory = new.registers(floats) if tile.alone else new.lds(floats, dtypes.float)
     carried = (ceildiv(tile.down*tile.walked*tile.depth, QUAD*threads), ceildiv(tile.values*tile.width(p.Dv), QUAD*threads))

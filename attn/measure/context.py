@@ -1,6 +1,6 @@
 """Sequences that two GPUs share, against one: `DEV=CUDA python -m attn.measure.context [WORD ...]` prints the rows whose name has each WORD.
 
-Wall time of one call under TinyJit, median of rounds, on one device and on all; the bytes that each device has in use; and a timeline: each kernel
+Wall time of one call under TinyJit, median of rounds, on each device by itself and on all; the bytes that each device has in use; and a timeline: each kernel
 and copy of the call timed alone, and from these how long the call takes where copies run beside kernels and where they don't. DEVICES=4 takes four.
 With DEV=EMU and SMALL=1 the same runs without a GPU: its times mean nothing.
 """
@@ -128,9 +128,11 @@ def timeline(row:SharedProblem, devices:tuple[str, ...], ms:float) -> list[str]:
           f"one after another {after:.3f}; measured {ms:.3f}"]
 
 def measure_row(row:SharedProblem, devices:tuple[str, ...]) -> None:
-  one, all_ = measured(row, devices[:1]), measured(row, devices)
+  alone, all_ = [measured(row, (device,)) for device in devices], measured(row, devices)
+  one = min(alone, key=lambda found: found.ms)
   def bytes_of(found:list[int]) -> str: return ", ".join(f"{n:,}".replace(",", " ") for n in found)
-  print(f"{row}: one {one.ms:.3f} ms, {len(devices)} devices {all_.ms:.3f} ms, {one.ms/all_.ms:.2f} times as fast")
+  print(f"{row}: one {', '.join(f'{found.ms:.3f}' for found in alone)} ms, by itself, {len(devices)} devices {all_.ms:.3f} ms, "
+        f"{one.ms/all_.ms:.2f} times as fast as the faster of them")
   for what, of_one, of_all in (("inputs", one.inputs, all_.inputs), ("besides", one.besides, all_.besides)):
     print(f"    bytes, {what}: {bytes_of(of_one)} on one, {bytes_of(of_all)} on each")
   print("\n".join(timeline(row, devices, all_.ms)), flush=True)

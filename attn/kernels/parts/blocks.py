@@ -2,6 +2,7 @@
 does."""
 from __future__ import annotations
 from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Mapping
 from attn.kernels.parts.rows import flat
 from attn.ops import common as ops
@@ -56,20 +57,24 @@ def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
   keys: int|UOp = counted(p.sk_variable).minimum(p.Sk) if p.sk_variable is not None else p.Sk
   if p.sk_variable is not None and p.sq_variable is not None: offset: int|UOp = counted(p.sk_variable) - counted(p.sq_variable)
   else: offset = p.offset if p.top_left or isinstance(keys, int) else keys + (p.offset - p.Sk)
-  return Extent(p.Sq, keys, 0, 0, offset)
+  return Extent(p.queries, keys, 0, 0, offset)
 
 @dataclass(frozen=True)
 class Walk:
   """What a workgroup walks over, as its own rows see it: the keys, from its queries, or the queries, from its keys. Row i of its own, of which there
-  are `own`, sees those from i + offset - back to i + offset + ahead, of which there are `count`; -1 is no bound."""
+  are `own`, sees those from at(i) - back to at(i) + ahead, of which there are `count`; -1 is no bound."""
   over: str            # "keys" or "queries"
   back: int
   ahead: int
   offset: int|UOp
   count: int|UOp
   own: int|UOp
+  place: Callable[[UOp], UOp]|None = None    # of a row in its sequence, where that is not its number
+  def at(self, row:UOp) -> UOp:
+    """Where the diagonal meets a row."""
+    return (row if self.place is None else self.place(row)) + self.offset
 
-def over_keys(p:Problem, x:Extent) -> Walk: return Walk("keys", *p.window, x.offset, x.n_k, x.n_q)
+def over_keys(p:Problem, x:Extent) -> Walk: return Walk("keys", *p.window, x.offset, x.n_k, x.n_q, None if p.dealt is None else p.dealt.place)
 def over_queries(p:Problem, x:Extent) -> Walk: return Walk("queries", *p.window[::-1], -x.offset, x.n_q, x.n_k)
 
 @dataclass(frozen=True)
@@ -86,7 +91,10 @@ class Outside:
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
-  """Of q and what is like it, or of k and v."""
+  """Of q and what is like it, or of k and v. Of rows that devices hold these are the padding behind them."""
+  if p.dealt is not None:
+    there = p.dealt.queries
+    return Outside(UOp.const(p.Sq - there), UOp.const(0), UOp.const(there), p.Sq)
   name, total, start, n = ("cu_seqlens_k", p.total_k, x.k_start, x.n_k) if keys else ("cu_seqlens_q", p.total_q, x.q_start, x.n_q)
   after, end = start + n, run_time(flat(given[name])[batch + 1].load(), 0, total)
   end = batch.eq(p.B - 1).where(UOp.const(total), end)
@@ -115,13 +123,14 @@ class Blocks:
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
   """The tiles that rows `first`..`last` see."""
-  back, ahead, offset, there = walk.back, walk.ahead, walk.offset, walk.count
+  back, ahead, there = walk.back, walk.ahead, walk.count
+  of_first, of_last = walk.at(first), walk.at(last)
   rows = there if isinstance(there, UOp) else UOp.const(there)
-  seen = rows if ahead < 0 else (last + offset + ahead + 1).maximum(0).minimum(there)
-  unseen = UOp.const(0) if back < 0 else (first + offset - back).maximum(0).minimum(there)
+  seen = rows if ahead < 0 else (of_last + ahead + 1).maximum(0).minimum(there)
+  unseen = UOp.const(0) if back < 0 else (of_first - back).maximum(0).minimum(there)
   if isinstance(walk.own, UOp): seen, unseen = ((first < walk.own).where(n, 0) for n in (seen, unseen))   # a shorter sequence has no such block
   begin, end = unseen//block_n, (seen + block_n - 1)//block_n
-  full_begin = begin if back < 0 else ((last + offset - back).maximum(0) + block_n - 1)//block_n
-  full_end = rows//block_n if ahead < 0 else (first + offset + ahead + 1).maximum(0).minimum(there)//block_n
+  full_begin = begin if back < 0 else ((of_last - back).maximum(0) + block_n - 1)//block_n
+  full_end = rows//block_n if ahead < 0 else (of_first + ahead + 1).maximum(0).minimum(there)//block_n
   full_begin = full_begin.minimum(end)
   return Blocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end)

@@ -34,7 +34,9 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
-  return number, number*p.Dv if split else row.batch*sb + row.head*sh + (x.q_start + row.index)*ss
+  if split: return number, number*p.Dv
+  begin = row.batch*sb + row.head*sh + (x.q_start + row.index)*ss
+  return number - p.rows_before, begin if p.layout == "bshd" else begin - p.rows_before*p.Dv
 
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
   """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`, as fp32 numbers or
@@ -60,10 +62,10 @@ def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
 
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
                   new:Allocator, *split:UOp) -> list[UOp]:
-  """Of packed sequences: the stores, in a loop, of o = 0 and lse = -inf to the rows that are of none (`blocks.outside`), for some
-  heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key range their lse is
-  OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
-  if not p.varlen: return []
+  """Of packed sequences, and of those that devices hold: the stores, in a loop, of o = 0 and lse = -inf to the rows that are of none
+  (`blocks.outside`), for some heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key
+  range their lse is OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
+  if not p.has_rows_of_none: return []
   o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
   vec, nothing = math.gcd(p.Dv, 4), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
   def stores(row:UOp, column:UOp, there:UOp) -> list[UOp]:

@@ -77,6 +77,6 @@ def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp,
   outputs = store_row(at.arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, at.column, values, at.there)
   if "lse" in given:
     log_sum = weights.eq(0.0).where(NEG_INF, ops.add(reference_of(largest), ops.mul(ops.log2(weights), LN2)))
-    if p.varlen: log_sum = largest.eq(OF_NO_SEQUENCE).where(NEG_INF, log_sum)
+    if p.has_rows_of_none: log_sum = largest.eq(OF_NO_SEQUENCE).where(NEG_INF, log_sum)
     outputs.append(given["lse"][at.number.valid(at.there & at.column.eq(0))].store(log_sum))
   return outputs

@@ -170,22 +170,22 @@ class RectangleTile:
     return f"{self.block_m}x{self.block_n} " + ("1 thread" if self.alone else f"{self.down}x{self.across} threads of {self.walked}x{self.own}")
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Of a device without workgroups: how many parts it is told to do one after another, of so many blocks of rows of so many heads a batch, and how
-  many (head, block) each has, over which it loops. What keys there are must be the same in all of these, for the bound of a loop may not depend on
-  another loop."""
+  """Of a device without workgroups: how many parts it is told to do one after another, of so many blocks of rows of so many heads over batches, and
+  how many (head, block) each has, over which it loops. What keys there are must be the same in all of these, for the bound of a loop may not depend
+  on another loop."""
   parts = p.B if p.kv_lengths or p.varlen else 1
-  return parts*blocks, p.B*heads//parts
+  return parts*blocks, heads//parts
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, rows:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """A block of `rows` and one of the `heads` of each batch for each workgroup; where a device has none, a block for each part that it does, and a
+  """A block of `rows` and one of the `heads`, over batches, for each workgroup; where a device has none, a block for each part that it does, and a
   loop over heads."""
   new, here, own, blocks = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked), ceildiv(rows, tile.block_m)
   if arch.serial:
     parts, together = serial_items(p, blocks, heads)
     part, head = new.range(parts, AxisType.GLOBAL), new.range(together, AxisType.LOOP)
-    groups = p.B*heads//together
+    groups = heads//together
     return Grid(new, (part, head), part%groups*together + head, part//groups, here, here), ThreadPlace(here, here, 1, own)
-  block, head = new.range(blocks, AxisType.GLOBAL), new.range(p.B*heads, AxisType.GLOBAL)
+  block, head = new.range(blocks, AxisType.GLOBAL), new.range(heads, AxisType.GLOBAL)
   if tile.alone: return Grid(new, (block, head), head, block, here, here), ThreadPlace(here, here, 1, own)
   x, h = new.range(tile.across, AxisType.WARP), new.range(tile.down, AxisType.WARP)
   return Grid(new, (block, head, x, h), head, block, x, h), ThreadPlace(h, x, tile.across, own)

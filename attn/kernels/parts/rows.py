@@ -5,6 +5,7 @@ from typing import Callable, Self
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.counts import below
 from attn.ops import amd, common as ops
+from attn.problem import DealtRows
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 def flat(placeholder:UOp) -> UOp:
@@ -123,24 +124,53 @@ class Table:
     """Where a row begins, `stride` elements after the one before it in its page."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
+  def place_in_tile(self, first:UOp, row:UOp, stride:int, there:UOp) -> UOp:
+    """The same of row `first` + `row`, of a tile that begins at row `first`."""
+    return self.place(first + row, stride, there)
+
+@dataclass(frozen=True)
+class Shards:
+  """Where the rows of a sequence are of which each device holds some pieces, once the shards of several devices lie one after another, `apart`
+  elements one from the next. Tiles have `block_n` rows; `whole` where none reaches over two pieces."""
+  dealt: DealtRows
+  apart: int
+  block_n: int
+  whole: bool
+  def place(self, row:UOp, stride:int, there:UOp|None=None) -> UOp:
+    """Where a row begins. Of devices whose shards are not there none is seen: the nearest one's are read, and masked."""
+    dealt, number = self.dealt, row//self.dealt.piece
+    if dealt.devices == 1: return row*stride
+    in_front = number < dealt.devices
+    owner = in_front.where(number, 2*dealt.devices - 1 - number) if dealt.zigzag else number
+    shard = (owner - dealt.owners[0]).maximum(0).minimum(dealt.owners[1] - 1)
+    piece = in_front.where(0, dealt.piece*stride) if dealt.zigzag else 0
+    return shard*self.apart + row%dealt.piece*stride + piece
+  def place_in_tile(self, first:UOp, row:UOp, stride:int, there:UOp) -> UOp:
+    """The same of row `first` + `row` of a tile that begins at row `first`. One that reaches over two pieces, no more, begins in the first of them
+    and goes on in the other, which is the same for all its rows."""
+    if self.dealt.piece < self.block_n: return self.place(first + row, stride)
+    begin, left = self.place(first, stride), self.dealt.piece - first%self.dealt.piece
+    further = self.place(first + left, stride) - (begin + left*stride)
+    return begin + row*stride + (row >= left).where(further, 0)
+
 @dataclass(frozen=True)
 class PagedRows(GlobalRows):
-  """Rows in pages. `base` is where row 0 of a page begins from the page's beginning on; `begin` is the row of the sequence that counts as the first
-  one here."""
-  table: Table|None = None
+  """Rows in pages, or in the shards of several devices. `base` is where row 0 begins from the beginning of a page, or of a shard, on; `begin` is the
+  row of the sequence that counts as the first one here."""
+  table: Table|Shards|None = None
   begin: UOp|int = 0
 
   @property
   def regular(self) -> bool: return self.pages.whole
   @property
-  def pages(self) -> Table:
+  def pages(self) -> Table|Shards:
     assert self.table is not None
     return self.table
   def origin(self, first:UOp) -> UOp:
     return self.base + self.pages.place(first, self.stride, first < self.count)
   def place(self, first:UOp, row:UOp, there:UOp) -> UOp:
     """Where a row begins, of a tile that may reach over several pages."""
-    return self.base + self.pages.place(self.begin + first + row, self.stride, there)
+    return self.base + self.pages.place_in_tile(self.begin + first, row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
     return super().start(first, row) if self.pages.whole else self.place(first, row, first + row < self.count)
 

@@ -88,7 +88,7 @@ class Scores:
     p = self.p
     if self.slopes is not None:
       slope = ops.mul(flat(self.slopes)[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
-      distance = row.index + self.walk.offset - self.begin(tile)     # |i + offset - j| is symmetric
+      distance = self.walk.at(row.index) - self.begin(tile)     # |i + offset - j| is symmetric
       x = [ops.alibi(y, slope, distance - kt*self.at.matrix.tile_keys, self.walked[0]) for kt, y in enumerate(x)]   # the same few constants for all
     if self.bias is not None: x = [ops.fma(b, LOG2E, y) for b, y in zip(self.load_bias(self.bias, row, tile), x)]
     return x
@@ -121,10 +121,10 @@ class Scores:
     """The last of a lane's keys in a tile that a row sees, counted from the lane's first one; or of its queries."""
     walk, here = self.walk, self.begin(tile)
     last = walk.count - 1 if isinstance(walk.count, UOp) else UOp.const(walk.count - 1)
-    return last - here if walk.ahead < 0 else (row.index + walk.offset + walk.ahead).minimum(last) - here
+    return last - here if walk.ahead < 0 else (walk.at(row.index) + walk.ahead).minimum(last) - here
   def first_seen(self, row:Row, tile:UOp) -> UOp|None:
     """The first one likewise; None where that is the first there is."""
-    return None if self.walk.back < 0 else row.index + self.walk.offset - self.walk.back - self.begin(tile)
+    return None if self.walk.back < 0 else self.walk.at(row.index) - self.walk.back - self.begin(tile)
 
   def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_below:Callable[..., UOp]) -> list[UOp]:
     last, first = self.last_seen(row, tile), self.first_seen(row, tile)

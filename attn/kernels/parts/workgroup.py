@@ -9,7 +9,7 @@ from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outsi
 from attn.kernels.parts.counts import below, ceildiv
 from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
-from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, flat, strides
+from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Shards, Table, flat, strides
 from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.tensors import Shapes, arguments
 from attn.kernels.parts.tiles import BlockTile, heads_of
@@ -24,7 +24,7 @@ class Grid:
   """Who works on what: heads and blocks of queries over the grid, lanes and waves over a workgroup's threads."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # those of the grid and of the threads
-  head: UOp                   # the workgroup's number among B*H heads, or groups of heads
+  head: UOp                   # the workgroup's number among all heads that are computed, or groups of heads
   block: UOp                  # and among the blocks of queries, or of keys
   lane: UOp
   wave: UOp
@@ -32,7 +32,7 @@ class Grid:
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
   """AMD's grid: heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
   heads = heads_of(p, tile)
-  return _heads_fastest(ceildiv(p.Sq*heads, tile.block_m), p.B*p.H//heads, tile, mat)
+  return _heads_fastest(ceildiv(p.Sq*heads, tile.block_m), p.all_heads//heads, tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
   """The same over blocks of keys and key/value heads."""
@@ -51,7 +51,7 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # of the cache they leave K and V half: what they have of Q and O is more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if p.window[1] >= 0 else 1
-  return _in_group_fastest(ceildiv(p.Sq*heads, tile.block_m), p.B*p.H//heads, cached, tile, mat)
+  return _in_group_fastest(ceildiv(p.Sq*heads, tile.block_m), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """The same over blocks of keys and key/value heads, of whose queries the cache holds as many."""
@@ -110,7 +110,8 @@ class Workgroup:
     heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
-    batch, first_head = grid.head//groups, grid.head%groups*heads
+    group = grid.head + p.first_head//heads
+    batch, first_head = group//groups, group%groups*heads
     blocks = ceildiv(p.Sq*heads, tile.block_m)
     first_row = (blocks - 1 - grid.block if p.window[1] >= 0 else grid.block)*tile.block_m   # under a causal mask the long blocks start first
     first_query, last_query = first_row//heads, (first_row + tile.block_m - 1)//heads
@@ -162,10 +163,12 @@ class Workgroup:
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
     else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
     if p.pages is not None and name in ("k", "v"): return self.paged_rows(within, width)
+    if p.dealt is not None and name in ("k", "v"): return self.dealt_rows(within, width, whole_row)
     sb, sh, ss = strides(p.layout, heads, length, whole_row)
     view = {"k": p.k_view, "v": p.v_view}.get(within)
     if view is not None: sb, sh, ss = view.batch, view.head, view.row
     start = start*ss + (0 if view is None else view.start)
+    if name == "q" and p.layout != "bshd": start = start - p.rows_before*ss
     pin, size = bool(self.split) or isinstance(x.n_k, UOp), self.given[within].dtype.itemsize
     whole = view is None or view.whole(UNIT_BYTES//size)
     rows = GlobalRows(flat(self.given[within]), self.batch*sb + head*sh + start, ss, count, width, size, pin, whole)
@@ -180,6 +183,15 @@ class Workgroup:
     table = Table(flat(self.given["block_table"]), self.batch*pages.most, pages.size, pages.count, view.batch, whole)
     return PagedRows(buffer, self.kv_head*view.head + view.start, view.row, self.sequence.n_k, width, size, True, view.whole(UNIT_BYTES//size),
                      table, begin)
+
+  def dealt_rows(self, name:str, width:int, stride:int) -> PagedRows:
+    """The first `width` columns of k or v, whose rows are `stride` elements long, in the shards of several devices."""
+    p, dealt, buffer = self.p, self.p.dealt, flat(self.given[name])
+    assert dealt is not None
+    head = self.batch*p.Hkv + self.kv_head - dealt.heads[0]
+    whole = dealt.piece % self.tile.block_n == 0 or dealt.devices == 1
+    table = Shards(dealt, dealt.heads[1]*dealt.held*stride, self.tile.block_n, whole)
+    return PagedRows(buffer, head*(dealt.held*stride), stride, self.sequence.n_k, width, buffer.dtype.itemsize, bool(self.split), table=table)
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
     """The same, in the dtype of the matrix unit's inputs."""
