@@ -58,7 +58,7 @@ class SharedRows:
   def gathers(self) -> bool:
     """Whether devices compute so: not where q is whole on each, nor by tinygrad alone, nor where buffers have no regions, as OpenCL's."""
     if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
-    return region(elements(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
+    return region(region_of(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
   @property
   def told(self) -> str:
     """What `explain` says of it."""
@@ -202,11 +202,11 @@ def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:Piece
 
 # ***** all keys of some heads *****
 
-def elements(u:UOp, first:int, count:int) -> UOp:
+def region_of(u:UOp, first:int, count:int) -> UOp:
   """A region of a buffer, or of one on each of several devices."""
   return u.flatten().shrink(((first, first + count),)).contiguous()
 
-def buffer_of(u:UOp) -> UOp:
+def bare_buffer(u:UOp) -> UOp:
   """The buffer that a tensor lies in, whatever is still to be written to it."""
   while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
   return u
@@ -216,18 +216,18 @@ def heads_of_shard(c:SharedRows, u:UOp, shards:list[UOp], owner:int, heads:tuple
   of."""
   shard, (first, count) = shards[owner], heads
   of_head = shard.max_numel()//(c.problem.B*c.problem.Hkv)
-  if c.problem.layout != "bshd": return of_device(elements(buffer_of(u), first*of_head, count*of_head), owner), shard
+  if c.problem.layout != "bshd": return of_device(region_of(bare_buffer(u), first*of_head, count*of_head), owner), shard
   found = Tensor(shard).transpose(1, 2).reshape(-1, of_head)[first:first + count]
   return (filled_with_rows(found.uop),)
 
 def gathered(c:SharedRows, u:UOp, shards:list[UOp], device:int, heads:tuple[int, int], to:UOp) -> UOp:
   """`to`, a buffer of the device, once it has of k or v these heads, of all the devices whose keys it has to have."""
-  (first, count), buffer = c.shards.owners_seen(c.problem, device), buffer_of(to)
+  (first, count), buffer = c.shards.owners_seen(c.problem, device), bare_buffer(to)
   size = shards[device].max_numel()//(c.problem.B*c.problem.Hkv)*heads[1]
   order = sorted(range(first, first + count), key=lambda owner: (owner - device) % len(c.devices))    # no two read from the same at a time
   for owner in order:
     source, *held = heads_of_shard(c, u, shards, owner, heads)
-    to = to.after(copy_call(elements(buffer, (owner - first)*size, size), source, to, *held))
+    to = to.after(copy_call(region_of(buffer, (owner - first)*size, size), source, to, *held))
   return to
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> U
   """What a launch over these heads has on its device of q, o or lse: the region that they are, or all of it."""
   size = math.prod(p.shapes[name][0])
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
-  return of_device(elements(buffer_of(u), heads[0]//heads[1]*size, size), device)
+  return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
 def dealt_bias(c:SharedRows, bias:UOp, device:int) -> UOp:
   """The rows of a bias that a device's queries have, as these lie, the padding included."""

@@ -1,8 +1,8 @@
 """Sequences that two GPUs share, against one: `DEV=CUDA python -m attn.measure.context [WORD ...]` prints the rows whose name has each WORD.
 
-Wall time of one call under TinyJit, median of rounds, on each device by itself and on all; the bytes that each device has in use; and a timeline: each kernel
-and copy of the call timed alone, and from these how long the call takes where copies run beside kernels and where they don't. DEVICES=4 takes four.
-With DEV=EMU and SMALL=1 the same runs without a GPU: its times mean nothing.
+Wall time of one call under TinyJit, median of rounds, on each device by itself and on all; the bytes that each device has in use; and a timeline:
+each kernel and copy of the call timed alone, and from these how long the call takes where copies run beside kernels and where they don't. The rows
+with heads shared need no copies: they are as fast as the devices can be together. DEVICES=4 takes four. With DEV=EMU and SMALL=1 the same runs without a GPU: its times mean nothing.
 """
 from __future__ import annotations
 import os, statistics, sys, time
@@ -33,6 +33,7 @@ class SharedProblem:
 
 LONG_ROWS = SharedProblem("rows", 32, 32, 32768, 32768)
 CONTEXTS = (*(replace(LONG_ROWS, Hkv=heads, causal=causal) for heads in (32, 8) for causal in (True, False)),
+            *(replace(LONG_ROWS, shared="heads", causal=causal) for causal in (True, False)),
             *(replace(LONG_ROWS, Hkv=8, Sq=16384, Sk=16384, causal=True, backward=True, shared=shared) for shared in ("rows", "heads")),
             SharedProblem("keys", 32, 8, 1, 2097152), *(SharedProblem(shared, 32, 8, 1, 524288) for shared in ("keys", "heads")))
 
