@@ -46,11 +46,12 @@ class SharedRows:
     """What the results of a device have the shapes of: with the padding."""
     return replace(self.problem, Sq=self.shards.queries or self.problem.Sq, return_lse=True)
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """What a device computes where it gathers the keys of all: of some heads (first, count) in each launch. Of all where key ranges are divided:
-    there is one buffer for their parts."""
+    """What a device computes where it gathers the keys of all: of some heads (first, count) in each launch. Of all where it needs no others' keys,
+    and where key ranges are divided, for there is one buffer for their parts."""
     p, shards = self.problem, self.shards
     heads = (0, p.B*p.Hkv)
-    if choose(whole := shards.dealt(p, device, heads), self.arch).work.splits > 1: return [(heads, whole)]
+    whole = shards.dealt(p, device, heads)
+    if choose(whole, self.arch).work.splits > 1 or shards.owners_seen(p, device)[1] == 1: return [(heads, whole)]
     return [(heads, replace(shards.dealt(p, device, heads), num_splits=1)) for heads in head_chunks(p, shards)]
   @property
   def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
@@ -243,6 +244,7 @@ class GatheringDevice:
     t, launches = {x: shards[number] for x, shards in held.items()}, c.gathering(number)
     if "bias" in t: t["bias"] = dealt_bias(c, t["bias"], number)
     shapes = {x: shape for x, (shape, _) in launches[0][1].shapes.items() if x in ("k", "v")}
+    if c.shards.owners_seen(c.problem, number) == (number, 1) and c.problem.layout != "bshd": shapes = {}     # it reads its own where they lie
     slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
     return GatheringDevice(number, t, launches, slots)
 

@@ -2,7 +2,8 @@
 
 Wall time of one call under TinyJit, median of rounds, on each device by itself and on all; the bytes that each device has in use; and a timeline:
 each kernel and copy of the call timed alone, and from these how long the call takes where copies run beside kernels and where they don't. The rows
-with heads shared need no copies: they are as fast as the devices can be together. DEVICES=4 takes four. With DEV=EMU and SMALL=1 the same runs without a GPU: its times mean nothing.
+with heads shared need no copies: they are as fast as the devices can be together. DEVICES=4 takes four. With DEV=EMU and SMALL=1 the same runs
+without a GPU: its times mean nothing.
 """
 from __future__ import annotations
 import os, statistics, sys, time
