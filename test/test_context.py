@@ -428,3 +428,47 @@ def test_refusals() -> None:
                             ((odd, 2, 3), "order='zigzag' with x .*: axis 2 is no multiple of its 4 pieces")):
       with pytest.raises(ValueError, match=text): attn.unshard_sequence(*arguments)
     with pytest.raises(ValueError, match="k_cache is sharded along its rows"): attn.append_kv(q, q, long, long, 0)
+
+# ***** two GPUs *****
+
+GPUS = ("CUDA:0", "CUDA:1")
+ON_GPUS: dict[str, tuple[bool, str, dict[str, Any]]] = {     # whether q is whole on both, the order, the problem
+  "rows, zigzag": (False, "zigzag", {"H": 16, "Hkv": 8, "Sq": 4100, "D": 128, "causal": True}),
+  "rows, contiguous": (False, "contiguous", {"H": 4, "Sq": 1500, "Sk": 2300, "D": 64, "dtype": "bfloat16"}),
+  "rows beside heads": (False, "zigzag", {"H": 8, "Hkv": 2, "Sq": 1000, "D": 64, "causal": True, "layout": "bshd", "window": (300, 0)}),
+  "keys": (True, "contiguous", {"H": 8, "Hkv": 2, "Sq": 1, "Sk": 5000, "D": 128, "causal": True})}
+
+def have_two_gpus() -> bool:
+  try: return all(Device[name] is not None for name in GPUS)
+  except Exception: return False     # tinygrad has several kinds of errors for a device that is not there
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_two_gpus(monkeypatch:pytest.MonkeyPatch, name:str, backward:bool) -> None:
+  """Under TinyJit, whose inputs are others in each call: o, or the gradients of a loss through o. Heads are divided however few there are."""
+  if not have_two_gpus(): pytest.skip("there are no two GPUs")
+  monkeypatch.setattr(context, "SMALLEST", 1)
+  keys, order, parameters = ON_GPUS[name]
+  p = problem(**parameters, lse=False)
+  axis, options = ROWS[p.layout], {x: parameters[x] for x in ("causal", "layout", "window") if x in parameters}
+  def dealt(a:np.ndarray, is_q:bool) -> Tensor:
+    t = tensor(arrange(a, p.layout), p.dtype, GPUS[0])
+    return (t.shard(GPUS) if keys and is_q else attn.shard_sequence(t, GPUS, axis, order)).realize()
+  def taken(t:Tensor, is_q:bool, shape:tuple[int, ...]) -> np.ndarray:
+    whole_one = whole(t) if keys and is_q else attn.unshard_sequence(t, axis, p.Sq if is_q else p.Sk, order)
+    return restore(array(whole_one), p.layout, shape)
+  @TinyJit
+  def step(q:Tensor, k:Tensor, v:Tensor, do:Tensor) -> list[Tensor]:
+    o = attn.attention(q, k, v, sequence_order=order, sequence_lengths=(p.Sq, p.Sk), **options)
+    return [x.realize() for x in ((o*do).float().sum().gradient(q, k, v) if backward else (o,))]
+  with Context(DEV="CUDA", TRAINING=int(backward)):
+    for seed in range(4):
+      x = normal(p, seed)
+      do = rounded(np.random.default_rng(seed).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32), p.out_dtype)
+      found = step(dealt(x.q, True), dealt(x.k, False), dealt(x.v, False), dealt(do, True))
+      if backward: want = expected_gradients(p, x, {}, do, np.zeros((p.B, p.H, p.Sq), np.float32))
+      else: want = {"o": expected(p, x, {})[0]}
+      for t, (of, (exact, text)) in zip(found, want.items()):
+        verdict = judge(taken(t, of in "qo", exact.shape), exact, text)
+        assert verdict.ok, f"call {seed}, {'d'*backward}{of}: {verdict}"
