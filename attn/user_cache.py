@@ -30,7 +30,7 @@ def _place(kind:str, key:tuple[str, ...]) -> Path:
 
 def is_kept(kind:str, key:tuple[str, ...]) -> bool:
   """Whether `kept` has a file of this kind and key; it may be damaged."""
-  return _place(kind, key).is_file()
+  return os.path.isfile(_place(kind, key))     # False, too, where the directory cannot be entered
 
 def kept(kind:str, key:tuple[str, ...], make:Callable[[], bytes]) -> bytes:
   """What `make` gives, made once for a `kind` and `key`. It is kept behind its SHA-256: a damaged file is as good as none, and so is a cache that

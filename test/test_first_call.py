@@ -105,6 +105,13 @@ def test_what_a_program_is_kept_by(cache, monkeypatch) -> None:
   printing = kept_programs.files(kept_programs.Path(kept_programs.__file__).parent, kept_programs.PRINTING)
   assert {"softmax.py", "tinygrad_compat.py"} <= {path.name for path in printing}
 
+def test_a_cache_that_cannot_be_entered(cache, monkeypatch) -> None:
+  """Is as good as none: asking what is kept there must not end the call."""
+  ast, renderer = kernel("sm_90")
+  monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x"*300)      # longer than a name may be
+  assert not kept_programs.has_program(ast, renderer)
+  assert kept_programs.kept("program", ("a",), lambda: b"made") == b"made"
+
 def test_what_is_not_kept(cache) -> None:
   """Kernels of others, kernels on the emulator, which needs their UOps, and where tinygrad is asked for no caches or to show what it does."""
   ast, renderer = kernel("sm_90")
