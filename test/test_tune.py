@@ -246,6 +246,13 @@ def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> N
   cache.write_text(json.dumps({"gfx942": {tuned.problem_class(problem()): entry()}}))
   assert tuned.winner(problem(), REAL) == Candidate(128, 4, 1, 64) and not recwarn.list
 
+@pytest.mark.parametrize("keys", (7, 150, 1000))
+def test_a_winner_of_few_keys_takes_whole_operands(keys:int) -> None:
+  """The products of 16x16x16 matrices contract over 32 keys at a time: a tile of 16 left the second one without an operand."""
+  p, arch = problem(Sq=40, Sk=keys), get_chip("gfx942")
+  tile = amd_tile(p, arch, Candidate(128, 4, 1, 128, matrix=1))
+  assert tile.matrix.M == 16 and tile.block_n % 32 == 0
+
 def test_what_cannot_be_kept() -> None:
   with pytest.raises(ValueError, match="softcap belongs to no class"): tuned.store(problem(softcap=20.0), REAL, FAST, 1e-3)
 

@@ -107,14 +107,15 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 32) if p.bias is not None else c.block_n
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
-  if p.Sk < 2*block_n and round_up(p.Sk, mat.M) < round_up(p.Sk, block_n): block_n = mat.M     # few keys: smaller tiles have fewer rows of none
+  least = max(mat.M, contraction(mat, 1))                              # keys that both products have whole operands of
+  if p.Sk < 2*block_n and round_up(p.Sk, least) < round_up(p.Sk, block_n): block_n = least     # few keys: smaller tiles have fewer rows of none
   staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane that would carry K and V on its own
   of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
   few = needed < c.waves
   means = economy_of(p, arch, mat, waves, few)
-  if Economy.SHORT_TRIPS in means: block_n = max(mat.M, block_n//2)
+  if Economy.SHORT_TRIPS in means: block_n = max(least, block_n//2)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
   return Tile(mat, min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles, block_n, c.q_in_lds, c.fenced or Economy.FENCED in means,
               0 if Economy.NO_PREFETCH in means else c.prefetch, pack, Economy.SPARING in means, 0.0 if few else 8.0)
