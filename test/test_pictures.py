@@ -125,7 +125,7 @@ def test_a_stride_without_its_odd_unit_would_meet() -> None:
 def test_the_zigzag_computes_each_visible_pair_once_and_shares_the_work() -> None:
   seen = visible(zigzag.LENGTH, zigzag.LENGTH, (-1, 0), 0)
   for order in ("contiguous", "zigzag"):
-    owner, pairs, _ = zigzag.computed(order)
+    owner, pairs = zigzag.computed(order)
     assert ((owner >= 0) == seen).all() and sum(pairs) == seen.sum()
     rows = seen.sum(1).reshape(zigzag.DEVICES, -1) if order == "contiguous" else seen.sum(1).reshape(2, zigzag.DEVICES, -1)
     assert pairs == list((rows if order == "contiguous" else np.concatenate([rows[0], rows[1][::-1]], 1)).sum(1))

@@ -61,8 +61,8 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
   arch:          such as "gfx942"; by default that of q's device
 
   A row that sees no key gives 0, and -inf in lse. Tensors sharded over devices: along batch or heads nothing is communicated; q, k and v along their
-  rows: k and v are passed around while each device computes its own queries; k and v alone along their rows, with q on every device: o and lse are
-  exchanged once, and merged (docs/sharding.md).
+  rows: each device computes its own queries, and gathers k and v meanwhile, some heads after others; k and v alone along their rows, with q on every
+  device: o and lse are exchanged once, and merged (docs/sharding.md).
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
   options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, v_dim=v_dim,

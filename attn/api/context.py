@@ -1,11 +1,11 @@
-"""Attention over sequences whose rows several devices share: context parallelism, as in ring attention (arXiv 2310.01889).
+"""Attention over sequences whose rows several devices share: context parallelism.
 
-Where q, k and v are sharded along their rows each device computes its own queries over all keys. Its launches over its own keys need nothing of the
-others, and while they run the shards of the next device come over: they take turns in two buffers, so that what is in passing is two shards at most,
-however many devices there are. What the launches give, o and lse of some rows over some keys, is merged on the device.
+Where q, k and v are sharded along their rows each device computes its own queries over all keys, of some heads in each launch, which writes o where
+it belongs. It gathers the keys of these heads from all devices; while it computes them those of the next heads come over, and take turns in two buffers.
 
 Where only k and v are sharded, and every device has all queries, each computes them over its own keys, and the devices exchange what they found, o
-and lse in one buffer, which one kernel merges on each.
+and lse in one buffer, which one kernel merges on each. So is what no single kernel computes where rows are shared, by launches over the keys of one
+device after another (ring attention, arXiv 2310.01889), whose shards take turns in two buffers.
 """
 from __future__ import annotations
 import functools, math
@@ -26,7 +26,7 @@ from attn.problem import Problem, Strided
 from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, with_params
 from attn.values import FLOATS
 
-SLOTS = 2             # buffers of a device for the shards of others: one is read while the other one fills
+SLOTS = 2             # buffers of a device for the keys of others: one is read while the other one fills
 PARTS_KEPT = 4        # results that wait to be merged, at most: of longer chains the memory would grow with the number of devices
 
 # (o, lse) of a problem from tensors by name on a device, in the buffers (o, lse, those that they are regions of) that are given for them, if any

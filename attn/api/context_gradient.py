@@ -1,7 +1,7 @@
 """The gradient of attention over rows that devices share.
 
-As in forward k and v come past each device. It computes, with o and lse of all keys, its part of dq, which stays, and of dk and dv, in float32, which
-go back to the device that holds those keys. Every sum is in float32 and in a fixed order: the same from run to run.
+The shards of k and v come past each device, its own first. It computes, with o and lse of all keys, its part of dq, which stays, and of dk and dv, in
+float32, which go back to the device that holds those keys. Every sum is in float32 and in a fixed order: the same from run to run.
 """
 from __future__ import annotations
 import functools

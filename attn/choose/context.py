@@ -1,8 +1,8 @@
-"""Context parallelism: which rows of a sequence a device holds, and which launches compute the queries of one device over the keys of another.
+"""Context parallelism: which rows of a sequence a device holds, and which launches compute its queries: of some heads over all keys, or of all heads
+over the keys of one device after another.
 
-A device's queries see all keys, those of the others one device after another. What it holds are pieces of the sequence: one where the order is
-"contiguous", and two where it is "zigzag", one from the front and one from the back (Llama 3, arXiv 2407.21783, section 3.3.2), so that under a
-causal mask each device sees as many keys as any other:
+What a device holds are pieces of the sequence: one where the order is "contiguous", and two where it is "zigzag", one from the front and one from the
+back (Llama 3, arXiv 2407.21783, section 3.3.2), so that under a causal mask each device sees as many keys as any other:
 
   pieces of 4 devices, zigzag   device 0: 0, 7   device 1: 1, 6   device 2: 2, 5   device 3: 3, 4
 

@@ -1,8 +1,8 @@
-"""Which keys the devices' queries see where a causal sequence is dealt out, and in which launches, by `SequenceShards.plan` itself."""
+"""Which keys the devices' queries see where a causal sequence is dealt out, by the problems that they compute, of `SequenceShards.dealt`."""
 from __future__ import annotations
 import itertools
 import numpy as np
-from attn.choose.context import ORDERS, ContextLaunch, PieceRun, SequenceShards, rows_held
+from attn.choose.context import ORDERS, SequenceShards, rows_held
 from attn.pictures.svg import EMPTY, FAINT, INK, PAPER, TINTS, Drawing
 from attn.problem import Problem
 from attn.reference import Array, visible
@@ -17,25 +17,18 @@ def shards_in(order:str) -> SequenceShards:
   held = rows_held(LENGTH, DEVICES, order)
   return SequenceShards(DEVICES, order, held, held)
 
-def sequence_places(run:PieceRun) -> Array: return np.concatenate([np.arange(x.start, x.start + x.rows) for x in run.pieces])
-
-def pairs_of(launch:ContextLaunch) -> tuple[Array, Array]:
-  """(query, key) of each pair that a launch computes, by their places in the sequence."""
-  i, j = sequence_places(launch.queries), sequence_places(launch.keys)
-  found = np.argwhere(visible(len(i), len(j), launch.seen.window, launch.seen.offset))
-  return i[found[:, 0]], j[found[:, 1]]
-
-def computed(order:str) -> tuple[Array, list[int], list[int]]:
-  """(the device that computes each pair of a query and a key, -1 for none; the pairs of each device; its launches)."""
-  owner, pairs, launches = np.full((LENGTH, LENGTH), -1), [0]*DEVICES, [0]*DEVICES
+def computed(order:str) -> tuple[Array, list[int]]:
+  """(the device that computes each pair of a query and a key, -1 for none; the pairs of each device)."""
+  owner, pairs = np.full((LENGTH, LENGTH), -1), [0]*DEVICES
   for device in range(DEVICES):
-    for launch in itertools.chain.from_iterable(some for _, some in shards_in(order).plan(causal(), device)):
-      i, j = pairs_of(launch)
-      owner[i, j], pairs[device], launches[device] = device, pairs[device] + len(i), launches[device] + 1
-  return owner, pairs, launches
+    p = shards_in(order).dealt(causal(), device, (0, 1))
+    places = np.array([p.place(row) for row in range(p.queries)])
+    found = np.argwhere(visible(LENGTH, LENGTH, p.window, p.offset)[places])
+    owner[places[found[:, 0]], found[:, 1]], pairs[device] = device, len(found)
+  return owner, pairs
 
 def draw_order(d:Drawing, x:float, y:float, order:str) -> None:
-  owner, pairs, launches = computed(order)
+  owner, pairs = computed(order)
   d.text(x, y - 14, order, 13, bold=True)
   side = LENGTH*CELL
   d.cells((x + start*CELL, y + i*CELL, (end - start)*CELL, CELL, TINTS[row[start]] if row[start] >= 0 else EMPTY)
@@ -51,7 +44,7 @@ def draw_order(d:Drawing, x:float, y:float, order:str) -> None:
       d.text(x + (piece.start + piece.rows/2)*CELL, y + side + 11, device, 11, "middle")
   d.line([(x, y), (x + side, y), (x + side, y + side), (x, y + side), (x, y)], INK, 0.8)
   for device in range(DEVICES):
-    words = f"device {device}: {100*pairs[device]/max(pairs):.0f} % of the busiest, {launches[device]} launches"
+    words = f"device {device}: {100*pairs[device]/max(pairs):.0f} % of the busiest"
     d.box(x, y + side + 28 + 19*device, 12, 12, TINTS[device])
     d.text(x + 18, y + side + 34 + 19*device, words)
 
