@@ -12,6 +12,8 @@ from attn import tinygrad_compat
 from attn.api import context as context_api, context_gradient
 from attn.choose import context
 from attn.choose.context import SequenceShards, rows_held
+from attn.kernels.parts.blocks import extent, over_keys
+from attn.kernels.parts.rows import Shards
 from attn.measure import context as measure
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, judge, rounded, visible
@@ -97,6 +99,29 @@ def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fau
   check_plan(p, s)
   broken_plan(monkeypatch, *FAULTS[fault])
   with pytest.raises((AssertionError, IndexError)): check_plan(p, s)
+
+@pytest.mark.parametrize("count, order, owners", ((2, "zigzag", (0, 2)), (3, "zigzag", (1, 2)), (3, "contiguous", (1, 2)), (1, "zigzag", (0, 1))))
+@pytest.mark.parametrize("block_n", (3, 5, 8))
+def test_a_kernel_knows_where_keys_and_queries_are(count:int, order:str, owners:tuple[int, int], block_n:int) -> None:
+  """In the shards of these owners, one after another, and in the sequence: in pieces of 5 rows, of 7 elements each, over which tiles may reach."""
+  length = 5*count*context.ORDERS[order] - 3
+  p, number = posed(length, length, (-1, 0), 0), UOp.const
+  s = shards(p, count, order)
+  lie = np.concatenate([held(s, s.keys, length, owner) for owner in range(owners[0], sum(owners))])
+  dealt = replace(s.dealt(p, count - 1, (0, 1)).dealt, owners=owners)     # type: ignore[type-var]
+  table = Shards(dealt, s.keys*7, block_n, 5 % block_n == 0)
+  for first in range(0, length, block_n):
+    for row in range(min(block_n, length - first)):
+      if first + row not in lie: continue
+      there = number(True)
+      places = table.place(number(first + row), 7), table.place_in_tile(number(first), number(row), 7, there)
+      want = 7*int(np.flatnonzero(lie == first + row)[0])
+      assert first not in lie or [int(x.simplify().val) for x in places] == [want, want]
+  for device in range(count):
+    mine = held(s, s.keys, length, device)
+    q = s.dealt(p, device, (0, 1))
+    assert [q.place(row) for row in range(q.queries)] == mine[mine >= 0].tolist()
+    assert [int(over_keys(q, extent(q, number(0), {})).at(number(row)).simplify().val) for row in range(q.queries)] == mine[mine >= 0].tolist()
 
 # ***** rows, dealt out and back *****
 

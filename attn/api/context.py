@@ -1,7 +1,8 @@
 """Attention over sequences whose rows several devices share: context parallelism.
 
 Where q, k and v are sharded along their rows each device computes its own queries over all keys, of some heads in each launch, which writes o where
-it belongs. It gathers the keys of these heads from all devices; while it computes them those of the next heads come over, and take turns in two buffers.
+it belongs. It gathers the keys of these heads from all devices; while it computes them those of the next heads come over. They take turns in two
+buffers.
 
 Where only k and v are sharded, and every device has all queries, each computes them over its own keys, and the devices exchange what they found, o
 and lse in one buffer, which one kernel merges on each. So is what no single kernel computes where rows are shared, by launches over the keys of one
