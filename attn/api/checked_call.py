@@ -31,7 +31,7 @@ class CheckedCall:
   into: tuple[Tensor, ...] = ()   # where to put lse, as `out` is for o, and the buffers that these are regions of
   def choice(self) -> Choice:
     if self.shards is None: return choose(self.problem, self.arch)
-    return choose(self.shared_rows.first_gathering if self.shards.queries is not None else first_launch(self.problem, self.shards), self.arch)
+    return choose(self.shared_rows.first_gathering if self.shared_rows.gathers else first_launch(self.problem, self.shards), self.arch)
   @property
   def shared_rows(self) -> SharedRows:
     assert self.shards is not None and self.arch is not None

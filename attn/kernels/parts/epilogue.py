@@ -91,5 +91,5 @@ def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread
 def estimates(p:Problem) -> Estimates:
   """What tinygrad's DEBUG=2 line needs: floating-point operations, and bytes moved when every tensor is touched once."""
   size, out = p.itemsize, p.out_itemsize
-  memory = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out) + p.Hkv*p.Sk*(p.D + (0 if p.v_in_k else p.Dv))*size)
+  memory = p.all_heads*p.Sq*(p.D*size + p.Dv*out) + p.all_heads*p.Hkv//p.H*p.Sk*(p.D + (0 if p.v_in_k else p.Dv))*size
   return Estimates(ops=p.flops, lds=memory, mem=memory)
