@@ -337,9 +337,12 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     step(*kept[-1])
     assert anew == copied_anew and (copied_anew == [8, 8]) == mended     # k and v of both on both; where they lie as before copies stay as they are
 
+def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
+  monkeypatch.setattr(context_api, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
+
 def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
   """The graph of two devices that compute three heads one after another, and whether what it computes is right of inputs that change."""
-  monkeypatch.setattr(context, "SMALLEST", 1)
+  heads_at_a_time(monkeypatch, 1)
   with emulated("gfx942", "tiled"):
     for name in devices(2): monkeypatch.setattr(Device[name], "graph", with_selected_inputs(StandInGraph, lambda *_: None))
     @TinyJit
@@ -388,15 +391,15 @@ def test_small_heads_are_passed_and_only_what_is_seen() -> None:
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
   """Of as many rows on each, under TinyJit: o and lse, as on one device, and k and v of some heads of all devices, twice."""
-  monkeypatch.setattr(context, "SMALLEST", 1)
   monkeypatch.setattr(measure, "CALLS", 1)
   monkeypatch.setattr(measure, "MEASURED_ROUNDS", 1)
-  rows, heads, D = 32, 16, 16
+  rows, heads, together, D = 32, 4, 1, 16
+  heads_at_a_time(monkeypatch, together)
   with emulated("gfx942", "tiled"):
     found = measure.measured(measure.SharedProblem("rows", heads, heads, rows*count, rows*count, D, causal=causal), devices(count))
   shard, lse = heads*rows*D*2, heads*rows*4
   assert found.inputs == [3*shard]*count
-  assert max(found.besides) == shard + lse + context_api.SLOTS*2*count*shard//context.PARTS
+  assert max(found.besides) == shard + lse + context_api.SLOTS*2*count*shard*together//heads
 
 @pytest.mark.thorough
 def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
@@ -474,7 +477,7 @@ def have_two_gpus() -> bool:
 def test_two_gpus(monkeypatch:pytest.MonkeyPatch, name:str, backward:bool) -> None:
   """Under TinyJit, whose inputs are others in each call: o, or the gradients of a loss through o. Heads are divided however few there are."""
   if not have_two_gpus(): pytest.skip("there are no two GPUs")
-  monkeypatch.setattr(context, "SMALLEST", 1)
+  heads_at_a_time(monkeypatch, 1)
   keys, order, parameters = ON_GPUS[name]
   p = problem(**parameters, lse=False)
   axis, options = ROWS[p.layout], {x: parameters[x] for x in ("causal", "layout", "window") if x in parameters}
