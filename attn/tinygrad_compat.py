@@ -171,22 +171,23 @@ def copied_anew(graph:Any, moved:list[int]) -> None:
 @functools.cache
 def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
   """A class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does so for an input that a kernel or a
-  copy takes whole, but for one device's part of it, or a region, it keeps the buffers of the first call. Copies stay as they are while they are of
-  the same buffers, and `copy_anew` changes the others."""
+  copy takes whole, but for one device's part of it, or a region, it keeps the buffers of the first call. What is of an input that lies where it lay
+  in the call before stays as it is: to find a region takes the host a tenth of a millisecond. `copy_anew` changes copies of what lies elsewhere."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       super().__init__(linear, input_uops)
-      self.selected = list[tuple[int, int, UOp]]()     # (node, argument, what it takes of an input)
+      self.selected = list[tuple[int, int, int, UOp]]()     # (node, argument, input, what it takes of that)
       number = 0
       for call in self.linear.src:
-        inputs = [(i, u) for i, u in enumerate(get_call_arg_uops(call)) if input_of(u) is not None]
+        inputs = [(i, slot, u) for i, u in enumerate(get_call_arg_uops(call)) if (slot := input_of(u)) is not None]
         for _ in unwrap_multi(call, resolve_params(call, input_uops)):
           is_copy = self.nodes[number][3]
-          self.selected += [(number, i, u) for i, u in inputs if (i < 2 if is_copy else u.op is not Ops.PARAM)]
+          self.selected += [(number, *taken) for taken in inputs if (taken[0] < 2 if is_copy else taken[2].op is not Ops.PARAM)]
           number += 1
-      kernels = {node for node in (*self.updatable, *(node for node, _, _ in self.selected)) if not self.nodes[node][3]}
+      kernels = {node for node in (*self.updatable, *(node for node, *_ in self.selected)) if not self.nodes[node][3]}
       self.updatable: list[int] = sorted(kernels)   # type: ignore[has-type]
-      self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, _ in self.selected if self.nodes[node][3]}
+      self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
+      self.lay: dict[int, list[Any]] = {slot: [] for _, _, slot, _ in self.selected}      # where inputs lay in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
       """What a node waits for, by the regions that it has, of which tinygrad names the whole allocations. A buffer that is given it besides a region
       of the same, lest the memory planner think it unused, it does not read."""
@@ -194,8 +195,11 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       regions = [(i, b) for i, b in enumerate(call[2][:len(bufs)]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)
     def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
-      moved = list[int]()
-      for node, i, u in self.selected:
+      lie, moved = {slot: addresses_of(input_uops[slot].buffer) for slot in self.lay}, list[int]()
+      elsewhere = {slot for slot, addresses in lie.items() if addresses != self.lay[slot]}
+      self.lay = lie
+      for node, i, slot, u in self.selected:
+        if slot not in elsewhere: continue
         _, params, c_args, is_copy = self.nodes[node]
         found = resolved(u, input_uops).buffer
         buffer = (found.bufs[self.calls[node][0]] if isinstance(found, MultiBuffer) else found).ensure_allocated()
@@ -208,10 +212,10 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       return super().__call__(input_uops, var_vals, wait)
   return SelectedInputs
 
-def input_of(u:UOp) -> UOp|None:
-  """The input of a TinyJit that an argument of a call is, or takes a region or one device's part of, or a region of that."""
+def input_of(u:UOp) -> int|None:
+  """The number of the input of a TinyJit that an argument of a call is, or takes a region or one device's part of, or a region of that."""
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
-  return u if u.op is Ops.PARAM else None
+  return int(u.arg.slot) if u.op is Ops.PARAM else None
 
 def holds(whole:Buffer, part:Buffer) -> bool:
   """Whether a buffer is more than a region of the same allocation, which lies in it."""
@@ -221,6 +225,10 @@ def holds(whole:Buffer, part:Buffer) -> bool:
 def address_of(buffer:Any) -> Any:
   """What tells whether a buffer lies where another one did."""
   return getattr(buffer._buf, "value", buffer._buf)
+
+def addresses_of(buffer:Any) -> list[Any]:
+  """The same of a buffer on each of several devices."""
+  return [address_of(b.ensure_allocated()) for b in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
 
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
   """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by

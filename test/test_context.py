@@ -474,10 +474,11 @@ def have_two_gpus() -> bool:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", (False, True))
 @pytest.mark.parametrize("name", ON_GPUS)
-def test_two_gpus(monkeypatch:pytest.MonkeyPatch, name:str, backward:bool) -> None:
-  """Under TinyJit, whose inputs are others in each call: o, or the gradients of a loss through o. Heads are divided however few there are."""
+@pytest.mark.parametrize("at_once", (False, True))
+def test_two_gpus(monkeypatch:pytest.MonkeyPatch, at_once:bool, name:str, backward:bool) -> None:
+  """Under TinyJit, whose inputs are others in each call: o, or the gradients of a loss through o. With all heads in a launch, and with one."""
   if not have_two_gpus(): pytest.skip("there are no two GPUs")
-  heads_at_a_time(monkeypatch, 1)
+  if not at_once: heads_at_a_time(monkeypatch, 1)
   keys, order, parameters = ON_GPUS[name]
   p = problem(**parameters, lse=False)
   axis, options = ROWS[p.layout], {x: parameters[x] for x in ("causal", "layout", "window") if x in parameters}

@@ -156,12 +156,11 @@ class SequenceShards:
 
 # ***** heads that are computed one after another *****
 
-PARTS = 8             # of the heads, of which a device has two at a time: the keys of the first are waited for
-SMALLEST = 1 << 20    # bytes of K that come from a device, below which heads are not divided: the copy takes less time than it takes to start
+AT_ONCE = 1 << 29     # bytes, at most, of k and v of all devices for the heads of a launch; a device has those of two
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
-  """(first, count) of the key/value heads, over batches, of each launch of a device: equally many, so that it is one kernel. While it computes some
-  the keys of the next come over."""
-  heads, least = p.B*p.Hkv, max(p.B*p.Hkv/PARTS, SMALLEST/(shards.keys*p.D*BYTES[p.dtype]))
-  count = next((n for n in range(1, heads) if heads % n == 0 and n >= least), heads)
+  """(first, count) of the key/value heads, over batches, of each launch of a device: equally many, so that it is one kernel, and as many as may be,
+  for a launch of few workgroups leaves units idle at its end. While it computes some the keys of the next come over."""
+  heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
+  count = next((n for n in range(heads, 1, -1) if heads % n == 0 and n*of_head <= AT_ONCE), 1)
   return [(first, count) for first in range(0, heads, count)]
