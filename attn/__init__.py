@@ -10,10 +10,12 @@ from attn.api.sdpa import install, installed, scaled_dot_product_attention, unin
 from attn.emulator.device import register as _register_emulator  # noqa: E402
 from attn.compilers.renderer import register_renderers as _register_renderers  # noqa: E402
 from attn.kept_programs import keep_programs as _keep_programs  # noqa: E402
+from attn.tinygrad_compat import survive_a_damaged_cache as _survive_a_damaged_cache  # noqa: E402
 
 _register_emulator()
 _register_renderers()
 _keep_programs()
+_survive_a_damaged_cache()
 
 __all__ = ["append_kv", "attention", "attention_with_kv_cache", "dropout_mask", "empty_kv_cache", "empty_paged_cache", "explain", "flash_attention",
            "flash_attention_fn", "install", "installed", "scaled_dot_product_attention", "shard_sequence", "uninstall",

@@ -2,12 +2,12 @@
 pins every name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 """
 from __future__ import annotations
-import contextlib, ctypes, functools, gc, math, os, re, sys, types
+import contextlib, ctypes, functools, gc, math, os, re, sqlite3, sys, types, warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 import tinygrad
-from tinygrad import Device, Tensor, TinyJit, codegen
+from tinygrad import Device, Tensor, TinyJit, codegen, helpers
 from tinygrad.engine import realize
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program, to_program_key
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
@@ -37,8 +37,8 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name",
            "elf_loader", "exec_alu", "foreign_cuda_context", "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places",
            "make_current", "opened_devices", "program_key", "program_of_launch", "programs_through", "run_alone", "shared_memory_text", "spec_names",
-           "statements", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "with_selected_inputs", "without_comgr",
-           "workgroups_of", "written_to"]
+           "statements", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
+           "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
@@ -114,6 +114,22 @@ def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
   def asked(ast:UOp, renderer:Renderer) -> UOp:
     with _without_collections(): return through(own, ast, renderer)
   codegen.do_to_program = asked   # type: ignore[assignment]
+
+def survive_a_damaged_cache() -> None:
+  """From now on, in this process, tinygrad's cache of compiled kernels is as good as empty, after a warning, where its file is no database or cannot
+  be written. Otherwise every kernel, tinygrad's own as well, ends in an error of sqlite."""
+  own = helpers.db_connection
+  @functools.cache
+  def connection() -> sqlite3.Connection:
+    try:
+      (opened := own()).execute("BEGIN IMMEDIATE")
+      opened.rollback()
+      return opened
+    except (OSError, sqlite3.Error) as e:
+      warnings.warn(f"tinygrad's cache of compiled kernels, {helpers.CACHEDB}, cannot be used: {e}. Nothing is kept there until it is removed; "
+                    "CACHEDB names another file", stacklevel=2)
+      return sqlite3.connect(":memory:", isolation_level="IMMEDIATE")
+  helpers.db_connection = connection
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
   """What tinygrad has a PROGRAM depend on, for another process to find it by."""

@@ -1,9 +1,10 @@
 """What attn relies on in tinygrad, name by name. Another tinygrad fails here, with a sentence for each thing that changed."""
 import ast, importlib, importlib.metadata, inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 import pytest
 from attn import version
-from attn.tinygrad_compat import Device
+from attn.tinygrad_compat import Context, Device, helpers
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPAT = ROOT/"attn/tinygrad_compat.py"
@@ -13,7 +14,7 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT/"attn").rglo
 SIGNATURES = {
   "tinygrad.codegen.decomp.transcendental:xexp2": "d", "tinygrad.codegen.decomp.transcendental:xlog2": "d",
   "tinygrad.codegen:to_program": "ast renderer", "tinygrad.codegen:do_to_program": "*args **kwargs",
-  "tinygrad.codegen:to_program_key": "ast renderer",
+  "tinygrad.codegen:to_program_key": "ast renderer", "tinygrad.helpers:db_connection": "",
   "tinygrad.codegen.late.linearizer:linearize": "sink", "tinygrad.codegen:full_rewrite_to_sink": "ast ren optimize=",
   "tinygrad.codegen:line_rewrite": "lst pm ctx=", "tinygrad.device:Allocator": "dev supports_copy_from_disk= supports_transfer=",
   "tinygrad.device:Allocator._alloc": "self size options", "tinygrad.device:Allocator._copyin": "self dest src",
@@ -82,7 +83,7 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.variable": "name min_val max_val dtype= multiple_of= param=",
 }
 # names that are no functions
-VALUES = ("tinygrad:codegen", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE", "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
+VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE", "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
           "tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice",
           "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError",
           "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV",
@@ -92,7 +93,8 @@ VALUES = ("tinygrad:codegen", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE", "ti
           "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType", "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops",
           "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
 # attributes of those
-ATTRIBUTES = ("tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
+ATTRIBUTES = ("tinygrad.helpers:_db_connection", "tinygrad.helpers:_db_tables", "tinygrad.helpers:CACHEDB",
+              "tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
               "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s", "tinygrad.helpers:GlobalCounters.mem_used_per_device",
               "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores",
               "tinygrad.renderer.cstyle:CStyleLanguage.string_rewrite",
@@ -149,6 +151,34 @@ def test_one_module_imports_tinygrad() -> None:
     return found + [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
   importers = [str(path.relative_to(ROOT)) for path, tree in TREES.items() if any(m.split(".")[0] == "tinygrad" for m in modules(tree))]
   assert importers == ["attn/tinygrad_compat.py"]
+
+@pytest.fixture
+def reopened(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+  """Makes a file tinygrad's cache, as a new process opens it."""
+  def reopen(file:Path) -> None:
+    for name, value in (("CACHEDB", str(file)), ("_db_connection", None), ("_db_tables", set())): monkeypatch.setattr(helpers, name, value)
+    helpers.db_connection.cache_clear()
+  with Context(CACHELEVEL=1): yield reopen
+  helpers.db_connection.cache_clear()
+
+@pytest.mark.parametrize("damage", ["garbage", "a directory", "a directory that is a file"])
+def test_a_damaged_cache_of_tinygrad_is_an_empty_one_with_one_warning(damage:str, tmp_path:Path, reopened:Callable[[Path], None]) -> None:
+  file = tmp_path/"tinygrad"/"cache.db"
+  {"garbage": file.parent, "a directory": file}.get(damage, tmp_path).mkdir(parents=True, exist_ok=True)
+  if damage == "garbage": file.write_bytes(b"no database"*1000)
+  elif damage == "a directory that is a file": file.parent.write_text("")
+  reopened(file)
+  with pytest.warns(UserWarning, match="cache of compiled kernels, .*cache.db, cannot be used") as said:
+    assert helpers.diskcache_get("attn_test", "key") is None
+    helpers.diskcache_put("attn_test", "key", b"value")
+    assert helpers.diskcache_get("attn_test", "key") == b"value" and len(said) == 1
+
+def test_a_cache_of_tinygrad_that_is_whole_is_used(tmp_path:Path, reopened:Callable[[Path], None], recwarn:pytest.WarningsRecorder) -> None:
+  for found in (None, b"value"):
+    reopened(tmp_path/"cache.db")
+    assert helpers.diskcache_get("attn_test", "key") == found
+    helpers.diskcache_put("attn_test", "key", b"value")
+  assert not recwarn.list
 
 def test_the_installed_version_passes() -> None: version.check_version()
 
