@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from attn.chips import Chip
+from attn.chips import CHIPS, Chip
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
@@ -50,7 +50,7 @@ def tiled(p:Problem, arch:Chip, tile:TiledTile) -> Callable[..., UOp]:
   NotImplementedError for rows of more than MAX_WIDTH elements."""
   check_problem(p, tile)
   if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
-  return functools.cache(lambda *args: plain(Tiled.of(p, arch, tile, args).program()))     # it takes a while to make
+  return functools.cache(lambda *args: plain(Tiled.of(p, arch, tile, args).program(), arch.name in CHIPS))     # it takes a while to make
 
 @dataclass(frozen=True)
 class Tiled(Rectangle):

@@ -32,7 +32,8 @@ def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 
 MEANINGS: dict[str, Callable[..., Elements]] = {"buffer_load": plain_load, "load_where": plain_load_where, "uniform": number_of,
-                                                "page_number": lambda entry, there, *, count: number_of(entry)}      # unchecked
+                                                "page_number": lambda entry, there, *, count: number_of(entry)}
+CHECKS = ("page_number",)     # instructions that give a number back as it is
 
 # ***** a kernel *****
 
@@ -44,10 +45,11 @@ VECTOR_ELEMENT = {"float32": dtypes.float, "uint32": dtypes.uint}
 
 class Plain:
   """The way of one kernel's UOps to plain ones."""
-  def __init__(self, sink:UOp):
+  def __init__(self, sink:UOp, checked:bool):
     self.found: dict[UOp, Any] = {}
     taken = [u.arg.slot for u in sink.toposort() if u.op is Ops.BUFFER]
     self.slots = itertools.count(max(taken, default=-1) + 1)
+    self.kept = CHECKS if checked else ()
 
   def of(self, u:UOp) -> Any:
     srcs = [self.found[s] for s in u.src]
@@ -82,6 +84,7 @@ class Plain:
   def operation(self, u:UOp, srcs:list[Any]) -> Any:
     """A value of an operation, by its definition or its meaning."""
     call = u.arg
+    if call.name in self.kept: return u.replace(src=tuple(srcs))
     if call.name == "opaque_uniform":     # a number that tinygrad cannot tell: one that is loaded
       register = UOp.placeholder((1,), dtypes.int, next(self.slots), AddrSpace.REG)
       return register.after(register[0].store(srcs[0]))[0].load()
@@ -93,8 +96,9 @@ class Plain:
 
 ARITHMETIC = {Ops.ADD: operator.add, Ops.SUB: operator.sub, Ops.MUL: operator.mul}
 
-def plain(sink:UOp) -> UOp:
-  """The same kernel in plain UOps. Raises NotImplementedError for an instruction that one thread by itself does not have."""
-  work = Plain(sink)
+def plain(sink:UOp, checked:bool=False) -> UOp:
+  """The same kernel in plain UOps, and where it is `checked` with what the emulator checks, for renderers of ours. Raises NotImplementedError for an
+  instruction that one thread by itself does not have."""
+  work = Plain(sink, checked)
   for u in sink.toposort(): work.found[u] = work.of(u)
   return work.found[sink]
