@@ -143,7 +143,7 @@ def test_on_a_gpu(case:tuple[Any, ...]) -> None:
 
 def test_the_emulator_stops_at_an_entry_that_is_no_page() -> None:
   x, q = Paged.of((6, 3), 4), draw(2, H, 1, D)
-  for entry, arch in ((-1, "gfx1030"), (len(x.pages[0]), "gfx942")):
+  for entry, arch in ((-1, "sm_80"), (len(x.pages[0]), "gfx942"), (NO_PAGE, "gfx1030")):
     table = x.table.copy()
     table[1, 0] = entry
     with emulated(arch), pytest.raises(BadEntry, match=f"an entry of block_table is {entry}: must lie in 0..{len(x.pages[0]) - 1}"):
