@@ -83,7 +83,8 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.variable": "name min_val max_val dtype= multiple_of= param=",
 }
 # names that are no functions
-VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE", "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
+VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad.engine:realize", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE", "tinygrad.helpers:DEBUG",
+          "tinygrad.helpers:VIZ",
           "tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice",
           "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError",
           "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV",
