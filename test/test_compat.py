@@ -68,7 +68,7 @@ SIGNATURES = {
   "tinygrad:Tensor.schedule_linear": "self *lst", "tinygrad:Tensor.replace": "self x", "tinygrad:Tensor.shard": "self devices axis=",
   "tinygrad:Tensor.scaled_dot_product_attention": "self key value attn_mask= dropout_p= is_causal= enable_gqa=",
   "tinygrad.uop.ops:UOp.custom_kernel": "*srcs fxn grad_fxn=", "tinygrad.uop.ops:UOp.placeholder_like": "self slot addrspace=",
-  "tinygrad.uop.ops:UOp.replace": "self **kwargs",
+  "tinygrad.uop.ops:UOp.replace": "self **kwargs", "tinygrad.uop.ops:UOp.rtag": "self tag=", "tinygrad:Tensor.contiguous_backward": "self",
   "tinygrad.uop.ops:UOpMetaClass.__call__": "cls op dtype= src= arg= tag= metadata= _buffer=",
   "tinygrad.uop.ops:RewriteContext": "pm bpm ctx= enter_calls=", "tinygrad.uop.ops:RewriteContext.unified_rewrite": "self root",
   "tinygrad.uop.ops:RewriteContext.walk_rewrite": "self root",

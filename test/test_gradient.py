@@ -217,6 +217,27 @@ def test_out() -> None:
     assert attn.attention(q, k, v, out=out) is out
     hold(out.float().sum().gradient(q, k, v), textbook_gradients(q, k, v, Sq=32, D=16))
 
+@pytest.mark.parametrize("splits", (1, pytest.param(2, marks=pytest.mark.thorough)))
+def test_a_loss_may_be_read_before_its_gradients_are_taken(splits:int) -> None:
+  """Of two layers, by the same steps and to the last bit; and what is realized by name is a buffer of its own."""
+  def gradient_of(read:bool) -> np.ndarray:
+    w = draw(16, 16, seed=3)
+    x = o = (draw(1, 2, 12, 16) @ w)
+    for _ in range(2): o, lse = attn.attention(x + o, o, o, num_splits=splits, return_lse=True)
+    loss = o.float().square().mean() + lse.mean()
+    if read: loss.item()
+    loss.backward()
+    assert w.grad is not None, "what the loss is made of is forgotten"
+    return w.grad.numpy()
+  with emulated("gfx942"), Context(TRAINING=1):
+    first, second = map(gradient_of, (False, True))
+    assert first.any()
+    np.testing.assert_array_equal(first, second)
+    q = draw(1, 1, 12, 16).contiguous().realize()
+    before = (o := attn.attention(q, q, q).realize()).numpy()
+    q.assign(q*0).realize()
+    np.testing.assert_array_equal(o.numpy(), before)
+
 # ***** devices *****
 
 TWO = ("EMU", "EMU:1")

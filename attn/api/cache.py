@@ -17,7 +17,7 @@ from attn.api.plain import bhsd
 from attn.api.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, append
 from attn.problem import LAYOUTS, Pages, Strided
-from attn.tinygrad_compat import DType, Device, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
+from attn.tinygrad_compat import Context, DType, Device, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
 
 OVERLAP = "k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one"
 CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")
@@ -271,4 +271,4 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:T
   call.choice()
   check_devices(call)
   rows.append()
-  return attend(call)
+  with Context(TRAINING=0): return attend(call)      # of a cache: its gradient is refused

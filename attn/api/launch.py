@@ -70,19 +70,36 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   shape, dtype = (arguments(p) | combine_arguments(p))[name]
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
 
+def keeps_history(c:CheckedCall) -> bool:
+  """Whether gradients may be taken of what this call computes after it has been read. Not where it goes to a buffer that the caller has already, not
+  of part of a cache or of pages, and not in calls of devices that share rows: all of these together get gradients."""
+  return bool(TRAINING) and not c.into and all(x is None for x in (c.out, c.problem.k_view, c.problem.pages))
+
+def remembered(x:Tensor) -> Tensor:
+  """A step on the way to o, of which gradients need to know where it came from. When anything that depends on it is computed, `loss.item()` say,
+  tinygrad 0.14.0 puts its buffer into its place in all expressions, and gradients end there; but not of what has a tag, an empty one too."""
+  return Tensor(x.uop.rtag(()))
+
+def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
+  """A whole buffer: a copy where x is none, `remembered` where the caller has not asked for it."""
+  if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)): return x
+  return remembered(copy) if (copy := x.contiguous()).uop is not x.uop and keeps_history(c) else copy
+
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """forward, or for split_kv the same into partial results and then combine."""
   p = replace(c.problem, num_splits=choice.work.splits)
-  t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else
-       x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous() for name, x in c.tensors.items()}
+  t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # as in run_three_pass
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = replace(p, return_lse=True)      # for backward
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
     given += c.into[1:]     # which the kernel does not take
     written = Tensor.custom_kernel(*given, fxn=with_variables(fxn, c.variables))
+    if keeps_history(c): written = list(map(remembered, written))
     t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
-  return [t["o"] if c.out is None else c.out.replace(t["o"]), *([t["lse"]] if c.problem.return_lse else [])]
+  if c.out is not None: t["o"] = c.out.replace(t["o"])
+  wanted = [t["o"], *([t["lse"]] if c.problem.return_lse else [])]
+  return [x.contiguous_backward() for x in wanted] if keeps_history(c) else wanted      # of which `realize` by name keeps the buffer
 
 def with_variables(fxn:KernelFunction, variables:tuple[UOp, ...]) -> KernelFunction:
   """A kernel function whose kernel is called with these Variables, which it has besides its tensors."""
