@@ -8,7 +8,7 @@ from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.rows import Rows
 from attn.kernels.parts.staging import row_layout
-from attn.kernels.parts.statements import Statements
+from attn.kernels.parts.statements import Statements, workgroup_barrier
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp, dtypes
 
@@ -64,7 +64,8 @@ class OwnRows:
       # Told anew, so that clang does not keep a tensor's addresses for those of another. (Rows in pieces have too many for tinygrad.)
       if sparing and not stores: rows = [self.held(amd.opaque(i, ops.extract(found[0][0], 0))) for i in rows]
       stores += [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, found) for u, x in zip(units, xs)]
-    return self.lds.after(UOp.group(*stores))
+    # A barrier by name: what is after the stores without one (delta's fences) would have tinygrad put one before each later read.
+    return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
     """The operands of each tile for some of the units of the contraction, in trip t."""
