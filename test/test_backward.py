@@ -185,7 +185,15 @@ def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
 ROWS_OF_PLAIN = [(arch, c, table is PLAIN_DKDV) for arch in ("gfx90a", *ARCHS) for table in (PLAIN_DQ, PLAIN_DKDV)
                  for c in table.get(get_chip(arch).family, ())]
 
-@pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=() if x[0] == "gfx1201" else pytest.mark.thorough) for x in ROWS_OF_PLAIN])
+@amd_in_turn("read_ahead", (3,))
+def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
+  """What a trip loads comes item by item, rows are in pieces, and operands of columns are read ahead of their fences."""
+  few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
+  check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
+
+def in_turn(arch:str, row:BackwardCandidate) -> Any: return () if arch == "gfx1201" and row.up_to == 64 else pytest.mark.thorough
+
+@pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=in_turn(*x[:2])) for x in ROWS_OF_PLAIN])
 def test_tiles_of_plain_problems(arch:str, row:BackwardCandidate, keys:bool) -> None:
   """Which grids too small for the emulator do not get: each row of their tables, with a last tile that is not whole."""
   p, chip = problem(D=row.up_to, Sq=300, Sk=300), get_chip(arch)

@@ -1,4 +1,4 @@
-"""No forward kernel that dispatch chooses spills registers in its hot loop: problems that did, and some at random."""
+"""No kernel that dispatch chooses, forward or backward, spills registers in its hot loop: problems that did, and some at random."""
 from __future__ import annotations
 import random
 from dataclasses import replace
@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.chips import get_chip
+from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.dispatch import choose, program_of
 from attn.choose.search import FILLS, LARGEST_TILE
 from attn.choose.tuned import CLASSES
 from attn.compilers.clang import assembly, toolchain
 from attn.isa.report import analyse
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tensors import arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
@@ -25,6 +27,19 @@ def scratch_accesses(p:Problem, arch:str) -> int:
   p = replace(p, num_splits=choice.work.splits)
   tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(arguments(p).values())]
   report = analyse(assembly(render(program_of(choice, p)(*tensors), arch), arch), arch, p.D, p.Dv)
+  return report.loop.kinds["scratch"] if report.loop is not None else 0
+
+def scratch_accesses_of_gradients(p:Problem, arch:str, kernel:str) -> int:
+  """The same of the kernel of dq, or of that of dk and dv."""
+  chip = replace(get_chip(arch), llvm=toolchain().llvm)
+  tiles = can_differentiate(p, chip)
+  assert not isinstance(tiles, str), tiles
+  tile = tiles[kernel == "dkdv"]
+  assert isinstance(tile, BackwardTile)
+  shapes, program = (dkdv_arguments(p), dkdv_of(p, chip, tile)) if kernel == "dkdv" else (dq_arguments(p), dq_of(p, chip, tile))
+  tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
+  products = ((2, 1),) if kernel == "dq" else ((2, 2),) if tile.passes == 1 else ((1, 1), (2, 1))
+  report = analyse(assembly(render(program(*tensors), arch), arch), arch, p.D, p.Dv, products=products)
   return report.loop.kinds["scratch"] if report.loop is not None else 0
 
 MANY: dict[str, Any] = {"B": 8, "H": 32, "dtype": "bfloat16"}
@@ -108,3 +123,40 @@ def test_drawn(seed:int) -> None:
   """Every other problem is one at an edge."""
   arch, parameters = drawn_problem(random.Random(seed), seed % 2 == 1)
   assert scratch_accesses(problem(**parameters), arch) == 0, f"{arch}: {parameters}"
+
+# ***** the backward kernels *****
+
+def option(name:str, *shape:int) -> dict[str, Any]: return {"extras": {name: np.empty(shape, np.int32 if name == "kv_lengths" else np.float32)}}
+
+GQA: dict[str, Any] = {"B": 8, "H": 32, "Hkv": 8}
+SPILLED_BACKWARD = {
+  "a bias beside wide rows": ("gfx1100", "dq", {"H": 8, "Sq": 1872, "Sk": 3311, "D": 248, "dtype": "bfloat16", **option("bias", 1, 1, 1872, 3311)}),
+  "long rows in pieces for one query": ("gfx1100", "dq", {"B": 8, "H": 8, "Hkv": 2, "Sq": 1, "Sk": 4379, "D": 245, "Dv": 80, "softcap": 30.0}),
+  "long rows in pieces and a softcap": ("gfx1201", "dq", GQA | {"Sq": 139, "Sk": 1092, "D": 243, "softcap": 30.0}),
+  "one wave, slopes and pieces": ("gfx90a", "dq", GQA | {"Sq": 30, "Sk": 3182, "D": 166, "window": (52, 79), "dtype": "bfloat16",
+                                                       **option("alibi_slopes", 32)}),
+  "one wave and a bias": ("gfx90a", "dq", {"B": 8, "H": 8, "Sq": 5, "Sk": 3432, "D": 256, "window": (394, -1), "dtype": "bfloat16",
+                                            **option("bias", 1, 1, 5, 3432)}),
+  "short rows in pieces": ("gfx1100", "dkdv", GQA | {"Sq": 114, "Sk": 2340, "D": 63, "causal": "top-left"}),
+  "rows in pieces and lengths": ("gfx1100", "dkdv", {"B": 8, "H": 32, "Sq": 145, "Sk": 1368, "D": 117, "Dv": 121, "dtype": "bfloat16",
+                                                     **option("kv_lengths", 8)}),
+  "rows in pieces and slopes": ("gfx1201", "dkdv", GQA | {"Sq": 277, "Sk": 1400, "D": 116, "Dv": 50, "causal": True, **option("alibi_slopes", 32)}),
+  "wide rows in pieces and a bias": ("gfx950", "dkdv", {"B": 8, "H": 32, "Sq": 239, "Sk": 358, "D": 252, "causal": "top-left",
+                                                        **option("bias", 1, 1, 239, 358)}),
+  # clang stopped at these: "illegal VGPR to SGPR copy"
+  "one trip for each of several heads": ("gfx1201", "dkdv", GQA | {"Sq": 3, "Sk": 449, "D": 128, "window": (192, -1), "dtype": "bfloat16"}),
+  "one query and a window": ("gfx90a", "dkdv", {"H": 8, "Sq": 1, "Sk": 2970, "D": 49, "window": (145, 118), "softcap": 30.0}),
+}
+BACKWARD_BY_DEFAULT = ("short rows in pieces", "one trip for each of several heads")
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BACKWARD_BY_DEFAULT else pytest.mark.thorough) for x in SPILLED_BACKWARD])
+def test_what_spilled_backward(case:str) -> None:
+  arch, kernel, parameters = SPILLED_BACKWARD[case]
+  assert scratch_accesses_of_gradients(problem(lse=True, **parameters), arch, kernel) == 0
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.thorough if n > 0 else ()) for n in range(40)])
+def test_drawn_backward(seed:int) -> None:
+  """Of each kernel every other problem is one at an edge."""
+  arch, parameters = drawn_problem(random.Random(seed), seed // 2 % 2 == 1)
+  kernel = ("dq", "dkdv")[seed % 2]
+  assert scratch_accesses_of_gradients(problem(**parameters | {"lse": True}), arch, kernel) == 0, f"{arch}: {kernel} of {parameters}"

@@ -22,43 +22,51 @@ from attn.problem import Problem
 
 BOTH = (True, True)
 
-DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True))
-DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32, fenced=2), BackwardCandidate(128, 4, 32, fenced=4),
-                BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2))
+DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, whole=True),
+              BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True))
+DKDV_OF_256_ON_CDNA = (BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2, whole=True),
+                       BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True, passes=2))
+DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32, fenced=2), BackwardCandidate(128, 4, 32, fenced=4), *DKDV_OF_256_ON_CDNA)
 
 DQ: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": DQ_ON_CDNA, "cdna3": DQ_ON_CDNA, "cdna4": DQ_ON_CDNA,
   "rdna3": (
     BackwardCandidate(64, 4, 16),
     BackwardCandidate(128, 4, 16, (True, False), fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)),
   "rdna4": (
     BackwardCandidate(64, 4, 32, fenced=8),
     BackwardCandidate(128, 4, 16, fenced=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)),
 }
 DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
-  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": (DKDV_ON_CDNA[0], BackwardCandidate(128, 4, 32), DKDV_ON_CDNA[-1]),
+  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": (DKDV_ON_CDNA[0], BackwardCandidate(128, 4, 32), *DKDV_OF_256_ON_CDNA),
   "rdna3": (
-    BackwardCandidate(64, 4, 16),
-    BackwardCandidate(128, 4, 16, BOTH, fenced=2),
+    BackwardCandidate(64, 4, 16, whole=True), BackwardCandidate(64, 4, 16, fenced=2, prefetch=0),
+    BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True), BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3, whole=True),
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
   "rdna4": (
     BackwardCandidate(64, 4, 16, fenced=2),
-    BackwardCandidate(128, 4, 16, BOTH, fenced=2),
+    BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True), BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True),
+    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3, whole=True),
     BackwardCandidate(256, 2, 16, BOTH, fenced=1, prefetch=0, sparing=True, passes=2)),
 }
 
 # Tried before those, each for its class of head dimensions alone, for problems without options whose rows are whole units, where their workgroups
 # fill the chip: chosen by the time that is predicted of the code of this release of LLVM, and by the registers that it needs
 PLAIN_LLVM = 22
+FEWEST_WAVES = 2     # of a workgroup in the tables: their tiles are for small grids as well
 PLAIN_DQ_128 = BackwardCandidate(128, 8, 32, fenced=2)
 PLAIN_DQ: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": (BackwardCandidate(64, 8, 64, fenced=8, prefetch=2), PLAIN_DQ_128),
   "cdna3": (BackwardCandidate(64, 4, 64, fenced=2), PLAIN_DQ_128),
   "cdna4": (BackwardCandidate(64, 4, 64, prefetch=2), PLAIN_DQ_128),
-  "rdna3": (BackwardCandidate(64, 4, 32, fenced=2),),
-  "rdna4": (BackwardCandidate(64, 8, 32, prefetch=2),),
+  "rdna3": (BackwardCandidate(64, 4, 32, fenced=2),
+            *(BackwardCandidate(d, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3) for d in (192, 256))),
+  "rdna4": (BackwardCandidate(64, 8, 32, prefetch=2),
+            BackwardCandidate(192, 2, 16, BOTH, fenced=2, sparing=True, read_ahead=3),
+            BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)),
 }
 PLAIN_DKDV: dict[str, tuple[BackwardCandidate, ...]] = {"cdna4": (BackwardCandidate(128, 4, 64, fenced=8, prefetch=2),)}
 
@@ -153,13 +161,17 @@ def backward_tile(p:Problem, arch:Chip, c:BackwardCandidate, keys:bool) -> Backw
   mat = arch.matrix[p.dtype][c.matrix]
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
   prefetch = 0 if p.dropout_p and c.own_in_lds == BOTH else c.prefetch     # dropout takes the registers of a tile that would be on its way
-  return BackwardTile(mat, waves, c.block_n, c.own_in_lds, c.fenced, prefetch, c.sparing, keys, c.passes)
+  return BackwardTile(mat, waves, c.block_n, c.own_in_lds, c.fenced, prefetch, c.sparing, keys, c.passes, c.by_item, c.read_ahead)
+
+def in_units(p:Problem, tile:BackwardTile) -> bool: return p.D % tile.matrix.unit == 0 and p.Dv % tile.matrix.unit == 0
 
 def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) -> str|None:
   """None if `tile` is for this problem on `arch`, else why not."""
   whole = tile.matrix.operand//tile.matrix.unit      # units of an operand
   if tile.fenced and whole and tile.fenced % whole: return f"tile {tile} reads {tile.fenced} units together, an operand is made of {whole}"
   if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
+  if c.whole and not in_units(p, tile): return f"tile {tile} has the registers for D and Dv in units of {tile.matrix.unit}"
+  if c.whole and tile.waves < c.waves: return f"tile {tile} has the registers for {c.waves} waves"
   if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
@@ -169,7 +181,7 @@ def _plain(p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]],
   for c in (x for x in table.get(arch.family, ()) if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, c, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
-    if not (p.D % tile.matrix.unit or p.Dv % tile.matrix.unit) and tile.waves == c.waves and workgroups >= arch.cus: yield c
+    if in_units(p, tile) and tile.waves == c.waves and (workgroups >= arch.cus or c.waves == FEWEST_WAVES): yield c
 
 def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool,
             plain:dict[str, tuple[BackwardCandidate, ...]]|None=None) -> BackwardTile:

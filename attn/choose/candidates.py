@@ -21,7 +21,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class BackwardCandidate:
-  """A tile of a backward kernel for head dimensions up to `up_to`; the fields are those of BackwardTile."""
+  """A tile of a backward kernel for head dimensions up to `up_to`; the fields are those of BackwardTile, but for `whole`: it has the registers for
+  rows of whole units and workgroups of all its waves only. Rows in pieces have more addresses, and fewer waves load as much."""
   up_to: int
   waves: int
   block_n: int
@@ -31,6 +32,9 @@ class BackwardCandidate:
   sparing: bool = False
   passes: int = 1
   matrix: int = 0        # index into Chip.matrix of the dtype
+  by_item: bool = False
+  read_ahead: int = 0
+  whole: bool = False
 
 class Burden(IntEnum):
   """What the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next."""

@@ -56,7 +56,8 @@ LIMITS: dict[str, tuple[Any, ...]|range] = {
   "fenced": (False, True), "prefetch": (0, 1, 2), "matrix": (0, 1), "fills": range(1 << 16), "llvm": (EVERY,)}
 BACKWARD_LIMITS: dict[str, tuple[Any, ...]|range] = {
   "up_to": CLASSES, "waves": (1, 2, 4, 8), "block_n": (16, 32, 64), "own_in_lds": tuple(itertools.product((False, True), repeat=2)),
-  "fenced": (0, 2, 4, 8), "prefetch": (0, 1, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1)}
+  "fenced": (0, 2, 4, 8), "prefetch": (0, 1, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1), "by_item": (False, True),
+  "read_ahead": (0, 1, 3), "whole": (False, True)}
 
 TILED_LIMITS: dict[str, tuple[Any, ...]|range] = {
   "down": (1, 2, 4, 8, 16, 32), "across": (1, 2, 4, 8, 16, 32), "walked": (4, 8, 16), "own": (4, 8, 16), "depth": (0, 4, 8, 16, 32, 64, 128),

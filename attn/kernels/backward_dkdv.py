@@ -95,7 +95,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
     key, x = self.group.first_row + self.k.in_block[0], self.group.sequence
     return Row(self.group.batch, self.head, key, below(key, x.n_k if self.group.p.varlen else self.group.p.Sk))
   @property
-  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
+  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
   @property
   def scores(self) -> Scores: return self.group.scores.of_head(self.head)
 

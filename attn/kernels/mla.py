@@ -49,6 +49,8 @@ class MlaTile(SharingTile):
   @property
   def in_turn(self) -> bool: return False
   @property
+  def by_item(self) -> bool: return False
+  @property
   def buffers(self) -> int: return 1
   def columns(self, p:Problem) -> int:
     """Matrix tiles of columns of O that a wave has."""

@@ -276,8 +276,9 @@ def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
 # ***** what the compilers know of an integer *****
 
 instruction("uniform", lambda lanes, x: x, "__builtin_amdgcn_readfirstlane({0})", "__shfl_sync(0xffffffffu, {0}, 0)")
-instruction("opaque_uniform", lambda lanes, x: x,   # clang may have computed x in a vector register, from which it does not copy to a scalar one
-            Body('x = __builtin_amdgcn_readfirstlane(x);\nasm volatile("" : "+s"(x));\nreturn x;', "x"), Body('asm volatile("" : "+r"(x));\nreturn x;', "x"))
+# clang may have computed x in a vector register, from which it does not copy to a scalar one by itself
+instruction("opaque_uniform", lambda lanes, x: x, Body('x = __builtin_amdgcn_readfirstlane(x);\nasm volatile("" : "+s"(x));\nreturn x;', "x"),
+            Body('asm volatile("" : "+r"(x));\nreturn x;', "x"))
 
 def uniform(x:UOp) -> UOp:
   """The integer x, which all lanes hold, told to the compiler to be uniform: on AMD (v_readfirstlane_b32) it goes to a scalar register."""

@@ -112,6 +112,10 @@ class RowNumbers:
     return RowNumbers(p, mat, block_n, new.lds(buffers*block_n//2), thread)
   def after(self, *deps:UOp) -> RowNumbers: return replace(self, buffer=self.buffer.after(*deps))
   def number(self, i:UOp) -> RowNumbers: return replace(self, base=i*(self.block_n//2))
+  @property
+  def single(self) -> list[RowNumbers]:
+    """The same with one item of a thread each: it has no more."""
+    return [self]
 
   def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:
     """The lse and the delta of the query that the thread carries."""

@@ -38,7 +38,7 @@ class OwnQueries(Pipeline[KS]):
   @functools.cached_property
   def row(self) -> Row: return self.group.row(self.q.in_block[0])
   @property
-  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
+  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
   @property
   def loaded(self) -> dict[str, GlobalRows]: return {name: self.group.rows(name) for name in ("k", "v")}
 

@@ -31,6 +31,8 @@ class PipelinedTile(Protocol):
   def buffers(self) -> int: """Tiles of a kind in LDS."""
   @property
   def in_turn(self) -> bool: """Whether of the tensors that a trip loads for itself one comes after another."""
+  @property
+  def by_item(self) -> bool: """Whether of those a thread's items do, too."""
 
 @dataclass(frozen=True)
 class Pipeline(Generic[S]):
@@ -59,13 +61,14 @@ class Pipeline(Generic[S]):
     return UOp.group(*[x for tile, part in zip(tiles, parts, strict=True) for x in tile.store(part)])
 
   def in_turn(self, s:S, t:UOp) -> UOp:
-    """The way of tile t to LDS, one of its tensors after another, which takes the registers of the largest alone. Where rows come in pieces, each has
-    an address of its own: they are computed anew."""
+    """The way of tile t to LDS, one of its tensors after another, which takes the registers of the largest alone, or of one item of a thread. Where
+    rows come in pieces, each has an address of its own: they are computed anew."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
-      if stores: rows = rows.after(self.statements.do(amd.sched_barrier(), *stores))
       tile = self.in_lds(s, t, name) if rows.in_units else self.in_lds(s, t, name).anew(t)
-      stores += tile.store(tile.fetch(rows, t))
+      for one in tile.single if self.tile.by_item else [tile]:
+        if stores: rows = rows.after(self.statements.do(amd.sched_barrier(), *stores))
+        stores += one.store(one.fetch(rows, t))
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:

@@ -97,6 +97,7 @@ class Products:
   at: Lane
   fenced: int
   statements: Statements
+  read_ahead: int = 0      # so many tiles of columns are read while one before them is worked on, in spite of fences
   @property
   def matrix(self) -> Matrix: return self.at.matrix
 
@@ -122,8 +123,10 @@ class Products:
     A of the first matrix tile where it has been read already."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):
-      before = accs[-1][dt - 1] if dt else weights[-1][-1]
-      if self.fenced or (not dt and first is None): tile = tile.after(self.statements.do(amd.sched_barrier(before)))
+      done = dt - 1 - self.read_ahead      # the tile that is waited for, and not before the weights are there
+      before = accs[-1][done] if done >= 0 else weights[-1][-1]
+      fenced = self.fenced and (done >= 0 or not dt)
+      if fenced or (not dt and first is None): tile = tile.after(self.statements.do(amd.sched_barrier(before)))
       a_operands = self.column_operands(tile, block_n, dt) if dt or first is None else first
       for a, *bs in zip(a_operands, *weights):
         for i, b in enumerate(bs): accs[i][dt] = amd.shaped_wmma(mat, a, b, accs[i][dt])

@@ -89,6 +89,7 @@ class StagedTile:
   carried: Staging
   lies: LdsTile|None
   turned: LdsTile|None
+  only: int|None = None      # of a thread's items, or all of them
 
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
@@ -117,7 +118,11 @@ class StagedTile:
     assert self.turned is not None
     return self.turned
   @property
-  def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items
+  def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
+  @property
+  def single(self) -> list[StagedTile]:
+    """The same with one item of a thread each."""
+    return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:
     """The same, but what follows from the thread's number is computed in trip t and not kept in registers."""

@@ -50,6 +50,8 @@ class Tile:
   @property
   def in_turn(self) -> bool: return self.prefetch == 0 and self.sparing
   @property
+  def by_item(self) -> bool: return False
+  @property
   def buffers(self) -> int:
     """K tiles in LDS, and as many V tiles."""
     return max(1, self.prefetch)
@@ -76,6 +78,8 @@ class BackwardTile:
   sparing: bool = False    # what is waited for comes a few units at a time, own rows and what a trip loads for itself: fewer registers
   keys: bool = False       # its own rows are keys
   passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
+  by_item: bool = False    # of what a sparing trip loads for itself a thread takes one item after another: fewer registers still
+  read_ahead: int = 0      # of a gradient's products operands of so many tiles are read while one before them is worked on, in spite of fences
 
   @property
   def block_m(self) -> int: return self.waves*self.matrix.N
@@ -99,7 +103,8 @@ class BackwardTile:
   def options(self) -> str:
     """What is not by default, in words."""
     kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
-    numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1))
-               if value != usual]
-    return " ".join([f"{' and '.join(kept)} in LDS"]*bool(kept) + numbers + ["sparing"]*self.sparing)
+    numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1),
+                                                                   ("read_ahead", self.read_ahead, 0)) if value != usual]
+    flags = [name for name in ("sparing", "by_item") if getattr(self, name)]
+    return " ".join([f"{' and '.join(kept)} in LDS"]*bool(kept) + numbers + flags)
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
