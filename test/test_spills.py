@@ -137,9 +137,14 @@ SPILLED_BACKWARD = {
                                                        **option("alibi_slopes", 32)}),
   "one wave and a bias": ("gfx90a", "dq", {"B": 8, "H": 8, "Sq": 5, "Sk": 3432, "D": 256, "window": (394, -1), "dtype": "bfloat16",
                                             **option("bias", 1, 1, 5, 3432)}),
+  **{f"rows in pieces, a mask and a bias on {arch}": (
+    arch, "dq", {"B": 8, "H": 8, "Sq": 312, "Sk": 145, "D": 123, "causal": True, "dtype": "bfloat16", **option("bias", 1, 1, 312, 145)})
+     for arch in ("gfx1100", "gfx1201")},
   "short rows in pieces": ("gfx1100", "dkdv", GQA | {"Sq": 114, "Sk": 2340, "D": 63, "causal": "top-left"}),
   "rows in pieces and lengths": ("gfx1100", "dkdv", {"B": 8, "H": 32, "Sq": 145, "Sk": 1368, "D": 117, "Dv": 121, "dtype": "bfloat16",
                                                      **option("kv_lengths", 8)}),
+  "few queries, uneven rows and lengths": ("gfx1100", "dkdv", {"B": 8, "H": 32, "Sq": 28, "Sk": 791, "D": 96, "Dv": 66, "dtype": "bfloat16",
+                                                               **option("kv_lengths", 8)}),
   "rows in pieces and slopes": ("gfx1201", "dkdv", GQA | {"Sq": 277, "Sk": 1400, "D": 116, "Dv": 50, "causal": True, **option("alibi_slopes", 32)}),
   "wide rows in pieces and a bias": ("gfx950", "dkdv", {"B": 8, "H": 32, "Sq": 239, "Sk": 358, "D": 252, "causal": "top-left",
                                                         **option("bias", 1, 1, 239, 358)}),

@@ -24,7 +24,7 @@ BOTH = (True, True)
 
 DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, whole=True),
               BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True))
-DKDV_OF_256_ON_CDNA = (BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2, whole=True),
+DKDV_OF_256_ON_CDNA = (BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2, read_ahead=1, whole=True),
                        BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True, passes=2))
 DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32, fenced=2), BackwardCandidate(128, 4, 32, fenced=4), *DKDV_OF_256_ON_CDNA)
 
@@ -32,18 +32,20 @@ DQ: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": DQ_ON_CDNA, "cdna3": DQ_ON_CDNA, "cdna4": DQ_ON_CDNA,
   "rdna3": (
     BackwardCandidate(64, 4, 16),
-    BackwardCandidate(128, 4, 16, (True, False), fenced=2),
+    BackwardCandidate(128, 4, 16, (True, False), fenced=2, whole=True),
+    BackwardCandidate(128, 4, 16, (True, False), fenced=2, prefetch=0, sparing=True),
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)),
   "rdna4": (
     BackwardCandidate(64, 4, 32, fenced=8),
-    BackwardCandidate(128, 4, 16, fenced=2),
+    BackwardCandidate(128, 4, 16, fenced=2, whole=True), BackwardCandidate(128, 4, 16, fenced=2, prefetch=0, sparing=True),
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)),
 }
 DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
   "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": (DKDV_ON_CDNA[0], BackwardCandidate(128, 4, 32), *DKDV_OF_256_ON_CDNA),
   "rdna3": (
     BackwardCandidate(64, 4, 16, whole=True), BackwardCandidate(64, 4, 16, fenced=2, prefetch=0),
-    BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True), BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True),
+    BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True),
+    BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2),
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3, whole=True),
     BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
   "rdna4": (
