@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 import attn
 from attn.measure.decode import normal as repeated_numbers
+from attn.measure.rows import heads_text
 from attn.tinygrad_compat import Device, GlobalCounters, Ops, Tensor, TinyJit, UOp, compiled, run_alone
 
 CALLS, MEASURED_ROUNDS = 5, 7
@@ -28,9 +29,9 @@ class SharedProblem:
   causal: bool = False
   backward: bool = False
   def __str__(self) -> str:
-    heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
-    return (f"(1, {heads}, {self.Sq} x {self.Sk}, {self.D}) {'causal' if self.causal else 'full'}{' with gradients' if self.backward else ''}, "
-            f"{self.shared} shared")
+    sizes = f"(1, {heads_text(self.H, self.Hkv)}, {self.Sq} x {self.Sk}, {self.D})"
+    mask = "causal" if self.causal else "full"
+    return f"{sizes} {mask}{' with gradients'*self.backward}, {self.shared} shared"
 
 LONG_ROWS = SharedProblem("rows", 32, 32, 32768, 32768)
 CONTEXTS = (*(replace(LONG_ROWS, Hkv=heads, causal=causal) for heads in (32, 8) for causal in (True, False)),

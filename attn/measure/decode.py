@@ -22,6 +22,7 @@ from attn.choose.mla_tiles import ENTRY, latent_space
 from attn.kernels.mla import MlaTile
 from attn.kernels.mla_mma import MlaMmaTile
 from attn.measure.peers import OURS, ROUNDS, in_turn, torch_peers
+from attn.measure.rows import heads_text
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
 
@@ -40,9 +41,8 @@ class DecodeStep:
   page: int = 0
   v_dim: int = 0
   def __str__(self) -> str:
-    heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
     width = f"{self.D}/{self.v_dim}" if self.v_dim else f"{self.D}"
-    return f"({self.B}, {heads}, 1 x {self.keys}, {width})" + f" pages of {self.page}"*(self.page > 0)
+    return f"({self.B}, {heads_text(self.H, self.Hkv)}, 1 x {self.keys}, {width})" + f" pages of {self.page}"*(self.page > 0)
   @property
   def bytes_read(self) -> int: return 2*self.B*self.Hkv*self.keys*(self.D if self.v_dim else 2*self.D)
   @property

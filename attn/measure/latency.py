@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 from attn.api.attention import attention
+from attn.measure.rows import MeasuredRow
 from attn.ops.renderers import adapt
 from attn.tinygrad_compat import Device, Tensor, device_of
 
@@ -19,20 +20,12 @@ RUNS = 3
 DRAWN_ONCE = 2**20     # random numbers, of which the inputs are repetitions
 
 @dataclass(frozen=True)
-class FirstCall:
+class FirstCall(MeasuredRow):
   """Attention in float16, or with `backward` its gradients of q, k and v besides."""
-  B: int
-  H: int
-  Hkv: int
-  Sq: int
-  Sk: int
-  D: int
-  causal: bool = False
   backward: bool = False
   def __str__(self) -> str:
-    heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
     rows = f"{self.Sq}" if self.Sq == self.Sk else f"{self.Sq} x {self.Sk}"
-    return f"({self.B}, {heads}, {rows}, {self.D}){' causal'*self.causal}{' backward'*self.backward}"
+    return f"({self.B}, {self.heads}, {rows}, {self.D}){' causal'*self.causal}{' backward'*self.backward}"
 
 FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096, 4096, 128, True), FirstCall(4, 32, 32, 4096, 4096, 64),
                FirstCall(4, 32, 32, 4096, 4096, 64, True), FirstCall(2, 16, 16, 4096, 4096, 256, True), FirstCall(2, 10, 10, 4096, 77, 64),

@@ -14,21 +14,14 @@ import numpy as np
 from attn.api.attention import attention, choice_of
 from attn.measure.decode import STEPS, torch_graph_timer
 from attn.measure.peers import OURS, ULPS, as_tensor, in_turn, on_the_host, random_inputs, torch_peers
+from attn.measure.rows import MeasuredRow
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, TinyJit, device_seconds, foreign_cuda_context, make_current
 
 @dataclass(frozen=True)
-class ShortRow:
-  B: int
-  H: int
-  Hkv: int
-  Sq: int
-  Sk: int
-  D: int
-  causal: bool
+class ShortRow(MeasuredRow):
   def __str__(self) -> str:
-    heads = f"{self.H} on {self.Hkv}" if self.Hkv < self.H else f"{self.H}"
-    return f"{self.B}, {heads}, {self.Sq} x {self.Sk}, {self.D} {'causal' if self.causal else 'full'}"
+    return f"{self.B}, {self.heads}, {self.Sq} x {self.Sk}, {self.D} {'causal' if self.causal else 'full'}"
   @property
   def problem(self) -> Problem:
     """What the peers are asked for."""
