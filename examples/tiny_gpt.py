@@ -5,7 +5,7 @@ import numpy as np
 from tinygrad import Tensor
 import attn
 
-VOCABULARY, WIDTH, HEADS, LAYERS, PROMPT, TOKENS = 61, 64, 4, 2, 12, 4
+VOCABULARY, WIDTH, HEADS, LAYERS, PROMPT, TOKENS = 61, 64, 4, 2, 12, int(os.environ.get("TOKENS", "4"))
 
 class Layer:
   def __init__(self, rng:np.random.Generator):
