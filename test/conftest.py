@@ -3,7 +3,17 @@ it); a worker of pytest has one core, so that threads of BLAS only wait for each
 lowering nor emulation leaves, for that is to walk over every UOp that is alive. What names no device is on the CPU, whatever drivers there are: one
 for OpenCL, say, which has an LLVM of its own and doesn't go with another in the same process."""
 import gc, os
+from collections.abc import Iterator
+import pytest
 os.environ.setdefault("PARALLEL", "0")
 os.environ.setdefault("DEV", "CPU")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")    # numpy looks when it is imported
 gc.disable()
+from tinygrad.helpers import NOOPT, Context   # noqa: E402 - it asks for DEV when it is imported
+
+@pytest.fixture
+def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:
+  """The kernels that tinygrad makes around those of attn, and those that these are compared with, are lowered as they are written: to unroll them as
+  it does takes most of the time of a test that has many. On a real device they are optimized."""
+  on_a_gpu = request.node.get_closest_marker("gpu") is not None
+  with Context(NOOPT=NOOPT.value if on_a_gpu else 1): yield

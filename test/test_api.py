@@ -14,6 +14,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32
 from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, every_other, in_turn, normal, on_two
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 KERNELS = ("forward", "forward_mma", "forward_wgmma", "split_kv", "tiled", "three_pass")
 SPLITS = {"split_kv": {"num_splits": 2}}
 DEVICES = ("EMU:0", "EMU:1")

@@ -12,6 +12,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated, whole
 from cases import EVERY_ARCH, arrange, array, restore, tensor
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 B, H, HKV, D, CAPACITY = 2, 4, 2, 32, 160
 DEVICES = ("EMU:0", "EMU:1")
 

@@ -22,6 +22,8 @@ from tinygrad.engine.jit import MultiGraphRunner
 from api_cases import draw, emulated, extra, floats, whole
 from cases import DTYPES, arrange, array, expected, expected_gradients, normal, problem, restore, tensor
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 ROWS = {"bhsd": 2, "bshd": 1, "nsd": 1}          # the axis of rows of q, k, v and o
 LSE_ROWS = {"bhsd": 2, "bshd": 2, "nsd": 1}
 def devices(n:int) -> tuple[str, ...]: return tuple(f"EMU:{i}" for i in range(n))

@@ -19,6 +19,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated, extra, floats, int32, whole
 from cases import DTYPES, Inputs, array, expected_gradients, normal, problem, tensor
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
 
 def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,

@@ -14,6 +14,8 @@ from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
 from api_cases import draw, emulated
 from cases import array, in_turn
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 ROOT = Path(__file__).resolve().parent.parent
 REFUSALS = (ValueError, NotImplementedError)
 KERNELS = (("gfx942", "forward"), ("gfx1100", "forward"), ("sm_80", "forward_mma"), ("sm_90", "forward_wgmma"), ("gfx942", "split_kv"),

@@ -9,6 +9,8 @@ from attn.reference import Options, exact, exact_backward, judge, rounded, same_
 from attn.tinygrad_compat import Tensor
 from api_cases import emulated
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 B, H, HKV, SQ, SK, D, DV, SCALE = 2, 4, 2, 5, 7, 3, 2, 0.4
 
 def normal(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape)

@@ -11,6 +11,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
 from cases import EVERY_ARCH, array, in_turn, tensor
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 def textbook(q, k, v, mask=None, is_causal=False, scale=None, dtype=None):
   """PyTorch's definition; in float64, or with fp32 scores and P and O rounded to `dtype`. A row that sees no key gives 0."""
   work = np.float64 if dtype is None else np.float32
