@@ -276,8 +276,9 @@ def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
 # ***** what the compilers know of an integer *****
 
 instruction("uniform", lambda lanes, x: x, "__builtin_amdgcn_readfirstlane({0})", "__shfl_sync(0xffffffffu, {0}, 0)")
-# clang may have computed x in a vector register, from which it does not copy to a scalar one by itself
-instruction("opaque_uniform", lambda lanes, x: x, Body('x = __builtin_amdgcn_readfirstlane(x);\nasm volatile("" : "+s"(x));\nreturn x;', "x"),
+# clang computes some numbers that it knows to be uniform in vector registers (v_med3_i32), and then copies them to no scalar one: of what an assembly
+# text gives it knows nothing, and reads a lane.
+instruction("opaque_uniform", lambda lanes, x: x, Body('asm volatile("" : "+v"(x));\nreturn __builtin_amdgcn_readfirstlane(x);', "x"),
             Body('asm volatile("" : "+r"(x));\nreturn x;', "x"))
 
 def uniform(x:UOp) -> UOp:
