@@ -11,6 +11,7 @@ from attn.choose.candidates import WgmmaCandidate
 from attn.choose.nvidia_table import WGMMA_CANDIDATES
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
+from attn.emulator.machine import Frame
 from attn.kernels import forward_wgmma
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
@@ -20,7 +21,7 @@ from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render
 from attn.ops.softmax import LOWEST
 from attn.tinygrad_compat import UOp
-from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, check, every_other, in_turn, problem
+from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, check, check_kernels, every_other, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
@@ -139,6 +140,18 @@ def test_no_more_places_than_tiles(monkeypatch) -> None:
   check("sm_90", H=1, Sq=70, Sk=90, D=32, causal=True)
   monkeypatch.setattr(forward_wgmma, "STAGES", 2)       # taken for as many as there may ever be, the copy is made
   with pytest.raises(LdsRace): check("sm_90", H=1, Sq=70, Sk=90, D=32)
+
+@pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
+def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
+  """Of three warpgroups, `idle` of which have no query, the others alone start products: two a trip, and the last block has as many idle ones."""
+  tile, started = WgmmaTile(3, 64), list[int]()
+  start = Frame.start_product
+  def counted(frame:Frame, *args) -> np.ndarray:
+    started.append(int(frame.active.reshape(-1, hopper.GROUP).any(axis=1).sum()))
+    return start(frame, *args)
+  monkeypatch.setattr(Frame, "start_product", counted)
+  check_kernels("sm_90", H=1, Sq=192 + rows, Sk=100, D=32, tile=lambda _: tile)
+  assert started == [6 - idle]*4       # two blocks at a time, and two trips
 
 # The tiles that were the fastest on an H200: docs/nvidia.md.
 FASTEST = {

@@ -5,6 +5,8 @@ Divergence is a mask: inactive threads compute garbage, but load, store and chec
 longest of them.
 """
 from __future__ import annotations
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Callable
 from dataclasses import dataclass, field
 import time
@@ -155,6 +157,11 @@ class Frame:
     self.stack.append(self.mask)
     self.mask = mask
   def pop(self) -> None: self.mask = self.stack.pop()
+  @contextmanager
+  def only(self, gate:Array) -> Iterator[None]:
+    self.push(self.also(gate))
+    yield
+    self.pop()
   def leave(self, to:int|None=None) -> int|None:
     """Ends a loop; `to` is the step to go on with, if it is not the next one."""
     self.pop()

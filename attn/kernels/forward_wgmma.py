@@ -12,7 +12,7 @@ from typing import Any, Callable, ClassVar
 from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.counts import below, ceildiv, round_up
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
@@ -104,6 +104,13 @@ class ForwardWgmma:
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.warps.at.wave*self.mat.M)
 
+  @functools.cached_property
+  def there(self) -> UOp:
+    """Whether the warpgroup has queries. One whose queries would lie beyond the last only copies: products would take the time of others."""
+    group, n_q = self.warps.group, self.warps.group.sequence.n_q
+    if isinstance(n_q, int) and round_up(n_q, wgmma.M) % group.tile.block_m == 0: return wgmma.EVERYWHERE
+    return below(group.first_row + wgmma.group(self.warps.at.wave)*wgmma.M, n_q)
+
   # ***** the algorithm *****
   def program(self) -> UOp:
     warps, keys = self.warps, self.warps.group.walked
@@ -111,6 +118,7 @@ class ForwardWgmma:
     s = self.state
     s = s.store([s.statements.first], warps.first_values(s.m, s.bias, s.l))
     s = s.do(nv.clear(s.acc, s.done))
+    if self.there is not wgmma.EVERYWHERE: s = s.do(nv.clear(s.scores, s.done))      # a warpgroup without queries computes none
     s = s.expected(warps.at, self.tile.threads)
     s = self.fetch(s.do(*warps.copies_of_q(s.shared, q_panels)), keys.begin)
     if self.p.window[0] >= 0: s = self.trips(s, keys.begin, keys.full_begin, masked=True)
@@ -160,7 +168,7 @@ class ForwardWgmma:
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     group = wgmma.group(self.warps.at.wave)
     return s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, round_up(self.p.D, wgmma.K)//wgmma.K,
-                             (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype))
+                             (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype, self.there))
 
   def weigh(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """P = exp2(S - m), relative to a reference that it does not outgrow."""
@@ -180,5 +188,5 @@ class ForwardWgmma:
   def add_to_o(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """O += P V."""
     _, _, v = self.tile.layouts(self.p)
-    s = s.do(wgmma.output(s.acc, s.p, s.shared[self.v_panels(t).base], s.done, UNIT_BYTES*v.panel, self.p.dtype))
+    s = s.do(wgmma.output(s.acc, s.p, s.shared[self.v_panels(t).base], s.done, UNIT_BYTES*v.panel, self.p.dtype, there=self.there))
     return s.do(wgmma.wait_products(s.acc, s.done))

@@ -24,6 +24,7 @@ GROUP = 128                  # threads of a warpgroup
 M, K = 64, 16                # of one instruction
 PANEL, ATOM = 128, 1024      # bytes of a row of a panel, and of 8 rows: the pattern of the swizzle
 PTX = {"float16": "f16", "bfloat16": "bf16"}
+EVERYWHERE = UOp.const(True)
 
 # ***** the meaning *****
 
@@ -57,15 +58,15 @@ def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int) -> Array:
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
   return _read(lanes, pointer, keys*blocks, line, 1).reshape(-1, keys, width).swapaxes(1, 2)
 
-def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
+def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, there:Array, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
   def of_q() -> Array: return _rows(lanes, q, M, steps, panels[0])
   def of_k() -> Array: return _rows(lanes, k, 8*accs, steps, panels[1])
-  return lanes.start_product(acc, accs, of_q, of_k, dtype, False)
+  with lanes.only(there): return lanes.start_product(acc, accs, of_q, of_k, dtype, False)
 
-def _output(lanes:Lanes, acc:Any, p:Any, v:Any, _:Array, accs:int, steps:int, panel:int, dtype:str) -> Array:
+def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, steps:int, panel:int, dtype:str) -> Array:
   def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]))
   def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
-  return lanes.start_product(acc, accs, fragments, of_v, dtype, True)
+  with lanes.only(there): return lanes.start_product(acc, accs, fragments, of_v, dtype, True)
 
 # ***** the text *****
 
@@ -82,9 +83,11 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   rest = apart >> 4 << 16 | ATOM >> 4 << 32 | 1 << 62
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
-def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str) -> str:
-  """One group of instructions, with the registers and predicates that they need."""
-  body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', "wgmma.fence.sync.aligned;", *lines, "wgmma.commit_group.sync.aligned; }"]
+def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
+  """One group of instructions, with the registers and predicates that they need, where operand number `there` is not 0. (The branch lies within the
+  assembly: around it ptxas would wait for each wgmma, warning C7511.)"""
+  body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
+          "wgmma.commit_group.sync.aligned; over: }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
   return f'asm volatile(\n    {quoted}\n    : {both_ways(accs)}\n    : {wrapped(operands, "      ")} : "memory");\nreturn 0.0f;'
 
@@ -94,8 +97,9 @@ def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, in
     at = [step//4*panel + step % 4*2*K for panel in panels]
     lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {step and 2};",
               f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, a, b, p, 1, 1, 0, 0;"]
-  statements = [_descriptor("of_q", "q"), _descriptor("of_k", "k"), _assembly(accs, ["a", "b"], lines, '"l"(of_q), "l"(of_k), "r"(0)')]
-  return Body("\n".join(statements), "acc q k", name=f"start_scores_{8*accs}x{K*steps}")
+  operands = '"l"(of_q), "l"(of_k), "r"(0), "r"((int)there)'
+  statements = [_descriptor("of_q", "q"), _descriptor("of_k", "k"), _assembly(accs, ["a", "b"], lines, operands, c + 3)]
+  return Body("\n".join(statements), "acc q k there", name=f"start_scores_{8*accs}x{K*steps}")
 
 def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str) -> Body:
   lines, c, ptx = [], 4*accs, PTX[dtype]
@@ -104,8 +108,8 @@ def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str
     lines += [f"add.s64 b, %{c}, {step*2*ATOM >> 4};",
               f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, {{{a}}}, b, 1, 1, 1, 1;"]
   p = ", ".join(f'"r"(p[{step}].{e})' for step in range(steps) for e in "xyzw")
-  statements = [_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}')]
-  return Body("\n".join(statements), "acc p v", name=f"start_output_{8*accs}x{K*steps}")
+  statements = [_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}, "r"((int)there)', c + 1 + 4*steps)]
+  return Body("\n".join(statements), "acc p v there", name=f"start_output_{8*accs}x{K*steps}")
 
 def _wait_text(printer:Any, out:str, accs:int, but:int) -> Body:
   return Body(f'asm volatile("wgmma.wait_group.sync.aligned {but};"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",
@@ -140,15 +144,16 @@ def arrive(barrier:UOp, order:UOp) -> UOp:
 def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
   """Waits until all threads have arrived at phase number `phase`, so that wgmma may read what they copied. A statement."""
   return statement("await_arrivals", barrier, (phase % 2).cast(dtypes.int), order)
-def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str) -> UOp:
+def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T: 64 rows of Q and 8 rows of K for each C fragment in `acc` (a placeholder), 16*steps columns of both, from INDEXes of their
-  first units; `panels` are the distances of Q's panels and of K's, in bytes. A statement."""
-  return statement("start_scores", acc[0], q, k, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
-def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None) -> UOp:
-  """Starts acc += P V: A fragments `p` (a placeholder, 16 keys each), as many rows of V. `place`: which C fragments of `acc`, if not all. A
+  first units; `panels` are the distances of Q's panels and of K's, in bytes. In the warpgroups where `there` does not hold nothing happens. A
   statement."""
+  return statement("start_scores", acc[0], q, k, there, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
+def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
+  """Starts acc += P V: A fragments `p` (a placeholder, 16 keys each), as many rows of V. `place`: which C fragments of `acc`, if not all. In the
+  warpgroups where `there` does not hold nothing happens. A statement."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
-  return statement("start_output", acc[first], p[0], v, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
+  return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
 def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
   """All that was started is done, the last `but` products excepted: `acc` may be used. A statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)

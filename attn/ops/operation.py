@@ -11,6 +11,7 @@ sources); an INDEX source prints as a pointer, so memory operands are passed as 
 """
 from __future__ import annotations
 import functools
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 import numpy as np
@@ -55,6 +56,8 @@ class Lanes(Protocol):
     """The workgroups of the active threads arrive at the next phase of their mbarrier, with the stores that they have started; zeros."""
   def await_arrivals(self, parity:Array) -> Array:
     """They wait for the next phase that they have not waited for, which must have this parity; zeros."""
+  def only(self, gate:Array) -> AbstractContextManager[None]:
+    """Within it those of the active threads where `gate` holds are the active ones."""
   def warpgroup_operand(self, a:Array) -> Array:
     """The fragments of A of a warpgroup's wgmma, uint32 (registers, T), as bits (warpgroups, 64, k)."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
