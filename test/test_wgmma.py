@@ -20,7 +20,7 @@ from attn.ops import hopper, nvidia
 from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render
 from attn.ops.softmax import LOWEST
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import UOp, dtypes
 from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, check, check_kernels, every_other, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
@@ -174,12 +174,13 @@ def test_planted(fault:str, monkeypatch) -> None:
   with pytest.raises(error, match=text): check("sm_90", H=1, Sq=200, Sk=500, D=64)
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@in_turn("D, options", (64, 128, 192, 256), ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0)),
-         among=2)
+@in_turn("D, options", (64, 128, 192, 256), ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0),
+                                                       dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros(2, np.uint32)})), among=2, besides=(128,))
 def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
   """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
-  p = problem(H=256, Sq=1024, D=D, **{"lse": False, **options})
-  tensors = [UOp.placeholder(shape, DTYPES[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
+  p = problem(H=256, Sq=4096, D=D, **{"lse": False, **options})
+  kinds = DTYPES | {"uint32": dtypes.uint}
+  tensors = [UOp.placeholder(shape, kinds[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
   kernel = forward_wgmma.forward_wgmma(p, arch := get_chip("sm_90"), wgmma_tile(p, arch))
   (source := tmp_path/"kernel.cu").write_text(render(kernel(*tensors), "sm_90"))
   command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]

@@ -172,6 +172,7 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
   return next((tile for tile in found if blocks_in_lds(p, arch, tile) > 1), found[0])
 
 BIAS_KEYS = 64    # a bias takes as many registers as the scores
+OF_DROPOUT = 16   # by so many keys a tile is smaller where three warpgroups share the registers with the bits of dropout
 
 BY_ITSELF = 0.7   # of the time that a multiprocessor's blocks take together, a block by itself takes so much at least
 LAST = 0.8       # of the time that the longest block takes beside others, what it takes beside others that end before it
@@ -181,7 +182,9 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   of a block counted. Under a causal mask blocks of all lengths share the multiprocessors, but the longest has to run in any case."""
   up_to = min(c.up_to for c in WGMMA_CANDIDATES if max(p.D, p.Dv) <= c.up_to)
   causal = p.window[1] >= 0 and p.window[0] < 0
-  def tile(c:WgmmaCandidate) -> WgmmaTile: return WgmmaTile(c.groups, min(c.block_n, round_up(p.Sk, MMA[p.dtype].K)))
+  def tile(c:WgmmaCandidate) -> WgmmaTile:
+    crowded = bool(p.dropout_p) and c.groups == 3 and c.up_to > SHORT
+    return WgmmaTile(c.groups, min(c.block_n - OF_DROPOUT*crowded, round_up(p.Sk, MMA[p.dtype].K)))
   def fits(c:WgmmaCandidate) -> bool:
     if c.up_to != up_to or (c.few and p.Sk > c.block_n): return False
     return tile(c).lds_bytes(p) <= arch.lds and (p.bias is None or tile(c).block_n <= BIAS_KEYS)
