@@ -232,6 +232,9 @@ def test_explain(capsys):
     assert str(choice) == capsys.readouterr().out.rstrip() and "GQA packed" in str(choice) and f"{choice.work.splits} splits" in str(choice)
     choice = attn.explain(q, k, k, num_splits=1)
     assert choice.kernel == "forward" and choice.why_not("split_kv") == "num_splits=1 asks for no split"
+    tile = choice.work.tile
+    padding = f"padding: {100 - 800/tile.block_m:.0f} % of the rows, 0 % of the keys"
+    assert f"\n  workgroups: 1 x {tile.waves} waves on 304 compute units; {padding}\n" in str(choice)
     wide = draw(1, 1, 4, 300)
     assert attn.explain(wide, wide, wide).why_not("forward") == "D=300: a row is held in registers, up to 256"
     single = draw(1, 1, 4, 64, dtype="float32")

@@ -45,6 +45,7 @@ class Choice:
   arch: Chip|None
   refused: tuple[tuple[str, str], ...]    # (kernel, reason)
   memory: tuple[tuple[str, int], ...] = ()    # bytes beside inputs and outputs, of it and of three_pass
+  grid: str = ""                              # how it fills the chip, in words
   def why_not(self, kernel:str) -> str|None:
     """The reason for which `kernel` was not chosen, None if it was."""
     return dict(self.refused).get(kernel)
@@ -53,6 +54,7 @@ class Choice:
     split = packed + (f", {self.work.splits} splits" if self.work.splits > 1 else ", no split")
     where = "any device" if self.arch is None else str(self.arch)
     lines = [f"{self.kernel} on {where}: " + ("scheduled by tinygrad" if self.work.tile is None else f"tile {self.work.tile}{split}")]
+    if self.grid: lines.append(f"  {self.grid}")
     lines += [f"  not {name}: {reason}" for name, reason in self.refused]
     if self.memory: lines.append("  bytes beside inputs and outputs: " + ", ".join(f"{name} {n}" for name, n in self.memory))
     return "\n".join(lines)
@@ -183,6 +185,13 @@ def can_three_pass(p:Problem, arch:Chip|None) -> Work|str:
 def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
+def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
+  """How a problem, divided so, fills a chip."""
+  if arch is None or (tile := work.tile) is None: return ""
+  rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
+  units = f" on {arch.cus} compute units" if arch.cus else ""
+  return f"workgroups: {splits.workgroups(p, tile)*work.splits} x {tile.waves} waves{units}; padding: {rows} of the rows, {keys} of the keys"
+
 def split_slower(p:Problem, arch:Chip) -> str|None:
   if p.num_splits or p.batch_invariant: return None
   tile = choose_tile(replace(p, num_splits=1), arch)
@@ -304,6 +313,6 @@ def _choose(p:Problem, arch:Chip|None, wanted:str) -> Choice:
     elif not wanted and arch is not None and (slower := kernel.slower(p, arch)) is not None: refused.append((name, slower))
     else:
       memory = tuple((x, memory_of_forward(x, p, work)) for x in dict.fromkeys((name, "three_pass")))
-      return Choice(name, work, arch, tuple(refused), memory)
+      return Choice(name, work, arch, tuple(refused), memory, grid_told(p, arch, work))
   if wanted: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {dict(refused)[wanted]}")
   raise NotImplementedError(f"no kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in refused)}")

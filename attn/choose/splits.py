@@ -11,7 +11,7 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.mla import MlaTile
 from attn.kernels.mla_mma import MlaMmaTile
-from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.tiles import BlockTile, Tile, heads_of
 from attn.kernels.tiled import TiledTile
 from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
@@ -28,6 +28,11 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   """Workgroups of the forward kernel without splits."""
   heads = heads_of(p, tile)
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
+
+def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
+  """Which parts of the rows and of the keys that workgroups work on there are not, a mask left out of account."""
+  rows = p.Sq*heads_of(p, tile)
+  return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 
 def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   """The number of splits, a power of two, by an occupancy model.
