@@ -173,9 +173,10 @@ def test_planted(fault:str, monkeypatch) -> None:
   plant(monkeypatch)
   with pytest.raises(error, match=text): check("sm_90", H=1, Sq=200, Sk=500, D=64)
 
+WITH_DROPOUT = dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros(2, np.uint32)})
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@in_turn("D, options", (64, 128, 192, 256), ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0),
-                                                       dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros(2, np.uint32)})), among=2, besides=(128,))
+@in_turn("D, options", (64, 128, 192, 256),
+         ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0), WITH_DROPOUT), among=2, besides=(128,))
 def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
   """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
   p = problem(H=256, Sq=4096, D=D, **{"lse": False, **options})
