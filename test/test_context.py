@@ -1,6 +1,6 @@
 """Rows that devices share: what each launch sees against the mask by true places, results against float64, what is copied, and what is refused."""
 from __future__ import annotations
-import random
+import math, random
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,8 +12,10 @@ from attn import tinygrad_compat
 from attn.api import context as context_api, context_gradient
 from attn.choose import context
 from attn.choose.context import SequenceShards, rows_held
-from attn.kernels.parts.blocks import extent, over_keys
+from attn.kernels.parts.blocks import extent
 from attn.kernels.parts.rows import Shards
+from attn.kernels.parts.tiles import blocks_of_queries
+from attn.kernels.parts.workgroup import rows_of_block
 from attn.measure import context as measure
 from attn.problem import Problem
 from attn.reference import LSE_ULPS, judge, rounded, visible
@@ -123,7 +125,19 @@ def test_a_kernel_knows_where_keys_and_queries_are(count:int, order:str, owners:
     mine = held(s, s.keys, length, device)
     q = s.dealt(p, device, (0, 1))
     assert [q.place(row) for row in range(q.queries)] == mine[mine >= 0].tolist()
-    assert [int(over_keys(q, extent(q, number(0), {})).at(number(row)).simplify().val) for row in range(q.queries)] == mine[mine >= 0].tolist()
+    assert places_of_blocks(q, block_n) == mine[mine >= 0].tolist()
+
+def places_of_blocks(p:Problem, block_m:int) -> list[int]:
+  """Where in the sequence the queries of all blocks of so many are, in order; those of one block all follow one another."""
+  tile: Any = SimpleNamespace(block_m=block_m, pack_gqa=False)
+  places = dict[int, int]()
+  for number in range(math.prod(blocks_of_queries(p, tile))):
+    own = rows_of_block(p, tile, extent(p, UOp.const(0), {}), UOp.const(number))
+    first, last, end, further = (int((UOp.const(0) + x).simplify().val) for x in (own.first, own.last, own.end, own.further))
+    rows = range(first, min(last + 1, end))
+    assert not places.keys() & {*rows}
+    places |= {row: row + further for row in rows}
+  return [places[row] for row in range(p.queries)]
 
 # ***** rows, dealt out and back *****
 

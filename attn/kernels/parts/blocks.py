@@ -2,7 +2,6 @@
 does."""
 from __future__ import annotations
 from dataclasses import dataclass
-from collections.abc import Callable
 from typing import Mapping
 from attn.kernels.parts.rows import flat
 from attn.ops import common as ops
@@ -69,12 +68,11 @@ class Walk:
   offset: int|UOp
   count: int|UOp
   own: int|UOp
-  place: Callable[[UOp], UOp]|None = None    # of a row in its sequence, where that is not its number
   def at(self, row:UOp) -> UOp:
     """Where the diagonal meets a row."""
-    return (row if self.place is None else self.place(row)) + self.offset
+    return row + self.offset
 
-def over_keys(p:Problem, x:Extent) -> Walk: return Walk("keys", *p.window, x.offset, x.n_k, x.n_q, None if p.dealt is None else p.dealt.place)
+def over_keys(p:Problem, x:Extent) -> Walk: return Walk("keys", *p.window, x.offset, x.n_k, x.n_q)
 def over_queries(p:Problem, x:Extent) -> Walk: return Walk("queries", *p.window[::-1], -x.offset, x.n_q, x.n_k)
 
 @dataclass(frozen=True)

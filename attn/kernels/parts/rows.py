@@ -136,22 +136,35 @@ class Shards:
   apart: int
   block_n: int
   whole: bool
+  @property
+  def all_there(self) -> bool: return self.dealt.owners[1] == self.dealt.devices
+  def steps(self, stride:int) -> tuple[int, int]:
+    """How much further the rows of a piece begin than they would behind those of the piece before it: in front, from device to device, and in the
+    back, where these go the other way. (The first piece in the back lies behind the last one in front.)"""
+    return self.apart - self.dealt.piece*stride, -self.apart - self.dealt.piece*stride
+  def further(self, number:UOp, stride:int) -> UOp:
+    """How much further the rows of a piece, by its number, begin than they would in one tensor of all rows: the sum of the steps before it."""
+    dealt, (front, back) = self.dealt, self.steps(stride)
+    if dealt.devices == 1: return UOp.const(0)
+    in_back = number >= dealt.devices if dealt.zigzag else UOp.const(False)
+    if self.all_there: return number*in_back.where(back, front) + in_back.where((dealt.devices - 1)*front - dealt.devices*back, 0)
+    # of devices whose shards are not there none is seen: the nearest one's are read, and masked
+    shard = in_back.where(2*dealt.devices - 1 - number, number) - dealt.owners[0]
+    return shard.maximum(0).minimum(dealt.owners[1] - 1)*self.apart - (number - in_back.where(1, 0))*(dealt.piece*stride)
+  def step(self, number:UOp, stride:int) -> UOp|int:
+    """The step from the piece of this number to the next one."""
+    dealt, (front, back) = self.dealt, self.steps(stride)
+    if not self.all_there: return self.further(number + 1, stride) - self.further(number, stride)
+    return (number < dealt.devices - 1).where(front, (number < dealt.devices).where(0, back)) if dealt.zigzag else front
   def place(self, row:UOp, stride:int, there:UOp|None=None) -> UOp:
-    """Where a row begins. Of devices whose shards are not there none is seen: the nearest one's are read, and masked."""
-    dealt, number = self.dealt, row//self.dealt.piece
-    if dealt.devices == 1: return row*stride
-    in_front = number < dealt.devices
-    owner = in_front.where(number, 2*dealt.devices - 1 - number) if dealt.zigzag else number
-    shard = (owner - dealt.owners[0]).maximum(0).minimum(dealt.owners[1] - 1)
-    piece = in_front.where(0, dealt.piece*stride) if dealt.zigzag else 0
-    return shard*self.apart + row%dealt.piece*stride + piece
+    """Where a row begins."""
+    return row*stride + self.further(row//self.dealt.piece, stride)
   def place_in_tile(self, first:UOp, row:UOp, stride:int, there:UOp) -> UOp:
     """The same of row `first` + `row` of a tile that begins at row `first`. One that reaches over two pieces, no more, begins in the first of them
     and goes on in the other, which is the same for all its rows."""
     if self.dealt.piece < self.block_n: return self.place(first + row, stride)
-    begin, left = self.place(first, stride), self.dealt.piece - first%self.dealt.piece
-    further = self.place(first + left, stride) - (begin + left*stride)
-    return begin + row*stride + (row >= left).where(further, 0)
+    number, left = first//self.dealt.piece, self.dealt.piece - first%self.dealt.piece
+    return (first + row)*stride + self.further(number, stride) + (row >= left).where(self.step(number, stride), 0)
 
 @dataclass(frozen=True)
 class PagedRows(GlobalRows):

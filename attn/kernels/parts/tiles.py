@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.layouts import PaddedRows
 from attn.kernels.parts.staging import both_ways_layout, column_layout, row_layout
 from attn.problem import Problem
@@ -24,6 +25,12 @@ class BlockTile(Protocol):
 def heads_of(p:Problem, tile:BlockTile) -> int:
   """Query heads of a workgroup: row r of its block is query r//heads of head r%heads."""
   return p.H//p.Hkv if tile.pack_gqa else 1
+
+def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
+  """(pieces, workgroups for each of them) of the queries of a head, or of as many heads as a workgroup takes. Where a device holds a piece from the
+  front of a sequence and one from the back (`DealtRows`) none has rows of both: it would walk over keys which the first ones don't see."""
+  pieces = 1 if p.dealt is None or not p.dealt.front else 2
+  return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
 @dataclass(frozen=True)
 class Tile:

@@ -12,7 +12,7 @@ from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Shards, Table, flat, strides
 from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.tensors import Shapes, arguments
-from attn.kernels.parts.tiles import BlockTile, heads_of
+from attn.kernels.parts.tiles import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.problem import INVARIANT_KEYS, Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
@@ -32,7 +32,7 @@ class Grid:
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
   """AMD's grid: heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
   heads = heads_of(p, tile)
-  return _heads_fastest(ceildiv(p.Sq*heads, tile.block_m), p.all_heads//heads, tile, mat)
+  return _heads_fastest(math.prod(blocks_of_queries(p, tile)), p.all_heads//heads, tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
   """The same over blocks of keys and key/value heads."""
@@ -47,26 +47,29 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
   return Grid(new, (block, head, lane, wave), head, block, lane, wave)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """NVIDIA's grid: the blocks of a group of heads run together, under a causal mask of as many as the cache holds."""
+  """NVIDIA's grid: the blocks of a group of heads run together, under a causal mask of as many as the cache holds; of each piece by itself, so that
+  none with many keys is among the last ones."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # of the cache they leave K and V half: what they have of Q and O is more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if p.window[1] >= 0 else 1
-  return _in_group_fastest(ceildiv(p.Sq*heads, tile.block_m), p.all_heads//heads, cached, tile, mat)
+  return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """The same over blocks of keys and key/value heads, of whose queries the cache holds as many."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if p.window[1] >= 0 else 1
-  return _in_group_fastest(ceildiv(p.Sk, tile.block_m), p.B*p.Hkv, cached, tile, mat)
+  return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
-def _in_group_fastest(blocks:int, n:int, cached:int, tile:BlockTile, mat:Mma) -> Grid:
-  new = Allocator()
+def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:BlockTile, mat:Mma) -> Grid:
+  new, (pieces, blocks) = Allocator(), pieces_of_blocks
   together = max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, cached))
+  outer = [new.range(pieces, AxisType.GLOBAL)] if pieces > 1 else []
   group = new.range(n//together, AxisType.GLOBAL)
   block = new.range(blocks, AxisType.GLOBAL)
   in_group = new.range(together, AxisType.GLOBAL)
   lane = new.range(mat.wave, AxisType.WARP)
   wave = new.range(tile.waves, AxisType.WARP)
-  return Grid(new, (group, block, in_group, lane, wave), group*together + in_group, block, lane, wave)
+  number = functools.reduce(lambda block, piece: piece*blocks + block, outer, block)
+  return Grid(new, (*outer, group, block, in_group, lane, wave), group*together + in_group, number, lane, wave)
 
 OF_SCORES = ("alibi_slopes", "bias", "dropout_seed", "dropout_start")     # the optional tensors that scores, or what is kept of them, depend on
 KEY_TENSORS = ("k", "v", "dk", "dv")    # whose rows are keys
@@ -84,6 +87,24 @@ def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
   return None if not parts else split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
+class BlockRows:
+  """The rows of a workgroup that owns queries: those from `first` to `last` that lie before `end`. In their sequence they are `further` on."""
+  first: UOp
+  last: UOp
+  end: int|UOp
+  further: int|UOp
+
+def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp) -> BlockRows:
+  """Those of the block of queries that starts as the `number`-th: under a causal mask the long ones start first."""
+  heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
+  block, end = pieces*blocks - 1 - number if p.window[1] >= 0 else number, x.n_q*heads
+  first, further = block*size, 0 if p.dealt is None else p.dealt.start
+  if p.dealt is None or pieces == 1: return BlockRows(first, first + size - 1, end, further)
+  in_front, front = block < blocks, p.dealt.front*heads
+  first, end = in_front.where(first, first + (front - blocks*size)), in_front.where(front, end)
+  return BlockRows(first, (first + size - 1).minimum(end - 1), end, in_front.where(further, further + p.dealt.jump))
+
+@dataclass(frozen=True)
 class Workgroup:
   """A workgroup's part of a problem, as a thread sees it."""
   p: Problem
@@ -96,6 +117,7 @@ class Workgroup:
   first_head: UOp
   kv_head: UOp
   first_row: UOp              # a row is a query, with several heads in a tile each query's heads in turn; or a key
+  end_row: int|UOp            # from this one on rows are none of its own
   sequence: Extent
   scores: Scores
   walked: Blocks              # the tiles of keys, or of queries, that it walks over
@@ -112,17 +134,17 @@ class Workgroup:
     split = ranges_of(grid, number := max(p.num_splits, parts))
     group = grid.head + p.first_head//heads
     batch, first_head = group//groups, group%groups*heads
-    blocks = ceildiv(p.Sq*heads, tile.block_m)
-    first_row = (blocks - 1 - grid.block if p.window[1] >= 0 else grid.block)*tile.block_m   # under a causal mask the long blocks start first
-    first_query, last_query = first_row//heads, (first_row + tile.block_m - 1)//heads
     sequence = extent(p, batch, given)
+    own = rows_of_block(p, tile, sequence, grid.block)
+    sequence = replace(sequence, offset=sequence.offset + own.further)
+    first_query, last_query = own.first//heads, own.last//heads
     first = Row(batch, first_head, first_query, UOp.const(True))
     walk = over_keys(p, sequence)
     scores = Scores(p, at, tile.block_n, walk, first, *map(given.get, OF_SCORES))
     walked = blocks_seen(walk, first_query, last_query, tile.block_n)
     for n in split: walked = walked.range(n, ceildiv(INVARIANT_KEYS, tile.block_n)) if p.batch_invariant else walked.share(n, number)
-    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), first_row, sequence, scores, walked,
-                     part_of(split, parts))
+    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), own.first, own.end, sequence, scores,
+                     walked, part_of(split, parts))
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
@@ -138,7 +160,8 @@ class Workgroup:
     scores = Scores(p, at, tile.block_n, walk, first, *map(given.get, OF_SCORES))
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n)
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
-    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence, scores, walked, part, heads)
+    return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence.n_k, sequence, scores, walked,
+                     part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
     """The same of one that owns queries, at another place of the grid, and walks over all keys."""
@@ -154,7 +177,7 @@ class Workgroup:
   def row(self, *i:UOp) -> Row:
     """The row of the block whose number is the sum of these."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
-    return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.sequence.n_q*self.heads))
+    return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
   def rows(self, name:str, head:UOp|None=None) -> GlobalRows:
     """The rows of a tensor that the workgroup reads or writes: those of its sequence and head, or of the query head `head`; of q of all its heads."""
@@ -233,7 +256,7 @@ class Workgroup:
 
   def cleared(self) -> list[UOp]:
     """Of packed sequences: the stores to the workgroup's share of the rows that are of none."""
-    blocks, threads = (self.grid.block, ceildiv(self.p.Sq*self.heads, self.tile.block_m)), (self.thread, self.tile.threads)
+    blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
 
