@@ -188,7 +188,8 @@ def copied_anew(graph:Any, moved:list[int]) -> None:
 def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
   """A class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does so for an input that a kernel or a
   copy takes whole, but for one device's part of it, or a region, it keeps the buffers of the first call. What is of an input that lies where it lay
-  in the call before stays as it is: to find a region takes the host a tenth of a millisecond. `copy_anew` changes copies of what lies elsewhere."""
+  in the call before stays as it is: to find a region takes the host a tenth of a millisecond, and to change the graph its time, too. `copy_anew`
+  changes copies of what lies elsewhere."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       super().__init__(linear, input_uops)
@@ -201,19 +202,20 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
           self.selected += [(number, *taken) for taken in inputs if (taken[0] < 2 if is_copy else taken[2].op is not Ops.PARAM)]
           number += 1
       kernels = {node for node in (*self.updatable, *(node for node, *_ in self.selected)) if not self.nodes[node][3]}
-      self.updatable: list[int] = sorted(kernels)   # type: ignore[has-type]
+      self.of_inputs, self.of_variables = sorted(kernels), sorted({*self.var_vals_replace, *self.launch_dims_replace})
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
-      self.lay: dict[int, list[Any]] = {slot: [] for _, _, slot, _ in self.selected}      # where inputs lay in the call before, on each device
+      self.lay = [list[Any]() for _ in input_uops]      # where inputs lay in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """What a node waits for, by the regions that it has, of which tinygrad names the whole allocations. A buffer that is given it besides a region
-      of the same, lest the memory planner think it unused, it does not read."""
+      """What a node waits for, by the regions that it has, of which tinygrad names the whole allocations, and a copy by what it has besides its two.
+      A buffer that is given it besides a region of the same, lest the memory planner think it unused, it does not read."""
       call = self.calls[len(self.nodes)]
-      regions = [(i, b) for i, b in enumerate(call[2][:len(bufs)]) if i in write or not any(holds(b, call[2][n]) for n in write)]
+      regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)
     def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
-      lie, moved = {slot: addresses_of(input_uops[slot].buffer) for slot in self.lay}, list[int]()
-      elsewhere = {slot for slot, addresses in lie.items() if addresses != self.lay[slot]}
+      lie, moved = [addresses_of(u.buffer) for u in input_uops], list[int]()
+      elsewhere = {slot for slot, (now, before) in enumerate(zip(lie, self.lay)) if now != before}
       self.lay = lie
+      self.updatable: list[int] = self.of_inputs if elsewhere else self.of_variables   # type: ignore[has-type]
       for node, i, slot, u in self.selected:
         if slot not in elsewhere: continue
         _, params, c_args, is_copy = self.nodes[node]

@@ -353,6 +353,14 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     step(*kept[-1])
     assert anew == copied_anew and (copied_anew == [8, 8]) == mended     # k and v of both on both; where they lie as before copies stay as they are
 
+def test_keys_that_take_long_come_over_beside_a_launch() -> None:
+  """Of 32 heads half at a time, of so many rows that no less fit, and of 8 likewise; where they are few all at once. All heads, in equal parts."""
+  def parts(H:int, Hkv:int, rows:int) -> list[tuple[int, int]]:
+    p = Problem(1, H, Hkv, rows, rows, 128, 128, window=(-1, 0), softmax_scale=1.0)
+    return context.head_chunks(p, shards(p, 2, "zigzag"))
+  assert parts(32, 32, 32768) == [(0, 16), (16, 16)] and parts(32, 8, 32768) == [(0, 4), (4, 4)]
+  assert parts(32, 8, 4096) == [(0, 8)] and parts(9, 9, 1 << 18) == [(i, 3) for i in (0, 3, 6)] and parts(1, 1, 1 << 22) == [(0, 1)]
+
 def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
   monkeypatch.setattr(context_api, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
 
@@ -370,14 +378,15 @@ def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
     return StandInGraph.made[-1], judge(array(o), *expected(p, inputs[-1], {})[0]).ok
 
 def test_in_a_graph_keys_come_over_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A launch waits for its own keys alone; those of the third head for the first one's launch, whose buffer they get."""
+  """A launch waits for keys alone, which come over one head after another; those of the third head for the first one's launch, whose buffer they
+  get."""
   graph, right = graph_of_heads(monkeypatch)
   assert right
   for device in ("EMU", "EMU:1"):
     launches = graph.launches_on(device)
     before = [graph.before(n) for n in launches]
     assert len(launches) == 3 and [sorted(of & {*launches}) for of in before] == [[], [], launches[:1]]
-    assert [len(of) for of in before] == [4, 4, 9]      # copies of k and v from both devices; and besides that launch with its own
+    assert [len(of) for of in before] == [4, 8, 13]      # copies of k and v from both devices, and that launch
 
 @pytest.mark.thorough
 def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -407,8 +416,7 @@ def test_small_heads_are_passed_and_only_what_is_seen() -> None:
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
   """Of as many rows on each, under TinyJit: o and lse, as on one device, and k and v of some heads of all devices, twice."""
-  monkeypatch.setattr(measure, "CALLS", 1)
-  monkeypatch.setattr(measure, "MEASURED_ROUNDS", 1)
+  for name, value in (("ROUND_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   rows, heads, together, D = 32, 4, 1, 16
   heads_at_a_time(monkeypatch, together)
   with emulated("gfx942", "tiled"):
@@ -420,7 +428,7 @@ def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pyte
 @pytest.mark.thorough
 def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
   """`python -m attn.measure.context`, which needs two GPUs to mean anything, without one."""
-  for name, value in (("CALLS", 1), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
+  for name, value in (("ROUND_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   monkeypatch.setenv("SMALL", "1")
   with emulated("gfx942", "tiled"): measure.main(["524288", "keys"])
   printed = capsys.readouterr().out

@@ -222,14 +222,15 @@ def heads_of_shard(c:SharedRows, u:UOp, shards:list[UOp], owner:int, heads:tuple
   found = Tensor(shard).transpose(1, 2).reshape(-1, of_head)[first:first + count]
   return (filled_with_rows(found.uop),)
 
-def gathered(c:SharedRows, u:UOp, shards:list[UOp], device:int, heads:tuple[int, int], to:UOp) -> UOp:
-  """`to`, a buffer of the device, once it has of k or v these heads, of all the devices whose keys it has to have."""
+def gathered(c:SharedRows, u:UOp, shards:list[UOp], device:int, heads:tuple[int, int], to:UOp, before:Sequence[UOp]) -> UOp:
+  """`to`, a buffer of the device, once it has of k or v these heads, of all the devices whose keys it has to have. They come over behind those that
+  are in the buffers `before`: they would take their time."""
   (first, count), buffer = c.shards.owners_seen(c.problem, device), bare_buffer(to)
   size = shards[device].max_numel()//(c.problem.B*c.problem.Hkv)*heads[1]
   order = sorted(range(first, first + count), key=lambda owner: (owner - device) % len(c.devices))    # no two read from the same at a time
   for owner in order:
     source, *held = heads_of_shard(c, u, shards, owner, heads)
-    to = to.after(copy_call(region_of(buffer, (owner - first)*size, size), source, to, *held))
+    to = to.after(copy_call(region_of(buffer, (owner - first)*size, size), source, to, *held, *before))
   return to
 
 @dataclass(frozen=True)
@@ -253,10 +254,13 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
   """The last CALL of those that fill the `outputs` o and lse, on each device: each computes all of its queries of some heads over all keys. While
   one is computed the keys of the next heads come over."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
-  for n in range(max(len(x.launches) for x in devices)):     # of all devices by turns, for a graph has so many launches at most
-    for x in [x for x in devices if n < len(x.launches)]:
+  for n in range(max(len(x.launches) for x in devices)):
+    at_work = [x for x in devices if n < len(x.launches)]
+    for x in at_work:     # first the copies of all devices: where these are several graphs, the launches of all are in the same one
+      slot, before = x.slots[n % SLOTS], list(x.slots[(n - 1) % SLOTS].values()) if n else []
+      slot |= {name: gathered(c, inputs[name], held[name], x.number, x.launches[n][0], u, before) for name, u in slot.items()}
+    for x in at_work:
       (heads, p), slot = x.launches[n], x.slots[n % SLOTS]
-      slot |= {name: gathered(c, inputs[name], held[name], x.number, heads, u) for name, u in slot.items()}
       o, lse, q = (heads_in(p, name, u, heads, x.number) for name, u in (*states.items(), ("q", inputs["q"])))
       whole = [*(of_device(u, x.number) for u in states.values()), x.tensors["q"]]
       tensors = {name: Tensor(u) for name, u in (x.tensors | slot | {"q": q}).items()}

@@ -1,12 +1,13 @@
 """Sequences that two GPUs share, against one: `DEV=CUDA python -m attn.measure.context [WORD ...]` prints the rows whose name has each WORD.
 
-Wall time of one call under TinyJit, median of rounds, on each device by itself and on all; the bytes that each device has in use; and a timeline:
+Wall time of one call under TinyJit, median of rounds that last a quarter of a second at least, on each device by itself and on all; how long the host
+takes to launch one; the bytes that each device has in use; and a timeline:
 each kernel and copy of the call timed alone, and from these how long the call takes where copies run beside kernels and where they don't. The rows
 with heads shared need no copies: they are as fast as the devices can be together. DEVICES=4 takes four. With DEV=EMU and SMALL=1 the same runs
 without a GPU: its times mean nothing.
 """
 from __future__ import annotations
-import os, statistics, sys, time
+import math, os, statistics, sys, time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from attn.measure.decode import normal as repeated_numbers
 from attn.measure.rows import heads_text
 from attn.tinygrad_compat import Device, GlobalCounters, Ops, Tensor, TinyJit, UOp, compiled, run_alone
 
-CALLS, MEASURED_ROUNDS = 5, 7
+ROUND_SECONDS, MEASURED_ROUNDS = .25, 5     # of a sustained rate: a device that was idle is faster for a while
 
 @dataclass(frozen=True)
 class SharedProblem:
@@ -70,8 +71,10 @@ def used(devices:tuple[str, ...]) -> list[int]: return [GlobalCounters.mem_used_
 
 @dataclass(frozen=True)
 class MeasuredCall:
-  """Milliseconds of a call; bytes that each device has in use for the inputs, and those that it has in use besides once the call is captured."""
+  """Milliseconds of a call, and those in which the host has launched one; bytes that each device has in use for the inputs, and those that it has in
+  use besides once the call is captured."""
   ms: float
+  launch_ms: float
   inputs: list[int]
   besides: list[int]
 
@@ -84,15 +87,20 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
   @TinyJit
   def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
   for _ in range(3): step(*tensors)
-  times = []
-  for _ in range(MEASURED_ROUNDS):
+  def timed(calls:int) -> tuple[float, float]:
+    """Seconds of a call among so many, and those until the first one is launched."""
     synchronize(devices)
     start = time.perf_counter()
-    for _ in range(CALLS): step(*tensors)
+    step(*tensors)
+    launched = time.perf_counter()
+    for _ in range(calls - 1): step(*tensors)
     synchronize(devices)
-    times.append((time.perf_counter() - start)/CALLS)
+    return (time.perf_counter() - start)/calls, launched - start
+  calls = max(1, math.ceil(ROUND_SECONDS/timed(1)[0]))
+  times, launches = zip(*(timed(calls) for _ in range(MEASURED_ROUNDS)))
   end = used(devices)
-  return MeasuredCall(1e3*statistics.median(times), [y - x for x, y in zip(before, after)], [y - x for x, y in zip(after, end)])
+  inputs, besides = ([y - x for x, y in zip(*both)] for both in ((before, after), (after, end)))
+  return MeasuredCall(1e3*statistics.median(times), 1e3*statistics.median(launches), inputs, besides)
 
 @dataclass(frozen=True)
 class TimedPiece:
@@ -135,7 +143,7 @@ def measure_row(row:SharedProblem, devices:tuple[str, ...]) -> None:
   one = min(alone, key=lambda found: found.ms)
   def bytes_of(found:list[int]) -> str: return ", ".join(f"{n:,}".replace(",", " ") for n in found)
   print(f"{row}: one {', '.join(f'{found.ms:.3f}' for found in alone)} ms, by itself, {len(devices)} devices {all_.ms:.3f} ms, "
-        f"{one.ms/all_.ms:.2f} times as fast as the faster of them")
+        f"{one.ms/all_.ms:.2f} times as fast as the faster of them; launched by the host in {all_.launch_ms:.3f} ms")
   for what, of_one, of_all in (("inputs", one.inputs, all_.inputs), ("besides", one.besides, all_.besides)):
     print(f"    bytes, {what}: {bytes_of(of_one)} on one, {bytes_of(of_all)} on each")
   print("\n".join(timeline(row, devices, all_.ms)), flush=True)
