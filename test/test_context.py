@@ -416,7 +416,7 @@ def test_small_heads_are_passed_and_only_what_is_seen() -> None:
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
   """Of as many rows on each, under TinyJit: o and lse, as on one device, and k and v of some heads of all devices, twice."""
-  for name, value in (("ROUND_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
+  for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   rows, heads, together, D = 32, 4, 1, 16
   heads_at_a_time(monkeypatch, together)
   with emulated("gfx942", "tiled"):
@@ -428,7 +428,7 @@ def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pyte
 @pytest.mark.thorough
 def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
   """`python -m attn.measure.context`, which needs two GPUs to mean anything, without one."""
-  for name, value in (("ROUND_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
+  for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   monkeypatch.setenv("SMALL", "1")
   with emulated("gfx942", "tiled"): measure.main(["524288", "keys"])
   printed = capsys.readouterr().out

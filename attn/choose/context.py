@@ -157,12 +157,12 @@ class SequenceShards:
 # ***** heads that are computed one after another *****
 
 AT_ONCE = 1 << 29     # bytes, at most, of k and v of all devices for the heads of a launch; a device has those of two
-WAITED_FOR = 1 << 27  # bytes of the same from which on a device has two launches at least: of their keys only those of the first one are waited for
+LONG_COPIES = 1 << 27 # bytes of the same from which on a device has two launches at least: only for the keys of the first one it waits
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
   """(first, count) of the key/value heads, over batches, of each launch of a device: equally many, so that it is one kernel, and else as many as may
   be. While it computes some the keys of the next come over."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
-  most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= WAITED_FOR else heads)
+  most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= LONG_COPIES else heads)
   count = next((n for n in range(most, 1, -1) if heads % n == 0), 1)
   return [(first, count) for first in range(0, heads, count)]

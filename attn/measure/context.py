@@ -16,7 +16,7 @@ from attn.measure.decode import normal as repeated_numbers
 from attn.measure.rows import heads_text
 from attn.tinygrad_compat import Device, GlobalCounters, Ops, Tensor, TinyJit, UOp, compiled, run_alone
 
-ROUND_SECONDS, MEASURED_ROUNDS = .25, 5     # of a sustained rate: a device that was idle is faster for a while
+MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # of a sustained rate: a device that was idle is faster for a while
 
 @dataclass(frozen=True)
 class SharedProblem:
@@ -96,7 +96,7 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
     for _ in range(calls - 1): step(*tensors)
     synchronize(devices)
     return (time.perf_counter() - start)/calls, launched - start
-  calls = max(1, math.ceil(ROUND_SECONDS/timed(1)[0]))
+  calls = max(1, math.ceil(MEASURED_SECONDS/timed(1)[0]))
   times, launches = zip(*(timed(calls) for _ in range(MEASURED_ROUNDS)))
   end = used(devices)
   inputs, besides = ([y - x for x, y in zip(*both)] for both in ((before, after), (after, end)))
