@@ -107,9 +107,10 @@ class ForwardWgmma:
   @functools.cached_property
   def there(self) -> UOp:
     """Whether the warpgroup has queries. One whose queries would lie beyond the last only copies: products would take the time of others."""
-    group, n_q = self.warps.group, self.warps.group.sequence.n_q
-    if isinstance(n_q, int) and round_up(n_q, wgmma.M) % group.tile.block_m == 0: return wgmma.EVERYWHERE
-    return below(group.first_row + wgmma.group(self.warps.at.wave)*wgmma.M, n_q)
+    group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
+    def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0
+    if isinstance(n_q, int) and full(front) and full(n_q - front): return wgmma.EVERYWHERE
+    return below(group.first_row + wgmma.group(self.warps.at.wave)*wgmma.M, group.end_row)
 
   # ***** the algorithm *****
   def program(self) -> UOp:
