@@ -93,6 +93,22 @@ def test_warpgroups() -> None:
 @pytest.mark.parametrize("dtype, D", [("float32", 16), ("float16", 264)])
 def test_where_no_matrix_kernel_takes_it(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
 
+def hidden_keys(p:Problem, seed:int=0) -> Inputs:
+  """Keys of -inf with values of NaN that no query sees."""
+  x = normal(p, seed)
+  x.k[:, :, :p.Sk - p.Sq], x.v[:, :, :p.Sk - p.Sq] = -np.inf, np.nan
+  return x
+
+def keys_of_minus_inf(p:Problem, seed:int=0) -> Inputs:
+  """One that all queries see, and whose score a softcap makes finite."""
+  x = normal(p, seed)
+  x.k[:, :, 1] = -np.inf
+  return Inputs(np.abs(x.q), x.k, x.v)
+
+@pytest.mark.parametrize("make, options", [(hidden_keys, dict(window=(0, -1))), (keys_of_minus_inf, dict(softcap=2.0))])
+def test_infinite_keys_without_kernels(make:Callable[..., Inputs], options:dict[str, Any]) -> None:
+  check_gradients(kernel="three_pass", make=make, dtype="float32", H=1, D=4, Sq=3, Sk=5, extras=dict(bias=floats(1, 1, 3, 5)), **options)
+
 PACKED = dict(layout="thd", H=4, Hkv=2, Sq=30, Sk=44, D=16)
 ENDS = {"plain": (int32(0, 9, 30), int32(0, 20, 44)), "an empty one": (int32(0, 9, 9, 30), int32(0, 20, 30, 44)),
         "no keys": (int32(0, 9, 14, 30), int32(0, 20, 20, 44)), "rows of none": (int32(2, 9, 24), int32(3, 20, 40))}

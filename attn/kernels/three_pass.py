@@ -4,6 +4,7 @@ Written in tensor operations, which tinygrad schedules as its own kernels: any d
 sharded tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the other kernels are there to avoid.
 """
 from __future__ import annotations
+import functools, operator
 from dataclasses import dataclass
 from attn.kernels.parts.scores import NEG_INF
 from attn.ops.dropout import kept_elements
@@ -49,8 +50,16 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:
 
 def tanh(x:Tensor) -> Tensor:
   """tinygrad's has an error of an ulp of 1, which a large softcap would multiply: near 0 by the first terms of its series."""
-  y = x*x
-  return (x.abs() < 0.25).where(x*(1 + y*(-1/3 + y*(2/15 - y*(17/315)))), x.tanh())
+  near = x.abs() < 0.25
+  small = near.where(x, 0.0)      # of an infinite x the series has no gradient, although it is not selected
+  y = small*small
+  return near.where(small*(1 + y*(-1/3 + y*(2/15 - y*(17/315)))), x.tanh())
+
+def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
+  """Rows of k or v (B, Hkv, Sk, width) beside each query, broadcastable to (B, Hkv, heads of each, Sq, Sk, width). Those that it does not see are
+  0 there: a product with what they really are, inf or NaN, would not be 0, in the gradients either."""
+  rows = rows.float().unsqueeze(2).unsqueeze(3)
+  return rows if sees is None else sees.unsqueeze(-1).where(rows, 0.0)
 
 def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|None) -> Tensor:
   """What dropout leaves of P (B, Hkv, heads of each, Sq, Sk)."""
@@ -81,8 +90,14 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, Sq, Sk, top_left, offset, kv_lengths, kv_starts)
   else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
 
+  left, right = window
+  conditions = [] if at.belongs is None else [at.belongs]
+  if left >= 0: conditions.append(at.key >= at.query - left)
+  if right >= 0: conditions.append(at.key <= at.query + right)
+  sees = functools.reduce(operator.and_, conditions) if conditions else None
+
   # ***** S *****
-  s = (q.float().reshape(*grouped, Sq, -1) @ k.float().unsqueeze(2).transpose(-1, -2))*softmax_scale
+  s = (q.float().reshape(*grouped, Sq, 1, -1)*for_each_query(k, sees)).sum(-1)*softmax_scale
   if softcap: s = tanh(s/softcap)*softcap
   if alibi_slopes is not None:
     slopes = per_head(alibi_slopes)
@@ -91,11 +106,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   if bias is not None:
     heads = (Hkv, H//Hkv) if bias.shape[1] == H else (1, 1)
     s = s + bias.float().reshape(bias.shape[0], *heads, *bias.shape[2:])
-  left, right = window
-  seen = [] if at.belongs is None else [at.belongs]
-  if left >= 0: seen.append(at.key >= at.query - left)
-  if right >= 0: seen.append(at.key <= at.query + right)
-  for condition in seen: s = condition.where(s, NEG_INF)
+  if sees is not None: s = sees.where(s, NEG_INF)
 
   # ***** P *****
   m = s.max(-1, keepdim=True)
@@ -109,11 +120,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   if dropout_seed is not None: p = _dropped(p, at, dropout_p, dropout_seed, dropout_start)
 
   # ***** O *****
-  values = v.float().unsqueeze(2)
-  if at.belongs is None: o = p @ values
-  elif cu_seqlens_q is None: o = p @ at.belongs.reshape(-1, 1, 1, Sk, 1).where(values, 0.0)
-  else:   # what another sequence holds, NaN included, must not come in through a P of 0
-    o = at.belongs.unsqueeze(-1).where(p.unsqueeze(-1)*values.unsqueeze(-3), 0.0).sum(-2)
+  o = (p.unsqueeze(-1)*for_each_query(v, sees)).sum(-2)
   empty, some = total == 0, (total == 0).where(1.0, total)     # a quotient by 0 would be NaN in the gradient, whatever is selected after it
   o = empty.where(0.0, o/some)
   lse = empty.where(NEG_INF, m + some.log())
