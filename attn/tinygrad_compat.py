@@ -405,14 +405,14 @@ def _on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
   for view in reversed(views): other = view.replace(src=(other, *view.src[1:]))
   return other
 
-def linear_view(u:UOp, *indices:UOp) -> tuple[UOp, UOp]|None:
+def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[UOp, UOp]|None:
   """(buffer, expression) of an element of a view of a buffer: where it lies in the buffer, as a function of the indices. None for what is no view of
-  one."""
+  one. `instead` is what the view is cut out by instead of its Variables."""
   if (base := buffer_under(u)) is None: return None
   stand_in = UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape)     # the rewrite takes apart what it finds
   view = _on_top(u, base, stand_in)
   assert view is not None
-  found = graph_rewrite(view.index(*indices), pm_mops + symbolic, name="attn view")
+  found = graph_rewrite(view.substitute(instead or {}).index(*indices), pm_mops + symbolic, name="attn view")
   return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:

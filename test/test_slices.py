@@ -103,6 +103,10 @@ def test_where_rows_lie() -> None:
     part = lambda i: base[i, :, :n + 1].transpose(1, 2)
     assert places(part(1), part(2)) == [(512, 256, 8, 16, 1), (1024, 256, 8, 16, 1)]
     assert places(part(0)[..., 2:6], part(0)[..., 2:6]) == [(2, 256, 8, 16, 1)]*2
+    heads_first = base.permute(0, 3, 1, 2, 4)[0, :, :, :n + 1]     # (2, 2, n + 1, 8)
+    repeated = heads_first.unsqueeze(2).expand(2, 2, 3, n + 1, 8).reshape(2, 6, n + 1, 8)
+    assert places(repeated, repeated) == [(0, 8, 256, 16, 3)]*2
+    assert places(heads_first.repeat((1, 3, 1, 1)), part(1)) is None       # other heads side by side
     for x in (part(0)*2, part(0)[..., ::-1], part(0).pad((None, None, None, (0, 4)))): assert places(x, part(1)) is None
 
 def test_what_falls_back_says_why_once() -> None:

@@ -37,6 +37,13 @@ def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
   variables = tuple((v.src[0].expr, int(v.src[0].vmin), int(v.src[0].vmax)) for v in bound)
   return Count(variables, sum(int(x.val) for x in constants)), tuple(bound)
 
+def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
+  """A size as a single Variable, and what one of those that it is a sum of is by that: tinygrad divides by a Variable what is a multiple of it, and
+  by a sum it does not."""
+  if isinstance(n, int) or (found := count_of(n)) is None: return n, {}
+  whole, one = UOp.variable("rows", n.vmin, n.vmax), found[1][0]
+  return whole, {one: whole - (n - one).simplify()}
+
 # ***** rows that lie in a buffer *****
 
 @dataclass(frozen=True)
@@ -95,11 +102,11 @@ def rows_there(u:UOp, n:Size) -> int:
 
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
   """A tensor (B, heads, S, D) as rows of a buffer, of whose heads `group` neighbouring ones are the same; None where it is no such view."""
-  batch, heads, rows, width = t.shape
-  there = rows_there(t.uop, rows)
+  batch, heads, _, width = t.shape
+  there, (rows, instead) = rows_there(t.uop, t.shape[2]), as_a_variable(t.shape[2])
   b, h, s, d = (UOp.range(n, axis, AxisType.LOOP) for axis, n in enumerate((batch, heads//group, rows, width)))
   same = UOp.range(group, 4, AxisType.LOOP)
-  if (found := linear_view(t.uop, b, h*group + same if group > 1 else h, s, d)) is None: return None
+  if (found := linear_view(t.uop, b, h*group + same if group > 1 else h, s, d, instead=instead)) is None: return None
   base, bounded = found[0], UOp.range(there, 5, AxisType.LOOP)
   if (linear := coefficients(found[1].substitute({s: bounded}).simplify(), [b, h, bounded, d, same])) is None: return None
   start, (sb, sh, ss, sd, repeated) = linear
