@@ -76,6 +76,7 @@ def dtype_text(dtype:Any) -> str:
   return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("dtypes."))
 
 def dtype_name(name:str, dtype:DType, supported:Iterable[str]) -> str:
-  """The name of a tensor's dtype, one of `supported`. Raises NotImplementedError for another."""
+  """The name of a tensor's dtype, one of `supported`. Raises NotImplementedError for another, and ValueError where there is only one."""
   if (found := dtype_text(dtype)) in (supported := tuple(supported)): return found
-  raise NotImplementedError(f"{name} has dtype {found}: must be {'one of ' if len(supported) > 1 else ''}{', '.join(supported)}")
+  several = len(supported) > 1
+  raise (NotImplementedError if several else ValueError)(f"{name} has dtype {found}: must be {'one of ' if several else ''}{', '.join(supported)}")
