@@ -44,11 +44,11 @@ class Layout:
     if self.duplicated is not None:
       axis = self.duplicated - len(e) + 1
       each = np.ascontiguousarray(x).reshape(len(x), -1, *l)
-      pairs = each.view(f"u{2*x.itemsize}")          # half as many to compare
-      if (differ := pairs.take(0, axis) != pairs.take(1, axis)).any():
+      first, second = each.take(0, axis), each.take(1, axis)
+      if (differ := first.view(np.uint64) != second.view(np.uint64)).any():        # fewer to compare
         raise BadOperand("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
                          f"{int(np.argwhere(differ)[0][1])} of those that run")
-      x, l = each.take(0, axis), [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
+      x, l = first, [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
     m = unpack(x).reshape(*e, -1, *l).transpose(self.by_columns)
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
