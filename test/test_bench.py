@@ -83,16 +83,22 @@ def test_bounds() -> None:
   ({"BWD": "1", "N": "16384", "SK": "16384"}, "VERIFY=1 with BWD=1: a head of keys has 268435456 scores"),
   ({"BWD": "1", "D": "600"}, "D=600"),
   ({"CSV": "/no/such/folder/x.csv"}, "CSV='/no/such/folder/x.csv': must be a file"),
+  ({"CSV": "."}, "CSV='.': must be a file"),
+  ({"ISA": "x"}, "ISA='x': must be one of 0, 1"),
+  ({"ISA": "1", "DEV": "EMU::sm_80"}, "ISA=1: there are bounds for AMD's chips"),
+  ({"ISA": "1", "COMPARE": "1"}, "COMPARE=1 and ISA=1: one of them at a time"),
+  ({"PLOT": "x.png"}, "PLOT='x.png': it is a picture of"),
+  ({"FIGURES": "1", "CSV": "x.csv"}, "CSV='x.csv' with FIGURES=1"),
 ])
-def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """What is wrong, naming the setting, its value and what is supported."""
+def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
+  """What is wrong, naming the setting, its value and what is supported, before anything runs."""
   for name, value in (SMALL | settings).items(): monkeypatch.setenv(name, value)
   bench.getenv.cache_clear()
-  monkeypatch.setattr(bench, "find_device", lambda: SMALL["DEV"])
+  monkeypatch.setattr(bench, "find_device", lambda: os.environ["DEV"])
   try:
     with pytest.raises((bench.BadSetting, ValueError, NotImplementedError)) as e: bench.main()
   finally: bench.getenv.cache_clear()
-  assert line in str(e.value) and "\n" not in str(e.value)
+  assert line in str(e.value) and "\n" not in str(e.value) and not capsys.readouterr().out
 
 @pytest.mark.parametrize(("settings", "line"), [
   ({"B": "x"}, "B='x': must be a whole number, at least 1"),
