@@ -9,7 +9,8 @@ os.environ.setdefault("PARALLEL", "0")
 os.environ.setdefault("DEV", "CPU")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")    # numpy looks when it is imported
 gc.disable()
-from tinygrad.helpers import NOOPT, Context   # noqa: E402 - it asks for DEV when it is imported
+from tinygrad.helpers import NOOPT, Context     # noqa: E402 - it asks for DEV when it is imported
+from attn.emulator import plan                  # noqa: E402
 
 def pytest_sessionfinish() -> None: gc.freeze()
 
@@ -19,3 +20,8 @@ def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:
   it does takes most of the time of a test that has many. On a real device they are optimized."""
   on_a_gpu = request.node.get_closest_marker("gpu") is not None
   with Context(NOOPT=NOOPT.value if on_a_gpu else 1): yield
+
+@pytest.fixture
+def without_places(monkeypatch:pytest.MonkeyPatch) -> None:
+  """That the emulator stops at a planted fault is the point, and not which line of Python it names, for which it lowers the kernel once more."""
+  monkeypatch.setattr(plan.Plan, "place", lambda self, u: plan.NOWHERE)

@@ -265,6 +265,7 @@ def mask_of_first_head(m:pytest.MonkeyPatch) -> None: m.setattr(BackwardDkdvWgmm
                                                 (waits_for_one_less, NotWaitedFor, "was not waited for"),
                                                 (numbers_of_the_next_tile, EmulatorError, "not waited for|nobody has written"),
                                                 (mask_of_first_head, AssertionError, "dk: ")))
+@pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception], text:str) -> None:
   plant(monkeypatch)
   with pytest.raises(error, match=text):
@@ -360,6 +361,7 @@ def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.Mo
 
 @pytest.mark.parametrize("arch", ("gfx942", *(pytest.param(arch, marks=pytest.mark.thorough) for arch in ("gfx950", "gfx1100", "gfx1201"))))
 @pytest.mark.parametrize("prefetch", (0, 1))
+@pytest.mark.usefixtures("without_places")
 def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int, arch:str) -> None:
   monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
   monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
@@ -367,6 +369,7 @@ def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int,
     check_backward_kernels(arch, **{**SMALL, "Sq": 100}, tiles=lambda t: replace(t, prefetch=prefetch))
 
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
+@pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
   """Of mma.sync: without its barriers, or without waiting for copies. A problem of its own: its program stays in tinygrad's cache."""
   if fault == "barrier":

@@ -207,6 +207,7 @@ def test_planted_fault_scores_rounded_otherwise(monkeypatch:pytest.MonkeyPatch) 
   with pytest.raises(AssertionError, match=r"d[qkv]: "): check_all(make=test_forward.large_rows, D=20)
 
 @pytest.mark.parametrize("only", (pytest.param("dq", marks=pytest.mark.thorough), "dkdv"))
+@pytest.mark.usefixtures("without_places")
 def test_planted_fault_no_barriers(only:str, monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
   monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})

@@ -34,11 +34,13 @@ def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=400, dtype="bfloa
 
 # ***** the pipeline's order *****
 
+@pytest.mark.usefixtures("without_places")
 def test_loads_waited_for_too_little(monkeypatch) -> None:
   monkeypatch.setattr(dual_wave, "BEHIND", dual_wave.BEHIND + 1)
   with pytest.raises(NotWaitedFor, match=r"attn_dual_wave.*reads lds"): check(H=1, Sq=256, Sk=512)
 
 @pytest.mark.parametrize("left_out", every_other((3, 4, 5, 6)))
+@pytest.mark.usefixtures("without_places")
 def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:
   """Any one barrier of a tile: two before the loop, then four per tile."""
   count, barrier = iter(range(10**6)), amd.barrier

@@ -204,12 +204,14 @@ def test_prefetch(arch:str, prefetch:int, case:str) -> None:
   check_kernels(arch, tile=lambda t: replace(t, prefetch=prefetch, block_n=32), H=1, **{"D": 64, **AHEAD[case]})
 
 @every_arch
+@pytest.mark.usefixtures("without_places")
 def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
   """A trip that stores to the buffer it reads from races with waves that still read."""
   monkeypatch.setattr(LdsTile, "number", lambda self, i: self)
   with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
 
 @amd_in_turn("prefetch", (0, 1, 2))
+@pytest.mark.usefixtures("without_places")
 def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
   monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
   monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})

@@ -172,6 +172,7 @@ BARRIERS:dict[str, tuple[int, int|None]] = {"gfx942": (8, 6), "gfx1201": (10, 8)
 
 @pytest.mark.parametrize("arch, left_out", [pytest.param(arch, i, marks=() if i == 2 and arch == "gfx942" else pytest.mark.thorough)
                                             for arch, (n, spare) in BARRIERS.items() for i in range(n) if i != spare])
+@pytest.mark.usefixtures("without_places")
 def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:int) -> None:
   """Each of the others is needed. (A problem of its own: a program stays in tinygrad's cache.)"""
   count = barriers_but(monkeypatch, left_out)

@@ -154,10 +154,12 @@ def test_no_local_memory(option:str, D:int, tmp_path) -> None:
 
 # ***** what the emulator must see *****
 
+@pytest.mark.usefixtures("without_places")
 def test_copies_have_to_be_waited_for(monkeypatch) -> None:
   monkeypatch.setattr(nvidia, "wait_copies", lambda order, but: nvidia.commit(order))
   with pytest.raises(NotWaitedFor, match=r"reads lds.*still writes"): check("sm_80", H=1, Sq=32, Sk=130, D=16)
 
+@pytest.mark.usefixtures("without_places")
 def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
   monkeypatch.setattr(ring, "workgroup_barrier", lambda after: after)
   with pytest.raises(LdsRace): check("sm_80", H=1, Sq=64, Sk=130, D=16)

@@ -464,8 +464,8 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
   for kind, text in texts.items():
     (folder/f"{kind}.cpp").write_text("\n".join(text))
     # not optimized, which takes a fifth of the time; linked as if they were, for zig builds its own runtime anew without
-    compile_it = [*["-x", "c++", "-std=c++17", "-O0", "-c", "-fPIC", "-fno-sanitize=all", "-ffp-contract=off", "-Wno-everything"], f"{kind}.cpp", "-o", f"{kind}.o"]
-    for options in (compile_it, ["-O1", "-shared", "-nostdlib++", f"{kind}.o", "-o", f"{kind}.so"]):
+    of_cpp = ["-x", "c++", "-std=c++17", "-O0", "-c", "-fPIC", "-fno-sanitize=all", "-ffp-contract=off", "-Wno-everything"]
+    for options in ([*of_cpp, f"{kind}.cpp", "-o", f"{kind}.o"], ["-O1", "-shared", "-nostdlib++", f"{kind}.o", "-o", f"{kind}.so"]):
       done = subprocess.run([sys.executable, "-m", "ziglang", "cc", *options], capture_output=True, text=True, cwd=folder)
       assert done.returncode == 0, done.stderr[:4000]
     libraries[kind] = ctypes.CDLL(str(folder/f"{kind}.so"))

@@ -31,6 +31,7 @@ def test_contract(case:str) -> None: check(**CASES[case])
 @pytest.mark.parametrize("make", every_other(ADVERSARIAL), ids=lambda f: f.__name__)
 def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=200, dtype="bfloat16" if make is huge_key else "float16")
 
+@pytest.mark.usefixtures("without_places")
 def test_fewer_tiles_in_lds_are_a_race(monkeypatch) -> None:
   monkeypatch.setattr(staggered, "BUFFERS", 2)
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=256)

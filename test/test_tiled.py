@@ -171,6 +171,7 @@ def test_sums_that_are_not_rescaled_show() -> None:
 def test_keys_that_are_not_masked_show() -> None:
   with pytest.raises(AssertionError, match="o: "): fault("masked", lambda old: property(lambda self: False))
 
+@pytest.mark.usefixtures("without_places")
 def test_sections_of_local_memory_that_overlap_show(monkeypatch:pytest.MonkeyPatch) -> None:
   places = Sections.places.fget
   monkeypatch.setattr(Sections, "places", property(lambda self: {**places(self), "p": places(self)["walked"]}))

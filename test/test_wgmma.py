@@ -131,6 +131,7 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
   WRONG[fault](monkeypatch)
   with pytest.raises(AssertionError): check("sm_90", H=1, Sq=64, Sk=130, D=32)
 
+@pytest.mark.usefixtures("without_places")
 def test_no_more_places_than_tiles(monkeypatch) -> None:
   """With two tiles the ring has two places: what would be a third tile's copy, of zeros, is not made."""
   tile = WgmmaTile(1, 48)
