@@ -20,7 +20,7 @@ import api_cases
 from cases import array
 
 REFUSALS = (ValueError, NotImplementedError)
-EXAMPLES = int(os.environ.get("ATTN_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("ATTN_EXAMPLES", "10"))     # 100 are thorough
 
 def half(*shape:int) -> Tensor: return draw(*shape)
 draw = functools.cache(api_cases.draw)      # once: the tests pose thousands of calls
@@ -202,6 +202,15 @@ def random_problems(d:Any) -> dict[str, Any]:
   if pick(False, False, True): extras["kv_lengths"] = np.array([d(st.integers(0, p["Sk"])) for _ in range(p["B"])], np.int32)
   return p | {"extras": extras}
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 25, suppress_health_check=list(HealthCheck))
-@given(random_problems(), st.sampled_from(("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90")))
+def drawn(examples:int) -> Callable[[Any], Any]:
+  """A test of so many random problems; few are the same in every run."""
+  problems = given(random_problems(), st.sampled_from(("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90")))
+  many = settings(max_examples=examples, deadline=None, derandomize=examples <= 25, suppress_health_check=list(HealthCheck))
+  return lambda test: many(problems(test))
+
+@drawn(EXAMPLES)
 def test_random_problems(parameters:dict[str, Any], arch:str) -> None: check_attention(arch, **parameters)
+
+@pytest.mark.thorough
+@drawn(100)
+def test_many_random_problems(parameters:dict[str, Any], arch:str) -> None: check_attention(arch, **parameters)

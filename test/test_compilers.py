@@ -14,6 +14,7 @@ from attn.tinygrad_compat import (MARK, AxisType, Compiled, Compiler, Context, D
                                   dtypes, lower)
 sys.path.insert(0, os.path.dirname(__file__))
 import comgr_stand_in as comgr
+from cases import in_turn
 from isa_sample import sample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -275,17 +276,18 @@ def test_printing_and_emulating_load_no_comgr(machine):
 
 # ***** without the extras *****
 
-@pytest.mark.parametrize(("program", "extra"), [
-  (["bench.py"], "bench"), (["-m", "attn.isa", "version"], "isa"), (["-m", "attn.tune"], "isa"),
-  (["examples/four_architectures.py"], "bench"), (["examples/removed_example_defects.py"], "bench")])
-def test_a_program_without_its_extra_ends_in_one_sentence(machine, program, extra):
-  for without in (EXTRAS, "rich"):
-    done = python(machine, *program, without=without)
-    assert done.returncode != 0 and done.stdout == ""
-    name = "python " + " ".join(program[:2]) if program[0] == "-m" else program[0]
-    sentence = (rf"{re.escape(name)}: needs \w+, which the extra attn\[{extra}\] installs: pip install 'attn\[{extra}\]', "
-                rf"or in a clone pip install -e '\.\[{extra}\]'\n")
-    assert re.fullmatch(sentence, done.stderr), done.stderr
+PROGRAMS = (("bench.py", "bench"), ("-m attn.isa version", "isa"), ("-m attn.tune", "isa"), ("examples/four_architectures.py", "bench"),
+            ("examples/removed_example_defects.py", "bench"))
+
+@in_turn("case, without", PROGRAMS, (EXTRAS, "rich"))
+def test_a_program_without_its_extra_ends_in_one_sentence(machine, case, without):
+  program, extra = case[0].split(), case[1]
+  done = python(machine, *program, without=without)
+  assert done.returncode != 0 and done.stdout == ""
+  name = "python " + " ".join(program[:2]) if program[0] == "-m" else program[0]
+  sentence = (rf"{re.escape(name)}: needs \w+, which the extra attn\[{extra}\] installs: pip install 'attn\[{extra}\]', "
+              rf"or in a clone pip install -e '\.\[{extra}\]'\n")
+  assert re.fullmatch(sentence, done.stderr), done.stderr
   if program[0].startswith("examples"): assert f"attn[{extra}]" in (ROOT/program[0]).read_text().split('"""')[1]
 
 def test_the_other_examples_need_no_extra(machine):

@@ -1,6 +1,6 @@
 """Gradients of attention: through every way to call it, with every option, against float64 by the contract of attn/reference.py."""
 from __future__ import annotations
-import os, re, sys
+import itertools, os, re, sys
 from typing import Any, Callable
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ from attn import flash_attn
 from attn.api import gradient
 from attn.api.placement import AXES
 from attn.chips import get_chip
-from attn.choose.backward import Parts, choose_parts, memory_of
+from attn.choose.backward import Parts, can_differentiate, choose_parts, memory_of
+from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.problem import Problem
 from attn.reference import arrange, judge, restore, rounded
 from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
@@ -74,7 +75,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "splits": dict(Sk=150, num_splits=2),
   "bshd": dict(B=2, layout="bshd", causal=True), "nsd": dict(layout="nsd", window=(9, -1))}
 
-THOROUGH = ("MQA, top-left", "bias", "nsd")      # what others, or the tests of the kernels, have nearly the same of
+# what others, such as all of the scores, or the tests of the kernels, have nearly the same of
+THOROUGH = ("MQA, top-left", "softcap", "alibi", "bias", "sinks", "nsd")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in OPTIONS])
 def test_options(name:str) -> None: check_gradients(**OPTIONS[name])
 
@@ -90,7 +92,7 @@ def test_every_kind_of_chip(arch:str) -> None: check_gradients(arch, through=("o
 def test_warpgroups() -> None:
   check_gradients("sm_90", through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=66, Sk=70, extras=dict(bias=floats(1, 4, 1, 70)))
 
-@pytest.mark.parametrize("dtype, D", [("float32", 16), ("float16", 264)])
+@pytest.mark.parametrize("dtype, D", [("float32", 16), pytest.param("float16", 264, marks=pytest.mark.thorough)])
 def test_where_no_matrix_kernel_takes_it(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
 
 def hidden_keys(p:Problem, seed:int=0) -> Inputs:
@@ -108,6 +110,12 @@ def keys_of_minus_inf(p:Problem, seed:int=0) -> Inputs:
 @pytest.mark.parametrize("make, options", [(hidden_keys, dict(window=(0, -1))), (keys_of_minus_inf, dict(softcap=2.0))])
 def test_infinite_keys_without_kernels(make:Callable[..., Inputs], options:dict[str, Any]) -> None:
   check_gradients(kernel="three_pass", make=make, dtype="float32", H=1, D=4, Sq=3, Sk=5, extras=dict(bias=floats(1, 1, 3, 5)), **options)
+
+def test_long_rows_are_for_the_kernels_of_plain_uops() -> None:
+  """Both types that matrix kernels take, and both kernels."""
+  for dtype, D in itertools.product(("float16", "bfloat16"), (257, 264, 512)):
+    tiles = can_differentiate(problem(dtype=dtype, D=D), get_chip("gfx942"))
+    assert not isinstance(tiles, str) and {type(tile) for tile in tiles} == {TiledBackwardTile}, (dtype, D)
 
 PACKED = dict(layout="thd", H=4, Hkv=2, Sq=30, Sk=44, D=16)
 ENDS = {"plain": (int32(0, 9, 30), int32(0, 20, 44)), "an empty one": (int32(0, 9, 9, 30), int32(0, 20, 30, 44)),

@@ -142,7 +142,7 @@ COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(l
                                        **OPTIONS_COMPILED, "decode": DECODE}
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)])
+@in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4)
 def test_no_local_memory(option:str, D:int, tmp_path) -> None:
   """What the tiles of large grids, and of decoding, compile to: no spills and no stack."""
   a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
