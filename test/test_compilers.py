@@ -1,6 +1,7 @@
 """Which compiler the kernels of attn get: every branch, with stand-ins for what is installed (comgr_stand_in.py is one for ROCm's library), in
 processes of their own; what is kept of it, by version; the renderers of the AMD device; what runs without the extras."""
 import ctypes.util, json, os, pickle, re, stat, subprocess, sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 import pytest
 from attn import user_cache
@@ -43,15 +44,51 @@ def machine(tmp_path_factory) -> Path:
     comgr.build(folder, name, script, major)
   return folder
 
-def python(machine:Path, *args:str, comgr:str="broken", without:str="", path:str="/bin:/usr/bin", **env:str) -> subprocess.CompletedProcess[str]:
-  """A process with the stand-in `comgr` ("broken": none loads) and without some packages."""
+def environment(machine:Path, comgr:str="broken", without:str="", path:str="/bin:/usr/bin", **env:str) -> dict[str, str]:
+  """That of a process with the stand-in `comgr` ("broken": none loads) and without some packages."""
   library = str(machine/f"{comgr}.so")
   keep = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG", "VIRTUAL_ENV")}
   settings = {"PATH": path, "PYTHONPATH": f"{machine}:{ROOT}", "COMGR_PATH": library, "COMGR_3_PATH": library, "ROCM_PATH": str(machine/"rocm"),
               "WITHOUT": without, "PARALLEL": "0"} | env
   settings.setdefault("XDG_CACHE_HOME", str(machine/"cache"))
   settings.setdefault("CACHEDB", f"{settings['XDG_CACHE_HOME']}/tinygrad.db")
-  return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, cwd=ROOT, env=keep | settings)
+  return keep | settings
+
+def python(machine:Path, *args:str, **options:str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment(machine, **options))
+
+# Imports once and is copied for each script, as most of a process is imports. They run and search nothing (test_import_runs_and_searches_nothing).
+COPIED = """
+import json, os, sys, tempfile, traceback
+import attn, attn.api.attention, attn.compilers.choice
+for line in sys.stdin:
+  settings, code = json.loads(line)
+  with tempfile.TemporaryFile() as output:
+    if (copy := os.fork()) == 0:
+      os.environ.clear()
+      os.environ.update(settings)
+      for stream in (1, 2): os.dup2(output.fileno(), stream)
+      try: exec(code, {"__name__": "__main__"})
+      except BaseException: traceback.print_exc()
+      sys.stdout.flush()
+      os._exit(0)
+    os.waitpid(copy, 0)
+    output.seek(0)
+    print(json.dumps(output.read().decode()), flush=True)
+"""
+
+@pytest.fixture(scope="session")
+def say(machine) -> Iterator[Callable[..., str]]:
+  """As `answer`, by a copy of a process that has imported attn: for what goes by nothing that tinygrad looks up as it is imported."""
+  with subprocess.Popen([sys.executable, "-c", COPIED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                        env=environment(machine)) as process:
+    assert process.stdin is not None and process.stdout is not None
+    def ask(code:str, folder:Path=machine, **options:str) -> str:
+      assert not {"DEV", "PARALLEL", "CACHEDB"} & options.keys()
+      print(json.dumps((environment(folder, **options), code)), file=process.stdin, flush=True)
+      return json.loads(process.stdout.readline()).strip()
+    yield ask
+    process.stdin.close()
 
 def answer(machine:Path, code:str, **options:str) -> str:
   done = python(machine, "-c", code, **options)
@@ -94,28 +131,28 @@ SENTENCE = "no compiler here can compile the kernels of attn for gfx942, which t
    "ValueError: ATTN_CLANG='/no/such': it is neither a file nor a command on PATH; .*"),
   ({"comgr": "good", "ATTN_CLANG": "/no/such", "ATTN_COMPILER": "comgr"}, GOOD),
 ])
-def test_the_choice(machine, options, says):
-  said = answer(machine, CHOOSE, **options)
+def test_the_choice(say, options, says):
+  said = say(CHOOSE, **options)
   assert re.fullmatch(says, said), said
 
-def test_a_clang_on_path_comes_last(machine, tmp_path):
+def test_a_clang_on_path_comes_last(say, tmp_path):
   found = script(tmp_path/"clang", f'exec "{clang._zig()}" clang "$@"')
   path = f"{tmp_path}:/bin:/usr/bin"
-  assert "there is no ld.lld" in (said := answer(machine, CHOOSE, without=EXTRAS, path=path)) and said.startswith("NoCompiler: no compiler here")
+  assert "there is no ld.lld" in (said := say(CHOOSE, without=EXTRAS, path=path)) and said.startswith("NoCompiler: no compiler here")
   script(tmp_path/"ld.lld", f'exec "{clang._zig()}" ld.lld "$@"')
-  for name in ("old", "broken"): assert answer(machine, CHOOSE, comgr=name, without=EXTRAS, path=path).endswith(f"({found})")
-  assert re.fullmatch(GOOD, answer(machine, CHOOSE, comgr="good", without=EXTRAS, path=path))
+  for name in ("old", "broken"): assert say(CHOOSE, comgr=name, without=EXTRAS, path=path).endswith(f"({found})")
+  assert re.fullmatch(GOOD, say(CHOOSE, comgr="good", without=EXTRAS, path=path))
 
-def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(machine, tmp_path):
+def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path):
   """Its version and targets are right, and the probe is not: nothing else is taken instead."""
   text = ('case "$*" in *--version*) echo clang version 19.1.0;; *--print-targets*) echo amdgcn;; '
           '*) echo "kernel.hip:3:1: error: what is this" >&2; exit 1;; esac')
   named = script(tmp_path/"mine", text)
-  said = answer(machine, CHOOSE, comgr="good", ATTN_CLANG=named)
+  said = say(CHOOSE, comgr="good", ATTN_CLANG=named)
   assert said == (f"ValueError: ATTN_CLANG={named!r}: clang version 19.1.0 (ATTN_CLANG={named}) can't compile the kernels of attn for gfx942 "
                   "(what is this); needed is LLVM 19 or later")
 
-def test_a_refusal_is_not_kept_and_a_success_is(machine, tmp_path):
+def test_a_refusal_is_not_kept_and_a_success_is(say, tmp_path):
   """What was missing may have been installed since, under the same version."""
   home = tmp_path/"home"
   home.mkdir()
@@ -123,7 +160,7 @@ def test_a_refusal_is_not_kept_and_a_success_is(machine, tmp_path):
     comgr.build.cache_clear()
     comgr.build(home, "mine", f'echo "$1" >> {home}/calls\n{text}', 3)
     (home/"sitecustomize.py").write_text(WITHOUT)
-    return answer(home, CHOOSE, comgr="mine", without=EXTRAS)
+    return say(CHOOSE, home, comgr="mine", without=EXTRAS)
   calls = lambda: (home/"calls").read_text().split().count("gfx942")
   assert says(comgr.too_old("20.0.0git")).startswith("NoCompiler") and calls() == 1
   assert re.fullmatch(GOOD, says(comgr.compiles("20.0.0git"))) and calls() == 2
@@ -131,11 +168,11 @@ def test_a_refusal_is_not_kept_and_a_success_is(machine, tmp_path):
 
 REAL = ctypes.util.find_library("amd_comgr")
 @pytest.mark.skipif(REAL is None, reason="ROCm's comgr is not installed")
-def test_the_comgr_that_is_installed(machine):
+def test_the_comgr_that_is_installed(say):
   """The real library, as tinygrad finds it: our clang comes first; without it this comgr, or the sentence that names it."""
   nothing = {"COMGR_PATH": "", "COMGR_3_PATH": "", "ROCM_PATH": os.environ.get("ROCM_PATH", "/opt/rocm")}
-  assert re.fullmatch(PACKAGED, answer(machine, CHOOSE, **nothing))
-  said = answer(machine, CHOOSE, without=EXTRAS, **nothing)
+  assert re.fullmatch(PACKAGED, say(CHOOSE, **nothing))
+  said = say(CHOOSE, without=EXTRAS, **nothing)
   version = re.search(r"comgr \d+\.\d+ with .*clang version (\d+)\.", said)
   assert version is not None, said
   assert said.startswith("NoCompiler") if int(version[1]) < 18 else True, said
@@ -171,11 +208,11 @@ def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_pat
   assert compiled("other") == ["21", "20"]
   assert compiled("good") == ["20", "20"]
 
-def test_clang_and_comgr_do_not_share_what_is_kept(machine, tmp_path):
+def test_clang_and_comgr_do_not_share_what_is_kept(say, tmp_path):
   """The same source, first by comgr and then by clang, and back."""
   code = ("from attn.compilers.choice import compiler_for, probe_source\n"
           "print(b'roc-test' in compiler_for('gfx1201').compile(probe_source('gfx1201'), 'gfx1201'))")
-  results = [answer(machine, code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
+  results = [say(code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
   assert results == ["True", "False", "True"]
 
 # ***** in tinygrad *****
@@ -226,16 +263,16 @@ except Exception as e: print(f"{{type(e).__name__}}: {{e}}")
 ATTENTION = DEVICE.format(what="attn.attention(q, q, q); print('built')")
 EXPLAIN = DEVICE.format(what="attn.explain(q, q, q)")
 
-def test_attention_without_a_compiler_fails_before_anything_is_compiled(machine):
-  assert answer(machine, ATTENTION, comgr="good") == "built"
-  assert answer(machine, ATTENTION, comgr="good", without=EXTRAS) == "built"
-  assert re.fullmatch(f"NoCompiler: {SENTENCE}.*{REFUSES}.*", answer(machine, ATTENTION, comgr="old", without=EXTRAS))
+def test_attention_without_a_compiler_fails_before_anything_is_compiled(say):
+  assert say(ATTENTION, comgr="good") == "built"
+  assert say(ATTENTION, comgr="good", without=EXTRAS) == "built"
+  assert re.fullmatch(f"NoCompiler: {SENTENCE}.*{REFUSES}.*", say(ATTENTION, comgr="old", without=EXTRAS))
 
-def test_explain_tells_the_compiler_on_an_amd_gpu(machine):
-  forced = answer(machine, EXPLAIN, comgr="good", ATTN_COMPILER="comgr").splitlines()
+def test_explain_tells_the_compiler_on_an_amd_gpu(say, machine):
+  forced = say(EXPLAIN, comgr="good", ATTN_COMPILER="comgr").splitlines()
   assert forced[0].startswith("forward on gfx942") and re.fullmatch(f"  compiler: {GOOD}", forced[-1])
-  assert re.fullmatch(f"  compiler: {PACKAGED}", answer(machine, EXPLAIN).splitlines()[-1])
-  assert "  compiler: no compiler here" in answer(machine, EXPLAIN, comgr="old", without=EXTRAS)
+  assert re.fullmatch(f"  compiler: {PACKAGED}", say(EXPLAIN).splitlines()[-1])
+  assert "  compiler: no compiler here" in say(EXPLAIN, comgr="old", without=EXTRAS)
   emulated = "import attn; from tinygrad import Tensor; q = Tensor.empty(1, 2, 64, 64, dtype='half'); attn.explain(q, q, q)"
   assert "compiler" not in answer(machine, emulated, DEV="EMU::gfx942")
 
@@ -297,9 +334,9 @@ def test_the_other_examples_need_no_extra(machine):
   done = python(machine, "examples/custom_kernel_call.py", without=EXTRAS)
   assert done.returncode == 0, done.stderr
 
-def test_an_import_without_the_extra_has_the_sentence_too(machine):
+def test_an_import_without_the_extra_has_the_sentence_too(say):
   code = "\ntry: import attn.tune\nexcept ModuleNotFoundError as e: print(e.name, e)"
-  assert answer(machine, code, without="click").startswith("click python -m attn.tune: needs click, which the extra attn[isa] installs")
+  assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra attn[isa] installs")
 
 def test_bench_without_a_compiler_for_bounds(machine):
   """ISA=1 with rich but no clang: one sentence."""
@@ -396,8 +433,8 @@ from attn.chips import get_chip
 from attn.compilers.choice import compiled_on
 print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
 
-def test_a_chip_knows_the_release_of_its_compiler(machine):
+def test_a_chip_knows_the_release_of_its_compiler(say):
   """On an AMD GPU that of the compiler in use; where there is none (the error comes when a kernel is called), and on the emulator, the newest."""
-  assert answer(machine, RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
-  assert answer(machine, RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
-  assert answer(machine, RELEASES, without=EXTRAS) == "22 22 22"
+  assert say(RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
+  assert say(RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
+  assert say(RELEASES, without=EXTRAS) == "22 22 22"
