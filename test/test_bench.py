@@ -1,5 +1,6 @@
 """bench.py from the outside: what it prints, its exit status, and that a bad setting is one clear line."""
 import csv, os, re, subprocess, sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 import numpy as np
 import pytest
@@ -15,6 +16,18 @@ CLEAN = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", 
 
 def run(*program:str, **settings:str) -> subprocess.CompletedProcess[str]:
   return subprocess.run([sys.executable, *(program or ["bench.py"])], capture_output=True, text=True, timeout=120, cwd=ROOT, env=CLEAN | settings)
+
+@pytest.fixture
+def bench_here(monkeypatch:pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+  """Runs bench.py with these settings in this process, which has imported everything; its exit status."""
+  monkeypatch.setattr(bench, "find_device", lambda: os.environ["DEV"])
+  def with_settings(**settings:str) -> int:
+    for name, value in settings.items(): monkeypatch.setenv(name, value)
+    bench.getenv.cache_clear()
+    return bench.main()
+  yield with_settings
+  monkeypatch.undo()
+  bench.getenv.cache_clear()
 
 def rows(path:Path) -> list[dict[str, str]]:
   with path.open() as f: return list(csv.DictReader(f))
@@ -33,34 +46,32 @@ def test_without_settings() -> None:
    "B2 H2 64x64 D32/48 float16 nsd causal top-left lse", "16x16x16"),
   ({"WINDOW": "16,-1", "CNT": "2", "VERIFY": "2"}, "B1 H2 64x64 D32 float16 bhsd window 16,-1", "32x32x8"),
 ])
-def test_settings(settings:dict[str, str], shape:str, tile:str, tmp_path:Path) -> None:
-  result = run(**SMALL | settings, CSV=str(tmp_path/"table.csv"))
-  assert result.returncode == 0, result.stdout + result.stderr
+def test_settings(bench_here:Callable[..., int], settings:dict[str, str], shape:str, tile:str, tmp_path:Path) -> None:
+  assert bench_here(**SMALL | settings, CSV=str(tmp_path/"table.csv")) == 0
   row, = rows(tmp_path/"table.csv")
   assert row["shape"] == shape and tile in row["tile"] and row["verdict"] == "ok" and 0 < float(row["error"]) <= float(row["limit"])
   assert float(row["lowering s"]) > 0 and float(row["emulated s"]) > 0
 
 @pytest.mark.parametrize("settings", (
   {"HKV": "1", "CAUSAL": "1", "DTYPE": "bf16"}, {"DEV": "EMU::gfx1201", "OUT_DTYPE": "float", "LAYOUT": "bshd", "SK": "40", "DV": "48"}))
-def test_backward(settings:dict[str, str], tmp_path:Path) -> None:
-  result = run(**SMALL | settings, BWD="1", CSV=str(tmp_path/"table.csv"))
-  assert result.returncode == 0 and "flash attention backward" in result.stdout, result.stdout + result.stderr
+def test_backward(bench_here:Callable[..., int], settings:dict[str, str], tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
+  assert bench_here(**SMALL | settings, BWD="1", CSV=str(tmp_path/"table.csv")) == 0
+  assert "flash attention backward" in capsys.readouterr().out
   row, = rows(tmp_path/"table.csv")
   assert row["verdict"] == "ok" and 0 < float(row["error"]) <= float(row["limit"]) and row["tiles"].count("waves") == 2
   assert row["heads checked"] == "100%"
 
-def test_sweep_shows_progress(tmp_path:Path) -> None:
+def test_sweep_shows_progress(bench_here:Callable[..., int], tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
   """What is set holds for every shape of the list; here that leaves few different ones."""
-  result = run(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
-               WINDOW="-1,-1", SK="64")
-  assert result.returncode == 0, result.stderr
-  assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in result.stderr
+  assert bench_here(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
+                    WINDOW="-1,-1", SK="64") == 0
+  assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in capsys.readouterr().err
 
-def test_bounds() -> None:
+def test_bounds(bench_here:Callable[..., int], capsys:pytest.CaptureFixture[str]) -> None:
   pytest.importorskip("ziglang")
-  result = run(**SMALL | {"DEV": "EMU::gfx1201", "D": "64"}, ISA="1")
-  assert result.returncode == 0, result.stderr
-  assert "bound, not measured" in result.stdout and "RX 9070 XT" in result.stdout and "overlap" in result.stdout
+  assert bench_here(**SMALL | {"DEV": "EMU::gfx1201", "D": "64"}, ISA="1") == 0
+  said = capsys.readouterr().out
+  assert "bound, not measured" in said and "RX 9070 XT" in said and "overlap" in said
 
 @pytest.mark.parametrize(("settings", "line"), [
   ({"B": "x"}, "B='x': must be a whole number, at least 1"),
@@ -90,14 +101,9 @@ def test_bounds() -> None:
   ({"PLOT": "x.png"}, "PLOT='x.png': it is a picture of"),
   ({"FIGURES": "1", "CSV": "x.csv"}, "CSV='x.csv' with FIGURES=1"),
 ])
-def test_bad_setting(settings:dict[str, str], line:str, monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
+def test_bad_setting(bench_here:Callable[..., int], settings:dict[str, str], line:str, capsys:pytest.CaptureFixture[str]) -> None:
   """What is wrong, naming the setting, its value and what is supported, before anything runs."""
-  for name, value in (SMALL | settings).items(): monkeypatch.setenv(name, value)
-  bench.getenv.cache_clear()
-  monkeypatch.setattr(bench, "find_device", lambda: os.environ["DEV"])
-  try:
-    with pytest.raises((bench.BadSetting, ValueError, NotImplementedError)) as e: bench.main()
-  finally: bench.getenv.cache_clear()
+  with pytest.raises((bench.BadSetting, ValueError, NotImplementedError)) as e: bench_here(**SMALL | settings)
   assert line in str(e.value) and "\n" not in str(e.value) and not capsys.readouterr().out
 
 @pytest.mark.parametrize(("settings", "line"), [
