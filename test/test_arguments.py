@@ -19,6 +19,8 @@ from api_cases import check_attention, emulated
 import api_cases
 from cases import array
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 REFUSALS = (ValueError, NotImplementedError)
 EXAMPLES = int(os.environ.get("ATTN_EXAMPLES", "10"))     # 100 are thorough
 

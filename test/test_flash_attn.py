@@ -14,6 +14,8 @@ from api_cases import draw, emulated
 from api_cases import whole as whole_tensor
 from cases import array, tensor
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 B, SQ, SK, H, HKV, D = 2, 4, 12, 4, 2, 16
 DOCUMENT = Path(__file__).resolve().parent.parent/"docs/flash_attention.md"
 

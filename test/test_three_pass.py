@@ -9,6 +9,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32
 from cases import Inputs, normal
 
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
 def check(**parameters): return check_attention("gfx942", "three_pass", **parameters)
 
 @pytest.mark.parametrize("Sk", [1, 3, 5, 7, 8, 31, 33])
