@@ -18,7 +18,7 @@ FIGURES    1: the README's figures about the emulator's speed, and nothing else
 from __future__ import annotations
 import csv, importlib, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence, TypeVar
+from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn.api.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
@@ -26,32 +26,26 @@ from attn.api.custom_kernel import flash_attention_fn
 from attn.api.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
 from attn.choose import tuned
-from attn.choose.backward import can_differentiate, choose_backward, choose_parts, dkdv_of, dq_of
-from attn.choose.backward_tiles import backward_fits, backward_tile
-from attn.choose.candidates import BackwardCandidate, Candidate
-from attn.choose.dispatch import KERNELS, choose, single_kernel
-from attn.choose.tiled_tiles import tiled_backward_space, tiled_space
-from attn.choose.tiles import amd_tile, fits
+from attn.choose.backward import can_differentiate, choose_backward, choose_parts
+from attn.choose.dispatch import single_kernel
 from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
-from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.kernels.parts.tiles import Tile
 from attn.kernels.tiled import TiledTile
-from attn.ops.renderers import render
 from attn.problem import Problem, problem_of
 from attn.reference import LSE_ULPS, Verdict, arrange, exact, exact_backward, judge, restore, rounded, same, same_backward
-from attn.tinygrad_compat import CompileError, UOp, compiled, device_seconds
+from attn.tinygrad_compat import UOp, compiled, device_seconds
 from attn.values import FLOATS
 with needs("bench", "bench.py", __name__):
   from rich.console import Console
   from rich.table import Table
   from tqdm import tqdm
-if TYPE_CHECKING: from attn.isa.report import Report
+  from attn.measure.tiles_by_time import (BackwardSeconds, Seconds, TimedBackwardTile, assembly_of, backward_launch, backward_tiles_to_tune,
+                                          time_backward, time_forward)
 
 NAMES = {"half": "float16", "fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16",
          "float": "float32", "fp32": "float32", "float32": "float32"}
@@ -285,32 +279,19 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 
 # ***** bounds *****
 
-def machine_code(p:Problem, arch:Chip, program:Callable[..., UOp]) -> str:
-  """The assembly text of a kernel of `p`. Raises NoCompiler where there is no compiler."""
-  from attn.compilers import clang
-  q, k, v, o, lse = shapes_of(p)
-  tensors = [(o, p.out_dtype), *[(lse, "float32")]*p.return_lse, *((x, p.dtype) for x in (q, k, v))]
-  source = render(program(*(UOp.placeholder(shape, FLOATS[t], slot) for slot, (shape, t) in enumerate(tensors))), arch.name)
-  return clang.assembly(source, arch.name)
-
-def report_of(text:str, p:Problem, arch:Chip, tile:Tile) -> Report:
-  """The machine code of a kernel of `p`, counted."""
-  from attn.isa import report
-  return report.analyse(text, arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M), queries=tile.q_tiles*tile.matrix.N)
-
 def show_bounds(s:Settings) -> None:
   """What the machine code of the kernel and the chip's data sheet allow."""
-  from attn.isa import roofline, table
+  from attn.isa import report, roofline, table
   from attn.isa.timing.predict import Division, predict
   from attn.isa.timing.trips import timing_of
   p, arch = s.problem, device_arch()
   program, tile = single_kernel(p, arch)
   assert isinstance(tile, Tile)
-  text = machine_code(p, arch, program)
-  found = report_of(text, p, arch, tile)
+  text, contracted, columns = assembly_of(program, p.shapes, arch), contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M)
+  found = report.analyse(text, arch.name, contracted, columns, queries=tile.q_tiles*tile.matrix.N)
   console().print(table.brief([found]))
   keys = found.loop.keys if found.loop is not None else None
-  timing = timing_of(text, arch.name, contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M)) if keys is not None else None
+  timing = timing_of(text, arch.name, contracted, columns) if keys is not None else None
   use = (found.loop.overlap, found.loop.serial) if found.loop else (1.0, 1.0)
   rows = []
   for chip, card in roofline.rated(arch.name):
@@ -324,8 +305,6 @@ def show_bounds(s:Settings) -> None:
 
 # ***** tuning by time *****
 
-Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # of a kernel and its tile
-
 def device_timer(s:Settings) -> Seconds:
   """The fastest of the runs of a kernel on the device."""
   _, tensors, outs = operands(s)
@@ -333,65 +312,6 @@ def device_timer(s:Settings) -> Seconds:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
     return min(device_seconds(schedule) for _ in range(s.count))
   return seconds
-
-def spills(p:Problem, arch:Chip, program:Callable[..., UOp], tile:Tile) -> bool:
-  """Whether the kernel keeps registers in memory; False where there is no compiler to ask."""
-  from attn.compilers.clang import toolchain
-  try: toolchain()
-  except NoCompiler: return False
-  r = report_of(machine_code(p, arch, program), p, arch, tile).resources
-  return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
-
-def tune(s:Settings, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
-  from attn.choose.search import candidates
-  p, arch = s.problem, replace(arch, tuned=False)
-  own = choose(replace(p, num_splits=1), arch)
-  if isinstance(own.work.tile, TiledTile): return tune_tiled(p, arch, own.work.tile, seconds)
-  if not isinstance(own.work.tile, Tile):
-    raise BadSetting(f"TUNE=1: it is for the tiles of forward and of tiled, and this problem gets {own.kernel}: {own.why_not('forward')}")
-  todo: dict[tuple[str, Tile], Candidate|None] = {(own.kernel, own.work.tile): None}
-  for c in candidates(arch, tuned.head_class(p)):
-    if fits(p, arch, tile := amd_tile(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
-  timed: list[tuple[float, str, Tile, Candidate|None]] = []
-  for (kernel, tile), found in tqdm(todo.items(), unit="tile"):
-    make = KERNELS[kernel].program
-    assert make is not None
-    program = make(p, arch, tile)
-    if found is None or not spills(p, arch, program, tile): timed.append((seconds(program, tile), kernel, tile, found))
-  timed.sort(key=lambda x: x[0])
-  tuned.store(p, arch, timed[0][3], timed[0][0])
-  return [{"kernel": kernel, "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
-           "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
-
-def tune_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """The same of the kernel of plain UOps, whose compilers say nothing of spills: time does."""
-  make = KERNELS["tiled"].program
-  assert make is not None
-  return plain_winners(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
-
-PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
-
-def plain_winners(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
-                  flops:int) -> list[dict[str, Any]]:
-  """Times a kernel of plain UOps with its own tile and those of a space, but for what the device refuses; keeps the fastest. The rows of a table."""
-  timed = [(seconds(own), own)]
-  for tile in tqdm([x for x in space if x != own], unit="tile"):
-    try: timed.append((seconds(tile), tile))
-    except (RuntimeError, CompileError) as e: tqdm.write(f"{kernel}, tile {tile}: {e}", file=sys.stderr)
-  timed.sort(key=lambda x: x[0])
-  fastest, best = timed[0]
-  tuned.store(p, arch, best if best != own else None, fastest, kernel)
-  return [{"kernel": kernel, "tile": str(tile), "depth": tile.depth, "values": tile.values, "columns": tile.columns, "options": tile.options,
-           "ms": 1e3*x, "TFLOP/s": flops/x/1e12, "chosen by": "the table" if tile == own else ""} for x, tile in timed]
-
-TimedBackwardTile = BackwardTile|TiledBackwardTile
-BackwardSeconds = Callable[[str, TimedBackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
-
-def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> BackwardLaunch:
-  p = replace(p, return_lse=True)
-  if name == "dq": return BackwardLaunch(dq_of(p, arch, tile), dq_arguments(p))
-  return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p))
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
   """The fastest of its runs on the device; without parts, which another tile would divide in another way."""
@@ -403,45 +323,6 @@ def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
     return min(device_seconds(schedule) for _ in range(s.count))
   return seconds
 
-def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
-  """The table's own, of dq and of dk and dv. Raises BadSetting where neither AMD's kernels nor those of plain UOps compute the gradients."""
-  if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
-    raise BadSetting(f"TUNE=1 with BWD=1: no kernels compute the gradients: {tiles}")
-  dq, dkdv = tiles
-  if isinstance(dq, TimedBackwardTile) and isinstance(dkdv, TimedBackwardTile): return dq, dkdv
-  raise BadSetting(f"TUNE=1 with BWD=1 on {arch.name}: it is for AMD's kernels and those of plain UOps (float32, D above 256); the tiles of "
-                   "NVIDIA's matrix units were measured")
-
-def tune_backward(s:Settings, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the table's tile and every other that doesn't spill; keeps the fastest. The rows of a table."""
-  from attn.choose.backward_search import backward_candidates
-  p, arch, keys = s.problem, replace(arch, tuned=False), name == "dkdv"
-  own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2
-  if isinstance(own, TiledBackwardTile):
-    space = tiled_backward_space(p, arch, keys)
-    return plain_winners(p, arch, f"backward_{name}_tiled", own, space, lambda tile: seconds(name, tile), flops)
-  todo: dict[BackwardTile, BackwardCandidate|None] = {own: None}
-  for c in backward_candidates(arch, tuned.head_class(p), keys):
-    if backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c) is None: todo.setdefault(tile, c)
-  timed = []
-  for tile, found in tqdm(todo.items(), unit="tile"):
-    if found is None or not backward_spills(p, arch, name, tile): timed.append((seconds(name, tile), tile, found))
-  timed.sort(key=lambda x: x[0])
-  tuned.store(p, arch, timed[0][2], timed[0][0], f"backward_{name}")
-  return [{"kernel": f"backward_{name}", "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": flops/x/1e12,
-           "chosen by": "the table" if found is None else ""} for x, tile, found in timed]
-
-def backward_spills(p:Problem, arch:Chip, name:str, tile:BackwardTile) -> bool:
-  """As `spills`."""
-  from attn.compilers import clang
-  from attn.isa import report
-  try: clang.toolchain()
-  except NoCompiler: return False
-  launch = backward_launch(p, arch, name, tile)
-  placeholders = [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(launch.shapes.values())]
-  r = report.analyse(clang.assembly(render(launch.kernel(*placeholders), arch.name), arch.name), arch.name).resources
-  return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
-
 def tune_all(todo:Sequence[Settings]) -> None:
   if Device.DEFAULT == "EMU":
     raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
@@ -451,10 +332,10 @@ def tune_all(todo:Sequence[Settings]) -> None:
     if s.backward: backward_tiles_to_tune(s.problem, arch)
   for s in todo:
     kept = f"{describe(s)} on {arch.name}: the first is kept in {tuned.path()}"
-    if not s.backward: show(kept, tune(s, arch, device_timer(s)))
+    if not s.backward: show(kept, time_forward(s.problem, arch, device_timer(s)))
     else:
       timer = backward_timer(s, arch)
-      for name in ("dq", "dkdv"): show(kept, tune_backward(s, arch, name, timer))
+      for name in ("dq", "dkdv"): show(kept, time_backward(s.problem, arch, name, timer))
 
 # ***** the README's figures *****
 

@@ -24,6 +24,7 @@ from attn.isa.source import Spec, problem_of_spec
 from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.tiles import BackwardTile, Tile
 from attn.kernels.tiled import TiledTile
+from attn.measure import tiles_by_time
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS
@@ -267,7 +268,7 @@ def settings(monkeypatch:pytest.MonkeyPatch, **values:str) -> bench.Settings:
   try: return bench.settings(bench.ON_THE_EMULATOR)
   finally: bench.getenv.cache_clear()
 
-def clock(s:bench.Settings, fastest:Callable[[Tile], bool]) -> bench.Seconds:
+def clock(s:bench.Settings, fastest:Callable[[Tile], bool]) -> tiles_by_time.Seconds:
   """Runs the kernels on the emulator, for whose time it says what it likes."""
   run = bench.device_timer(s)
   def seconds(program:Callable[..., UOp], tile:Tile) -> float:
@@ -279,12 +280,12 @@ def test_tuning_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
   small_space(monkeypatch)
   with Context(DEV="EMU::gfx942"):
     s = settings(monkeypatch, H="2", N="128", D="64")
-    table = bench.tune(s, REAL, clock(s, lambda tile: tile.block_n == 32 and tile.fenced))
+    table = tiles_by_time.time_forward(s.problem, REAL, clock(s, lambda tile: tile.block_n == 32 and tile.fenced))
     assert tuned.winner(s.problem, REAL) == Candidate(64, 4, 1, 32, fenced=True)
     assert table[0] | {"options": "fenced", "ms": 1.0, "chosen by": ""} == table[0] and "128x32 4 waves" in table[0]["tile"]
     assert [row["ms"] for row in table] == sorted(row["ms"] for row in table) and len({(row["tile"], row["options"]) for row in table}) == len(table)
     own = choose_tile(s.problem, get_chip("gfx942"))
-    bench.tune(s, REAL, clock(s, lambda tile: tile == own))
+    tiles_by_time.time_forward(s.problem, REAL, clock(s, lambda tile: tile == own))
     assert tuned.winner(s.problem, REAL) is None                                          # the table's own
 
 def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -292,11 +293,11 @@ def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> No
   with Context(DEV="EMU::gfx1030"):
     s = settings(monkeypatch, H="2", N="128", D="64", DTYPE="float32")
     own, *others = dict.fromkeys((tiled_tile(s.problem, get_chip("gfx1030")), *tiled_space(s.problem, real)))
-    table = bench.tune(s, real, lambda program, tile: 1e-3 if tile == others[3] else 2e-3)
+    table = tiles_by_time.time_forward(s.problem, real, lambda program, tile: 1e-3 if tile == others[3] else 2e-3)
     assert len(table) == 1 + len(others) > 20 and table[0]["tile"] == str(others[3]) and table[0]["chosen by"] == ""
     assert tuned.tiled_winner(s.problem, real) == tiled_tile(s.problem, real) == choose(s.problem, real).work.tile == others[3] != own
     assert tiled_tile(s.problem, get_chip("gfx1030")) == own                               # the emulator's
-    bench.tune(s, real, lambda program, tile: 1e-3 if tile == own else 2e-3)
+    tiles_by_time.time_forward(s.problem, real, lambda program, tile: 1e-3 if tile == own else 2e-3)
     assert tuned.tiled_winner(s.problem, real) is None                                     # the table's own
 
 def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
@@ -307,7 +308,7 @@ def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypat
     s = settings(monkeypatch, H="1", N="8", D="4", DTYPE="float32", BWD="1")
     own = tiled_backward_tiles(s.problem, get_chip("gfx1030"))
     for name, of_table in zip(("dq", "dkdv"), own):
-      launch = bench.backward_launch(s.problem, real, name, of_table)
+      launch = tiles_by_time.backward_launch(s.problem, real, name, of_table)
       given = [UOp.placeholder(shape, FLOATS[dtype], i) for i, (shape, dtype) in enumerate(launch.shapes.values())]
       assert f"_backward_{name}_tiled_" in launch.kernel(*given).arg.name
       refused, fastest = tiled_backward_space(s.problem, real, name == "dkdv")[1:3]
@@ -315,22 +316,22 @@ def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypat
         assert of == name and tile.keys == (of == "dkdv")
         if tile == refused: raise RuntimeError("CL_INVALID_WORK_GROUP_SIZE")
         return 1e-3 if tile == fastest else 2e-3
-      timed, kernel = bench.tune_backward(s, real, name, seconds), f"backward_{name}_tiled"
+      timed, kernel = tiles_by_time.time_backward(s.problem, real, name, seconds), f"backward_{name}_tiled"
       assert len(timed) > 20 and timed[0] | {"kernel": kernel, "tile": str(fastest), "ms": 1.0, "chosen by": ""} == timed[0]
       assert f"{kernel}, tile {refused}: CL_INVALID_WORK_GROUP_SIZE" in capsys.readouterr().err
       seen.append(fastest)
     assert tiled_backward_tiles(s.problem, real) == tuple(seen) and tiled_backward_tiles(s.problem, get_chip("gfx1030")) == own
     assert tuned.tiled_winner(s.problem, real) is None
-    bench.tune_backward(s, real, "dq", lambda name, tile: 1e-3 if tile == own[0] else 2e-3)
+    tiles_by_time.time_backward(s.problem, real, "dq", lambda name, tile: 1e-3 if tile == own[0] else 2e-3)
     assert tiled_backward_tiles(s.problem, real) == (own[0], seen[1])                      # the table's own
 
 def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.MonkeyPatch) -> None:
   with Context(DEV="EMU::sm_90"):
     s = settings(monkeypatch, H="2", N="128", D="64", BWD="1")
-    with pytest.raises(bench.BadSetting, match="TUNE=1 with BWD=1 on sm_90: it is for AMD's kernels and those of plain UOps"):
-      bench.backward_tiles_to_tune(s.problem, get_chip("sm_90"))
+    with pytest.raises(NotImplementedError, match="TUNE=1 with BWD=1 on sm_90: it is for AMD's kernels and those of plain UOps"):
+      tiles_by_time.backward_tiles_to_tune(s.problem, get_chip("sm_90"))
     wide = settings(monkeypatch, D="264")
-    assert all(isinstance(x, TiledBackwardTile) for x in bench.backward_tiles_to_tune(wide.problem, get_chip("sm_90")))
+    assert all(isinstance(x, TiledBackwardTile) for x in tiles_by_time.backward_tiles_to_tune(wide.problem, get_chip("sm_90")))
 
 @pytest.mark.parametrize("fields, said", [
   ({"down": 3}, "down=3: must be one of 1, 2"), ({"values": 48}, "values=48: must be one of"), ({"columns": 8}, "its parts don't go together"),
@@ -353,7 +354,7 @@ def test_tuning_leaves_out_what_spills(monkeypatch:pytest.MonkeyPatch) -> None:
   pytest.importorskip("ziglang")
   monkeypatch.setattr(search, "SPACE", {"waves": (4,), "q_tiles": (2, 1), "block_n": (16,), "q_in_lds": (False,), "fenced": (False,)})
   s, arch, seen = settings(monkeypatch, H="2", N="512", D="128"), replace(get_chip("gfx1201"), tuned=True), list[Tile]()
-  bench.tune(s, arch, lambda program, tile: float(len(seen.append(tile) or seen)))    # type: ignore[func-returns-value]
+  tiles_by_time.time_forward(s.problem, arch, lambda program, tile: float(len(seen.append(tile) or seen)))    # type: ignore[func-returns-value]
   assert [c.q_tiles for c in search.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
 
 def test_tuning_the_backward_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -367,7 +368,7 @@ def test_tuning_the_backward_keeps_the_fastest_of_each_kernel(monkeypatch:pytest
       assert run(name, tile) >= 0
       return 1e-3 if tile.fenced == 4 else 2e-3
     for name in ("dq", "dkdv"):
-      table = bench.tune_backward(s, REAL, name, seconds)
+      table = tiles_by_time.time_backward(s.problem, REAL, name, seconds)
       assert table[0] | {"kernel": f"backward_{name}", "options": "fenced=4", "ms": 1.0, "chosen by": ""} == table[0] and len(table) == 3
       assert tuned.backward_winner(s.problem, REAL, f"backward_{name}") == BackwardCandidate(64, 4, 32, fenced=4)
     assert [tile.fenced for tile in choose_backward_tiles(s.problem, REAL)] == [4, 4]

@@ -1,1 +1,1 @@
-"""Measurements that need a real GPU and other people's kernels."""
+"""Measurements that need a real GPU, most of them beside other people's kernels."""

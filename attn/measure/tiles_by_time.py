@@ -1,0 +1,130 @@
+"""The tiles that a kernel may have instead of the table's own, each timed; the fastest is kept for dispatch in the user's cache directory. TUNE=1 of
+bench.py. Who calls says how long a kernel takes with a tile, so that tests of it need no GPU.
+"""
+from __future__ import annotations
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+from attn.api.gradient import BackwardLaunch
+from attn.chips import Chip
+from attn.choose import tuned
+from attn.choose.backward import can_differentiate, dkdv_of, dq_of
+from attn.choose.backward_tiles import backward_fits, backward_tile
+from attn.choose.candidates import BackwardCandidate, Candidate
+from attn.choose.dispatch import KERNELS, choose
+from attn.choose.tiled_tiles import tiled_backward_space, tiled_space
+from attn.choose.tiles import amd_tile, fits
+from attn.compilers import clang
+from attn.compilers.found import NoCompiler
+from attn.extras import needs
+from attn.kernels.backward_tiled import TiledBackwardTile
+from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.kernels.tiled import TiledTile
+from attn.ops.renderers import render
+from attn.problem import Problem, Shapes
+from attn.tinygrad_compat import CompileError, UOp
+from attn.values import FLOATS
+with needs("bench", "bench.py", __name__): from tqdm import tqdm
+
+# ***** machine code *****
+
+def assembly_of(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> str:
+  """The assembly text of a kernel of tensors of these shapes. Raises NoCompiler where there is no compiler."""
+  tensors = [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
+  return clang.assembly(render(kernel(*tensors), arch.name), arch.name)
+
+def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
+  """Whether the kernel keeps registers in memory; False where there is no compiler to ask."""
+  from attn.isa import report
+  try: clang.toolchain()
+  except NoCompiler: return False
+  r = report.analyse(assembly_of(kernel, shapes, arch), arch.name).resources
+  return bool(r.vgpr_spills or r.sgpr_spills or r.scratch)
+
+# ***** forward *****
+
+Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # of a kernel and its tile
+
+def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
+  """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
+  from attn.choose.search import candidates
+  arch = replace(arch, tuned=False)
+  own = choose(replace(p, num_splits=1), arch)
+  if isinstance(own.work.tile, TiledTile): return time_tiled(p, arch, own.work.tile, seconds)
+  if not isinstance(own.work.tile, Tile):
+    raise NotImplementedError(f"TUNE=1: it is for the tiles of forward and of tiled, and this problem gets {own.kernel}: {own.why_not('forward')}")
+  todo: dict[tuple[str, Tile], Candidate|None] = {(own.kernel, own.work.tile): None}
+  for c in candidates(arch, tuned.head_class(p)):
+    if fits(p, arch, tile := amd_tile(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
+  timed: list[tuple[float, str, Tile, Candidate|None]] = []
+  for (kernel, tile), found in tqdm(todo.items(), unit="tile"):
+    make = KERNELS[kernel].program
+    assert make is not None
+    program = make(p, arch, tile)
+    if found is None or not spills(program, p.shapes, arch): timed.append((seconds(program, tile), kernel, tile, found))
+  timed.sort(key=lambda x: x[0])
+  tuned.store(p, arch, timed[0][3], timed[0][0])
+  return [{"kernel": kernel, "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": p.flops/x/1e12,
+           "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
+
+def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
+  """The same of the kernel of plain UOps, whose compilers say nothing of spills: time does."""
+  make = KERNELS["tiled"].program
+  assert make is not None
+  return time_plain(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
+
+PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
+
+def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
+               flops:int) -> list[dict[str, Any]]:
+  """Times a kernel of plain UOps with its own tile and those of a space, but for what the device refuses; keeps the fastest. The rows of a table."""
+  timed = [(seconds(own), own)]
+  for tile in tqdm([x for x in space if x != own], unit="tile"):
+    try: timed.append((seconds(tile), tile))
+    except (RuntimeError, CompileError) as e: tqdm.write(f"{kernel}, tile {tile}: {e}", file=sys.stderr)
+  timed.sort(key=lambda x: x[0])
+  fastest, best = timed[0]
+  tuned.store(p, arch, best if best != own else None, fastest, kernel)
+  return [{"kernel": kernel, "tile": str(tile), "depth": tile.depth, "values": tile.values, "columns": tile.columns, "options": tile.options,
+           "ms": 1e3*x, "TFLOP/s": flops/x/1e12, "chosen by": "the table" if tile == own else ""} for x, tile in timed]
+
+# ***** backward *****
+
+TimedBackwardTile = BackwardTile|TiledBackwardTile
+BackwardSeconds = Callable[[str, TimedBackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
+
+def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> BackwardLaunch:
+  p = replace(p, return_lse=True)
+  if name == "dq": return BackwardLaunch(dq_of(p, arch, tile), dq_arguments(p))
+  return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p))
+
+def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
+  """The table's own, of dq and of dk and dv. Raises NotImplementedError where neither AMD's kernels nor those of plain UOps compute the gradients."""
+  if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
+    raise NotImplementedError(f"TUNE=1 with BWD=1: no kernels compute the gradients: {tiles}")
+  dq, dkdv = tiles
+  if isinstance(dq, TimedBackwardTile) and isinstance(dkdv, TimedBackwardTile): return dq, dkdv
+  raise NotImplementedError(f"TUNE=1 with BWD=1 on {arch.name}: it is for AMD's kernels and those of plain UOps (float32, D above 256); the "
+                            "tiles of NVIDIA's matrix units were measured")
+
+def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
+  """Times a backward kernel with the table's tile and every other that doesn't spill; keeps the fastest. The rows of a table."""
+  from attn.choose.backward_search import backward_candidates
+  arch, keys = replace(arch, tuned=False), name == "dkdv"
+  own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2
+  if isinstance(own, TiledBackwardTile):
+    space = tiled_backward_space(p, arch, keys)
+    return time_plain(p, arch, f"backward_{name}_tiled", own, space, lambda tile: seconds(name, tile), flops)
+  todo: dict[BackwardTile, BackwardCandidate|None] = {own: None}
+  for c in backward_candidates(arch, tuned.head_class(p), keys):
+    if backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c) is None: todo.setdefault(tile, c)
+  timed = []
+  for tile, found in tqdm(todo.items(), unit="tile"):
+    launch = backward_launch(p, arch, name, tile)
+    if found is None or not spills(launch.kernel, launch.shapes, arch): timed.append((seconds(name, tile), tile, found))
+  timed.sort(key=lambda x: x[0])
+  tuned.store(p, arch, timed[0][2], timed[0][0], f"backward_{name}")
+  return [{"kernel": f"backward_{name}", "tile": str(tile), "options": tile.options, "ms": 1e3*x, "TFLOP/s": flops/x/1e12,
+           "chosen by": "the table" if found is None else ""} for x, tile, found in timed]
