@@ -7,7 +7,8 @@ from attn import values
 
 DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
-CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same", "top-left": "query i sees keys j <= i"}
+CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same",
+          "top-left": "query i sees keys j <= i"}
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # of an element
 MAX_SPLITS = 256
 INVARIANT_KEYS = 512     # of a key range, where ranges are the same in every batch
@@ -22,11 +23,14 @@ SOFTCAP_MOST = 2.0**100   # beyond it a score that is lost as a denormal of fp32
 # ***** what the options may be *****
 
 def check_causal(name:str, x:Any) -> bool|str:
-  if isinstance(x, str): return values.word(name, x, [c for c in CAUSAL if isinstance(c, str)], f"one of {', '.join(map(repr, CAUSAL))}")
+  supported = f"one of {', '.join(map(repr, CAUSAL))}"
+  if isinstance(x, str): return values.word(name, x, [c for c in CAUSAL if isinstance(c, str)], supported)
   try: return values.truth(name, x)
-  except ValueError: raise values.wrong(name, x, f"one of {', '.join(map(repr, CAUSAL))}") from None
+  except ValueError: raise values.wrong(name, x, supported) from None
 
-def check_layout(name:str, x:Any) -> str: return values.word(name, x, LAYOUTS, f"one of {', '.join(f'{k!r} {v}' for k, v in LAYOUTS.items())}")
+def check_layout(name:str, x:Any) -> str:
+  supported = ", ".join(f"{layout!r} {dimensions}" for layout, dimensions in LAYOUTS.items())
+  return values.word(name, x, LAYOUTS, f"one of {supported}")
 
 def check_window(name:str, x:Any) -> tuple[int, int]:
   supported = "(left, right), each -1 (no bound) or the number of further keys seen on that side"
@@ -36,7 +40,8 @@ def check_window(name:str, x:Any) -> tuple[int, int]:
   return left, right
 
 def check_softmax_scale(name:str, x:Any) -> float:
-  return values.real_number(name, x, values.FP32_LEAST, values.FP32_MOST/math.log2(math.e), "a positive number that fp32 holds, 1.2e-38 to 2.3e+38")
+  most = values.FP32_MOST/math.log2(math.e)
+  return values.real_number(name, x, values.FP32_LEAST, most, "a positive number that fp32 holds, 1.2e-38 to 2.3e+38")
 
 def check_softcap(name:str, x:Any) -> float:
   supported = f"0 for none, or a positive number, 1.2e-38 to {SOFTCAP_MOST:.1e}"
@@ -50,7 +55,8 @@ def check_dropout_p(name:str, x:Any) -> float:
   return value
 
 def check_splits(name:str, x:Any) -> int:
-  return values.whole_number(name, x, 0, MAX_SPLITS, f"0 (chosen by a heuristic), 1 (no split) or the number of splits, at most {MAX_SPLITS}")
+  supported = f"0 (chosen by a heuristic), 1 (no split) or the number of splits, at most {MAX_SPLITS}"
+  return values.whole_number(name, x, 0, MAX_SPLITS, supported)
 
 @dataclass(frozen=True)
 class Count:
@@ -64,7 +70,8 @@ class Count:
 
 @dataclass(frozen=True)
 class Strided:
-  """Where the rows of k or v lie in a larger buffer of `size` elements: row s of head h of batch b begins at start + b*batch + h*head + s*row."""
+  """Where the rows of k or v lie in a larger buffer of `size` elements: row s of head h of batch b begins at
+  start + b*batch + h*head + s*row."""
   size: int
   start: int
   batch: int
@@ -87,14 +94,15 @@ class Pages:
 
 @dataclass(frozen=True)
 class DealtRows:
-  """What one launch computes of a sequence whose rows several devices hold (attn/choose/context.py): of some heads the queries of one device, over
-  the keys of all. A device holds of the sequence one piece or two, that from the front and that from the back, equally long on all.
+  """What one launch computes of a sequence whose rows several devices hold (attn/choose/context.py): of some heads the queries of
+  one device, over the keys of all. A device holds of the sequence one piece or two, that from the front and that from the back,
+  equally long on all.
 
-  q, o and lse have the rows that the device holds, of which `queries` come first and the others are padding: 0 in o and -inf in lse. Row i of them is
-  row start + i of the sequence, and those from `front` on are `jump` rows further on. A bias has its rows so, too, and its keys in the order of the
-  sequence. k and v are (owners[1], heads[1], held, width), whatever the layout: the shards of the devices from owners[0] on, of the B*Hkv heads
-  those from heads[0] on. q and o have the query heads of these alone, (heads, Sq, width), unless the layout has heads beside each other; lse has
-  them always."""
+  q, o and lse have the rows that the device holds, of which `queries` come first and the others are padding: 0 in o and -inf in
+  lse. Row i of them is row start + i of the sequence, and those from `front` on are `jump` rows further on. A bias has its rows
+  so, too, and its keys in the order of the sequence. k and v are (owners[1], heads[1], held, width), whatever the layout: the
+  shards of the devices from owners[0] on, of the B*Hkv heads those from heads[0] on. q and o have the query heads of these alone,
+  (heads, Sq, width), unless the layout has heads beside each other; lse has them always."""
   start: int
   front: int
   jump: int
@@ -118,41 +126,49 @@ class DealtRows:
 class Problem:
   """One attention problem: O = softmax(score) V, where score is, for the keys that a query sees, -inf for the others,
 
-    score = cap(softmax_scale * Q K^T) - alibi_slopes * |i + offset - j| + bias       cap(x) = softcap * tanh(x / softcap), or x where softcap is 0
+    score = cap(softmax_scale * Q K^T) - alibi_slopes * |i + offset - j| + bias
+    cap(x) = softcap * tanh(x / softcap), or x where softcap is 0
 
-  (the options of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118; ALiBi: arXiv 2108.12409; sinks:
-  arXiv 2309.17453).
+  (the options of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118; ALiBi: arXiv
+  2108.12409; sinks: arXiv 2309.17453).
 
-  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`. Query head h
-  reads key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with i + offset - left <= j <= i + offset + right, -1 for no
-  bound; causal is (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or 0 (`top_left`).
+  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`.
+  Query head h reads key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with
+  i + offset - left <= j <= i + offset + right, -1 for no bound; causal is (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or 0 (`top_left`).
 
   Options, all off by default:
     softcap      > 0, in the units of scaled scores
     alibi        tensor alibi_slopes float32 (H), or (B, H) where alibi_batched
-    bias         tensor bias, of bias_dtype, added to the scores: per dimension of (B, H, Sq, Sk) whether it has that size (True) or 1
+    bias         tensor bias, of bias_dtype, added to the scores: per dimension of (B, H, Sq, Sk) whether it has that size (True)
+                 or 1
     sinks        tensor sinks float32 (H): one more logit of a head, in the softmax's denominator only (and so in lse)
     kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] and no others; Sk is the length of the buffer
     sk_variable  the number of keys there are, in all batches, as tinygrad Variables say; Sk is the length of the buffer
-    sq_variable  the number of queries there are likewise, beside sk_variable: the alignment is to them. Sq are computed, those beyond mean nothing
-    kv_starts    tensor kv_starts int32 (B), beside kv_lengths: batch b has the keys kv_starts[b] <= j < kv_lengths[b], counted from the first of them
-    k_view, v_view   k and v are parts of larger buffers, which are the tensors k and v, of one dimension: where the rows of each lie in it
-    pages        beside k_view and v_view, whose batches are pages here: tensor block_table int32 (B, pages.most) says in which page the rows
-                 n*pages.size to (n + 1)*pages.size - 1 of batch b are, for those that are there. Sk is pages.rows
+    sq_variable  the number of queries there are likewise, beside sk_variable: the alignment is to them. Sq are computed, those
+                 beyond mean nothing
+    kv_starts    tensor kv_starts int32 (B), beside kv_lengths: batch b has the keys kv_starts[b] <= j < kv_lengths[b], counted
+                 from the first of them
+    k_view, v_view   k and v are parts of larger buffers, which are the tensors k and v, of one dimension: where the rows of each
+                     lie in it
+    pages        beside k_view and v_view, whose batches are pages here: tensor block_table int32 (B, pages.most) says in which
+                 page the rows n*pages.size to (n + 1)*pages.size - 1 of batch b are, for those that are there. Sk is pages.rows
     v_in_k       V is the first Dv columns of K: there is no tensor v, and no v_view
-    varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q); tensors
-                 cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1]; Sq and Sk are the lengths
-                 of the longest ones
-    dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16), the others P/(1 - dropout_p); lse is without. Tensor
-                 dropout_seed uint32 (2). Which ones is a function of the seed and of (batch, head, query, key), of layout "thd" (sequence, head, and
-                 query and key within it): attn/ops/dropout.py
-    dropout_start   tensor dropout_start uint32 (2): the batch and the head that the first ones here count as, for a part of a tensor
-    batch_invariant   a row is computed in the same way whatever else there is: tile and key ranges, these of INVARIANT_KEYS keys each, depend
-                 neither on B nor on the length of another sequence nor on the room that there is for keys
-    dealt        the rows of q, k and v are those that one of several devices holds, and some heads are computed: Sq is what the device holds, with
-                 the padding, and Sk the keys of the sequence without it
-    num_splits   key ranges that workgroups of their own take (attn/kernels/combine.py): 1 is no split; 0 is for `splits.resolve` to choose
-  Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0 where `top_left`).
+    varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
+                 tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
+                 Sq and Sk are the lengths of the longest ones
+    dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16), the others P/(1 - dropout_p); lse is
+                 without. Tensor dropout_seed uint32 (2). Which ones is a function of the seed and of (batch, head, query, key),
+                 of layout "thd" (sequence, head, and query and key within it): attn/ops/dropout.py
+    dropout_start   tensor dropout_start uint32 (2): the batch and the head that the first ones here count as, for a part of a
+                    tensor
+    batch_invariant   a row is computed in the same way whatever else there is: tile and key ranges, these of INVARIANT_KEYS keys
+                 each, depend neither on B nor on the length of another sequence nor on the room that there is for keys
+    dealt        the rows of q, k and v are those that one of several devices holds, and some heads are computed: Sq is what the
+                 device holds, with the padding, and Sk the keys of the sequence without it
+    num_splits   key ranges that workgroups of their own take (attn/kernels/combine.py): 1 is no split; 0 is for `splits.resolve`
+                 to choose
+  Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0
+  where `top_left`).
   """
   B: int
   H: int
@@ -210,8 +226,8 @@ class Problem:
   @property
   def options(self) -> tuple[str, ...]:
     """Those of the options that a kernel has to be written for which are in use, by name."""
-    names = ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p",
-             "dealt")
+    names = ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen",
+             "dropout_p", "dealt")
     return tuple(x for x in names if getattr(self, x))
   @property
   def kept(self) -> float:
@@ -269,10 +285,11 @@ class Problem:
 
   @property
   def shapes(self) -> Shapes:
-    """(shape, dtype) of every tensor of the problem, in the order in which a kernel takes them: o, lse where wanted, q, k, v, the extras."""
+    """(shape, dtype) of every tensor of the problem, in the order in which a kernel takes them: o, lse where wanted, q, k, v, the
+    extras."""
     def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
-      return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width), "nsd": (self.B*heads, length, width),
-              "thd": (total, heads, width)}[self.layout]
+      return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width),
+              "nsd": (self.B*heads, length, width), "thd": (total, heads, width)}[self.layout]
     def of_keys(width:int, view:Strided|None) -> tuple[int, ...]:
       if self.dealt is not None: return (self.dealt.owners[1], self.dealt.heads[1], self.dealt.held, width)
       return of(self.Hkv, self.Sk, self.total_k, width) if view is None else (view.size,)
@@ -291,7 +308,8 @@ class Problem:
 
   @property
   def flops(self) -> int:
-    """Floating-point operations of the two matrix products on visible scores, the usual way of counting (FlashAttention's benchmark)."""
+    """Floating-point operations of the two matrix products on visible scores, the usual way of counting (FlashAttention's
+    benchmark)."""
     left, right = self.window
     def seen(row:int) -> int:
       i = self.place(row)
@@ -302,7 +320,8 @@ class Problem:
 
 # ***** what must hold of each field, and of several together *****
 
-def check_size(name:str, x:Any) -> int: return values.whole_number(name, x, 1, None, "a whole number: every dimension is at least 1")
+def check_size(name:str, x:Any) -> int:
+  return values.whole_number(name, x, 1, None, "a whole number: every dimension is at least 1")
 
 def check_total(name:str, x:Any) -> int: return values.whole_number(name, x, 0, None, "a number of rows")
 
@@ -315,21 +334,23 @@ FIELD_CHECKS: dict[str, values.Check] = {
   **dict.fromkeys(("total_q", "total_k"), check_total),
   **dict.fromkeys(("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
   **dict.fromkeys(("dropout_start", "batch_invariant", "v_in_k"), values.truth),
-  "layout": check_layout, "window": check_window, "softmax_scale": check_softmax_scale, "softcap": check_softcap, "num_splits": check_splits,
-  "dropout_p": check_dropout_p, "offset": check_offset}
+  "layout": check_layout, "window": check_window, "softmax_scale": check_softmax_scale, "softcap": check_softcap,
+  "num_splits": check_splits, "dropout_p": check_dropout_p, "offset": check_offset}
 
 def check_heads_and_types(p:Problem) -> None:
   if p.H % p.Hkv: raise ValueError(f"H={p.H} query heads are not a multiple of Hkv={p.Hkv} key/value heads")
   if p.dtype not in DTYPES: raise NotImplementedError(f"dtype={p.dtype!r}: q, k and v must be one of {', '.join(DTYPES)}")
-  if p.out_dtype not in OUT_DTYPES: raise NotImplementedError(f"out_dtype={p.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
+  if p.out_dtype not in OUT_DTYPES:
+    raise NotImplementedError(f"out_dtype={p.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
   if p.bias is not None and p.bias_dtype not in OUT_DTYPES:
     raise NotImplementedError(f"bias_dtype={p.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
 
 def check_scores(p:Problem) -> None:
   if p.softcap and not values.FP32_LEAST <= p.softmax_scale/p.softcap <= values.FP32_MOST:
-    raise ValueError(f"softmax_scale={p.softmax_scale} with softcap={p.softcap}: their quotient must be a number that fp32 holds, "
-                     "1.2e-38 to 3.4e+38")
-  if p.alibi_batched and not p.alibi: raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
+    raise ValueError(f"softmax_scale={p.softmax_scale} with softcap={p.softcap}: their quotient must be a number that fp32 "
+                     "holds, 1.2e-38 to 3.4e+38")
+  if p.alibi_batched and not p.alibi:
+    raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
   if p.dropout_start and not p.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: there is nothing to count for")
 
 def check_packed(p:Problem) -> None:
@@ -340,18 +361,23 @@ def check_packed(p:Problem) -> None:
     return
   if p.bias is not None: raise NotImplementedError("bias with layout='thd': packed sequences have no (B, H, Sq, Sk) to add it to")
   for name in ("kv_lengths", "kv_starts", "sk_variable") if p.pages is None else ("kv_starts", "sk_variable"):
-    if getattr(p, name): raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens_k")
+    if getattr(p, name):
+      raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens_k")
   for name in ("total_q", "total_k") if p.pages is None else ("total_q",):
-    if (value := getattr(p, name)) < 1: raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
+    if (value := getattr(p, name)) < 1:
+      raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
 
 def check_numbers_of_rows(p:Problem) -> None:
   """That one option at most says how many keys there are, and what it needs."""
   if p.sk_variable is not None:
-    if p.kv_lengths: raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: one or the other says how many keys there are")
+    if p.kv_lengths:
+      raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: one or the other says how many keys there are")
     if p.sk_variable.least < 0: raise ValueError(f"sk_variable={p.sk_variable}: must be at least 0")
   if p.sq_variable is not None and (p.sk_variable is None or p.top_left):
-    raise ValueError(f"sq_variable={p.sq_variable}: the alignment to the last query is of a number of keys that is a Variable, too")
-  if p.kv_starts and not p.kv_lengths: raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
+    raise ValueError(f"sq_variable={p.sq_variable}: the alignment to the last query is of a number of keys that is a Variable, "
+                     "too")
+  if p.kv_starts and not p.kv_lengths:
+    raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
 
 def check_places(p:Problem) -> None:
   """Where k and v lie: in tensors of their own, in larger buffers, in pages, or v in k."""
@@ -359,9 +385,11 @@ def check_places(p:Problem) -> None:
     raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: rows of V are the first columns of those of K")
   one_alone = not p.v_in_k and (p.k_view is None) != (p.v_view is None)
   if one_alone or (p.k_view is not None and p.varlen and p.pages is None):
-    raise ValueError(f"k_view={p.k_view}, v_view={p.v_view}: k and v are both parts of larger buffers or neither, and not with layout='thd'")
+    raise ValueError(f"k_view={p.k_view}, v_view={p.v_view}: k and v are both parts of larger buffers or neither, and not with "
+                     "layout='thd'")
   if p.dealt is not None and (p.k_view is not None or p.varlen or p.kv_lengths or p.sk_variable is not None or p.dropout_p):
-    raise ValueError(f"dealt={p.dealt}: q, k and v are tensors of their own, not of layout 'thd', their lengths numbers, and there is no dropout")
+    raise ValueError(f"dealt={p.dealt}: q, k and v are tensors of their own, not of layout 'thd', their lengths numbers, and "
+                     "there is no dropout")
   if p.pages is None: return
   if not p.kv_lengths or p.k_view is None: raise ValueError(f"pages={p.pages}: needs kv_lengths, k_view and v_view")
   if p.Sk != p.pages.rows: raise ValueError(f"Sk={p.Sk} with pages={p.pages}: must be the {p.pages.rows} rows that they hold")
@@ -377,22 +405,23 @@ def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int
   b, x, y, d = shape
   return (b, x, y, d) if layout == "bhsd" else (b, y, x, d)
 
-def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int], *, dtypes:Sequence[str], lse:Sequence[int]|None=None,
-               causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None, layout:str="bhsd", softcap:float=0.0,
-               extras:GivenExtras|None=None, sk_variable:Count|None=None, max_seqlen_q:int|None=None,
-               max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0,
+def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int], *, dtypes:Sequence[str],
+               lse:Sequence[int]|None=None, causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None,
+               layout:str="bhsd", softcap:float=0.0, extras:GivenExtras|None=None, sk_variable:Count|None=None,
+               max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0,
                views:tuple[Strided, Strided]|None=None, pages:Pages|None=None, v_in_k:bool=False) -> Problem:
   """The Problem that the shapes of o, q, k, v (and lse) pose; `dtypes` are the dtype names of (o, q, k, v[, lse]).
 
-  `extras`: (shape, dtype name) of each optional tensor there is, by its name in `EXTRAS`. `max_seqlen_q` and `max_seqlen_k`: the longest sequence of
-  layout "thd" (by default as long as all of them together: right, but with workgroups that find nothing to do). `views` are Problem's k_view and
-  v_view; with `pages` k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv, pages.rows, Dv), whatever the layout; with `v_in_k` v is the
-  shape that the first columns of k have. The other options are Problem's.
+  `extras`: (shape, dtype name) of each optional tensor there is, by its name in `EXTRAS`. `max_seqlen_q` and `max_seqlen_k`: the
+  longest sequence of layout "thd" (by default as long as all of them together: right, but with workgroups that find nothing to
+  do). `views` are Problem's k_view and v_view; with `pages` k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv,
+  pages.rows, Dv), whatever the layout; with `v_in_k` v is the shape that the first columns of k have. The other options are
+  Problem's.
 
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported.
   """
   layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
-  varlen, paged, extras = layout == "thd", pages is not None, extras or {}
+  varlen, top_left, paged, extras = layout == "thd", causal == "top-left", pages is not None, extras or {}
   if causal and window[1] > 0: raise ValueError(f"causal={causal!r} with window={window!r}: causal allows no key on the right")
   if not varlen and (max_seqlen_q is not None or max_seqlen_k is not None):
     raise ValueError(f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are for layout='thd' only, not {layout!r}")
@@ -411,8 +440,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
     if not paged: Sk = _longest("max_seqlen_k", max_seqlen_k, Sk)
   if views is not None: options |= {"k_view": views[0], "v_view": None if v_in_k else views[1]}
   p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout,
-              window=(window[0], 0) if causal else window, top_left=causal == "top-left", offset=0 if causal == "top-left" else Sk - Sq,
-              softmax_scale=softmax_scale if softmax_scale is not None else 1/math.sqrt(max(D, 1)), softcap=softcap, dropout_p=dropout_p,
+              window=(window[0], 0) if causal else window, top_left=top_left, offset=0 if top_left else Sk - Sq,
+              softmax_scale=1/math.sqrt(max(D, 1)) if softmax_scale is None else softmax_scale, softcap=softcap, dropout_p=dropout_p,
               return_lse=lse is not None, num_splits=num_splits, sk_variable=sk_variable, pages=pages, v_in_k=v_in_k, **options)
   for name, (shape, dtype) in extras.items(): _check_extra(p, name, tuple(shape), dtype)
   return p
@@ -425,8 +454,9 @@ def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:
   Bv, Hv, Sv, Dv = _dims("v", v, of_keys)
   if paged and layout == "nsd": B, H = Bk, H//Bk
   if paged and sequences is not None: B = sequences
-  for name, shape, size, got, other, want in (("k", k, "batch", Bk, "q", B), ("v", v, "batch", Bv, "q", B), ("v", v, "heads", Hv, "k", Hkv),
-                                              ("v", v, "sequence length", Sv, "k", Sk), ("k", k, "head dimension", Dk, "q", D)):
+  for name, shape, size, got, other, want in (
+      ("k", k, "batch", Bk, "q", B), ("v", v, "batch", Bv, "q", B), ("v", v, "heads", Hv, "k", Hkv),
+      ("v", v, "sequence length", Sv, "k", Sk), ("k", k, "head dimension", Dk, "q", D)):
     if got != want: raise ValueError(f"{name} has shape {tuple(shape)}: its {size} is {got} but the {size} of {other} is {want}")
   return sequences or B, H, Hkv, Sq, Sk, D, Dv
 
@@ -435,12 +465,15 @@ def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int
   B, H, Sq, Dv = sizes
   of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
   if _dims("o", o, layout) != of_o:
-    raise ValueError(f"o has shape {tuple(o)}: {inputs} give an output of B={of_o[0]}, H={H}, Sq={Sq}, Dv={Dv} in layout {layout!r}")
+    raise ValueError(f"o has shape {tuple(o)}: {inputs} give an output of B={of_o[0]}, H={H}, Sq={Sq}, Dv={Dv} "
+                     f"in layout {layout!r}")
   of_lse = {"nsd": (B*H, Sq), "thd": (H, Sq)}.get(layout, (B, H, Sq))
-  if lse is not None and tuple(lse) != of_lse: raise ValueError(f"lse has shape {tuple(lse)}: must be {of_lse}, whatever the layout")
+  if lse is not None and tuple(lse) != of_lse:
+    raise ValueError(f"lse has shape {tuple(lse)}: must be {of_lse}, whatever the layout")
 
 def _sequences(extras:GivenExtras, paged:bool) -> int:
-  """How many packed sequences there are. Raises ValueError for cu_seqlens that are missing or have another shape than (sequences + 1,)."""
+  """How many packed sequences there are. Raises ValueError for cu_seqlens that are missing or have another shape than (sequences
+  + 1,)."""
   for name in ("cu_seqlens_q",) if paged else ("cu_seqlens_q", "cu_seqlens_k"):
     if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
     if len(shape := tuple(extras[name][0])) != 1 or shape[0] < 2:
@@ -448,11 +481,13 @@ def _sequences(extras:GivenExtras, paged:bool) -> int:
   return extras["cu_seqlens_q"][0][0] - 1
 
 def _longest(name:str, value:int|None, total:int) -> int:
-  return total if value is None else min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
+  if value is None: return total
+  return min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
 
 def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   """The fields of Problem that say which optional tensors there are."""
-  if unknown := [name for name in extras if name not in EXTRAS]: raise ValueError(f"{unknown[0]}: no such tensor; there are {', '.join(EXTRAS)}")
+  if unknown := [name for name in extras if name not in EXTRAS]:
+    raise ValueError(f"{unknown[0]}: no such tensor; there are {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "dropout_start")}
   if "alibi_slopes" in extras: there |= {"alibi": True, "alibi_batched": len(extras["alibi_slopes"][0]) == 2}
   if "bias" in extras:
@@ -466,7 +501,8 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
 def _check_extra(p:Problem, name:str, shape:tuple[int, ...], dtype:str) -> None:
   """Raises ValueError where the problem has no such tensor, or one of another shape or dtype."""
   if name not in p.extras:
-    why = f"dropout_p={p.dropout_p}: there is no dropout" if name.startswith("dropout") else f"layout={p.layout!r}: it belongs to layout='thd'"
+    of_packed = f"layout={p.layout!r}: it belongs to layout='thd'"
+    why = f"dropout_p={p.dropout_p}: there is no dropout" if name.startswith("dropout") else of_packed
     raise ValueError(f"{name} with {why}")
   want_shape, want_dtype = p.extras[name]
   if (shape, dtype) != (want_shape, want_dtype):
