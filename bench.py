@@ -54,8 +54,9 @@ MASKS: dict[str, bool|str] = {"0": False, "1": True, "bottom-right": "bottom-rig
 ON_THE_EMULATOR = {"B": 1, "H": 8, "N": 256, "D": 128, "CNT": 1}
 ON_A_GPU = {"B": 4, "H": 16, "N": 4096, "D": 128, "CNT": 20}
 SWEEP: list[dict[str, Any]] = [
-  {"D": 64}, {"D": 128}, {"D": 256}, {"D": 80}, {"CAUSAL": "1"}, {"CAUSAL": "top-left", "N": 100, "SK": 333}, {"N": 1, "SK": 777}, {"H": 8, "HKV": 2},
-  {"H": 7, "HKV": 1, "CAUSAL": "1"}, {"WINDOW": "64,0"}, {"LAYOUT": "bshd"}, {"DTYPE": "bfloat16"}, {"DTYPE": "bfloat16", "OUT_DTYPE": "float32"}]
+  {"D": 64}, {"D": 128}, {"D": 256}, {"D": 80}, {"CAUSAL": "1"}, {"CAUSAL": "top-left", "N": 100, "SK": 333}, {"N": 1, "SK": 777},
+  {"H": 8, "HKV": 2}, {"H": 7, "HKV": 1, "CAUSAL": "1"}, {"WINDOW": "64,0"}, {"LAYOUT": "bshd"}, {"DTYPE": "bfloat16"},
+  {"DTYPE": "bfloat16", "OUT_DTYPE": "float32"}]
 SAMPLE = 1 << 24   # scores that VERIFY=1 computes in float64, at most
 MOST_SCORES = 1 << 26     # of one head of keys, that are in memory for the gradients in float64
 
@@ -87,7 +88,8 @@ def flag(name:str) -> bool: return choice(name, "0", {"0": False, "1": True})
 
 def pair(name:str, default:str) -> tuple[int, int]:
   try: left, right = map(int, (text := getenv(name, default)).split(","))
-  except ValueError: raise BadSetting(f"{name}={text!r}: must be left,right, such as 128,0; -1 for all keys on that side") from None
+  except ValueError:
+    raise BadSetting(f"{name}={text!r}: must be left,right, such as 128,0; -1 for all keys on that side") from None
   return left, right
 
 def settings(default:Mapping[str, Any]) -> Settings:
@@ -97,10 +99,12 @@ def settings(default:Mapping[str, Any]) -> Settings:
   dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
   out = choice("OUT_DTYPE", default.get("OUT_DTYPE", dtype), NAMES)
   layout = choice("LAYOUT", default.get("LAYOUT", "bhsd"), LAYOUTS)
-  causal, window, lse = choice("CAUSAL", default.get("CAUSAL", "0"), MASKS), pair("WINDOW", default.get("WINDOW", "-1,-1")), flag("LSE")
+  causal, window = choice("CAUSAL", default.get("CAUSAL", "0"), MASKS), pair("WINDOW", default.get("WINDOW", "-1,-1"))
+  lse = flag("LSE")
   if H % HKV: raise BadSetting(f"HKV={HKV}: must divide H={H}")
   q, k, v, o, lse_shape = shapes(B, H, HKV, N, SK, D, DV, layout)
-  p = problem_of(o, q, k, v, dtypes=[out, *[dtype]*3, "float32"], lse=lse_shape if lse else None, causal=causal, window=window, layout=layout)
+  p = problem_of(o, q, k, v, dtypes=[out, *[dtype]*3, "float32"], lse=lse_shape if lse else None, causal=causal, window=window,
+                 layout=layout)
   found = Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0),
                    choice("VERIFY", "1", {"0": 0, "1": 1, "2": 2}), flag("BWD"))
   if found.backward and lse: raise BadSetting("LSE=1 with BWD=1: the gradient is that of o, for which lse is written in any case")
@@ -124,7 +128,9 @@ def find_device() -> str:
     raise BadSetting(f"DEV={device!r}: must be one of {', '.join(PLAIN_DEVICES)}; EMU::<arch> to emulate, such as EMU::gfx942")
   try: Device[Device.DEFAULT]
   except ValueError: raise
-  except Exception as e: raise BadSetting(f"DEV={device!r}: it does not open: {'; '.join(map(str, getattr(e, 'exceptions', [e])))}") from None
+  except Exception as e:
+    reasons = "; ".join(map(str, getattr(e, "exceptions", [e])))
+    raise BadSetting(f"DEV={device!r}: it does not open: {reasons}") from None
   return device
 
 # ***** tensors *****
@@ -177,7 +183,8 @@ def bench(s:Settings) -> dict[str, Any]:
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
   results = Tensor.custom_kernel(*outs, *tensors, fxn=fxn)[:len(outs)]
   schedule = compiled(*results)
-  row: dict[str, Any] = {"shape": describe(s), "arch": arch.name, "tile": str(single_kernel(p, arch)[1]), "lowering s": time.perf_counter() - start}
+  lowering, tile = time.perf_counter() - start, single_kernel(p, arch)[1]
+  row: dict[str, Any] = {"shape": describe(s), "arch": arch.name, "tile": str(tile), "lowering s": lowering}
   emulated, times = Device.DEFAULT == "EMU", []
   for _ in range(s.count):
     start = time.perf_counter()
@@ -188,7 +195,8 @@ def bench(s:Settings) -> dict[str, Any]:
   else: row |= {"ms best": best*1e3, "median": median*1e3, "TFLOP/s best": p.flops/best/1e12, "of median": p.flops/median/1e12}
   if s.verify == 0: return row
   o, *lse = (to_array(t) for t in results)
-  verdict, part = verify(p, inputs, [restore(o, p.layout, (p.B, p.H, p.Sq, p.Dv)), *(x.reshape(p.B, p.H, p.Sq) for x in lse)], s.verify > 1)
+  outputs = [restore(o, p.layout, (p.B, p.H, p.Sq, p.Dv)), *(x.reshape(p.B, p.H, p.Sq) for x in lse)]
+  verdict, part = verify(p, inputs, outputs, s.verify > 1)
   verdict_text = "ok" if verdict.ok else verdict.pattern or "WRONG"
   return row | {"error": verdict.error, "limit": verdict.limit, "rows checked": f"{100*part:.0f}%", "verdict": verdict_text}
 
@@ -203,14 +211,16 @@ class Backward:
   def run(self, name:str) -> dict[str, Tensor]:
     """The tensors with what one of them writes, not computed yet; a gradient in parts is added up."""
     shapes = self.launches[name].shapes
-    given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype]) for n, (shape, dtype) in shapes.items()]
+    given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
+             for n, (shape, dtype) in shapes.items()]
     found = {n: t for n, t in zip(shapes, Tensor.custom_kernel(*given, fxn=self.launches[name].kernel)) if n not in self.tensors}
     return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENTS else t for n, t in found.items()}
 
 def backward_of(s:Settings, arch:Chip) -> Backward:
   """Runs forward. Raises BadSetting where no kernels compute the gradients."""
   p, (inputs, tensors, _) = replace(s.problem, return_lse=True), operands(s)
-  if isinstance(reason := can_differentiate(p, arch), str): raise BadSetting(f"BWD=1: no kernels compute the gradients of {describe(s)}: {reason}")
+  if isinstance(reason := can_differentiate(p, arch), str):
+    raise BadSetting(f"BWD=1: no kernels compute the gradients of {describe(s)}: {reason}")
   do = rounded(np.random.default_rng(s.seed + 1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32), p.dtype)
   found = Backward([*inputs, do], dict(zip(("q", "k", "v"), tensors)), backward_kernels(p, arch, False, choose_parts(p, arch)))
   found.tensors["do"] = to_tensor(arrange(do, p.layout), p.out_dtype)
@@ -236,14 +246,16 @@ def bench_backward(s:Settings) -> dict[str, Any]:
     seconds[name] = statistics.median(times)
     call.tensors.update({n: t.realize() for n, t in outputs.items()})
   choice, total = choose_backward(p, arch, "forward"), sum(seconds.values())
-  row: dict[str, Any] = {"shape": describe(s), "arch": arch.name, "tiles": "; ".join(map(str, choice.tiles or ())), "lowering s": lowering}
+  tiles = "; ".join(map(str, choice.tiles or ()))
+  row: dict[str, Any] = {"shape": describe(s), "arch": arch.name, "tiles": tiles, "lowering s": lowering}
   if emulated: row["emulated s"] = total
   else:
     row |= {f"ms {name}": 1e3*x for name, x in seconds.items()}
     row |= {"TFLOP/s": 2.5*p.flops/total/1e12, "of seven products": 3.5*p.flops/total/1e12}
   if s.verify == 0: return row
-  verdict, part = verify_backward(p, call.arrays, [restore(to_array(call.tensors[n]), p.layout, (p.B, h, rows, width)) for n, h, rows, width in
-                                                   (("dq", p.H, p.Sq, p.D), ("dk", p.Hkv, p.Sk, p.D), ("dv", p.Hkv, p.Sk, p.Dv))], s.verify > 1)
+  sizes = {"dq": (p.H, p.Sq, p.D), "dk": (p.Hkv, p.Sk, p.D), "dv": (p.Hkv, p.Sk, p.Dv)}
+  gradients = [restore(to_array(call.tensors[n]), p.layout, (p.B, *size)) for n, size in sizes.items()]
+  verdict, part = verify_backward(p, call.arrays, gradients, s.verify > 1)
   verdict_text = "ok" if verdict.ok else verdict.pattern or "WRONG"
   return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text}
 
@@ -259,7 +271,8 @@ def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[n
     q, k, v, do = (x[b:b+1, at] for x, at in zip(inputs, (of_q, of_k, of_k, of_q)))
     want = exact_backward(q, k, v, do, None, p.softmax_scale, p.window, p.offset)
     text = same_backward(q, k, v, do, None, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
-    verdicts += [judge(g[b:b+1, at], getattr(want, n), getattr(text, n)) for g, at, n in zip(gradients, (of_q, of_k, of_k), ("q", "k", "v"))]
+    verdicts += [judge(g[b:b+1, at], getattr(want, n), getattr(text, n))
+                 for g, at, n in zip(gradients, (of_q, of_k, of_k), ("q", "k", "v"))]
   return max(verdicts, key=lambda x: (not x.ok, x.error/x.limit)), len(heads[::step])/len(heads)
 
 def describe(s:Settings) -> str:
@@ -272,7 +285,10 @@ def describe(s:Settings) -> str:
 
 def show(title:str, rows:Sequence[Mapping[str, Any]]) -> None:
   table = Table(*rows[0], title=title, title_justify="left")
-  for row in rows: table.add_row(*((f"{x:.0f}" if x >= 1000 else f"{x:.3g}") if isinstance(x, float) else str(x) for x in row.values()))
+  def cell(x:Any) -> str:
+    if not isinstance(x, float): return str(x)
+    return f"{x:.0f}" if x >= 1000 else f"{x:.3g}"
+  for row in rows: table.add_row(*map(cell, row.values()))
   console().print(table)
 
 def console() -> Console: return Console(width=None if sys.stdout.isatty() else 200)
@@ -298,8 +314,8 @@ def show_bounds(s:Settings) -> None:
     overlapped, serial = (roofline.roofline(p, tile, chip, card, x) for x in use)
     others = ", ".join(f"{x.kernel} {x.tflops:g}" for x in roofline.published(p, card.name)[:3])
     predicted = predict(p, timing, Division(tile.block_m, keys), card).tflops if timing is not None and keys is not None else "-"
-    rows.append({"chip": card.name, "peak": chip.peak(card), "overlapped": overlapped.tflops, "serial": serial.tflops, "limited by": overlapped.limit,
-                 "predicted": predicted,
+    rows.append({"chip": card.name, "peak": chip.peak(card), "overlapped": overlapped.tflops, "serial": serial.tflops,
+                 "limited by": overlapped.limit, "predicted": predicted,
                  "CUs busy": f"{100*overlapped.balance:.0f}%", "measured by others": others or "nothing for this shape"})
   show("bound, not measured, and predicted (TFLOP/s)", rows)
 
@@ -388,7 +404,8 @@ def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
     s = settings(ON_A_GPU)
     if s.problem.layout != "bhsd" or s.problem.Dv != s.problem.D or s.window != (-1, -1) or s.problem.dtype != s.problem.out_dtype:
       raise BadSetting(f"COMPARE=1 BWD=1 of {describe(s)}: the peers have layout bhsd, D = DV and no WINDOW or OUT_DTYPE")
-    if s.causal and s.problem.Sq != s.problem.Sk: raise BadSetting(f"COMPARE=1 BWD=1 of {describe(s)}: the peers' CAUSAL needs N = SK")
+    if s.causal and s.problem.Sq != s.problem.Sk:
+      raise BadSetting(f"COMPARE=1 BWD=1 of {describe(s)}: the peers' CAUSAL needs N = SK")
     todo = [(replace(s.problem, top_left=bool(s.causal), num_splits=1, return_lse=True), bool(s.causal))]
   rows = [backward.compare_backward(p, causal) for p, causal in tqdm(todo, unit="shape", disable=not x.sweep)]
   if x.plot: peers.plot(rows, x.plot, f"attention backward on one {card}, 2.5 times the operations of forward")
@@ -416,7 +433,8 @@ def task() -> Task:
   if x.backward and (x.figures or x.isa):
     raise BadSetting(f"BWD=1 with {chosen[0]}=1: it is for forward; python -m attn.isa has bounds of the backward kernels")
   if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
-  if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"): raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
+  if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"):
+    raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
   if x.isa: importable("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")
   return x
 
@@ -448,7 +466,8 @@ def main() -> int:
       tune_all(todo)
       return 0
     measured = bench_backward if todo_with.backward else bench
-    rows = compare_all(todo_with) if todo_with.compare else [measured(x) for x in tqdm(todo, unit="shape", disable=not todo_with.sweep)]
+    if todo_with.compare: rows = compare_all(todo_with)
+    else: rows = [measured(x) for x in tqdm(todo, unit="shape", disable=not todo_with.sweep)]
     compiled_by = f", {in_use(default_arch())}" if Device.DEFAULT == "AMD" else ""
     show(f"flash attention {'backward' if todo_with.backward else 'forward'}, DEV={device}{compiled_by}", rows)
     for s in todo if todo_with.isa else []: show_bounds(s)

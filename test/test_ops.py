@@ -1,8 +1,9 @@
-"""An operation's texts and its meaning agree: what is printed of it for HIP and for CUDA, compiled for this machine with stand-ins for the GPU's
-builtins and instructions, and what the emulator computes in numpy. So the interpreters of compound operations are tested, too.
+"""An operation's texts and its meaning agree: what is printed of it for HIP and for CUDA, compiled for this machine with
+stand-ins for the GPU's builtins and instructions, and what the emulator computes in numpy. So the interpreters of compound
+operations are tested, too.
 
-The lanes of a wave run one after another, and again until what each of them takes from the others is right: `in_lockstep` below. Each lane has
-operands of its own, so an exchange that is left out, or that takes the wrong lane, shows.
+The lanes of a wave run one after another, and again until what each of them takes from the others is right: `in_lockstep` below.
+Each lane has operands of its own, so an exchange that is left out, or that takes the wrong lane, shows.
 """
 from __future__ import annotations
 import ctypes, functools, itertools, re, subprocess, sys
@@ -571,8 +572,8 @@ def test_correction_of_rows() -> None:
   np.testing.assert_allclose(got.transpose(1, 2, 3, 0), p, rtol=1e-3, atol=1e-7)
 
 def test_splitting_rounds_to_nearest_even() -> None:
-  """What packs P where no instruction rounds to bf16: for every upper half of a normal fp32 that there may be, and lower halves at both ends and
-  around ties, which include those that carry into the next power of two."""
+  """What packs P where no instruction rounds to bf16: for every upper half of a normal fp32 that there may be, and lower halves
+  at both ends and around ties, which include those that carry into the next power of two."""
   largest = numerics.bits_as(np.array([numerics.LARGEST_WEIGHT], np.float32), "uint32")[0] >> 16
   upper, lower = np.r_[0, 1 << 7:largest].astype(np.uint32), np.r_[:2, 0x7ffe:0x8002, 0xff00:0xff04, 0xfffc:0x10000].astype(np.uint32)
   x = (upper[:, None] << np.uint32(16) | lower).view(np.float32)
