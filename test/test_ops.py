@@ -2,7 +2,6 @@
 stand-ins for the GPU's builtins and instructions, and what the emulator computes in numpy. So the interpreters of compound
 operations are tested, too.
 
-The lanes of a wave run one after another, and again until what each of them takes from the others is right: `in_lockstep` below.
 Each lane has operands of its own, so an exchange that is left out, or that takes the wrong lane, shows.
 """
 from __future__ import annotations
@@ -24,172 +23,9 @@ from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
 from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, weigh, weights_from
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
+from gpu_stand_ins import ASSEMBLY, CUDA, EXCHANGES, HIP, LOCKSTEP
 
-WAVES, EXCHANGES = 8, 40     # of a test; in one operation, at most
-
-STAND_INS = r"""
-typedef unsigned u32;
-typedef unsigned long long u64;
-extern "C" { float exp2f(float); float log2f(float); void* memcpy(void*, const void*, unsigned long); }
-static float ex2(float x) { float y = exp2f(x); return y < 1.17549435e-38f ? 0.0f : y; }
-
-// what the lanes of a wave have given in each exchange: in the run before, and in this one
-const int WORDS = 10;
-static u32 known[EXCHANGES + 1][64][WORDS], fresh[EXCHANGES + 1][64][WORDS];
-static int this_lane, wave, exchanges, most;
-
-template<class T> static const u32 (*offer(T x))[WORDS] {
-  int k = exchanges < EXCHANGES ? exchanges++ : EXCHANGES;
-  static_assert(sizeof(x) <= sizeof(fresh[0][0]), "");
-  memcpy(fresh[k][this_lane], &x, sizeof(x));
-  return known[k];
-}
-static u32 from(u32 x, int other) { return offer(x)[other][0]; }
-static u64 vote(bool x) {
-  const u32 (*all)[WORDS] = offer((u32)x);
-  u64 bits = 0;
-  for (int i = 0; i < wave; i++) bits |= (u64)all[i][0] << i;
-  return bits;
-}
-// An exchange gets what it should once those before it have: after as many runs as there are exchanges, and one.
-template<class F> static void in_lockstep(F run) {
-  for (int again = 0; again <= EXCHANGES; again++) {
-    for (this_lane = 0; this_lane < wave; this_lane++) {
-      exchanges = 0;
-      run(this_lane, again == EXCHANGES);
-      if (exchanges > most) most = exchanges;
-    }
-    memcpy(known, fresh, sizeof(known));
-  }
-}
-"""
-HIP = r"""
-extern "C" __bf16 __truncsfbf2(float x) {
-  u32 u = __builtin_bit_cast(u32, x);
-  return __builtin_bit_cast(__bf16, (unsigned short)(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16));
-}
-#define __builtin_amdgcn_exp2f ex2
-#define __builtin_amdgcn_logf log2f
-#define __builtin_amdgcn_rcpf(x) (1.0f/(x))
-#define __builtin_amdgcn_ballot_w64(x) vote(x)
-#define __builtin_amdgcn_ballot_w32(x) (u32)vote(x)
-static bool lanes_of(u32 bits) { return bits >> this_lane & 1; }
-#define __builtin_amdgcn_readfirstlane(x) (x)
-#define __builtin_amdgcn_mbcnt_lo(a, b) 0u
-#define __builtin_amdgcn_mbcnt_hi(a, b) (u32)this_lane
-#define __builtin_amdgcn_ds_bpermute(byte, x) (int)from((u32)(x), (byte) >> 2)
-// odd rows of `step` lanes of x change places with the even ones of y, before them
-static uint2 swap(u32 x, u32 y, int step) {
-  u32 of_x = from(x, this_lane ^ step), of_y = from(y, this_lane ^ step);
-  return this_lane/step % 2 ? (uint2){of_y, y} : (uint2){x, of_x};
-}
-#define __builtin_amdgcn_permlane32_swap(x, y, a, b) swap(x, y, 32)
-#define __builtin_amdgcn_permlane16_swap(x, y, a, b) swap(x, y, 16)
-static float __builtin_amdgcn_fdot2(half2 a, half2 b, float c, bool clamp) { return c + (float)a[0]*(float)b[0] + (float)a[1]*(float)b[1]; }
-static float __builtin_amdgcn_fdot2_f32_bf16(bfloat2 a, bfloat2 b, float c, bool clamp) {
-  return c + (float)a[0]*(float)b[0] + (float)a[1]*(float)b[1];
-}
-// sixteen blocks of four lanes: a lane has a row of A, and a column of B and of D (AMD Matrix Instruction Calculator)
-static float of_half(u32 bits) { return (float)__builtin_bit_cast(_Float16, (unsigned short)bits); }
-static float of_bfloat(u32 bits) { return __builtin_bit_cast(float, bits << 16); }
-static float4 blocks(const u32 (*all)[WORDS], float (*widen)(u32), float4 c) {
-  for (int row = 0; row < 4; row++) {
-    double sum = 0;
-    for (int k = 0; k < 4; k++) {
-      u32 a = all[this_lane/4*4 + row][k/2] >> 16*(k % 2) & 0xffff, b = all[this_lane][2 + k/2] >> 16*(k % 2) & 0xffff;
-      sum += (double)widen(a)*widen(b);
-    }
-    c[row] = (float)(c[row] + sum);
-  }
-  return c;
-}
-static float4 __builtin_amdgcn_mfma_f32_4x4x4bf16_1k(short4 a, short4 b, float4 c, int, int, int) {
-  return blocks(offer(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7)), of_bfloat, c);
-}
-static float4 __builtin_amdgcn_mfma_f32_4x4x4f16(half4 a, half4 b, float4 c, int, int, int) {
-  return blocks(offer(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7)), of_half, c);
-}
-// four bits for each lane of 16 say which one of the other 16 lanes it takes from
-static u32 __builtin_amdgcn_permlanex16(u32 old, u32 x, u32 low, u32 high, bool a, bool b) {
-  u64 selector = (u64)high << 32 | low;
-  return from(x, (this_lane & ~15 ^ 16) | (int)(selector >> 4*(this_lane & 15) & 15));
-}
-// selectors 8 to 11 are the signs of the halves
-static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
-  u64 both = ((u64)hi << 32) | lo; u32 r = 0;
-  for (int i = 0; i < 4; i++) {
-    u32 at = selector >> 8*i & 255;
-    r |= (at < 8 ? (u32)(both >> 8*at & 255) : (both >> (16*(at - 8) + 15) & 1 ? 255u : 0u)) << 8*i;
-  }
-  return r;
-}
-#define __builtin_amdgcn_mov_dpp(x, control, rows, banks, bound) (int)from((u32)(x), (this_lane & ~3) | ((control) >> 2*(this_lane & 3) & 3))
-// its mode of masks: (lane & and | or) ^ xor, within 32 lanes
-#define __builtin_amdgcn_ds_swizzle(x, m) (int)from((u32)(x), ((this_lane & (m) & 31 | (m) >> 5 & 31) ^ ((m) >> 10 & 31)) | (this_lane & ~31))
-"""
-CUDA = r"""
-#define __device__
-#define __forceinline__
-#define INFINITY __builtin_inff()
-#define fmaxf __builtin_fmaxf
-#define fabsf __builtin_fabsf
-#define fmaf __builtin_fmaf
-static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
-static float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
-#define __shfl_sync(mask, x, source) (x)
-static u32 __shfl_xor_sync(u32 mask, u32 x, int step) { return from(x, this_lane ^ step); }
-// prmt (PTX ISA 9.7.9.7) of a dword with itself: with its highest bit set a selector gives a byte's sign
-static u32 permuted(u32 x, u32 selector) {
-  u32 r = 0;
-  for (int i = 0; i < 4; i++) {
-    u32 at = selector >> 4*i & 15, byte = x >> 8*(at & 3) & 255;
-    r |= (at & 8 ? (byte >> 7)*255 : byte) << 8*i;
-  }
-  return r;
-}
-static float __shfl_xor_sync(u32 mask, float x, int step) { return __uint_as_float(from(__builtin_bit_cast(u32, x), this_lane ^ step)); }
-#define __any_sync(mask, x) (vote(x) != 0)
-static float of_f16(u32 h) { return (float)__builtin_bit_cast(_Float16, (unsigned short)h); }
-static float of_bf16(u32 h) { return __uint_as_float(h << 16); }
-static u32 pack_f16(float h, float l) {
-  return __builtin_bit_cast(unsigned short, (_Float16)l) | (u32)__builtin_bit_cast(unsigned short, (_Float16)h) << 16; }
-static u32 round_bf16(float x) { u32 u = __builtin_bit_cast(u32, x); return x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16; }
-static u32 pack_bf16(float h, float l) { return round_bf16(l) | round_bf16(h) << 16; }
-struct uint2 { u32 x, y; }; struct alignas(16) uint4 { u32 x, y, z, w; };
-struct float2 { float x, y; }; struct alignas(16) float4 { float x, y, z, w; };
-static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-static float2 make_float2(float x, float y) { return {x, y}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-// mma.m16n8k16 (PTX ISA 9.7.14.5.8): lane l has columns 2*(l%4), +1, +8 and +9 of the rows l/4 and l/4 + 8 of A, and so of the columns of B
-struct Operands { u32 a[4], b[2]; };
-template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, float4 c) {
-  const u32 (*all)[WORDS] = offer(Operands{{a.x, a.y, a.z, a.w}, {b0, b1}});
-  double sums[2][2] = {};
-  for (int row = 0; row < 2; row++)
-    for (int column = 0; column < 2; column++)
-      for (int k = 0; k < 16; k++) {
-        const u32 *of_a = all[this_lane/4*4 + k % 8/2], *of_b = all[(this_lane % 4*2 + column)*4 + k % 8/2];
-        sums[row][column] += (double)widen(of_a[row + k/8*2] >> k % 2*16 & 0xffff)*widen(of_b[4 + k/8] >> k % 2*16 & 0xffff);
-      }
-  return {(float)(c.x + sums[0][0]), (float)(c.y + sums[0][1]), (float)(c.z + sums[1][0]), (float)(c.w + sums[1][1])};
-}
-#define product_f16 product<of_f16>
-#define product_bf16 product<of_bf16>
-"""
-# inline assembly -> the stand-ins
-ASSEMBLY = (
-  (r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = 1.0f/\2"),
-  (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
-  (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),
-  (r'asm\("" : "\+[sv]"\(\w+\)( : "v"\([^;]*\))?\);', ""),
-  (r'__attribute__\(\(device\)\) bool lanes_of\(unsigned\) __asm\("llvm.amdgcn.inverse.ballot.i32"\);', ""),
-  (r'asm\("prmt\.b32 %0, %1, %1, 0xbb99;" : "=r"\((\w+)\) : "r"\((\w+)\)\)', r"\1 = permuted(\2, 0xbb99)"),
-  (r'asm\("cvt\.f32\.f16 %0, %1;" : "=f"\((\w+)\) : "h"\(([^;]*)\)\)', r"\1 = of_f16(\2)"),
-  (r'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(\w+)\.\1\.f32 "\s*"\{%0, %1, %2, %3\}, \{%4, %5, %6, %7\}, \{%8, %9\}, \{%0, %1, %2, %3\};"'
-   r'\s*: "\+f"\(c\.x\), "\+f"\(c\.y\), "\+f"\(c\.z\), "\+f"\(c\.w\)'
-   r'\s*: "r"\(a\.x\), "r"\(a\.y\), "r"\(a\.z\), "r"\(a\.w\), "r"\(b0\), "r"\(b1\)\);', r"c = product_\1(a, b0, b1, c);"),
-)
+WAVES = 8     # of a test
 NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32, dtypes.bool: np.bool_}
 
 # ***** the cases *****
@@ -457,7 +293,7 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
   made = {case: make() for case, make in CASES.items()}
   texts:dict[str, list[str]] = {"hip": [], "cuda": []}
   for number, ((arch, _), x) in enumerate(made.items()): texts[language(arch)].append(function(number, arch, x))
-  begin = f"const int EXCHANGES = {EXCHANGES};\n{STAND_INS}"
+  begin = f"const int EXCHANGES = {EXCHANGES};\n{LOCKSTEP}"
   texts["hip"] = [begin, *vector_types(HIP + "\n".join(texts["hip"]), []), HIP, *texts["hip"]]
   texts["cuda"] = [begin, CUDA, *texts["cuda"]]
   folder:Path = tmp_path_factory.mktemp("operations")
