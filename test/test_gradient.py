@@ -285,6 +285,11 @@ def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) ->
   def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, axis if name == "bias" else ("batch", "heads").index(shared))
   check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
 
+def test_shards_of_what_lies_on_one_device() -> None:
+  """Attention shards it: each device has the gradient of its part."""
+  def place(name:str, t:Tensor) -> Tensor: return t if name in ("bias", "sinks") else t.shard(TWO, 1)
+  check_gradients(H=4, Sq=6, Sk=8, place=place, extras=dict(bias=floats(1, 4, 6, 8), sinks=floats(4)))
+
 # ***** ATTN_KERNEL *****
 
 BOTH = ("backward_dq", "backward_dkdv")

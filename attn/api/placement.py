@@ -5,7 +5,7 @@ attn/api/context.py.
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from attn.tinygrad_compat import DType, Tensor, UOp
+from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 
 # what the axes of q, k, v and o are
 AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "heads", "width"), "nsd": ("heads", "rows", "width"),
@@ -48,6 +48,18 @@ def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   if name == "bias": return tuple(axis if n > 1 else None for axis, n in zip(("batch", "heads", None, None), shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
+def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
+  """The gradient of `sharded_with_gradient`."""
+  return None, Tensor(g).to(call.src[2].device).uop
+
+def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:
+  """t.shard(devices, axis) of a tensor on one device, with a gradient: that of tinygrad 0.14.0 is an error where there is an axis."""
+  parts = t.shard(devices, axis)
+  if axis is None or not dtypes.is_float(t.dtype): return parts
+  parts = parts.detach()
+  call = UOp.sink().call(parts.uop, t.uop, grad_fxn=gradient_of_shards)     # of nothing, which has the gradient
+  return Tensor(parts.uop.after(call))
+
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
   """An optional tensor, wherever it is, laid out as the placement needs it."""
   if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
@@ -60,7 +72,7 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same devices")
     if t.uop.axis == axis: return t
     t = t.to(at.device[0])
-  return t.shard(at.device, axis)
+  return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
   """A tensor that lies on each of several devices, as the shards along `axis` of a larger one."""
