@@ -100,22 +100,14 @@ class DealtRows:
 
   q, o and lse have the rows that the device holds, of which `queries` come first and the others are padding: 0 in o and -inf in
   lse. Row i of them is row start + i of the sequence, and those from `front` on are `jump` rows further on. A bias has its rows
-  so, too, and its keys in the order of the sequence. k and v are (owners[1], heads[1], held, width), whatever the layout: the
-  shards of the devices from owners[0] on, of the B*Hkv heads those from heads[0] on. q and o have the query heads of these alone,
-  (heads, Sq, width), unless the layout has heads beside each other; lse has them always."""
+  so, too. All keys lie in the order of the sequence, as k_view and v_view say. Of the B*Hkv key/value heads heads[1] are computed,
+  from heads[0] on. q and o have the query heads of these alone, (heads, Sq, width), unless the layout has heads beside each
+  other; lse has them always."""
   start: int
   front: int
   jump: int
   queries: int
-  piece: int                  # rows of k and v in a piece
-  devices: int
-  zigzag: bool                # two pieces a device: of n devices the i-th has those numbered i and 2n - 1 - i
-  owners: tuple[int, int]
   heads: tuple[int, int]
-  @property
-  def held(self) -> int:
-    """Rows of k and v that a device holds."""
-    return self.piece*(1 + self.zigzag)
   def place(self, row:Any) -> Any:
     """Where in the sequence a row of q is: of a number, or of an expression in a kernel."""
     if not self.jump: return row + self.start
@@ -291,7 +283,6 @@ class Problem:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width),
               "nsd": (self.B*heads, length, width), "thd": (total, heads, width)}[self.layout]
     def of_keys(width:int, view:Strided|None) -> tuple[int, ...]:
-      if self.dealt is not None: return (self.dealt.owners[1], self.dealt.heads[1], self.dealt.held, width)
       return of(self.Hkv, self.Sk, self.total_k, width) if view is None else (view.size,)
     of_lse = {"nsd": (self.B*self.H, self.Sq), "thd": (self.H, self.total_q)}.get(self.layout, (self.B, self.H, self.Sq))
     of_o, of_q = (of(self.H, self.Sq, self.total_q, width) for width in (self.Dv, self.D))
@@ -387,9 +378,9 @@ def check_places(p:Problem) -> None:
   if one_alone or (p.k_view is not None and p.varlen and p.pages is None):
     raise ValueError(f"k_view={p.k_view}, v_view={p.v_view}: k and v are both parts of larger buffers or neither, and not with "
                      "layout='thd'")
-  if p.dealt is not None and (p.k_view is not None or p.varlen or p.kv_lengths or p.sk_variable is not None or p.dropout_p):
-    raise ValueError(f"dealt={p.dealt}: q, k and v are tensors of their own, not of layout 'thd', their lengths numbers, and "
-                     "there is no dropout")
+  if p.dealt is not None and (p.k_view is None or p.varlen or p.kv_lengths or p.sk_variable is not None or p.dropout_p):
+    raise ValueError(f"dealt={p.dealt}: needs k_view and v_view, lengths that are numbers, not layout 'thd', and there is no "
+                     "dropout")
   if p.pages is None: return
   if not p.kv_lengths or p.k_view is None: raise ValueError(f"pages={p.pages}: needs kv_lengths, k_view and v_view")
   if p.Sk != p.pages.rows: raise ValueError(f"Sk={p.Sk} with pages={p.pages}: must be the {p.pages.rows} rows that they hold")

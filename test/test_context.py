@@ -12,8 +12,8 @@ from attn import tinygrad_compat
 from attn.api import context as context_api, context_gradient
 from attn.choose import context
 from attn.choose.context import SequenceShards, rows_held
+from attn.emulator.checks import UninitialisedRead
 from attn.kernels.parts.blocks import extent
-from attn.kernels.parts.rows import Shards
 from attn.kernels.parts.tiles import blocks_of_queries
 from attn.kernels.parts.workgroup import rows_of_block
 from attn.measure import context as measure
@@ -104,28 +104,46 @@ def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fau
   broken_plan(monkeypatch, *FAULTS[fault])
   with pytest.raises((AssertionError, IndexError)): check_plan(p, s)
 
-@pytest.mark.parametrize("count, order, owners", ((2, "zigzag", (0, 2)), (3, "zigzag", (1, 2)), (3, "contiguous", (1, 2)), (1, "zigzag", (0, 1))))
-@pytest.mark.parametrize("block_n", (3, 5, 8))
-def test_a_kernel_knows_where_keys_and_queries_are(count:int, order:str, owners:tuple[int, int], block_n:int) -> None:
-  """In the shards of these owners, one after another, and in the sequence: in pieces of 5 rows, of 7 elements each, over which tiles may reach."""
+@pytest.mark.parametrize("count, order", ((1, "zigzag"), (2, "zigzag"), (3, "zigzag"), (3, "contiguous")))
+@pytest.mark.parametrize("block_m", (3, 5, 8))
+def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> None:
+  """In the sequence, in pieces of 5 rows, over which no block reaches."""
   length = 5*count*context.ORDERS[order] - 3
-  p, number = posed(length, length, (-1, 0), 0), UOp.const
+  p = posed(length, length, (-1, 0), 0)
   s = shards(p, count, order)
-  lie = np.concatenate([held(s, s.keys, length, owner) for owner in range(owners[0], sum(owners))])
-  dealt = replace(s.dealt(p, count - 1, (0, 1)).dealt, owners=owners)     # type: ignore[type-var]
-  table = Shards(dealt, s.keys*7, block_n, 5 % block_n == 0)
-  for first in range(0, length, block_n):
-    for row in range(min(block_n, length - first)):
-      if first + row not in lie: continue
-      there = number(True)
-      places = table.place(number(first + row), 7), table.place_in_tile(number(first), number(row), 7, there)
-      want = 7*int(np.flatnonzero(lie == first + row)[0])
-      assert first not in lie or [int(x.simplify().val) for x in places] == [want, want]
   for device in range(count):
     mine = held(s, s.keys, length, device)
     q = s.dealt(p, device, (0, 1))
     assert [q.place(row) for row in range(q.queries)] == mine[mine >= 0].tolist()
-    assert places_of_blocks(q, block_n) == mine[mine >= 0].tolist()
+    assert places_of_blocks(q, block_m) == mine[mine >= 0].tolist()
+
+def check_keys(p:Problem, s:SequenceShards) -> None:
+  """That a device has what its queries see, and REACH rows about it, where its kernel looks for them: a key of each head is its own number here."""
+  keys, heads = np.arange(p.Sk), np.arange(p.B*p.Hkv)[:, None]
+  for device in range(s.count):
+    mine = held(s, s.queries or 0, p.Sq, device)
+    seen = visible(p.Sq, p.Sk, p.window, p.offset)[mine[mine >= 0]]
+    gathered, found = s.keys_gathered(p, device), set[int]()
+    for rows in (*s.keys_held(p, device), *(rows for _, rows in s.keys_copied(p, device))):
+      assert gathered.start <= rows.start and rows.stop <= gathered.stop
+      found |= {*rows}
+    for owner, rows in s.keys_copied(p, device): assert {*rows} <= {*held(s, s.keys, p.Sk, owner).tolist()} and owner != device
+    for row in seen:
+      for j in np.flatnonzero(row): assert {*range(max(0, j - context.REACH), min(p.Sk, j + context.REACH + 1))} <= found
+    view = s.dealt(p, device, (0, p.B*p.Hkv)).k_view
+    assert view is not None and view.size == len(gathered)*p.B*p.Hkv*p.D
+    places = view.start + heads//p.Hkv*view.batch + heads%p.Hkv*view.head + keys[gathered.start:gathered.stop]*view.row
+    assert (places//p.D == np.arange(len(gathered))*p.B*p.Hkv + heads).all()
+
+def test_keys_are_where_kernels_look_for_them(monkeypatch:pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(context, "REACH", 3)
+  some = [(replace(p, B=2, H=3, Hkv=3), s) for p, s in drawn(150) if s.queries is not None and s.count > 1]
+  for p, s in some: check_keys(p, s)
+  def short(s:SequenceShards, p:Problem, device:int) -> tuple[range, ...]:
+    return tuple(range(piece.start, piece.start + piece.rows - 1) for piece in s.keys_of(p, device))
+  monkeypatch.setattr(context.SequenceShards, "keys_held", short)
+  with pytest.raises(AssertionError):
+    for p, s in some: check_keys(p, s)
 
 def places_of_blocks(p:Problem, block_m:int) -> list[int]:
   """Where in the sequence the queries of all blocks of so many are, in order; those of one block all follow one another."""
@@ -219,6 +237,19 @@ def test_contract(name:str) -> None:
 def test_contract_of_every_option(name:str, count:int, order:str, arch:str, kernel:str, dtype:str, layout:str, keys:bool) -> None:
   if (keys and count == 1) or (kernel and "splits" in name): pytest.skip("one device has all keys, and three_pass no splits")
   check(count, order, arch, kernel, keys=keys, layout=layout, dtype=dtype, **MORE[name])
+
+def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Those before and behind what a window leaves: the emulator stops where a kernel reads what has not been copied."""
+  monkeypatch.setattr(context, "REACH", 0)
+  with pytest.raises(UninitialisedRead): check(2, Sq=300, D=16, H=1, window=(70, 0), causal=True)
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("order", ("zigzag", "contiguous"))
+@pytest.mark.parametrize("arch, dtype", (("gfx942", "float16"), ("gfx1100", "bfloat16"), ("sm_80", "float16"), ("sm_90", "bfloat16")))
+def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dtype:str, order:str) -> None:
+  """Of which a device has a part alone: two tiles reach further than any of these kernels' does."""
+  monkeypatch.setattr(context, "REACH", 256)
+  check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 @pytest.mark.thorough
 def test_as_on_opencl(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -331,14 +362,18 @@ class StandInGraph(MultiGraphRunner):
     while len(found) < len(self.waits): found.append(max(n for n, waits in enumerate(self.waits) if n not in found and waits <= {*found}))
     return found
   def launches_on(self, device:str) -> list[int]:
-    return [n for n, (_, ast, buffers, _) in enumerate(self.calls) if ast.op is Ops.PROGRAM and buffers[0].device == device]
+    """Those of attention."""
+    return [n for n, (_, ast, buffers, _) in enumerate(self.calls)
+            if ast.op is Ops.PROGRAM and buffers[0].device == device and "in_order" not in ast.arg.name]
   def before(self, node:int) -> set[int]:
     """All that a node waits for, and what that waits for."""
     return self.waits[node].union(*map(self.before, self.waits[node]))
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """Of which each device's launches take a part. tinygrad's own graph keeps those of the first call, which this shows as well."""
+  """Of which each device's launches and copies take a part, where a launch has the keys of one device. tinygrad's own graph keeps those of the first
+  call, which this shows as well."""
+  monkeypatch.setattr(context_api.SharedRows, "gathers", False)
   with emulated("gfx942", "tiled"):
     anew = list[int]()
     graph = with_selected_inputs(StandInGraph, lambda _, moved: anew.append(len(moved))) if mended else StandInGraph
@@ -351,7 +386,8 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     assert right == [True, True, mended, mended]
     copied_anew = list(anew)
     step(*kept[-1])
-    assert anew == copied_anew and (copied_anew == [8, 8]) == mended     # k and v of both on both; where they lie as before copies stay as they are
+    # k and v of the other on both; where they lie as before copies stay as they are
+    assert anew == copied_anew and (copied_anew == [4, 4]) == mended
 
 def test_keys_that_take_long_come_over_beside_a_launch() -> None:
   """Of 32 heads half at a time, of so many rows that no less fit, and of 8 likewise; where they are few all at once. All heads, in equal parts."""
@@ -367,7 +403,7 @@ def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
 def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
   """The graph of two devices that compute three heads one after another, and whether what it computes is right of inputs that change."""
   heads_at_a_time(monkeypatch, 1)
-  with emulated("gfx942", "tiled"):
+  with emulated("gfx942", "tiled"), Context(JIT_BATCH_SIZE=0):
     for name in devices(2): monkeypatch.setattr(Device[name], "graph", with_selected_inputs(StandInGraph, lambda *_: None))
     @TinyJit
     def step(q:Tensor, k:Tensor, v:Tensor) -> Tensor: return attn.attention(q, k, v, sequence_order="zigzag").realize()
@@ -378,20 +414,22 @@ def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
     return StandInGraph.made[-1], judge(array(o), *expected(p, inputs[-1], {})[0]).ok
 
 def test_in_a_graph_keys_come_over_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A launch waits for keys alone, which come over one head after another; those of the third head for the first one's launch, whose buffer they
-  get."""
+  """A launch waits for keys, which come over one head after another, and until its device has put its own ones of the next head in order: those of
+  the third head when the first one's launch has read its own and the other device has copied, which had their buffer."""
   graph, right = graph_of_heads(monkeypatch)
   assert right
   for device in ("EMU", "EMU:1"):
     launches = graph.launches_on(device)
     before = [graph.before(n) for n in launches]
-    assert len(launches) == 3 and [sorted(of & {*launches}) for of in before] == [[], [], launches[:1]]
-    assert [len(of) for of in before] == [4, 8, 13]      # copies of k and v from both devices, and that launch
+    assert len(launches) == 3 and [sorted(of & {*launches}) for of in before] == [[], launches[:1], launches[:1]]
+    # of k and v of a head: own ones and the other's in order (4), copies of two pieces (4), the next head's own ones in order (2); then all of the
+    # first two heads (16), its launch, copies of the second head's and the third one's own; then all of these, and both launches of the first head
+    assert [len(of) for of in before] == [4 + 4 + 2, 16 + 1 + 4 + 2, 16 + 2 + 8 + 4 + 4]
 
 @pytest.mark.thorough
 def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(tinygrad_compat, "holds", lambda whole, part: True)
-  assert not graph_of_heads(monkeypatch)[1]
+  with pytest.raises(UninitialisedRead, match="nobody has written"): graph_of_heads(monkeypatch)
 
 # ***** what is copied *****
 
@@ -402,15 +440,17 @@ def copies(o:Tensor) -> list[tuple[str, str, int]]:
 
 def sequence(count:int, *shape:int, order:str="zigzag") -> Tensor: return attn.shard_sequence(draw(*shape), devices(count), 2, order).realize()
 
-def test_small_heads_are_passed_and_only_what_is_seen() -> None:
-  shard = 16*16*2
+def test_small_heads_are_passed_and_only_what_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(context, "REACH", 1)
+  row = 16*2
   with emulated("gfx942", "tiled"):
     q, k = sequence(2, 1, 4, 32, 16), sequence(2, 1, 1, 32, 16)
     found = copies(attn.attention(q, k, k, causal=True, sequence_order="zigzag"))
-    assert sorted(found) == sorted([("EMU", "EMU:1", shard), ("EMU:1", "EMU", shard)]*2)
+    assert sorted(found) == sorted([("EMU", "EMU:1", 8*row), ("EMU", "EMU:1", row), *[("EMU:1", "EMU", 8*row)]*2]*2)    # of the last piece one row
     q, k = sequence(3, 1, 4, 48, 16, order="contiguous"), sequence(3, 1, 1, 48, 16, order="contiguous")
     found = copies(attn.attention(q, k, k, causal=True, window=(8, 0)))
-    assert sorted(found) == sorted([("EMU", "EMU:1", shard), ("EMU:1", "EMU:2", shard)]*2)
+    before, behind = [("EMU", "EMU:1", 9*row), ("EMU:1", "EMU:2", 9*row)], [("EMU:1", "EMU", row), ("EMU:2", "EMU:1", row)]
+    assert sorted(found) == sorted((before + behind)*2)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))

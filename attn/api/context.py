@@ -19,12 +19,13 @@ from attn.api.options import AttentionOptions
 from attn.api.placement import AXES, Placement, local_shape
 from attn.api.views import whole_places
 from attn.chips import CHIPS, Chip
-from attn.choose.context import ORDERS, ContextLaunch, PieceRun, SequenceShards, head_chunks
+from attn.choose.context import ORDERS, ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
 from attn.choose.dispatch import choose
 from attn.kernels.merge import RowRange, merge, part_size
+from attn.kernels.parts.rows import flat, strides
 from attn.ops.plain import plain
 from attn.problem import Problem, Strided
-from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, with_params
+from attn.tinygrad_compat import AxisType, KernelInfo, Ops, Tensor, UOp, copy_call, dtypes, with_params
 from attn.values import FLOATS
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other one fills
@@ -47,13 +48,17 @@ class SharedRows:
     """What the results of a device have the shapes of: with the padding."""
     return replace(self.problem, Sq=self.shards.queries or self.problem.Sq, return_lse=True)
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """What a device computes where it gathers the keys of all: of some heads (first, count) in each launch. Of all where it needs no others' keys,
-    and where key ranges are divided, for there is one buffer for their parts."""
+    """What a device computes where it gathers the keys of all: of some heads (first, count) in each launch, the same on all devices. Of all where
+    there are no others, and where key ranges are divided, for there is one buffer for their parts."""
     p, shards = self.problem, self.shards
     heads = (0, p.B*p.Hkv)
-    whole = shards.dealt(p, device, heads)
-    if choose(whole, self.arch).work.splits > 1 or shards.owners_seen(p, device)[1] == 1: return [(heads, whole)]
+    if shards.count == 1 or self.divides_keys: return [(heads, shards.dealt(p, device, heads))]
     return [(heads, replace(shards.dealt(p, device, heads), num_splits=1)) for heads in head_chunks(p, shards)]
+  @functools.cached_property
+  def divides_keys(self) -> bool:
+    """Whether a device would divide the keys of all heads."""
+    p, shards = self.problem, self.shards
+    return any(choose(shards.dealt(p, device, (0, p.B*p.Hkv)), self.arch).work.splits > 1 for device in range(shards.count))
   @property
   def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
   @property
@@ -213,60 +218,99 @@ def bare_buffer(u:UOp) -> UOp:
   while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
   return u
 
-def heads_of_shard(c:SharedRows, u:UOp, shards:list[UOp], owner:int, heads:tuple[int, int]) -> tuple[UOp, ...]:
-  """Some heads of what a device holds of k or v, (heads, rows, width), as a region or in a buffer of their own, and the buffer that it is a region
-  of."""
-  shard, (first, count) = shards[owner], heads
-  of_head = shard.max_numel()//(c.problem.B*c.problem.Hkv)
-  if c.problem.layout != "bshd": return of_device(region_of(bare_buffer(u), first*of_head, count*of_head), owner), shard
-  found = Tensor(shard).transpose(1, 2).reshape(-1, of_head)[first:first + count]
-  return (filled_with_rows(found.uop),)
+ROWS_OF_A_THREAD, ELEMENTS_OF_A_THREAD = 4, 8     # at most, of a copy by multiprocessors: so much is on its way at a time
 
-def gathered(c:SharedRows, u:UOp, shards:list[UOp], device:int, heads:tuple[int, int], to:UOp, before:Sequence[UOp]) -> UOp:
-  """`to`, a buffer of the device, once it has of k or v these heads, of all the devices whose keys it has to have. They come over behind those that
-  are in the buffers `before`: they would take their time."""
-  (first, count), buffer = c.shards.owners_seen(c.problem, device), bare_buffer(to)
-  size = shards[device].max_numel()//(c.problem.B*c.problem.Hkv)*heads[1]
-  order = sorted(range(first, first + count), key=lambda owner: (owner - device) % len(c.devices))    # no two read from the same at a time
-  for owner in order:
-    source, *held = heads_of_shard(c, u, shards, owner, heads)
-    to = to.after(copy_call(region_of(buffer, (owner - first)*size, size), source, to, *held, *before))
-  return to
+@functools.cache
+def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
+  """The kernel (gathered, shard) that puts what a device holds of k or v, `held` rows a head, where it gathers all: (rows, heads, width), in the
+  order of the sequence from row `first` on, of the key/value heads (first, count) over batches. tinygrad chooses its threads. One object for the
+  same arguments: tinygrad's schedule cache goes by identity."""
+  front, back, rows = pieces[0], pieces[-1], sum(piece.rows for piece in pieces)
+  def kernel(*placeholders:UOp) -> CheckedKernel:
+    to, shard = map(flat, placeholders[:2])
+    each = math.gcd(rows, ROWS_OF_A_THREAD), math.gcd(width, ELEMENTS_OF_A_THREAD)
+    block, head, part = (UOp.range(n, i) for i, n in enumerate((rows//each[0], heads[1], width//each[1])))
+    of_block, of_part = (UOp.range(n, 3 + i, AxisType.UPCAST) for i, n in enumerate(each))
+    row, column, number = block*each[0] + of_block, part*each[1] + of_part, heads[0] + head
+    sb, sh, ss = strides(p.layout, p.Hkv, held, width)
+    value = shard[number//p.Hkv*sb + number%p.Hkv*sh + row*ss + column].load()
+    place = row + (row < back.at).where(front.start, back.start - back.at) - first
+    stored = to[(place*heads[1] + head)*width + column].store(value)
+    sink = stored.end(block, head, part, of_block, of_part).sink(arg=KernelInfo(f"attn_in_order_{heads[1]}_{width}"))
+    return CheckedKernel(with_params(sink, placeholders[2:]), ("gathered",))
+  return kernel
 
-@dataclass(frozen=True)
+@dataclass
 class GatheringDevice:
   """A device that gathers the keys of all: the tensors that it has, what it launches, over which heads, and its buffers for k and v, which take
-  turns."""
+  turns, each with what has been done with it. `ordered` are the CALLs that have put its own keys there."""
+  c: SharedRows
   number: int
   tensors: dict[str, UOp]
   launches: list[tuple[tuple[int, int], Problem]]
   slots: list[dict[str, UOp]]
+  ordered: list[dict[str, UOp]]
   @staticmethod
   def of(c:SharedRows, held:dict[str, list[UOp]], number:int) -> GatheringDevice:
     t, launches = {x: shards[number] for x, shards in held.items()}, c.gathering(number)
     if "bias" in t: t["bias"] = dealt_bias(c, t["bias"], number)
-    shapes = {x: shape for x, (shape, _) in launches[0][1].shapes.items() if x in ("k", "v")}
-    if c.shards.owners_seen(c.problem, number) == (number, 1) and c.problem.layout != "bshd": shapes = {}     # it reads its own where they lie
+    shapes = {x: shape for x, (shape, _) in launches[0][1].shapes.items() if x in ("k", "v")} if c.shards.count > 1 else {}
     slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
-    return GatheringDevice(number, t, launches, slots)
+    return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
+  def keys(self, n:int, name:str, rows:range) -> UOp:
+    """These rows of k or v in the buffer for the n-th launch."""
+    (_, heads), p = self.launches[n][0], self.c.problem
+    row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
+    return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
+  def order_own(self, n:int) -> None:
+    """Puts its own keys into the buffers for the n-th launch, behind those for the launch before, which are wanted first."""
+    before, called = (self.own_keys(n - 1), tuple(self.ordered[(n - 1) % SLOTS].values())) if n else ([], ())
+    p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
+    pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
+    for name, u in slot.items() if pieces else ():
+      kernel = ordering_kernel(p, shards.keys, pieces, first, self.launches[n][0], p.D if name == "k" else p.Dv)
+      self.ordered[n % SLOTS][name] = call = UOp.custom_kernel(u.after(*called), self.tensors[name], *before, fxn=kernel)[0].src[1]
+      slot[name] = u.after(call)
+  def own_keys(self, n:int) -> list[UOp]:
+    """What `order_own` fills."""
+    return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in self.c.shards.keys_held(self.c.problem, self.number)]
+
+def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
+  """Copies the keys for the n-th launch of each device to where it gathers them, from where their owners have them in order. They come over behind
+  those for the launch before: they would take their time."""
+  copied = [(x, y, name, rows) for x in devices for owner, rows in c.shards.keys_copied(c.problem, x.number)
+            for y in [devices[owner]] for name in x.slots[n % SLOTS]]
+  taken = list[tuple[GatheringDevice, str, UOp]]()
+  for x, y, name, rows in copied:
+    slot, before = x.slots[n % SLOTS], x.slots[(n - 1) % SLOTS].values() if n else ()
+    slot[name] = slot[name].after(y.ordered[n % SLOTS][name])
+    call = copy_call(x.keys(n, name, rows), y.keys(n, name, rows), slot[name], *before)
+    slot[name] = slot[name].after(call)
+    taken.append((y, name, call))
+  for y, name, call in taken: y.slots[n % SLOTS][name] = y.slots[n % SLOTS][name].after(call)
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
   """The last CALL of those that fill the `outputs` o and lse, on each device: each computes all of its queries of some heads over all keys. While
-  one is computed the keys of the next heads come over."""
+  one is computed the keys of the next heads come over; a device puts its own ones of these in order before, for then it has no time for others."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
-  for n in range(max(len(x.launches) for x in devices)):
-    at_work = [x for x in devices if n < len(x.launches)]
-    for x in at_work:     # first the copies of all devices: where these are several graphs, the launches of all are in the same one
-      slot, before = x.slots[n % SLOTS], list(x.slots[(n - 1) % SLOTS].values()) if n else []
-      slot |= {name: gathered(c, inputs[name], held[name], x.number, x.launches[n][0], u, before) for name, u in slot.items()}
-    for x in at_work:
-      (heads, p), slot = x.launches[n], x.slots[n % SLOTS]
+  count = len(devices[0].launches)
+  for n in range(count):
+    for x in devices if n == 0 else (): x.order_own(0)
+    gather(c, devices, n)     # of all devices first: where these are several graphs, the launches of all are in the same one
+    for x in devices:
+      next_keys = list[UOp]()
+      if n + 1 < count:
+        x.order_own(n + 1)
+        next_keys = x.own_keys(n + 1)
+      (heads, p), slot = x.launches[n], x.slots[n % SLOTS] if x.slots else {}
+      if next_keys: slot |= {name: u.after(x.ordered[(n + 1) % SLOTS][name]) for name, u in slot.items()}
       o, lse, q = (heads_in(p, name, u, heads, x.number) for name, u in (*states.items(), ("q", inputs["q"])))
       whole = [*(of_device(u, x.number) for u in states.values()), x.tensors["q"]]
       tensors = {name: Tensor(u) for name, u in (x.tensors | slot | {"q": q}).items()}
-      found, _ = attend(p, tensors, c.devices[x.number], [Tensor(u) for u in (o, lse, *whole)])
+      found, _ = attend(p, tensors, c.devices[x.number], [Tensor(u) for u in (o, lse, *whole, *next_keys)])
       call = found.uop.src[1]
       states = {name: u.after(call) for name, u in states.items()}
+      slot |= {name: u.after(call) for name, u in slot.items()}
   return call
 
 def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:

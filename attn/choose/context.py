@@ -12,9 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from attn.problem import BYTES, DealtRows, Problem
+from attn.kernels.parts.rows import strides
+from attn.problem import BYTES, DealtRows, Problem, Strided
 
 ORDERS = {"contiguous": 1, "zigzag": 2}     # the pieces that a device holds
+REACH = 512     # rows before and behind those that a block of queries sees which its tiles may have besides: more than those on their way
 
 @dataclass(frozen=True)
 class SequencePiece:
@@ -125,29 +127,51 @@ class SequenceShards:
     seen = owners(device, self.count) if self.queries is not None else (device,)
     found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
     return tuple((owner, some) for owner, some in found if some)
-  def owners_seen(self, p:Problem, device:int) -> tuple[int, int]:
-    """(first, count) of the devices whose keys a device has to have, where it has all of its queries at a time: those that it sees, and such as lie
-    between them; itself where it sees none."""
-    seen = [owner for owner, _ in self.plan(p, device)] or [device]
-    return min(seen), max(seen) + 1 - min(seen)
+  def keys_read(self, p:Problem, device:int) -> tuple[range, ...]:
+    """The rows of k and v that a kernel may read where it computes all queries of a device: those that these see and REACH more on either side."""
+    (left, right), found = p.window, list[range]()
+    for piece in self.queries_of(p, device) or (SequencePiece(0, 0, 0),):
+      first, last = p.offset + piece.start, p.offset + piece.start + piece.rows - 1
+      begin = min(max(first - left, 0), p.Sk) if left >= 0 else 0
+      end = min(max(last + right + 1, begin), p.Sk) if right >= 0 else p.Sk
+      read = range(max(begin - REACH, 0), min(end + REACH, p.Sk))
+      if found and read.start <= found[-1].stop: read = range(found.pop().start, read.stop)
+      found.append(read)
+    return tuple(found)
+  def keys_held(self, p:Problem, device:int) -> tuple[range, ...]:
+    """The rows of k and v that a device holds."""
+    return tuple(range(piece.start, piece.start + piece.rows) for piece in self.keys_of(p, device))
+  def keys_copied(self, p:Problem, device:int) -> tuple[tuple[int, range], ...]:
+    """(owner, rows) of each copy of keys to a device, in this order."""
+    found = [(owner, range(max(x.start, y.start), min(x.stop, y.stop))) for owner in owners(device, self.count)[1:]
+             for x in self.keys_held(p, owner) for y in self.keys_read(p, device)]
+    return tuple((owner, rows) for owner, rows in found if rows)
+  def keys_gathered(self, p:Problem, device:int) -> range:
+    """The rows that a device has room for: what it reads, its own, and those between."""
+    some = (*self.keys_read(p, device), *self.keys_held(p, device))
+    return range(min(x.start for x in some), max(x.stop for x in some))
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
     """What a device computes in one launch, of the key/value heads (first, count) over batches. The same for all that are computed alike: where rows
-    lie, and which heads they are of, is said where something goes by it."""
+    lie, and which heads they are of, is said where something goes by it. k and v are what it gathers, (rows, heads, width), or all that there are
+    where it has them by itself."""
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
     if pieces and (p.alibi or p.window != (-1, -1)):
       first = pieces[0].start
       jump = sum(y.start - x.start - y.at for x, y in itertools.pairwise(pieces))
-    owner, owners = self.owners_seen(p, device)
-    by_head = p.layout == "bshd" or p.alibi or p.bias is not None or p.sinks
-    dealt = DealtRows(first, pieces[-1].at if jump else 0, jump, sum(piece.rows for piece in pieces), self.keys//ORDERS[self.order], self.count,
-                      self.order == "zigzag", (owner if owners > 1 else 0, owners), heads if by_head else (0, heads[1]))
-    return replace(p, Sq=self.queries, return_lse=True, dealt=dealt)
+    heads = heads if p.layout == "bshd" or p.alibi or p.bias is not None or p.sinks else (0, heads[1])
+    rows = self.keys_gathered(p, device)
+    def view(width:int) -> Strided:
+      if self.count == 1: return Strided(p.B*p.Hkv*self.keys*width, 0, *strides(p.layout, p.Hkv, self.keys, width))
+      row = heads[1]*width
+      return Strided(len(rows)*row, -heads[0]*width - rows.start*row, p.Hkv*width, width, row)
+    dealt = DealtRows(first, pieces[-1].at if jump else 0, jump, sum(piece.rows for piece in pieces), heads)
+    return replace(p, Sq=self.queries, return_lse=True, dealt=dealt, k_view=view(p.D), v_view=None if p.v_in_k else view(p.Dv))
   def told(self, p:Problem, gathered:int) -> str:
     """What `explain` says of it, where each device computes in so many launches of some heads each, over all keys; 0: over those of one device."""
     shared = f"{'keys' if self.queries is None else 'rows'} shared by {self.count} devices, {self.order}:"
     if gathered:
-      others = max(self.owners_seen(p, device)[1] for device in range(self.count)) - 1
+      others = max(len({owner for owner, _ in self.keys_copied(p, device)}) for device in range(self.count))
       return f"{shared} {gathered} launches on each, for whose heads the keys of at most {others} others come over"
     plans = [self.plan(p, device) for device in range(self.count)]
     each = f"{shared} at most {max(sum(len(some) for _, some in plan) for plan in plans)} launches on each, and"

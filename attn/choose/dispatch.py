@@ -79,7 +79,8 @@ def staggered_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
   if not arch.unit.agprs: return f"{arch.name}: its matrix unit does not run beside the vector unit; those of gfx90a, gfx942 and gfx950 do"
   if max(p.D, p.Dv) > STAGGERED_UP_TO: return f"D={p.D}, Dv={p.Dv}: LDS has room for its tiles up to {STAGGERED_UP_TO}"
-  options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x != "dealt"]     # of which only the places of rows differ
+  others = () if p.dealt is None else ("dealt", "k_view")     # of which only the places of rows differ
+  options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in others]
   if options: return f"{options[0]}: it takes plain problems only"
   return None
 

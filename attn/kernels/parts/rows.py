@@ -5,7 +5,6 @@ from typing import Callable, Self
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.counts import below
 from attn.ops import amd, common as ops
-from attn.problem import DealtRows
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 def flat(placeholder:UOp) -> UOp:
@@ -124,66 +123,24 @@ class Table:
     """Where a row begins, `stride` elements after the one before it in its page."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
-  def place_in_tile(self, first:UOp, row:UOp, stride:int, there:UOp) -> UOp:
-    """The same of row `first` + `row`, of a tile that begins at row `first`."""
-    return self.place(first + row, stride, there)
-
-@dataclass(frozen=True)
-class Shards:
-  """Where the rows of a sequence are of which each device holds some pieces, once the shards of several devices lie one after another, `apart`
-  elements one from the next. Tiles have `block_n` rows; `whole` where none reaches over two pieces."""
-  dealt: DealtRows
-  apart: int
-  block_n: int
-  whole: bool
-  @property
-  def all_there(self) -> bool: return self.dealt.owners[1] == self.dealt.devices
-  def steps(self, stride:int) -> tuple[int, int]:
-    """How much further the rows of a piece begin than they would behind those of the piece before it: in front, from device to device, and in the
-    back, where these go the other way. (The first piece in the back lies behind the last one in front.)"""
-    return self.apart - self.dealt.piece*stride, -self.apart - self.dealt.piece*stride
-  def further(self, number:UOp, stride:int) -> UOp:
-    """How much further the rows of a piece, by its number, begin than they would in one tensor of all rows: the sum of the steps before it."""
-    dealt, (front, back) = self.dealt, self.steps(stride)
-    if dealt.devices == 1: return UOp.const(0)
-    in_back = number >= dealt.devices if dealt.zigzag else UOp.const(False)
-    if self.all_there: return number*in_back.where(back, front) + in_back.where((dealt.devices - 1)*front - dealt.devices*back, 0)
-    # of devices whose shards are not there none is seen: the nearest one's are read, and masked
-    shard = in_back.where(2*dealt.devices - 1 - number, number) - dealt.owners[0]
-    return shard.maximum(0).minimum(dealt.owners[1] - 1)*self.apart - (number - in_back.where(1, 0))*(dealt.piece*stride)
-  def step(self, number:UOp, stride:int) -> UOp|int:
-    """The step from the piece of this number to the next one."""
-    dealt, (front, back) = self.dealt, self.steps(stride)
-    if not self.all_there: return self.further(number + 1, stride) - self.further(number, stride)
-    return (number < dealt.devices - 1).where(front, (number < dealt.devices).where(0, back)) if dealt.zigzag else front
-  def place(self, row:UOp, stride:int, there:UOp|None=None) -> UOp:
-    """Where a row begins."""
-    return row*stride + self.further(row//self.dealt.piece, stride)
-  def place_in_tile(self, first:UOp, row:UOp, stride:int, there:UOp) -> UOp:
-    """The same of row `first` + `row` of a tile that begins at row `first`. One that reaches over two pieces, no more, begins in the first of them
-    and goes on in the other, which is the same for all its rows."""
-    if self.dealt.piece < self.block_n: return self.place(first + row, stride)
-    number, left = first//self.dealt.piece, self.dealt.piece - first%self.dealt.piece
-    return (first + row)*stride + self.further(number, stride) + (row >= left).where(self.step(number, stride), 0)
-
 @dataclass(frozen=True)
 class PagedRows(GlobalRows):
-  """Rows in pages, or in the shards of several devices. `base` is where row 0 begins from the beginning of a page, or of a shard, on; `begin` is the
-  row of the sequence that counts as the first one here."""
-  table: Table|Shards|None = None
+  """Rows in pages. `base` is where row 0 begins from the beginning of a page on; `begin` is the row of the sequence that counts as the first one
+  here."""
+  table: Table|None = None
   begin: UOp|int = 0
 
   @property
   def regular(self) -> bool: return self.pages.whole
   @property
-  def pages(self) -> Table|Shards:
+  def pages(self) -> Table:
     assert self.table is not None
     return self.table
   def origin(self, first:UOp) -> UOp:
     return self.base + self.pages.place(first, self.stride, first < self.count)
   def place(self, first:UOp, row:UOp, there:UOp) -> UOp:
     """Where a row begins, of a tile that may reach over several pages."""
-    return self.base + self.pages.place_in_tile(self.begin + first, row, self.stride, there)
+    return self.base + self.pages.place(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
     return super().start(first, row) if self.pages.whole else self.place(first, row, first + row < self.count)
 

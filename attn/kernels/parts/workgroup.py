@@ -9,7 +9,7 @@ from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outsi
 from attn.kernels.parts.counts import below, ceildiv
 from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
-from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Shards, Table, flat, strides
+from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, flat, strides
 from attn.kernels.parts.scores import Row, Scores
 from attn.kernels.parts.tensors import Shapes, arguments
 from attn.kernels.parts.tiles import BlockTile, blocks_of_queries, heads_of
@@ -98,9 +98,11 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp) -> BlockRows:
   """Those of the block of queries that starts as the `number`-th: under a causal mask the long ones start first."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end = pieces*blocks - 1 - number if p.window[1] >= 0 else number, x.n_q*heads
-  first, further = block*size, 0 if p.dealt is None else p.dealt.start
-  if p.dealt is None or pieces == 1: return BlockRows(first, first + size - 1, end, further)
-  in_front, front = block < blocks, p.dealt.front*heads
+  first = block*size
+  if p.dealt is None: return BlockRows(first, first + size - 1, end, 0)
+  further, front = p.dealt.start, p.dealt.front*heads
+  if pieces == 1: return BlockRows(first, (first + size - 1).minimum(end - 1), end, further)
+  in_front = block < blocks
   first, end = in_front.where(first, first + (front - blocks*size)), in_front.where(front, end)
   return BlockRows(first, (first + size - 1).minimum(end - 1), end, in_front.where(further, further + p.dealt.jump))
 
@@ -186,7 +188,6 @@ class Workgroup:
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
     else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
     if p.pages is not None and name in ("k", "v"): return self.paged_rows(within, width)
-    if p.dealt is not None and name in ("k", "v"): return self.dealt_rows(within, width, whole_row)
     sb, sh, ss = strides(p.layout, heads, length, whole_row)
     view = {"k": p.k_view, "v": p.v_view}.get(within)
     if view is not None: sb, sh, ss = view.batch, view.head, view.row
@@ -206,15 +207,6 @@ class Workgroup:
     table = Table(flat(self.given["block_table"]), self.batch*pages.most, pages.size, pages.count, view.batch, whole)
     return PagedRows(buffer, self.kv_head*view.head + view.start, view.row, self.sequence.n_k, width, size, True, view.whole(UNIT_BYTES//size),
                      table, begin)
-
-  def dealt_rows(self, name:str, width:int, stride:int) -> PagedRows:
-    """The first `width` columns of k or v, whose rows are `stride` elements long, in the shards of several devices."""
-    p, dealt, buffer = self.p, self.p.dealt, flat(self.given[name])
-    assert dealt is not None
-    head = self.batch*p.Hkv + self.kv_head - dealt.heads[0]
-    whole = dealt.piece % self.tile.block_n == 0 or dealt.devices == 1
-    table = Shards(dealt, dealt.heads[1]*dealt.held*stride, self.tile.block_n, whole)
-    return PagedRows(buffer, head*(dealt.held*stride), stride, self.sequence.n_k, width, buffer.dtype.itemsize, bool(self.split), table=table)
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
     """The same, in the dtype of the matrix unit's inputs."""
