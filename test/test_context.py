@@ -252,6 +252,11 @@ def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dty
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 @pytest.mark.thorough
+def test_a_bias_of_one_query() -> None:
+  """Whose one row is no row of all queries: the other device has none of them, and rows of padding."""
+  check(2, Sq=1, Sk=31, D=16, extras={"bias": floats(1, 2, 1, 31)})
+
+@pytest.mark.thorough
 def test_as_on_opencl(monkeypatch:pytest.MonkeyPatch) -> None:
   """Its buffers have no regions, and its renderer prints no operation of ours: parts are put together, and the kernel that merges is plain UOps."""
   monkeypatch.setattr(context_api, "region", lambda u: None)

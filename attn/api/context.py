@@ -322,7 +322,7 @@ def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> U
 def dealt_bias(c:SharedRows, bias:UOp, device:int) -> UOp:
   """The rows of a bias that a device's queries have, as these lie, the padding included."""
   queries = c.shards.queries
-  if c.shards.bias_shared or bias.max_shape[2] == 1 or queries is None: return bias
+  if c.shards.bias_shared or c.problem.bias is None or not c.problem.bias[2] or queries is None: return bias
   pieces = [cut(bias, 2, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(bias, 2, 0, 1)]
   first, *rest = pieces
   return filled_with_rows(first.cat(*rest, dim=2).pad_to((*bias.max_shape[:2], queries, bias.max_shape[3])))
