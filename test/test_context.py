@@ -314,6 +314,15 @@ def test_gradients_of_every_option(name:str, count:int, order:str, arch:str, dty
   if "splits" in name: pytest.skip("the gradient is of the whole")
   check_gradients(count, order, arch, keys=keys, dtype=dtype, D=16, **MORE[name])
 
+def test_the_gradient_of_a_sum_and_a_shard_of_padding() -> None:
+  """The gradient of o is the same number everywhere, and one device has nothing but padding of q."""
+  with emulated("gfx942"):
+    x = [draw(1, 1, rows, 16) for rows in (1, 6, 6)]
+    def gradients(place:Any, **options:Any) -> list[np.ndarray]:
+      return [g.numpy() for g in attn.attention(*map(place, x), causal=True, **options).float().sum().gradient(*x)]
+    shared = gradients(lambda t: attn.shard_sequence(t, devices(2), 2, "contiguous"), sequence_order="contiguous", sequence_lengths=(1, 6))
+    for got, want in zip(shared, gradients(lambda t: t)): np.testing.assert_allclose(got, want, atol=2e-3)
+
 @pytest.mark.thorough
 def test_gradients_of_a_bias_that_lies_as_q() -> None:
   check_gradients(2, Sq=12, Sk=30, D=16, extras={"bias": floats(1, 2, 12, 30)}, shared_bias=True)

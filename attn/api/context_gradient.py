@@ -31,7 +31,10 @@ def lying_as(g:UOp, out:UOp) -> UOp:
   """The gradient of an output, on the same devices as that and sharded alike."""
   g = g.cast(out.dtype)
   if g.axis == out.axis: return g
-  return g.copy_to_device(out.device) if out.axis is None and out.device is not None else Tensor(g).shard_like(Tensor(out)).uop
+  if out.axis is None and out.device is not None: return g.copy_to_device(out.device)
+  # that of a sum is the same number everywhere, on each device whole
+  if isinstance(g.device, tuple) and g.axis is None: return (Tensor(out).zeros_like() + Tensor(g)).uop
+  return Tensor(g).shard_like(Tensor(out)).uop
 
 # ***** by the backward kernels *****
 

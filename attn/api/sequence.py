@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from attn import values
 from attn.api.checked_kernel import static_shape
+from attn.api.placement import sharded_with_gradient
 from attn.choose.context import ORDERS, numbers_of, rows_held
 from attn.tinygrad_compat import Device, Tensor
 
@@ -55,8 +56,10 @@ def shard_sequence(x:Tensor, devices:str|Sequence[str], axis:int, order:str="zig
   rows = static_shape("x", x.shape)[axis]
   if not rows: raise ValueError(f"x has shape {values.shown_shape(x.shape)}: axis {axis} must have a row at least")
   padding = rows_held(rows, len(names), order)*len(names) - rows
-  if padding: x = x.pad(tuple((0, padding) if i == axis else None for i in range(x.ndim)))
-  return rearranged(x, axis, dealt(len(names), order)).shard(names, axis)
+  # in memory: tinygrad takes a shard of nothing but padding for a constant without a shape
+  if padding: x = x.pad(tuple((0, padding) if i == axis else None for i in range(x.ndim))).contiguous()
+  # contiguous: what is realized is a buffer, and no longer the copies to it
+  return sharded_with_gradient(rearranged(x, axis, dealt(len(names), order)), names, axis).contiguous()
 
 def unshard_sequence(x:Tensor, axis:int, length:int, order:str="zigzag") -> Tensor:
   """What `shard_sequence` was given: the first `length` rows of the sequence that x has along `axis`, on the first of its devices.
