@@ -72,6 +72,14 @@ def test_faults_show(chip:str, name:str, monkeypatch) -> None:
     found = forward_ratios(Case("two keys", "with a fault", dtype, "float32", chip), 12)
     for what in ("o", "lse"): assert (getattr(found, what).max() > 1) == (what == wrong), f"{dtype}: {what} {getattr(found, what)}"
 
+@in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "bfloat16")), among=3)
+def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
+  """Where P and O are rounded to two 16-bit types: an O in float16 does not hide how P was rounded to bfloat16."""
+  monkeypatch.setitem(KINDS, "two keys", two_keys)
+  monkeypatch.setitem(contract.SHAPES, "two keys", dict(H=1, Sq=256, Sk=149, D=32))
+  found = forward_ratios(Case("two keys", "two keys", *dtypes, chip), 12)
+  assert found.o.max() <= 1 and found.lse.max() <= 1, found
+
 # ***** 16-bit denormals *****
 
 BY_DEFAULT = ("gfx90a", "gfx942", "gfx1201", "sm_90")

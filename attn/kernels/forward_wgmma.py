@@ -21,6 +21,7 @@ from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.warps import Warps, fragments
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
+from attn.ops.numerics import ROUNDOFF
 from attn.ops.softmax import LANE, ONES, correct, weigh
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp
@@ -62,8 +63,10 @@ def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
 
 def sums_of(p:Problem) -> tuple[str, ...]:
   """The sums of P that a problem takes. That of P as it is rounded costs 4 to 15 % of the rate (H200, by mma.sync; 2 to 8 % by additions of the
-  unpacked P): it is taken where the rounding to the output type doesn't hide what it is for."""
-  if p.num_splits == 1 and p.out_dtype != "float32": return (LANE,)
+  unpacked P): it is taken where O is stored in a type that is finer than P's, whose rounding doesn't hide what the sum is for. Every other unit
+  takes it always."""
+  stored = "float32" if p.num_splits > 1 else p.out_dtype
+  if ROUNDOFF[stored] >= ROUNDOFF[p.dtype]: return (LANE,)
   return (ONES, LANE) if p.writes_lse else (ONES,)
 
 @dataclass(frozen=True)
