@@ -4,7 +4,6 @@ import ctypes.util, json, os, pickle, re, stat, subprocess, sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 import pytest
-from attn import user_cache
 from attn.api.custom_kernel import flash_attention_fn
 from attn.chips import MODELLED
 from attn.compilers import clang, renderer
@@ -342,18 +341,6 @@ def test_bench_without_a_compiler_for_bounds(machine):
   """ISA=1 with rich but no clang: one sentence."""
   done = python(machine, "bench.py", without="ziglang", ISA="1", DEV="EMU::gfx942", H="1", N="32", D="16")
   assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("bench.py: no clang of LLVM 19 or later") and "Traceback" not in done.stderr
-
-def test_the_cache_directory_is_where_platformdirs_had_it(monkeypatch, tmp_path):
-  platformdirs = pytest.importorskip("platformdirs")
-  for value in (str(tmp_path), "", None):
-    if value is None: monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    else: monkeypatch.setenv("XDG_CACHE_HOME", value)
-    assert user_cache.directory() == Path(platformdirs.user_cache_dir("attn"))
-
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
-  (tmp_path/"there").mkdir()
-  with pytest.raises(OSError): user_cache.write(tmp_path/"there", b"x")    # a directory has the name
-  assert [f.name for f in tmp_path.iterdir()] == ["there"]
 
 # ***** the renderers *****
 

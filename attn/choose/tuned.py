@@ -110,7 +110,7 @@ def warn(file:str, reason:str) -> None:
 def load() -> dict[str, Any]:
   """The whole file; a cache that is missing is an empty one, and so is one that is damaged or made by other versions, after a warning."""
   file = path()
-  try: text = file.read_text()
+  try: text = user_cache.content_of(file).decode()
   except FileNotFoundError: return {}
   except (OSError, ValueError) as e:
     warn(str(file), f"cannot be read: {e}")
@@ -175,7 +175,9 @@ def store(p:Problem, arch:Chip, tile:Tuned|None, seconds:float, kernel:str="") -
   file can't be written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class of which a winner is kept")
-  found = load()
-  found[arch.name] = {**found.get(arch.name, {}), kind: {"tile": asdict(tile) if tile is not None else None, "seconds": seconds, "stamp": stamp()}}
-  user_cache.write(file, (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
+  entry = {"tile": asdict(tile) if tile is not None else None, "seconds": seconds, "stamp": stamp()}
+  with user_cache.only_one(file):         # two processes that tune at a time keep each other's winners
+    found = load()
+    found[arch.name] = {**found.get(arch.name, {}), kind: entry}
+    user_cache.write(file, (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
   return file
