@@ -15,7 +15,7 @@ from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.isa", __name__):
   import click
   from rich.console import Console
-  from attn.isa import costs, table
+  from attn.isa import check, costs, table
   from attn.isa.timing import drawing, kernels, tables
 
 class ReportByDefault(click.Group):
@@ -199,6 +199,23 @@ def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[s
   elif check is not None:
     if changes:=file.compare(check.read_text(), lines): raise click.ClickException("costs changed:\n" + "\n".join(changes))
   else: click.echo(file.text(lines), nl=False)
+
+@main.command("check")
+@click.argument("what", nargs=-1)
+@click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only kernels of these chips; of a disassembly its chip.")
+@click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")
+def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) -> None:
+  """Look for what would be wrong in the machine code of WHAT: kernels by word, or files. [default: every kernel of docs/costs.txt]"""
+  files = [word for word in what if Path(word).is_file()]
+  found = [f"{word}: {x}" for word in files for x in check.findings(_text_of(Path(word)), *arch[:1])]
+  words = [word for word in what if word not in files]
+  specs = [s for s in (map(source.Spec.parse, words) if what else costs.SPECS) if not arch or s.arch in arch]
+  if other := next((s for s in specs if s.arch not in MODELLED), None): raise ValueError(f"{other}: checks are of AMD's chips, {', '.join(MODELLED)}")
+  for tools in [toolchain_of(llvm) for llvm in OLDER] if compilers else [clang.toolchain()]:
+    known = [s for s in specs if costs.knows(tools, s.arch)]
+    found += [f"{spec} under clang {tools.llvm}: {x}" for spec, lines in check.findings_of(known, tools) for x in lines]
+  for line in found: click.echo(line)
+  if found: raise SystemExit(1)
 
 @main.command()
 @click.option("--arch", type=click.Choice(list(MODELLED)), default="gfx942", show_default=True, help="The chip that DEV=AMD is.")

@@ -33,7 +33,7 @@ def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
 
 MEANINGS: dict[str, Callable[..., Elements]] = {"buffer_load": plain_load, "load_where": plain_load_where, "uniform": number_of,
                                                 "page_number": lambda entry, there, *, count: number_of(entry)}
-CHECKS = ("page_number",)     # instructions that give a number back as it is
+NUMBER_CHECKS = ("page_number",)     # instructions that give a number back as it is
 
 # ***** a kernel *****
 
@@ -49,7 +49,7 @@ class Plain:
     self.found: dict[UOp, Any] = {}
     taken = [u.arg.slot for u in sink.toposort() if u.op is Ops.BUFFER]
     self.slots = itertools.count(max(taken, default=-1) + 1)
-    self.kept = CHECKS if checked else ()
+    self.kept = NUMBER_CHECKS if checked else ()
 
   def of(self, u:UOp) -> Any:
     srcs = [self.found[s] for s in u.src]

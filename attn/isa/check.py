@@ -1,0 +1,49 @@
+"""What would be wrong in a kernel's machine code: CHECKS names each check, which looks at one function and says in words what it finds.
+
+    findings(assembly_text, "gfx942")           of any text, every check
+    python -m attn.isa check                    of every kernel of docs/costs.txt, under the compiler in use or under users' compilers
+"""
+from __future__ import annotations
+import os, re
+from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from attn.chips import Chip, modelled
+from attn.compilers.clang import Toolchain, assembly
+from attn.isa import source
+from attn.isa.active_lanes import across_lanes
+from attn.isa.flow import Block, blocks_of
+from attn.isa.parse import Kernel, parse
+from attn.isa.source import Spec
+
+@dataclass(frozen=True)
+class Function:
+  """What a check gets: one function of an assembly text, with its registers as the text declares them, and the chip that runs the function."""
+  kernel: Kernel
+  chip: Chip
+
+  @cached_property
+  def blocks(self) -> list[Block]: return blocks_of(self.kernel.code)
+
+# name -> what it finds in a function, a line each
+CHECKS: dict[str, Callable[[Function], list[str]]] = {
+  "across lanes": lambda f: across_lanes(f.blocks, f.chip.wave),
+}
+
+def findings(text:str, arch:str|None=None) -> list[str]:
+  """What the checks find in the functions of an assembly text, each line beginning with the check's name. Raises ValueError where the text has no
+  function, or doesn't name its chip and `arch` is None."""
+  functions = parse(text, arch)
+  if not functions: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
+  if functions[0].arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
+  chip = modelled(re.split(r"[:+-]", functions[0].arch)[0])
+  return [f"{name}: {found}" for kernel in functions for name, check in CHECKS.items() for found in check(Function(kernel, chip))]
+
+def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[Spec, list[str]]]:
+  """Each kernel of ours with what the checks find in it under a compiler. Kernels are printed here, one after the other, while clang compiles on
+  every core."""
+  def checked(spec:Spec, text:str) -> list[str]: return findings(assembly(text, spec.arch, tools=tools), spec.arch)
+  with ThreadPoolExecutor(os.cpu_count()) as pool:
+    jobs = {spec: pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm).text) for spec in specs}
+    for spec, job in jobs.items(): yield spec, job.result()
