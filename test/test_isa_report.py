@@ -308,7 +308,7 @@ def test_a_kernel_by_options_and_by_its_word(ours):
   assert by_options[0]["name"] == "gfx942/64/float16/causal" and by_options[0]["loop"]["queries"] == 32
 
 def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
-  monkeypatch.setattr(costs, "report_of", lambda spec: costs.analyse(assembly(sample("gfx942"), "gfx942"), "gfx942", 64, title=str(spec)))
+  monkeypatch.setattr(costs, "report_of", lambda spec, *_: costs.analyse(assembly(sample("gfx942"), "gfx942"), "gfx942", 64, title=str(spec)))
   by_options = run("--arch", "gfx942", "--d", 64, "--causal", "--gradient", "dq", "--json")
   assert by_options == run("gfx942/64/float16/causal/dq", "--json") and json.loads(by_options)[0]["name"] == "gfx942/64/float16/causal/dq"
   assert str(source.Spec.parse("gfx942/64/float16/full/dkdv")) == "gfx942/64/float16/full/dkdv"
@@ -351,10 +351,30 @@ def test_errors_say_what_is_wrong(ours, tmp_path):
   assert "name a file" in run("report", ok=False) and "Usage" in run(ok=False)
   assert "compares two" in run("--diff", "gfx942/64", ok=False)
   for word, said in (("nothing.s", "no such file"), ("gfx906/64", "arch 'gfx906'"), ("gfx942/64/float8", "dtype 'float8'"),
-                     ("gfx942/x", "is no kernel")):
+                     ("gfx942/x", "is no kernel"), ("gfx942/0", "D=0: .* D=1 to 256"), ("sm_90/0", "D=0: .* D=1 to 256"),
+                     ("gfx942/1000", "D=1000: .* D=1 to 256"), ("gfx942/600/float16/full/mla", "mla is for D=257 to 576")):
     with pytest.raises(ValueError, match=said): run(word, ok=False)
   (tmp_path/"bundle.co").write_bytes(b"\x7fELF" + bytes(60))
   with pytest.raises(ValueError, match="not of an AMD GPU"): run(tmp_path/"bundle.co", ok=False)
+
+def test_a_loop_that_there_is_not(ours, tmp_path):
+  text = tmp_path/"a.s"
+  text.write_text(assembly(sample("gfx942"), "gfx942"))
+  for what in ("gfx942/64", text):
+    with pytest.raises(ValueError, match=r"loop 99 of .*: it has 1, and the first one is loop 0"): run(what, "--loop", 99, ok=False)
+    assert "-5 is not in the range" in run(what, "--loop", -5, ok=False)
+
+def test_every_block_of_a_kernel_of_ours(ours):
+  usual, whole = (json.loads(run("gfx942/64", "--json", *more))[0]["loop"] for more in ((), ("--every-block",)))
+  assert usual["useful"] is not None and whole["instructions"] >= usual["instructions"]
+
+def test_an_option_of_files_beside_a_kernel_of_ours(ours):
+  for command, option in ((), "--dv"), ((), "--products"), (("time",), "--behind"), (("time",), "--queries"):
+    assert f"{option} is for files: gfx942/64 is a kernel of ours" in run(*command, "gfx942/64", option, "1,1" if option == "--products" else 1, ok=False)
+
+@pytest.mark.parametrize("args", [("time", "gfx942/64", "--svg"), ("time", "gfx942/64", "--png"), ("costs", "--write")])
+def test_a_file_in_a_folder_that_there_is_not(args, tmp_path):
+  assert f"there is no folder '{tmp_path/'missing'}'" in run(*args, tmp_path/"missing"/"file", ok=False).replace("\n", "")
 
 def test_assembly_and_source_are_printed(ours):
   assert "v_mfma" in run("asm", "gfx942/64") and "__builtin_amdgcn_mfma" in run("asm", "gfx942/64", "--hip")

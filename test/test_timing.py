@@ -247,6 +247,8 @@ def test_the_command(tmp_path) -> None:
   assert found["waves"] == 4 and found["problems"][0]["ghz"] == 1.5 and found["loops"][0]["stalls"]
   root = ElementTree.parse(drawn).getroot()
   assert sum("SIMD" in (x.text or "") for x in root.iter()) >= 4
+  assert "behind=9: a workgroup of" in str(CliRunner().invoke(main, ["time", str(path), "--behind", "9"]).exception)
+  assert "-3 is not in the range" in CliRunner().invoke(main, ["time", str(path), "--behind", "-3"]).output
   assert "cards of gfx942 are MI300X" in str(CliRunner().invoke(main, ["time", str(path), "--card", "RX 580"]).exception)
 
 def test_a_kernel_of_ours_with_its_lines() -> None:

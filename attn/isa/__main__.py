@@ -14,6 +14,7 @@ from attn.isa.report import LoopProducts, Report, analyse
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.isa", __name__):
   import click
+  from click.core import ParameterSource
   from rich.console import Console
   from attn.isa import check, costs, table
   from attn.isa.timing import drawing, kernels, tables
@@ -36,6 +37,22 @@ def _text_of(path:Path) -> str:
   data = path.read_bytes()
   return disassemble(data) if data[:4] == b"\x7fELF" else data.decode(errors="replace")
 
+class NewFile(click.Path):
+  """The path of a file to write, in a folder that exists."""
+  def __init__(self) -> None: super().__init__(dir_okay=False, path_type=Path)
+  def convert(self, value:Any, param:click.Parameter|None, ctx:click.Context|None) -> Path:
+    path = Path(super().convert(value, param, ctx))
+    if not path.parent.is_dir(): self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+    return path
+
+OF_FILES = ("dv", "kernel", "queries", "lds", "threads", "products", "behind")
+
+def check_options_of_files(word:str) -> None:
+  """Raises UsageError where a kernel of ours is given an option of files: what it would say is known of the kernel."""
+  given = click.get_current_context()
+  for name in OF_FILES:
+    if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of ours")
+
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
   """The report on a file, or on one of our kernels by its word."""
   path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODELLED)}"
@@ -44,7 +61,8 @@ def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Repo
   if "/" not in word: raise ValueError(f"{word}: no such file")
   spec = source.Spec.parse(word)
   if spec.arch not in MODELLED: raise ValueError(f"{word}: {amd}; `asm {word}` prints the kernel")
-  return costs.report_of(spec)
+  check_options_of_files(word)
+  return costs.report_of(spec, options["rank"], options["every_block"])
 
 def _products(text:str) -> LoopProducts:
   found = re.fullmatch(r"([1-9]),(\d)", text)
@@ -93,7 +111,7 @@ def main() -> None:
 @click.argument("what", nargs=-1)
 @kernel_options
 @file_options
-@click.option("--loop", type=int, default=0, help="Which loop, 0 for the one with the most matrix work.")
+@click.option("--loop", type=click.IntRange(0), default=0, help="Which loop, 0 for the one with the most matrix work.")
 @click.option("--every-block", is_flag=True, help="Count every block of the loop and not only its usual path.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--brief", is_flag=True, help="One line a kernel.")
@@ -143,7 +161,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode
 @click.argument("what", nargs=-1)
 @kernel_options
 @file_options
-@click.option("--behind", type=int, help="Waves of a workgroup that begin the loop one barrier behind. [default: found in the text]")
+@click.option("--behind", type=click.IntRange(0), help="Waves of a workgroup that begin the loop one barrier behind. [default: found in the text]")
 @click.option("--b", "batch", type=click.IntRange(1), default=4, show_default=True, help="Batch of the problem.")
 @click.option("--h", "heads", type=click.IntRange(1), default=16, show_default=True, help="Query heads.")
 @click.option("--hkv", type=click.IntRange(1), help="Key/value heads. [default: as many]")
@@ -152,8 +170,8 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode
 @click.option("--ghz", type=click.FloatRange(0.01), help="Its clock. [default: the card's rated one]")
 @click.option("--top", type=click.IntRange(0), default=12, show_default=True, help="Waits that are listed.")
 @click.option("--lines/--no-lines", default=True, help="The lines of Python behind them, of a kernel of ours.")
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the picture into this file.")
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="The same, where matplotlib is there.")
+@click.option("--svg", type=NewFile(), help="Draw the picture into this file.")
+@click.option("--png", type=NewFile(), help="The same, where matplotlib is there.")
 @click.option("--trips", type=click.IntRange(1), default=1, show_default=True, help="Trips in the picture.")
 @click.option("--machine", is_flag=True, help="The model's figures of the chip, with their sources.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -171,6 +189,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
                             lds=lds, threads=threads, title=Path(words[0]).name, products=products, behind=behind)
   else:
     if "/" not in words[0]: raise ValueError(f"{words[0]}: no such file")
+    check_options_of_files(words[0])
     found = kernels.of_spec(source.Spec.parse(words[0]), problem, lines)
   predictions = found.on_cards(card, ghz)
   for path, draw in ((svg, drawing.draw_svg), (png, drawing.draw_png)):
@@ -186,7 +205,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
 
 @main.command("costs")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")
-@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Rewrite this file; with --arch its lines of those chips.")
+@click.option("--write", type=NewFile(), help="Rewrite this file; with --arch its lines of those chips.")
 @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fails where a line differs.")
 @click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
 def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
@@ -226,5 +245,5 @@ def version(arch:str) -> None:
 
 if __name__ == "__main__":
   try: main(prog_name="python -m attn.isa")
-  except (ValueError, RuntimeError, NotImplementedError, CompileError, ModuleNotFoundError) as e:
+  except (ValueError, RuntimeError, OSError, NotImplementedError, CompileError, ModuleNotFoundError) as e:
     raise SystemExit(f"python -m attn.isa: {e}") from None

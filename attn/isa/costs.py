@@ -24,15 +24,18 @@ HEAD_DIMENSIONS = (64, 128, 256)
 SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS
          for kernel in (FORWARD, *BACKWARD)] + [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
-def report_of_text(spec:Spec, kernel:Source, text:str) -> Report:
-  """The report on a kernel of ours, by itself, whose machine code is `text`."""
-  return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products)
+def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
+  """The report on a kernel of ours, by itself, whose machine code is `text`: on its hot loop, or another one (see `report.hot_loop`)."""
+  return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
+                 every_block=every_block)
 
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
-def report_of(spec:Spec, tools:Toolchain|None=None) -> Report:
-  """The report on a kernel of ours, with the tile that it has under this compiler."""
-  return reports_of([spec], tools)[0]
+def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
+  """The report on a kernel of ours: on its hot loop, or, without `useful`, on another one."""
+  if not rank and not every_block: return reports_of([spec])[0]
+  kernel = source.kernel_source(spec, llvm=toolchain().llvm)
+  return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   """Renders here, one after the other (tinygrad's lowering is Python), while clang compiles on every core. `useful` is of all kernels that do the

@@ -46,6 +46,8 @@ class Spec:
     for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS),
                                ("kernel", self.kernel, (FORWARD, DECODE, *BACKWARD, LATENT))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
+    if self.kernel != LATENT and not 1 <= self.d <= MAX_D:
+      raise ValueError(f"D={self.d}: kernels with a matrix unit are for D=1 to {MAX_D}, and {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
     if self.kernel == LATENT and not MAX_D < self.d <= UP_TO["D"]: raise ValueError(f"{self}: {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
 
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
