@@ -41,7 +41,7 @@ class NewFile(click.Path):
   """The path of a file to write, in a folder that exists."""
   def __init__(self) -> None: super().__init__(dir_okay=False, path_type=Path)
   def convert(self, value:Any, param:click.Parameter|None, ctx:click.Context|None) -> Path:
-    path = Path(super().convert(value, param, ctx))
+    path = Path(str(super().convert(value, param, ctx)))
     if not path.parent.is_dir(): self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
     return path
 
