@@ -1,0 +1,688 @@
+"""Calls of attention at random: a seed says which, down to the last number. A call is a script, which is what runs and what a person can paste."""
+from __future__ import annotations
+import itertools, random
+from dataclasses import dataclass, field
+from typing import Any
+from night_oracle import Facts
+
+CHIPS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1030", "gfx1010", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+MACHINE = {"CPU": "CPU", "CL": "CL", "CUDA": "CUDA"}                      # devices that are no emulated chip
+AXES = {"bhsd": "bhsd", "bshd": "bshd", "nsd": "hsd", "thd": "shd"}       # b, h, s and d: batch, heads, rows, width
+COUNTS = (2, 3, 4, 5, 8)                                                  # of devices
+LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 48, 64, 65, 70, 100, 127, 128, 129, 150, 200, 257, 300)
+WORK = {"tiled": 2e6, "": 1.2e7}                                          # products of a score, at most: of chips without a matrix unit, of others
+
+def longest(ends:list[int]) -> int:
+  """Of packed sequences, the most rows; at least 1."""
+  return max(1, *(after - before for before, after in itertools.pairwise(ends)))
+
+@dataclass(frozen=True)
+class Call:
+  seed: int
+  on: str
+  direction: str
+  kind: str
+  script: str
+  facts: Facts
+
+@dataclass
+class Posed:
+  """A call while it is drawn. `arrays` are the inputs by name, as (B, H, S, D), `outside` makes tensors of them, `inside` the views of these that the
+  call gets; `restored` says how a result comes back to the shape of the oracle."""
+  rng: random.Random
+  on: str
+  backward: bool
+  kind: str = ""
+  dtype: str = "float16"
+  out_dtype: str = "float16"
+  layout: str = "bhsd"
+  B: int = 1
+  H: int = 1
+  Hkv: int = 1
+  Sq: int = 1
+  Sk: int = 1
+  D: int = 8
+  Dv: int = 8
+  turns: int = 1
+  jit: bool = False
+  options: dict[str, str] = field(default_factory=dict)
+  facts: dict[str, Any] = field(default_factory=dict)
+  types: dict[str, str] = field(default_factory=dict)
+  settings: dict[str, Any] = field(default_factory=dict)
+  arrays: dict[str, str] = field(default_factory=dict)
+  outside: dict[str, str] = field(default_factory=dict)
+  before: list[str] = field(default_factory=list)       # in the script, of all turns
+  each: list[str] = field(default_factory=list)         # of a turn, before its tensors are made
+  inside: list[str] = field(default_factory=list)
+  after: list[str] = field(default_factory=list)        # of a turn, when results are there
+  restored: dict[str, str] = field(default_factory=dict)
+  wanted: tuple[str, ...] = ()
+  device_count: int = 1
+
+  # ***** what chance says *****
+
+  def chance(self, p:float) -> bool: return self.rng.random() < p
+  def one(self, *of:Any) -> Any: return self.rng.choice(of)
+  @property
+  def device(self) -> str: return MACHINE.get(self.on, "EMU")
+  @property
+  def devices(self) -> tuple[str, ...]: return tuple(f"{self.device}:{i}" for i in range(self.device_count))
+  @property
+  def plain_uops(self) -> bool: return self.on in MACHINE or self.on in ("gfx1030", "gfx1010") or self.dtype == "float32"
+  def width(self) -> int:
+    at = self.rng.random()
+    if at < .5: return 8*self.rng.randint(1, 8)
+    if at < .75: return self.rng.randint(1, 64)
+    if at < .9: return self.rng.randint(65, 128)
+    return self.rng.randint(129, 256) if at < .98 else self.rng.randint(257, 512)
+  def length(self) -> int: return self.one(*LENGTHS)
+
+  def sizes(self) -> None:
+    """Of the problem, and its types. Long rows and sequences make room for each other."""
+    self.dtype = self.one("float16", "float16", "float16", "bfloat16", "bfloat16", "float32")
+    self.out_dtype = self.dtype if self.chance(.75) else self.one("float16", "bfloat16", "float32")
+    self.B, self.Hkv = self.one(1, 1, 2, 3), self.one(1, 1, 2, 3)
+    self.H = self.Hkv*self.one(1, 1, 1, 2, 3, 4, 8)
+    self.Sq, self.Sk, self.D = self.length(), self.length(), self.width()
+    if self.chance(.3): self.Sq = self.Sk
+    self.Dv = self.D if self.chance(.75) else self.width()
+
+  def held_to_work(self) -> None:
+    """Long sequences become shorter, and then wide rows narrower, until there is no more to compute than takes a second."""
+    most = WORK["tiled" if self.plain_uops and self.on not in MACHINE else ""]/(2.5 if self.backward else 1)
+    def work() -> int: return self.B*self.H*(self.Sq + 32)*(self.Sk + 32)*(self.D + self.Dv)
+    while work() > most and (longest := max(self.Sq, self.Sk)) > 8: self.Sq, self.Sk = (-(-n//2) if n == longest else n for n in (self.Sq, self.Sk))
+    while work() > most and max(self.D, self.Dv) > 16: self.D, self.Dv = -(-self.D//2), -(-self.Dv//2)
+
+  # ***** inputs *****
+
+  def values(self, name:str, kind:str, shape:tuple[int, ...]|str, dtype:str, same:int|None=None) -> None:
+    """An input of this kind, another one in each turn of a TinyJit."""
+    seed = f"{self.rng.randrange(10**6)}" + (" + turn" if self.turns > 1 else "")
+    self.arrays[name] = f"values({kind!r}, {shape}, {dtype!r}, {seed}{f', same={same}' if same is not None else ''})"
+
+  def profile(self) -> dict[str, str]:
+    """Of what kind q, k and v are. What has NaN or inf in v goes without masks: docs/attention.md says how far it reaches."""
+    hard = [{"q": "positive", "k": "rising"}, {"q": "positive", "k": "falling"}, {"q": "large"}, {"k": "large"}, {"v": "large"}, {"k": "huge"},
+            {"q": "constant", "k": "constant"}, {"k": "zero"}, {"q": "small", "v": "small"}, {"v": "constant"}]
+    odd = [{"q": "nan"}, {"k": "nan"}, {"q": "positive", "k": "-inf"}, {"q": "positive", "k": "inf"}]
+    if self.chance(.6): return {}
+    return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
+
+  def inputs(self, may_be_same:bool=False) -> None:
+    """q, k and v; perhaps all batches, or all heads, of k and v are `same`, and views of one."""
+    kinds, shapes = self.profile(), {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D),
+                                     "v": (self.B, self.Hkv, self.Sk, self.Dv)}
+    same = self.one(0, 1) if may_be_same and self.chance(.08) else None
+    for name, shape in shapes.items():
+      if name == "v" and self.facts.get("v_dim"): self.arrays["v"] = f"x['k'][..., :{self.facts['v_dim']}]"
+      else: self.values(name, kinds.get(name, "normal"), shape, self.dtype, same if name != "q" else None)
+    if same is not None: self.settings["same"] = same
+
+  def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
+
+  def steps(self, name:str, shape:tuple[int, ...], dtype:str) -> list[tuple[Any, ...]]:
+    """A view, as steps from a base: the last one first, for each is chosen by the shape that it leads to."""
+    found: list[tuple[Any, ...]] = []
+    if (same := self.settings.get("same")) is not None and name in "kv" and self.layout == "bhsd":
+      found.append(("expand", same, shape[same]))
+      shape = tuple(1 if i == same else n for i, n in enumerate(shape))
+    for _ in range(self.one(0, 0, 0, 1, 1, 2, 3)):
+      axis = self.rng.randrange(len(shape))
+      match self.one("permute", "flip", "shrink", "stride", "reshape", "computed", "cast"):
+        case "permute":
+          axes = self.rng.sample(range(len(shape)), len(shape))
+          found.append(("permute", *axes))
+          shape = tuple(shape[axes.index(i)] for i in range(len(shape)))
+        case "flip": found.append(("flip", axis))
+        case "shrink":
+          some = self.rng.randint(0, 3), self.rng.randint(0, 3)
+          found.append(("shrink", axis, *some))
+          shape = tuple(n + sum(some) if i == axis else n for i, n in enumerate(shape))
+        case "stride":
+          found.append(("stride", axis, n := self.one(2, 3)))
+          shape = tuple(size*n if i == axis else size for i, size in enumerate(shape))
+        case "reshape" if len(shape) > 1:
+          flat = (*shape[:-2], shape[-2]*shape[-1])
+          found.append(("reshape", flat, shape))
+          shape = flat
+        case "computed": found.append(("computed",))
+        case "cast": found.append(("cast", dtype))
+    return found[::-1]
+
+  def shape_in(self, layout:str, h:int, s:int, d:int) -> tuple[int, ...]:
+    sizes = {"b": self.B, "h": self.B*h if layout == "nsd" else h, "s": s, "d": d}
+    return tuple(sizes[axis] for axis in AXES[layout])
+
+  def place(self, name:str, text:str, dtype:str, shape:tuple[int, ...], views:bool=True, after:str="") -> None:
+    """A tensor of an array, given by its text; `after` is what becomes of it before the call has it, a shard say."""
+    steps = ", ".join(map(repr, self.steps(name, shape, dtype))) if views else ""
+    realized = ".realize()" if self.jit or self.chance(.3) else ""
+    made = f"tensor(base({text}, {steps}), {dtype!r}, {self.device!r})" if steps else f"tensor({text}, {dtype!r}, {self.device!r})"
+    if not steps: self.outside[name] = f"{made}{after}{realized}"
+    elif after: self.outside[name] = f"view({made}, {steps}){after}{realized}"
+    else:
+      self.outside[name] = made + realized
+      self.inside.append(f"{name} = view({name}, {steps})")
+
+  def tensor(self, text:str) -> str:
+    """A tensor of the problem's type, in memory."""
+    return f"tensor({text}, {self.dtype!r}, {self.device!r}).realize()"
+
+  def three(self, views:bool=True) -> None:
+    """q, k and v in the layout."""
+    for name, h, s, d in (("q", self.H, self.Sq, self.D), ("k", self.Hkv, self.Sk, self.D), ("v", self.Hkv, self.Sk, self.Dv)):
+      if name == "v" and self.facts.get("v_dim"): continue
+      self.place(name, f"arrange(x[{name!r}], {self.layout!r})", self.dtype, self.shape_in(self.layout, h, s, d), views)
+
+  # ***** options *****
+
+  def masks(self) -> None:
+    causal = self.one("True", "True", "'bottom-right'", "'top-left'") if self.chance(.5) else ""
+    left, right = -1, -1
+    if self.chance(.25): left = self.rng.randint(0, max(self.Sk, 2))
+    if causal: right = self.one(-1, 0) if left >= 0 else -1
+    elif self.chance(.2): right = self.rng.randint(0, max(self.Sk//2, 2))
+    if causal: self.options["causal"] = causal
+    if (left, right) != (-1, -1): self.options["window"] = f"({left}, {right})"
+    self.facts["window"], self.facts["top_left"] = (left, 0) if causal else (left, right), causal == "'top-left'"
+    if self.chance(.2): self.options["softmax_scale"] = repr(self.facts.setdefault("scale", self.one(0.05, 0.3, 0.7, 1.0)))
+    if self.chance(.15): self.options["softcap"] = repr(self.facts.setdefault("softcap", self.one(0.5, 2.0, 15.0, 50.0)))
+
+  def extra(self, name:str, shape:tuple[int, ...], kind:str, dtype:str="float32") -> None:
+    self.values(name, kind, shape, dtype)
+    self.types[name] = dtype
+    self.place(name, f"x[{name!r}]", dtype, shape, views=name == "bias" and self.device_count == 1 and self.chance(.4))
+    self.options[name] = name
+
+  def integers(self, name:str, *of:Any, kind:str="int32") -> None:
+    self.arrays[name] = f"integers(np.{kind}, {', '.join(map(str, of))})"
+    self.outside[name] = f"Tensor(x[{name!r}], device={self.device!r})" + (".realize()" if self.jit else "")
+    self.options[name] = name
+
+  def slopes(self) -> None:
+    if not self.chance(.15): return
+    shape = (self.B, self.H) if self.chance(.3) else (self.H,)
+    self.extra("alibi_slopes", shape, self.one("positive", "small"), self.one("float32", "float32", "float16"))
+  def sinks(self) -> None:
+    if self.chance(.15): self.extra("sinks", (self.H,), "normal", self.one("float32", "float32", "bfloat16"))
+  def bias(self, p:float=.2) -> None:
+    if not self.chance(p): return
+    shape = tuple(n if self.chance(.6) else 1 for n in (self.B, self.H, self.Sq, self.Sk))
+    while len(shape) > 1 and shape[0] == 1 and self.chance(.4): shape = shape[1:]
+    dtype = self.one("float32", self.dtype, "float16", "bfloat16")
+    self.extra("bias", shape, "normal" if self.chance(.5) else self.one("masked", "blind", "lowest", "-10000"), dtype)
+  def dropout(self, p:float=.1) -> None:
+    if not self.chance(p): return
+    self.facts["dropout_p"] = self.one(0.1, 0.5, 0.9)
+    self.options["dropout_p"] = repr(self.facts["dropout_p"])
+    self.integers("dropout_seed", *(self.rng.randrange(2**32) for _ in range(2)), kind="uint32")
+  def splits(self) -> None:
+    if self.chance(.15): self.options["num_splits"] = repr(self.one(1, 2, 3, 7))
+    elif self.chance(.06): self.options["batch_invariant"] = "True"
+
+  def score_options(self) -> None:
+    for option in (self.masks, self.slopes, self.sinks, self.bias, self.dropout): option()
+
+  # ***** the call *****
+
+  def call(self, text:str, lse:bool|None=None, shape_of_o:tuple[int, ...]|None=None, between:str="") -> None:
+    """The call, text with {options} in it, and what is asked for: o, lse or both, or gradients through them."""
+    lse = self.chance(.5) if lse is None else lse
+    if self.backward: return self.gradients(text, lse, between)
+    self.inside.append(f"{'o, lse' if lse else 'o'} = " + text)
+    if between: self.inside.append(between)
+    self.wanted = ("o", "lse") if lse else ("o",)
+    self.returns("{" + ", ".join(f"{name!r}: {name}" for name in self.wanted) + "}")
+    rows = (1 if self.layout == "thd" else self.B, self.H, self.Sq)
+    self.restored.setdefault("o", f"restore(found['o'], {self.layout!r}, {(*rows, self.Dv)})")
+    if lse: self.restored.setdefault("lse", f"found['lse'].reshape({rows})")
+
+  def returns(self, text:str) -> None:
+    if self.jit: self.inside += [f"results = {text}", "Tensor.realize(*results.values())", "return results"]
+    else: self.inside.append(f"return {text}")
+
+  def gradients(self, text:str, lse:bool, between:str="") -> None:
+    through = self.one(("o",), ("o", "lse"), ("lse",)) if lse else ("o",)
+    self.inside.append(f"{'o, lse' if lse else 'o'} = " + text)
+    if between: self.inside.append(between)
+    batch, terms = 1 if self.layout == "thd" else self.B, []
+    if "o" in through:
+      self.values("do", self.one("normal", "normal", "large"), (batch, self.H, self.Sq, self.Dv), self.out_dtype)
+      self.outside["do"] = f"tensor(arrange(x['do'], {self.layout!r}), {self.out_dtype!r}, {self.device!r})" + self.of_shards("do")
+      terms.append("(o*do).float().sum()")
+    if "lse" in through:
+      self.values("dlse", "normal", (batch, self.H, self.Sq), "float32")
+      shape = {"nsd": (self.B*self.H, self.Sq), "thd": (self.H, self.Sq)}.get(self.layout, (self.B, self.H, self.Sq))
+      self.outside["dlse"] = f"tensor(x['dlse'].reshape({shape}), 'float32', {self.device!r})" + self.of_shards("dlse")
+      terms.append("(lse.isinf().where(0.0, lse)*dlse).sum()")
+    if self.jit:
+      for name in ("do", "dlse"):
+        if name in self.outside: self.outside[name] += ".realize()"
+    self.inside.append(f"loss = {' + '.join(terms)}")
+    may_be_read = self.settings.get("TRAINING") and "out" not in self.options and self.kind not in ("custom", "shards")     # docs/attention.md
+    if may_be_read and not self.jit and self.chance(.3): self.inside.append("loss.item()")
+    there = [name for name in ("q", "k", "v", "bias", "sinks", "alibi_slopes") if name in self.outside]
+    self.wanted = tuple(there if self.chance(.6) else [name for name in there if self.chance(.5)] or there[:1])
+    names = ", ".join(self.wanted)
+    self.inside.append(f"gradients = dict(zip({self.wanted!r}, loss.gradient({names})))")
+    self.returns("gradients")
+    for name, h, s, d in (("q", self.H, self.Sq, self.D), ("k", self.Hkv, self.Sk, self.D), ("v", self.Hkv, self.Sk, self.Dv)):
+      if name in self.wanted: self.restored.setdefault(name, f"restore(found[{name!r}], {self.layout!r}, {(batch, h, s, d)})")
+
+  def of_shards(self, name:str) -> str: return self.settings.get("shards", {}).get(name, "")
+
+  def attention(self, more:str="") -> str:
+    """The text of a call of attn.attention, with all options."""
+    options = "".join(f", {name}={value}" for name, value in self.options.items())
+    return f"attn.attention(q, k, {'None' if self.facts.get('v_dim') else 'v'}{options}{more})"
+
+  def common(self, lse:bool|None=None, between:str="") -> None:
+    """A call of attn.attention as it is posed."""
+    if self.layout != "bhsd": self.options["layout"] = repr(self.layout)
+    if self.out_dtype != self.dtype: self.options["out_dtype"] = self.one(repr(self.out_dtype), f"DTYPES[{self.out_dtype!r}]")
+    lse = self.chance(.5) if lse is None else lse
+    if lse: self.options["return_lse"] = "True"
+    self.call(self.attention(), lse, between=between)
+
+  # ***** kinds of calls *****
+
+  def dense(self) -> None:
+    self.layout = self.one("bhsd", "bhsd", "bshd", "nsd")
+    if self.layout == "nsd": self.B = 1
+    self.held_to_work()
+    self.inputs(may_be_same=not self.backward)
+    self.three()
+    self.score_options()
+    self.splits()
+    if self.chance(.05) and self.turns == 1:
+      shape = self.shape_in(self.layout, self.H, self.Sq, self.Dv)
+      self.outside["out"] = f"Tensor.empty(*{shape}, dtype=DTYPES[{self.out_dtype!r}], device={self.device!r}).realize()"
+      self.options["out"] = "out"
+    self.common()
+
+  def lengths(self) -> None:
+    """kv_lengths as a tensor, a number or a Variable, and kv_starts."""
+    self.layout = self.one("bhsd", "bshd")
+    self.held_to_work()
+    self.inputs()
+    self.three()
+    if self.chance(.7): ends = [self.rng.randint(0, self.Sk) for _ in range(self.B)]
+    else: ends = [self.rng.randint(0, self.Sk)]*self.B
+    form = self.one("tensor", "tensor", "int", "variable")
+    if form == "tensor": self.integers("kv_lengths", *ends)
+    else:
+      ends = ends[:1]*self.B
+      self.arrays["kv_lengths"] = f"integers(np.int32, {', '.join(map(str, ends))})"
+      if form == "int": self.options["kv_lengths"] = str(ends[0])
+      elif self.turns > 1:
+        self.each.append(f"n = {tuple(self.rng.randint(0, self.Sk) for _ in range(self.turns))}[turn]")
+        self.arrays["kv_lengths"] = f"integers(np.int32, *[n]*{self.B})"
+        self.outside["n"], self.options["kv_lengths"] = f"Variable('n', 0, {self.Sk}).bind(n)", "n"
+      else: self.outside["n"], self.options["kv_lengths"] = f"Variable('n', 0, {self.Sk}).bind({ends[0]})", "n"
+    for option in (self.masks, self.slopes, self.sinks): option()
+    if form == "tensor" and self.chance(.4): self.integers("kv_starts", *(self.rng.randint(0, n) for n in ends))
+    else: self.bias()
+    self.dropout()
+    self.splits()
+    if not self.backward: self.poison()
+    self.common()
+
+  def poison(self) -> None:
+    """What lies beyond a length, or before a start, is NaN and has no effect."""
+    for name in ("k", "v"):
+      if name == "v" and self.facts.get("v_dim"): continue
+      self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")
+
+  def ends(self, count:int, total:int) -> list[int]:
+    """The rows at which so many sequences begin, and the last one ends: empty ones, and rows of none, now and then."""
+    inner = sorted(self.rng.randint(0, total) for _ in range(count - 1))
+    first, last = (0, total) if self.chance(.7) else (min(2, total), max(total - 3, min(2, total)))
+    return [first, *(min(max(n, first), last) for n in inner), last]
+
+  def packed(self) -> None:
+    self.layout, self.B = "thd", 1
+    count = self.one(1, 2, 3, 5)
+    self.held_to_work()
+    self.inputs()
+    self.three()
+    q_ends, k_ends = self.ends(count, self.Sq), self.ends(count, self.Sk)
+    if self.Sq == self.Sk and self.chance(.6): k_ends = q_ends
+    self.integers("cu_seqlens_q", *q_ends)
+    self.integers("cu_seqlens_k", *k_ends)
+    for name, ends in (("max_seqlen_q", q_ends), ("max_seqlen_k", k_ends)):
+      if self.chance(.5): self.options[name] = str(longest(ends) + self.one(0, 0, 7))
+    self.masks()
+    if self.chance(.15): self.extra("alibi_slopes", (count, self.H) if self.chance(.4) else (self.H,), "positive")
+    self.sinks()
+    self.dropout()
+    self.splits()
+    self.common()
+
+  def latent(self) -> None:
+    """V is the first columns of K, as of MLA."""
+    self.layout = self.one("bhsd", "bshd", "bhsd")
+    if self.chance(.15) and not self.backward: self.B, self.Hkv, self.H, self.D, self.Dv, self.Sq, self.Sk = 1, 1, 16, 576, 512, self.one(1, 2), 40
+    else: self.Dv = self.rng.randint(1, self.D)
+    self.held_to_work()
+    self.Dv = min(self.Dv, self.D)
+    self.facts["v_dim"] = self.Dv
+    self.options["v_dim"] = str(self.Dv)
+    self.inputs()
+    self.three()
+    self.masks()
+    self.sinks()
+    if self.chance(.4): self.integers("kv_lengths", *(self.rng.randint(0, self.Sk) for _ in range(self.B)))
+    self.splits()
+    self.common()
+
+  def flash(self) -> None:
+    """FlashAttention's names, of whole and of packed sequences, q, k and v apart and in one tensor."""
+    self.out_dtype = self.dtype
+    form, varlen = self.one("", "kv", "qkv"), self.chance(.5)
+    if form: self.Dv = self.D
+    if form == "qkv": self.Hkv, self.Sk = self.H, self.Sq
+    self.layout = "thd" if varlen else "bshd"
+    if varlen: self.B = 1
+    self.held_to_work()
+    if form == "qkv": self.Sk = self.Sq = min(self.Sq, self.Sk)
+    self.inputs()
+    self.three()
+    self.masks()
+    if self.facts["top_left"]: self.options["causal"], self.facts["top_left"] = "True", False
+    if self.options.get("causal") == "'bottom-right'": self.options["causal"] = "True"
+    if "window" in self.options: self.options["window_size"] = self.options.pop("window")
+    sequences = ""
+    if varlen:
+      count = self.one(1, 2, 4)
+      ends = self.ends(count, self.Sq), self.ends(count, self.Sk)
+      if form == "qkv": ends = ends[0], ends[0]
+      for name, of in zip(("cu_seqlens_q", "cu_seqlens_k"), ends): self.integers(name, *of)
+      sequences = f"cu_seqlens_q, {longest(ends[0])}, "
+      if form != "qkv": sequences = f"cu_seqlens_q, cu_seqlens_k, {longest(ends[0])}, {longest(ends[1])}, "
+      for name in ("cu_seqlens_q", "cu_seqlens_k"): self.options.pop(name)
+      if form == "qkv": self.outside.pop("cu_seqlens_k")
+    if self.chance(.2): self.extra("alibi_slopes", (self.H,), "positive")
+    lse = self.chance(.5)
+    if lse: self.options["return_attn_probs"] = "True"
+    axis, names = -3, {"": "q, k, v", "kv": f"q, Tensor.stack(k, v, dim={-3})", "qkv": f"Tensor.stack(q, k, v, dim={-3})"}[form]
+    if form: names = names.replace(f"dim={axis}", f"dim={1 if varlen else 2}")
+    options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+    function = f"flash_attn.flash_attn_{'varlen_' if varlen else ''}{form + 'packed_' if form else ''}func"
+    self.call(f"{function}({names}, {sequences}{options})".replace(", )", ")") + ("[:2]" if lse else ""), lse)
+
+  def sdpa(self) -> None:
+    """Of tinygrad's arguments, by itself or installed in place of tinygrad's own."""
+    self.out_dtype = self.dtype
+    self.held_to_work()
+    self.inputs()
+    self.three()
+    options = {}
+    if self.Hkv < self.H: options["enable_gqa"] = "True"
+    if self.chance(.4): options["is_causal"], self.facts["window"], self.facts["top_left"] = "True", (-1, 0), True
+    elif self.chance(.5):
+      shape = tuple(n if self.chance(.7) else 1 for n in (self.B, self.H, self.Sq, self.Sk))
+      self.extra("bias", shape, self.one("normal", "masked", "blind", "lowest", "-10000"), self.one("float32", self.dtype))
+      options["attn_mask"] = "bias"
+      if not self.backward and self.chance(.3):
+        self.arrays["bias"] = self.arrays["bias"].replace("values(", "bools(values(") + ")"
+        self.outside["bias"] = f"Tensor(x['bias'] == 0, device={self.device!r})" + (".realize()" if self.jit else "")
+    scale = self.chance(.2)
+    if scale: options["scale"] = repr(self.facts.setdefault("scale", 0.3))
+    given = "".join(f", {name}={value}" for name, value in options.items())
+    if self.chance(.5): self.call(f"attn.scaled_dot_product_attention(q, k, v{given})", False)
+    else: self.call(f"by_attn(q, k, v{given})", False)
+
+  def custom(self) -> None:
+    """A kernel for Tensor.custom_kernel."""
+    self.layout = self.one("bhsd", "bshd", "nsd")
+    if self.layout == "nsd": self.B = 1
+    self.held_to_work()
+    self.inputs()
+    self.three(views=False)
+    self.masks()
+    lse, names = self.chance(.5), []
+    if self.chance(.2): self.extra("alibi_slopes", (self.H,), "positive")
+    if self.chance(.2):
+      self.extra("bias", tuple(n if self.chance(.6) else 1 for n in (self.B, self.H, self.Sq, self.Sk)), "normal", self.dtype)
+    if self.chance(.2): self.extra("sinks", (self.H,), "normal")
+    if self.chance(.2) and self.layout != "nsd": self.integers("kv_lengths", *(self.rng.randint(0, self.Sk) for _ in range(self.B)))
+    names = [name for name in ("alibi_slopes", "bias", "sinks", "kv_lengths") if name in self.options]
+    for name in names: self.options.pop(name)
+    if self.layout != "bhsd": self.options["layout"] = repr(self.layout)
+    if lse: self.options["return_lse"] = "True"
+    rows = (self.B*self.H, self.Sq) if self.layout == "nsd" else (self.B, self.H, self.Sq)
+    outs = f"Tensor.empty(*{self.shape_in(self.layout, self.H, self.Sq, self.Dv)}, dtype=DTYPES[{self.out_dtype!r}], device={self.device!r})"
+    if lse: outs += f", Tensor.empty(*{rows}, dtype=dtypes.float, device={self.device!r})"
+    options = "".join(f"{name}={value}, " for name, value in self.options.items()) + f"extras={tuple(names)!r}"
+    given = ", ".join(("q", "k", "v", *names))
+    self.call(f"Tensor.custom_kernel({outs}, {given}, fxn=attn.flash_attention_fn({options})){'[:2]' if lse else '[0]'}", lse)
+
+  # ***** several devices *****
+
+  def shards(self) -> None:
+    """Batch, heads, rows or keys over several devices, or all on each."""
+    self.device_count = n = self.one(*COUNTS)
+    shared = self.one("batch", "heads", "rows", "rows", "rows", "keys", "keys", "none", "one head")
+    self.layout = self.one("bhsd", "bhsd", "bshd") if shared in ("batch", "none") else self.one("bhsd", "bshd", "nsd")
+    if self.layout == "nsd": self.B = 1
+    if shared == "batch": self.B = n
+    if shared == "heads":
+      self.Hkv = n
+      self.H = n*self.one(1, 1, 2)
+    if shared == "one head":
+      self.Hkv, self.H = 1, n*self.one(1, 2)
+      if self.layout == "nsd": self.layout = "bshd"
+    if n > 3 and self.B*self.H > 8 and shared in ("rows", "keys", "none"): self.B, self.H, self.Hkv = 1, 2, self.one(1, 2)
+    if shared in ("rows", "keys"): self.Sq, self.Sk = min(self.Sq, 130), min(self.Sk, 130)
+    self.held_to_work()
+    self.inputs()
+    at, axes = self.devices, AXES[self.layout]
+    order = self.one("zigzag", "contiguous")
+    b, h, s = ({"b": axes.find("b"), "h": axes.find("h"), "s": axes.find("s")}[x] for x in "bhs")
+    of_shards = {"batch": dict.fromkeys("qkv", b), "heads": dict.fromkeys("qkv", h), "one head": {"q": h, "k": None, "v": None}}.get(shared)
+    for name, heads, rows, d in (("q", self.H, self.Sq, self.D), ("k", self.Hkv, self.Sk, self.D), ("v", self.Hkv, self.Sk, self.Dv)):
+      if shared == "rows" or (shared == "keys" and name != "q"): after = f"; attn.shard_sequence({at}, {s}, {order!r})"
+      else: after = f".shard({at}, {None if of_shards is None else of_shards[name]})"
+      shape = self.shape_in(self.layout, heads, rows, d)
+      if after.startswith(";"): self.dealt(name, f"arrange(x[{name!r}], {self.layout!r})", self.dtype, shape, s, order)
+      else: self.place(name, f"arrange(x[{name!r}], {self.layout!r})", self.dtype, shape, after=after)
+    self.masks()
+    before = set(self.outside)
+    self.slopes()
+    self.sinks()
+    self.bias(.15)
+    if shared in ("batch", "heads", "one head", "none"): self.dropout()
+    if shared in ("batch", "none") and self.chance(.2): self.integers("kv_lengths", *(self.rng.randint(0, self.Sk) for _ in range(self.B)))
+    for name in [x for x in self.outside if x not in before]:       # on each device, or left on the first for attention to place
+      if self.chance(.6): self.outside[name] += f".shard({at})"
+    if shared in ("rows", "keys"):
+      self.options["sequence_order"] = repr(order)
+      self.options["sequence_lengths"] = f"({self.Sq}, {self.Sk})"
+    if self.chance(.15) and shared != "rows": self.options["num_splits"] = repr(self.one(1, 2))
+    lse_axes = "hs" if self.layout == "nsd" else "bhs"
+    back = ""
+    if shared == "rows":
+      self.settings["shards"] = {}
+      back = f"o = attn.unshard_sequence(o, {s}, {self.Sq}, {order!r})"
+      self.settings["lse back"] = f"lse = attn.unshard_sequence(lse, {lse_axes.find('s')}, {self.Sq}, {order!r})"
+    else:
+      of_o = None if of_shards is None else of_shards["q"]
+      of_lse = None if of_o is None else lse_axes.find(axes[of_o])
+      self.settings["shards"] = {"do": f".shard({at}, {of_o})", "dlse": f".shard({at}, {of_lse})"}
+    lse = self.chance(.5)
+    if lse and "lse back" in self.settings: back += "; " + self.settings["lse back"]
+    self.common(lse, back)
+
+  def dealt(self, name:str, text:str, dtype:str, shape:tuple[int, ...], axis:int, order:str) -> None:
+    """A tensor whose rows devices share, dealt out before the call, or within it, where a gradient goes back to the whole."""
+    if self.jit or (not self.backward and self.chance(.5)):
+      self.outside[name] = f"attn.shard_sequence(tensor({text}, {dtype!r}, {self.device!r}), {self.devices}, {axis}, {order!r}).realize()"
+      if self.backward:
+        rows = self.Sq if name == "q" else self.Sk
+        self.restored[name] = f"restore(found[{name!r}], {self.layout!r}, {(self.B, *self.sizes_of(name))})"
+        self.settings.setdefault("gather", {})[name] = f"attn.unshard_sequence(gradients[{name!r}], {axis}, {rows}, {order!r})"
+    else:
+      self.place(name, text, dtype, shape)
+      self.inside.append(f"dealt_{name} = attn.shard_sequence({name}, {self.devices}, {axis}, {order!r})")
+      self.settings.setdefault("dealt", []).append(name)
+
+  def sizes_of(self, name:str) -> tuple[int, int, int]:
+    return {"q": (self.H, self.Sq, self.D), "k": (self.Hkv, self.Sk, self.D), "v": (self.Hkv, self.Sk, self.Dv)}[name]
+
+  # ***** caches *****
+
+  def cache(self) -> None:
+    """Rows appended in several steps, and attended to: whole caches and pages, by each of the functions for it."""
+    self.out_dtype = self.dtype
+    paged, form = self.chance(.45), self.one("kv_cache", "append", "flash")
+    self.layout = "bshd" if form == "flash" else self.one("bhsd", "bshd")
+    self.turns, self.jit = self.one(1, 2, 3, 4), self.chance(.4)
+    if self.jit: self.turns = 4
+    each = [self.one(1, 1, 2, 5)]*4 if self.jit else [self.one(1, 1, 3, 7, 20) for _ in range(4)]
+    begin = [self.rng.randint(0, 70) for _ in range(self.B)]
+    lengths = self.one("tensor", "tensor", "int", "variable") if not self.jit else self.one("tensor", "variable")
+    if lengths != "tensor": begin = begin[:1]*self.B
+    self.Sq = max(each)
+    capacity = self.Sk = max(begin) + sum(each[:self.turns]) + self.one(0, 1, 9, 60)
+    size = self.one(1, 3, 7, 8, 16, 32, 64)
+    if paged: capacity = self.Sk = -(-capacity//size)*size
+    sizes = (self.B, self.Hkv, capacity)
+    self.before += [f"rows = {{'k': values('normal', {(*sizes, self.D)}, {self.dtype!r}, {self.rng.randrange(10**6)}), "
+                    f"'v': values('normal', {(*sizes, self.Dv)}, {self.dtype!r}, {self.rng.randrange(10**6)})}}",
+                    f"begin, each, counted = np.array({begin}, np.int32), {each[:self.turns]}, 0",
+                    "filled = {name: until(a, begin) for name, a in rows.items()}"]
+    if paged:
+      most, count = capacity//size, self.B*(capacity//size) + self.one(0, 3)
+      table = self.rng.sample(range(count), self.B*most)
+      self.before += [f"table = np.array({table}, np.int32).reshape({self.B}, {most})",
+                      f"k_cache, v_cache = ({self.tensor(f'paged(filled[n], table, {size}, {count})')} for n in 'kv')",
+                      f"block_table = Tensor(table, device={self.device!r}).realize()"]
+      self.options["block_table"] = "block_table"
+    elif self.Dv == self.D and self.chance(.4):
+      both = self.tensor(f"np.stack([arrange(filled[n], {self.layout!r}) for n in 'kv'], 1)")
+      self.before += [f"both = {both}", "k_cache, v_cache = both[:, 0], both[:, 1]"]
+    else: self.before.append(f"k_cache, v_cache = ({self.tensor(f'arrange(filled[n], {self.layout!r})')} for n in 'kv')")
+    self.masks()
+    if form == "flash": self.facts["top_left"] = False
+    self.slopes()
+    if form != "flash": self.sinks()
+    self.splits()
+    if form == "flash": self.options.pop("batch_invariant", None)
+    self.each += ["at, new = begin + counted, each[turn]", "counted += new"]
+    self.values("q", self.one("normal", "normal", "large"), f"({self.B}, {self.H}, new, {self.D})", self.dtype)
+    self.arrays |= {"k": "rows['k']", "v": "rows['v']", "kv_lengths": "at + new"}
+    for name in "kv": self.outside[f"{name}_new"] = self.tensor(f"arrange(rows_of_steps(rows[{name!r}], at, new), {self.layout!r})")
+    self.outside["q"] = self.tensor(f"arrange(x['q'], {self.layout!r})")
+    self.outside["n"] = {"tensor": f"Tensor(at, device={self.device!r}).realize()", "int": "int(at[0])",
+                         "variable": f"Variable('n', 0, {capacity}).bind(int(at[0]))"}[lengths]
+    lse = self.chance(.5)
+    def options(**renamed:str) -> str: return "".join(f", {renamed.get(name, name)}={value}" for name, value in self.options.items())
+    if form == "flash":
+      if "causal" in self.options: self.options["causal"] = "True"
+      text = (f"flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k_new, v_new, cache_seqlens=n{options(window='window_size')}"
+              + (", return_softmax_lse=True)[:2]" if lse else ")"))
+    else:
+      self.options["layout"] = repr(self.layout)
+      if lse: self.options["return_lse"] = "True"
+      if form == "append":
+        paging = ", block_table=block_table" if paged else ""
+        self.inside.append(f"n = attn.append_kv(k_new, v_new, k_cache, v_cache, n, layout={self.layout!r}{paging})")
+        text = f"attn.attention(q, k_cache, v_cache, kv_lengths=n{options()})"
+      else:
+        if "causal" not in self.options: self.options["causal"] = "False"
+        text = f"attn.attention_with_kv_cache(q, k_new, v_new, k_cache, v_cache, n{options()})"
+    self.restored = {"o": f"restore(found['o'], {self.layout!r}, ({self.B}, {self.H}, new, {self.Dv}))",
+                     "lse": f"found['lse'].reshape({self.B}, {self.H}, new)"}
+    self.call(text, lse)
+    want = f"paged(until(rows[name], at + new), table, {size}, {count})" if paged else f"arrange(until(rows[name], at + new), {self.layout!r})"
+    self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
+
+  def pages(self) -> None:
+    """Keys in pages, of tables with entries that nobody may read; packed queries, too."""
+    self.layout = self.one("bhsd", "bshd", "nsd", "bhsd")
+    self.held_to_work()
+    size = self.one(1, 3, 7, 8, 16, 20, 32, 64, 128)
+    most = -(-self.Sk//size)
+    self.Sk, count = size*most, self.B*most + self.one(0, 3)
+    self.inputs()
+    ends = [self.rng.randint(0, self.Sk) for _ in range(self.B)]
+    self.before.append(f"table = np.array({self.rng.sample(range(count), self.B*most)}, np.int32).reshape({self.B}, {most})")
+    self.each.append(f"read_table = entries(table, {ends}, {size})")
+    self.place("q", f"arrange(x['q'], {self.layout!r})", self.dtype, self.shape_in(self.layout, self.H, self.Sq, self.D))
+    self.integers("kv_lengths", *ends)
+    for name, d in (("k", self.D), ("v", self.Dv)):
+      self.place(name, f"paged(unseen(x[{name!r}], x), table, {size}, {count})", self.dtype, (count, size, self.Hkv, d))
+    self.outside["block_table"] = f"Tensor(read_table, device={self.device!r}).realize()"
+    self.options["block_table"] = "block_table"
+    self.masks()
+    if self.layout != "nsd":
+      self.slopes()
+      self.sinks()
+    if self.chance(.15) and self.layout != "nsd": self.integers("kv_starts", *(self.rng.randint(0, n) for n in ends))
+    elif self.layout != "nsd": self.bias(.1)
+    self.splits()
+    self.common()
+
+  def sliced(self) -> None:
+    """Slices of a cache as long as a Variable says, as tinygrad's models have them."""
+    self.out_dtype, self.B, self.layout = self.dtype, self.one(1, 1, 2), "bhsd"
+    self.Dv = self.D
+    self.held_to_work()
+    self.Sq = min(self.Sq, self.Sk)
+    causal = self.chance(.6) and self.Sq > 1
+    self.inputs()
+    self.place("q", "x['q']", self.dtype, (self.B, self.H, self.Sq, self.D), views=False)
+    self.outside["cache"] = f"tensor(np.stack([x['k'], x['v']]), {self.dtype!r}, {self.device!r}).realize()"
+    self.each.append(f"n = {tuple(self.rng.randint(0, self.Sk - self.Sq) for _ in range(self.turns))}[turn]")
+    self.arrays["kv_lengths"] = f"integers(np.int32, *[n + {self.Sq}]*{self.B})"
+    self.outside["n"] = f"Variable('n', 0, {max(self.Sk - self.Sq, 1)}).bind(n)"
+    self.inside.append(f"k, v = cache[0, :, :, :n + {self.Sq}], cache[1, :, :, :n + {self.Sq}]")
+    mask = f", Tensor.full((1, 1, {self.Sq}, {self.Sq} + n), -float('inf'), dtype=DTYPES[{self.dtype!r}]).triu(n + 1)" if causal else ""
+    if causal: self.facts["window"] = (-1, 0)
+    self.call(f"by_attn(q, k, v{mask}{', enable_gqa=True' if self.Hkv < self.H else ''})", False)
+
+  # ***** the script *****
+
+  def script(self, seed:int) -> str:
+    device = self.on if self.on in MACHINE else f"EMU::{self.on}"
+    settings = "".join(f", {name}={value!r}" for name, value in self.settings.items() if name.isupper() or name == "kernel")
+    lines = [f"# python test/night.py --seed {seed}", "from night_script import *", "got = []", f"with on({device!r}{settings}):"]
+    dealt = self.settings.get("dealt", [])
+    three = ", ".join(f"dealt_{name}" if name in dealt else name for name in "qkv")
+    inside = [line.replace("attn.attention(q, k, v,", f"attn.attention({three},") for line in self.inside]
+    for name, text in self.settings.get("gather", {}).items():
+      if name in self.wanted: inside.insert(-3 if self.jit else -1, f"gradients[{name!r}] = {text}")
+    order = self.rng.sample(self.wanted, len(self.wanted))
+    lines += [f"  {line}" for line in self.before]
+    lines += [f"  def step({', '.join(self.outside)}):", *(f"    {line}" for line in inside)]
+    if self.jit: lines.append("  step = TinyJit(step)")
+    lines += [f"  for turn in range({self.turns}):", *(f"    {line}" for line in self.each), "    x = {}"]
+    lines += [f"    x[{name!r}] = {text}" for name, text in self.arrays.items()]
+    lines += ["    given = {", *(f"      {name!r}: {text}," for name, text in self.outside.items()), "    }"]
+    lines.append(f"    found = read(step(**given), {tuple(order)!r}, {self.chance(.4)})")
+    lines += [f"    found[{name!r}] = {text}" for name, text in self.restored.items() if name in self.wanted]
+    return "\n".join([*lines, *(f"    {line}" for line in self.after), "    got.append((x, found))"]) + "\n"
+
+KINDS = {   # how often, forward and backward
+  "dense": (30, 36), "lengths": (12, 10), "packed": (12, 14), "pages": (9, 0), "latent": (5, 4), "flash": (8, 8), "sdpa": (7, 8), "cache": (10, 0),
+  "shards": (16, 22), "custom": (4, 4), "sliced": (3, 0)}
+
+def drawn(seed:int, on:str="") -> Call:
+  """The call of a seed, `on` that chip or device instead of the one that the seed says."""
+  rng = random.Random(seed)
+  direction = "backward" if rng.random() < 1/3 else "forward"
+  chosen = rng.choice((*CHIPS, "CPU", "CL"))
+  p = Posed(rng, on or chosen, direction == "backward")
+  several = p.on not in ("CL", "CUDA")     # of which there is one device
+  p.kind, = rng.choices(list(KINDS), [weights[p.backward]*(several or kind != "shards") for kind, weights in KINDS.items()])
+  p.jit = rng.random() < .15
+  p.turns = 3 if p.jit else 1
+  if p.backward: p.settings["TRAINING"] = rng.choice((0, 1))
+  if p.on not in MACHINE: p.settings["NOOPT"] = int(rng.random() < .9)
+  if rng.random() < .04: p.settings["kernel"] = rng.choice((*["backward_three_pass"]*p.backward, "three_pass", "tiled"))
+  p.sizes()
+  getattr(p, p.kind)()
+  scale = p.facts.pop("scale", None) or p.D**-.5
+  facts = Facts(p.dtype, p.out_dtype, scale, p.wanted, types=tuple(p.types.items()), **p.facts)
+  return Call(seed, p.on, direction, p.kind, p.script(seed), facts)
