@@ -89,12 +89,17 @@ def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Back
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
   return choose_backward(of, call.arch, call.choice().kernel)
 
+def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
+  """Of k and v that are pages, the names of those that a kernel cannot read where they lie."""
+  return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
+
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
   """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md). With `backward` it also
   prints what computes the gradients, `backward_choice_of(...)`, and returns that."""
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
   if call.shards is not None: print(f"  {call.shared_rows.told}")
+  for name in copied_pages(call, {"k": k, "v": v}): print(f"  {name} is a view whose rows don't lie a constant stride apart: every call copies it")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
   device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")

@@ -6,7 +6,7 @@ from attn.api.checked_kernel import arch_of, dtype_of, static_shape, whole_buffe
 from attn.api.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.api.dropout import check_seed
 from attn.api.options import AttentionOptions
-from attn.api.pages import check_pages, placement_in_pages, places_in_pages
+from attn.api.pages import check_pages, in_pages, placement_in_pages
 from attn.api.placement import AXES, Placement, local_shape, of_each_device, place, placement_of
 from attn.api.views import places_in_cache
 from attn.chips import Chip, get_chip
@@ -124,7 +124,9 @@ def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:Attentio
     _, _, heads, width = local_shape(t)
     shapes[name] = (int(table.shape[0]), heads, pages.rows, width)
   if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
-  return PlacedInputs(tensors, shapes, types, at, options.layout, pages, (places_in_pages(k), places_in_pages(v)))
+  (k, in_k), (v, in_v) = in_pages(k), in_pages(v)
+  given = {"q": q, "k": k, "v": v}
+  return PlacedInputs({name: given[name] for name in tensors}, shapes, types, at, options.layout, pages, (in_k, in_v))
 
 def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str) -> dict[str, Tensor]:
   """Those that are given, in the order of EXTRAS, each where the inputs need it."""

@@ -8,7 +8,7 @@ from attn.api.placement import AXES, Placement, local_shape
 from attn.api.plain import bhsd, from_bhsd, plain_attention
 from attn.api.views import in_buffer, whole_places
 from attn.problem import LAYOUTS, Pages, Problem, Strided
-from attn.tinygrad_compat import Tensor
+from attn.tinygrad_compat import Tensor, buffer_under
 
 def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
   """The pages that k and v are, (pages, page_size, Hkv, D), and which of them the sequences of q have. `names` are what its caller calls q, k and
@@ -56,10 +56,12 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             f"{names[0]} along its heads with a single key/value head on every device, or all three whole; not layout='nsd', whose "
                             "heads are those of all sequences")
 
-def places_in_pages(t:Tensor) -> Strided:
-  """Where the rows of pages lie, in the buffer that they are a view of or in one of their own."""
-  found = in_buffer(bhsd(t, "bshd")) if isinstance(t.device, str) else None
-  return whole_places(local_shape(t), "bshd") if found is None else found.places
+def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
+  """Pages as kernels read them, and where their rows lie: in the buffer that they are a view of, or in one of their own. Pages that are a view whose
+  rows don't lie in its buffer a constant stride apart, each in one piece, are copied."""
+  if not isinstance(t.device, str): return t, whole_places(local_shape(t), "bshd")
+  if (found := in_buffer(bhsd(t, "bshd"))) is not None: return t, found.places
+  return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
   """`plain_attention` of keys in pages. An entry of the table that is no page gives rows of 0."""
