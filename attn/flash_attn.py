@@ -10,10 +10,10 @@ from typing import Any
 from attn import values
 from attn.api.attention import attend, attention
 from attn.api.cache import attention_with_kv_cache, check_caches
-from attn.api.checked_call import prepare
-from attn.api.checked_kernel import dtype_of, static_shape
+from attn.api.checked_call import lengths, prepare
+from attn.api.checked_kernel import dtype_of, numbers_at_hand, static_shape
 from attn.api.options import AttentionOptions, check_lengths
-from attn.api.placement import place, placement_of
+from attn.api.placement import local_shape, place, placement_of
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 
@@ -135,6 +135,11 @@ def _batches(name:str, cache:Tensor, batch:int) -> Tensor:
   values.tensor(name, cache)
   return cache[:batch] if cache.ndim == 4 and isinstance(cache.shape[0], int) and cache.shape[0] > batch else cache
 
+def check_batches(numbers:Tensor, count:int) -> None:
+  """Raises ValueError for a number that is no batch of the cache, where the host has the numbers at hand."""
+  if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
+    raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
+
 def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|None=None, v:Tensor|None=None, rotary_cos:Tensor|None=None,
                             rotary_sin:Tensor|None=None, cache_seqlens:int|UOp|Tensor|None=None, cache_batch_idx:Tensor|None=None,
                             cache_leftpad:Tensor|None=None, block_table:Tensor|None=None, softmax_scale:float|None=None, causal:bool=False,
@@ -165,6 +170,7 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   options["kv_starts"] = cache_leftpad
   if cache_batch_idx is not None:
     if block_table is not None: raise ValueError("cache_batch_idx with block_table: the table says where the rows of each batch are")
+    check_batches(cache_batch_idx, static_shape("k_cache", k_cache.shape)[0])
     options["block_table"] = cache_batch_idx.reshape(-1, 1)      # a cache is a page for each of its batches
     if cache_seqlens is None: cache_seqlens = int(k_cache.shape[1])
   elif values.tensor_or_none("block_table", block_table) is not None: options["block_table"] = block_table
@@ -175,6 +181,7 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
       _check_positions(rotary_cos, k_cache, options.get("block_table"))
       moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
       of_q = placement_of(q, q, q, "bshd")
+      if isinstance(at, Tensor): lengths(at, local_shape(q)[0], 0, of_q, "cache_seqlens")     # raises where it is no length for each batch
       rotary_cos, rotary_sin = (place(name, t, of_q) for name, t in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)))
       q = _rotary("q", q, rotary_cos, rotary_sin, at, rotary_interleaved, moving)
       k = _rotary("k", k, rotary_cos, rotary_sin, at, rotary_interleaved, True)

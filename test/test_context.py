@@ -528,7 +528,8 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="sequence_order='zigzag' with tensors sharded along batch"):
       attn.attention(batch, batch, batch, sequence_order="zigzag")
     for arguments, text in (((plain, "EMU:0", 4), r"axis=4: must be an axis of x, .*-4\.\.3"),
-                            ((plain, ("EMU:0", "EMU"), 2), "devices=.*different ones"), ((q, "EMU", 2), "x is on .*must be on one device"),
+                            ((plain, ("EMU:0", "EMU"), 2), "devices=.*must be different devices"),
+                            ((plain, ("EMU", "NOSUCH"), 2), "devices='NOSUCH': it does not open"), ((q, "EMU", 2), "x is on .*must be on one device"),
                             ((plain, devices(2), 2, "back"), "order='back'")):
       with pytest.raises(ValueError, match=text): attn.shard_sequence(*arguments)
     for arguments, text in (((q, 1, 2), "axis=1: x is sharded along axis 2"), ((q, 2, 17), r"length=17: must be a number of rows, 1\.\.16"),

@@ -66,6 +66,8 @@ def test_refused():
     q, k = draw(2, 4, 20, 32), draw(2, 2, 40, 32)
     with pytest.raises(ValueError, match=r"dropout_p=1\.5: must be a probability"):
       attn.scaled_dot_product_attention(q, q, q, None, 1.5)
+    with pytest.raises(ValueError, match="attn_mask is on EMU:1 but query on EMU"):
+      attn.scaled_dot_product_attention(q, q, q, Tensor(MASKS["2d"], device="EMU:1"))
     with pytest.raises(RuntimeError, match="attn_mask with is_causal=True"):
       attn.scaled_dot_product_attention(q, q, q, Tensor(MASKS["2d"]), is_causal=True)
     with pytest.raises(ValueError, match=r"key has batch and head dimensions \(2, 2\): must broadcast to \(2, 4\); enable_gqa=True lets"):

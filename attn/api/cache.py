@@ -12,12 +12,12 @@ from attn.api.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunctio
 from attn.api.gradient import no_gradient
 from attn.api.options import AttentionOptions, check_lengths, check_out_dtype, options_of
 from attn.api.pages import check_pages, placement_in_pages
-from attn.api.placement import AXES, Placement, local_shape, place, placement_of
+from attn.api.placement import AXES, Placement, device_names, local_shape, place, placement_of
 from attn.api.plain import bhsd
 from attn.api.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, append
 from attn.problem import LAYOUTS, Pages, Strided
-from attn.tinygrad_compat import Context, DType, Device, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
+from attn.tinygrad_compat import Context, DType, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
 
 OVERLAP = "k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one"
 CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")
@@ -26,6 +26,8 @@ def check_cache_layout(name:str, x:Any) -> str: return values.word(name, x, CACH
 
 Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Variable, or int32 (B)
 
+def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names if len(names) > 1 else names[0]
+
 def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, layout:str="bhsd",
                    device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
   """A cache for `capacity` rows of `width` elements for each batch and key/value head: (k_cache, v_cache) of zeros, in `layout` "bhsd" or "bshd"."""
@@ -33,7 +35,7 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
   batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
                                    for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
   dtype = check_out_dtype("dtype", dtype)
-  if device is not None: device = check_device_name("device", device)
+  if device is not None: device = one_or_several(device_names("device", device))
   shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
   k, v = (Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize() for _ in range(2))
   return k, v
@@ -45,7 +47,7 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
            for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
   dtype = check_out_dtype("dtype", dtype)
-  if device is not None: device = check_device_name("device", device)
+  if device is not None: device = one_or_several(device_names("device", device))
   if isinstance(device, tuple) and Hkv % len(device):
     raise ValueError(f"Hkv={Hkv} on device={device}: must be a multiple of the {len(device)} devices, which share out the heads")
   def zeros(width:int) -> Tensor:
@@ -67,14 +69,6 @@ def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
                      f"{cache.uop.axis}")
   if got[rows] > want[rows]: raise ValueError(f"{name}_new has {got[rows]} rows: {name}_cache holds {want[rows]}")
   return got[rows], want[rows]
-
-def check_device_name(name:str, x:Any) -> str|tuple[str, ...]:
-  """The name of a device that opens, or several."""
-  if isinstance(x, (tuple, list)) and x: return tuple(str(check_device_name(name, part)) for part in x)
-  if not isinstance(x, str) or not x: raise values.wrong(name, x, "the name of a device, or several in a tuple")
-  try: Device[x]
-  except Exception as e: raise ValueError(f"{name}={x!r}: it does not open: {e}") from None   # whatever its absence looks like
-  return x
 
 def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
   """Raises ValueError for caches that don't go with each other or with q."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
-from attn.api.checked_kernel import arch_of, dtype_of, static_shape, whole_buffer
+from attn.api.checked_kernel import arch_of, dtype_of, numbers_at_hand, static_shape, whole_buffer
 from attn.api.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.api.dropout import check_seed
 from attn.api.options import AttentionOptions
@@ -14,7 +14,7 @@ from attn.choose.context import SequenceShards
 from attn.choose.dispatch import Choice, choose
 from attn.compilers.choice import compiled_on
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Pages, Problem, Strided, problem_of
-from attn.tinygrad_compat import Tensor, UOp, capturing, dtypes
+from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
   """Raises ValueError for sequences that don't lie in order within `rows` rows, or are longer than `longest`: where the host can read the numbers at
   no cost, on the emulator. Elsewhere rows beyond are 0."""
-  if not isinstance(cu.device, str) or cu.device.split(":")[0] != "EMU" or not cu.uop.is_realized or capturing: return
-  ends = cu.numpy()
+  if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
     raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")

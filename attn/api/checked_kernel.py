@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+import numpy as np
 from attn import values
 from attn.chips import Chip, get_chip, other_chip
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
 from attn.kept_programs import has_program
 from attn.ops.renderers import adapt
-from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, UOp, compile_at_once, device_of, workgroups_of
+from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, Tensor, UOp, capturing, compile_at_once, device_of, workgroups_of
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
@@ -119,6 +120,12 @@ def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
   if all(isinstance(s, int) for s in shape): return tuple(map(int, shape))
   raise NotImplementedError(f"{name} has the symbolic shape {values.shown_shape(shape)}: shapes must be integers, a variable number of keys is what "
                             "kv_lengths is for")
+
+def numbers_at_hand(t:Tensor) -> np.ndarray|None:
+  """Returns the numbers of a tensor where the host can read them at no cost: of one that is realized on the emulator. None elsewhere, and under
+  TinyJit, whose later calls have others."""
+  there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
+  return t.numpy() if there else None
 
 TENSOR_DTYPES = {"lse": ("float32",), "alibi_slopes": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",),
                  "block_table": ("int32",), "cu_seqlens_q": ("int32",),

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from typing import Any
 from attn import values
-from attn.api.checked_kernel import dtype_of, static_shape
+from attn.api.checked_kernel import static_shape
 from attn.api.placement import Placement
 from attn.ops.dropout import STEPS_OF_P, kept_elements
 from attn.problem import Problem, check_dropout_p
@@ -10,7 +10,7 @@ from attn.tinygrad_compat import Tensor, dtypes
 
 def check_seed(name:str, x:Any) -> Tensor:
   """A seed: uint32 (2). Raises ValueError for another shape and NotImplementedError for another dtype."""
-  dtype_of("dropout_seed", values.tensor(name, x))
+  values.dtype_name(name, values.tensor(name, x).dtype, ("uint32",))
   if (shape := static_shape(name, x.shape)) != (2,): raise ValueError(f"{name} has shape {shape}: must be (2,)")
   return x
 

@@ -1,14 +1,15 @@
 """Keys and values in pages: blocks of rows of which a table says, for each sequence, which ones it has and in what order."""
 from __future__ import annotations
 from dataclasses import replace
+import numpy as np
 from attn import values
-from attn.api.checked_kernel import dtype_of, static_shape
+from attn.api.checked_kernel import dtype_of, numbers_at_hand, static_shape
 from attn.api.options import AttentionOptions
 from attn.api.placement import AXES, Placement, local_shape
 from attn.api.plain import bhsd, from_bhsd, plain_attention
 from attn.api.views import in_buffer, whole_places
 from attn.problem import LAYOUTS, Pages, Problem, Strided
-from attn.tinygrad_compat import Tensor, buffer_under
+from attn.tinygrad_compat import Tensor, UOp, buffer_under
 
 def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
   """The pages that k and v are, (pages, page_size, Hkv, D), and which of them the sequences of q have. `names` are what its caller calls q, k and
@@ -39,7 +40,18 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
     if (given := getattr(options, name)) != default:
       raise ValueError(f"{name}={values.shown(given)} with block_table: a device has all rows of its heads, as many as {lengths_name} says")
   if options.cu_seqlens_k is not None: raise ValueError(f"cu_seqlens_k with block_table: {lengths_name} says how long sequences are")
-  return Pages(of_k[1], of_k[0], of_table[1])
+  pages = Pages(of_k[1], of_k[0], of_table[1])
+  if pages.count == 1: check_only_page(table, options.kv_lengths, lengths_name, pages)
+  return pages
+
+def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:Pages) -> None:
+  """Raises ValueError for an entry, of rows that there are, which is not the only page, where the host has the numbers at hand. A kernel of one page
+  does not read the table, so the emulator cannot stop there."""
+  entries, counts = numbers_at_hand(table), numbers_at_hand(rows) if isinstance(rows, Tensor) else rows
+  if entries is None or counts is None or isinstance(counts, UOp) or (np.ndim(counts) and np.shape(counts) != entries.shape[:1]): return
+  used = np.arange(pages.most) < -(-np.reshape(counts, (-1, 1))//pages.size)
+  if (wrong := entries[np.broadcast_to(used, entries.shape) & (entries != 0)]).size:
+    raise ValueError(f"block_table has an entry {wrong[0]} for rows that {lengths_name} counts: there is one page, number 0")
 
 def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str, str, str]=("q", "k", "v")) -> Placement:
   """Where q and pages lie: on one device, or on several that share out the heads, as the shards of a model do. Raises NotImplementedError where they

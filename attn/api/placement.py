@@ -5,7 +5,9 @@ attn/api/context.py.
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
+from typing import Any
+from attn import values
+from attn.tinygrad_compat import Device, DType, Tensor, UOp, dtypes
 
 # what the axes of q, k, v and o are
 AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "heads", "width"), "nsd": ("heads", "rows", "width"),
@@ -22,6 +24,22 @@ class Placement:
   def axis(self, names:tuple[str|None, ...]) -> int|None:
     """The axis that is sharded of a tensor whose axes are `names`."""
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
+
+def opened(name:str, x:str) -> str:
+  """The name that tinygrad gives a device, which is opened. Raises ValueError where it doesn't open."""
+  try: Device[x]
+  except Exception as e: raise ValueError(f"{name}={x!r}: it does not open: {e}") from None   # whatever its absence looks like
+  return Device.canonicalize(x)
+
+def device_names(name:str, x:Any) -> tuple[str, ...]:
+  """The names of a device, or of several different ones, as tinygrad has them. Raises ValueError for anything else, and for a device that doesn't
+  open."""
+  if isinstance(x, str) and x: return (opened(name, x),)
+  if not isinstance(x, (tuple, list)) or not x or not all(isinstance(part, str) and part for part in x):
+    raise values.wrong(name, x, "the name of a device, or the names of several in a tuple, such as ('EMU:0', 'EMU:1')")
+  names = tuple(opened(name, part) for part in x)
+  if len(set(names)) < len(names): raise ValueError(f"{name}={values.shown(x)}: must be different devices, and some are the same")
+  return names
 
 def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape)
 

@@ -46,6 +46,8 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
   if mask is not None:
     seen = values.tensor("attn_mask", mask).dtype == dtypes.bool
     if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)
+    if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
+      raise ValueError(f"attn_mask is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")
     shape, whole = static_shape("attn_mask", mask.shape), (*batch, heads, int(q.shape[-2]), int(k.shape[-2]))
     if len(shape) > len(whole) or any(n not in (1, full) for n, full in zip(shape[::-1], whole[::-1])):
       raise ValueError(f"attn_mask has shape {values.shown_shape(shape)}: must broadcast to {whole}")

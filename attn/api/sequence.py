@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from attn import values
 from attn.api.checked_kernel import static_shape
-from attn.api.placement import sharded_with_gradient
+from attn.api.placement import device_names, sharded_with_gradient
 from attn.choose.context import ORDERS, numbers_of, rows_held
-from attn.tinygrad_compat import Device, Tensor
+from attn.tinygrad_compat import Tensor
 
 def check_order(name:str, x:object) -> str: return values.word(name, x, ORDERS, f"one of {', '.join(map(repr, ORDERS))}")
 
@@ -13,15 +13,6 @@ def check_axis(x:Tensor, axis:object) -> int:
   """An axis of x, counted from its first. Raises ValueError for one that x does not have."""
   supported = f"an axis of x, which has shape {values.shown_shape(x.shape)}: {-x.ndim}..{x.ndim - 1}"
   return values.whole_number("axis", axis, -x.ndim, x.ndim - 1, supported) % x.ndim
-
-def check_devices_of_shards(x:object) -> tuple[str, ...]:
-  """Devices by name, as tinygrad has them."""
-  supported = "the name of a device, or names of different ones, such as ('EMU:0', 'EMU:1')"
-  if isinstance(x, str): x = (x,)
-  if not isinstance(x, (tuple, list)) or not x or not all(isinstance(name, str) for name in x): raise values.wrong("devices", x, supported)
-  names = tuple(Device.canonicalize(name) for name in x)
-  if len(set(names)) < len(names): raise values.wrong("devices", x, supported)
-  return names
 
 def dealt(count:int, order:str) -> list[int]:
   """The numbers of all pieces of a sequence, in the order in which devices hold them."""
@@ -50,7 +41,7 @@ def shard_sequence(x:Tensor, devices:str|Sequence[str], axis:int, order:str="zig
   padding. The gradient goes back to x.
   Raises ValueError for a tensor on several devices, an axis that it does not have, devices that are none or the same, and for another order.
   """
-  x, names, order = values.tensor("x", x), check_devices_of_shards(devices), check_order("order", order)
+  x, names, order = values.tensor("x", x), device_names("devices", devices), check_order("order", order)
   if isinstance(x.device, tuple): raise ValueError(f"x is on {x.device}: must be on one device, such as what attn.unshard_sequence returns")
   axis = check_axis(x, axis)
   rows = static_shape("x", x.shape)[axis]
