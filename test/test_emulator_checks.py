@@ -425,3 +425,22 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
     return sink("no_barrier", o.bitcast(nvidia.U4)[t].store(there[63 - t].load()), ranges=(g, t))
   with Context(DEV="EMU::sm_80"), says(checks.LdsRace, "no_barrier", "reads lds0", "wave 1 has written with no barrier"):
     run(kernel, (256,), X)
+
+# ***** integers that their type does not hold *****
+
+def far(name, factor):
+  """A kernel that reads where a loaded number times `factor` says, in 32 bits."""
+  def kernel(o, x, idx):
+    g, t = threads(32)
+    at = idx[t].load()*factor
+    return sink(name, o[t].store(x[(at//factor).maximum(0).minimum(255)]), ranges=(g, t))
+  return kernel
+
+def test_an_integer_that_overflows():
+  """What lies in a tensor may be more than a product of 32 bits holds. Kernels of others may mean what then comes of it."""
+  numbers = np.full(32, 2**20, np.int32)
+  np.testing.assert_array_equal(run(far("attn_far", 2**10), (32,), X, numbers), X[255])
+  numbers[17] = 2**22
+  with says(checks.Overflow, "attn_far", rf"a number is {2**32}: int holds -2147483648..2147483647", "lane 17"):
+    run(far("attn_far", 2**10), (32,), X, numbers)
+  run(far("far", 2**10), (32,), X, numbers)

@@ -26,6 +26,7 @@ Each kind is a class. The indented ones are kinds of the one above them, and all
   - `LaunchLimit`: a grid or a workgroup.
 - `BadOperand`: a matrix instruction that the chip does not have, or operands of another size than it takes.
 - `BadEntry`: a number in a tensor that stands for a place which is not there, such as an entry of a block table beyond its pages.
+- `Overflow`: an integer of one of our kernels that its type does not hold, where that is to be the exact one: what counts or says where something is.
 - `OutOfScope`: a value from inside a loop that is used after it. The C that the renderer prints would not compile.
 """
 from __future__ import annotations
@@ -63,6 +64,7 @@ class LaunchLimit(LimitExceeded): pass
 
 class BadOperand(EmulatorError): pass
 class BadEntry(EmulatorError): pass
+class Overflow(EmulatorError): pass
 class OutOfScope(EmulatorError): pass
 
 UNDER_WAY = 2**30   # tags of writes that have not arrived begin here: later than every interval

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import math
 import numpy as np
 from numpy.typing import NDArray
-from attn.ops.operation import Call
+from attn.ops.operation import Call, is_ours
 from attn.tinygrad_compat import AddrSpace, DType, GroupOp, Ops, UOp, dtypes
 from attn.emulator.alu import alu, bitcast, cast, elements, literal, numpy_dtype, stack
-from attn.emulator.checks import LdsLimit, OutOfScope
+from attn.emulator.checks import LdsLimit, OutOfScope, Overflow
 from attn.emulator.listing import NOWHERE, Listing, Place
 from attn.emulator.machine import Frame
 from attn.emulator.memory import to_chunks, to_values
+from attn.emulator.ranges import Ranges, held_by
 
 Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter where that is not simply the following one
@@ -73,7 +74,10 @@ class Plan:
     self.outputs = [s for u in uops if u.op is Ops.SINK for s in u.src if s.op is Ops.PARAM]
     self.stored: dict[UOp, int] = {}          # buffer -> bytes of an element as it is stored
     self.units: dict[UOp, int] = {}           # LOCAL buffer -> the narrowest access in bytes
-    for u in uops: self._compile(u)
+    self.unproven = Ranges(uops).beyond if is_ours(name, uops) else {}      # integers that may be more than their type holds
+    for u in uops:
+      self._compile(u)
+      if u in self.unproven: self._check_fits(u)
     self._check_scopes(uops)
     self.lds = sum(self.nbytes(u) for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
     if self.lds > self.chip.lds:
@@ -116,6 +120,18 @@ class Plan:
       def step(f:Frame) -> None: f.v[out] = fn(f.v[a], f.v[b])
     else:
       def step(f:Frame) -> None: f.v[out] = fn(*[f.v[i] for i in ins])
+    self._emit(u, step)
+
+  def _check_fits(self, u:UOp) -> None:
+    """A step that looks at the exact value of an integer, in each thread."""
+    ins, (least, most) = [self._slot(s) for s in u.src], held_by(u.dtype)
+    fn: Callable[..., Array] = alu(u.op, u.dtype, u.src[-1].dtype) if u.op in GroupOp.ALU else np.asarray
+    exactly = np.dtype(np.int64 if u.dtype.itemsize < 8 else object)      # of a sum, or product, of two
+    def step(f:Frame) -> None:
+      if not f.checks: return
+      exact = f.full(fn(*[np.asarray(f.v[i]).astype(exactly) for i in ins]))
+      if (bad := f.active & ((exact < least) | (exact > most))).any():
+        raise f.error(Overflow, bad, lambda t: f"a number is {exact[t]}: {u.dtype.name} holds {least}..{most}")
     self._emit(u, step)
 
   # ***** one UOp *****

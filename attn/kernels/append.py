@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Callable
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import ceildiv, left_alone
+from attn.kernels.parts.counts import bounded, ceildiv, left_alone
 from attn.kernels.parts.rows import Table, flat, strides
 from attn.ops import common as ops
 from attn.problem import Pages, Strided
@@ -39,7 +39,7 @@ def append(a:Append) -> Callable[..., UOp]:
     batch, head, i, column = row//(a.H*a.new), row//a.new%a.H, row%a.new, part*THREADS + thread
     sb, sh, ss = strides(a.layout, a.H, a.new, a.width)
     value = flat(rows)[(batch*sb + head*sh + i*ss + column).valid(column < a.width)].load()
-    to = flat(lengths)[batch].load() + i
+    to = bounded(flat(lengths)[batch].load(), -a.new, a.capacity) + i
     inside = (to >= 0) & (to < a.capacity)
     place = place_of(a, batch, head, to, inside, thread.eq(0) & part.eq(0), [flat(x) for x in table])
     gate = left_alone(inside)     # which tinygrad would take for given, and read the table where there is no such row
@@ -54,5 +54,5 @@ def place_of(a:Append, batch:UOp, head:UOp, to:UOp, inside:UOp, once:UOp, table:
   in_page = to%a.pages.size
   page = Table(table[0], batch*a.pages.most, a.pages.size, a.pages.count, at.batch, False, a.checked).page(to, inside)
   if a.checked:   # the emulator stops where two rows go to one slot: to a page that two sequences share nobody may append
-    page = ops.alone(page, (page*a.pages.size + in_page)*a.H + head, inside & once).cast(to.dtype).maximum(0).minimum(a.pages.count - 1)
+    page = bounded(ops.alone(page, (page*a.pages.size + in_page)*a.H + head, inside & once), 0, a.pages.count - 1)
   return at.start + page*at.batch + head*at.head + in_page*at.row

@@ -19,6 +19,7 @@ from attn.chips import Chip
 from attn.chips.families import CDNA4
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.counts import bounded
 from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane, units_of
 from attn.kernels.parts.layouts import ExchangedChunks, LdsTile
@@ -167,8 +168,8 @@ class DualWave:
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
     """The lane and its query once more, worked out where they are needed: not kept in registers through the loops before."""
-    lane = amd.opaque(self.at.lane, s.done).cast(dtypes.weakint).maximum(0).minimum(self.mat.wave - 1)
-    here, wave = replace(self.at, lane=lane), self.wave.cast(dtypes.weakint).maximum(0).minimum(WAVES - 1)
+    lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
+    here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)
 
   def outputs(self, s:DualWaveState) -> list[UOp]:

@@ -271,7 +271,7 @@ def page_number(entry:UOp, there:UOp, count:int) -> UOp:
   return emit("page_number", dtypes.int, entry, there, count=count)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
   """The number of a page, to whose `slot` this lane alone writes where `gate` holds. The emulator stops where another lane of the grid does, too."""
-  return emit("alone", dtypes.int, page.cast(dtypes.int), slot.cast(dtypes.int), gate)
+  return emit("alone", dtypes.int, page.cast(dtypes.int), slot, gate)
 
 # ***** what the compilers know of an integer *****
 

@@ -11,12 +11,13 @@ sources); an INDEX source prints as a pointer, so memory operands are passed as 
 """
 from __future__ import annotations
 import functools
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 import numpy as np
 from numpy.typing import NDArray
-from attn.tinygrad_compat import DType, Ops, UOp, dtypes
+from attn.tinygrad_compat import DType, Ops, UOp, VectorDType, dtypes
 
 Array = NDArray[Any]
 Value = Any            # what a definition computes with: an array, or a Term of the printed text
@@ -115,6 +116,10 @@ class Operation:
   suffix: str = ""
 
 OPERATIONS: dict[str, Operation] = {}
+
+def is_ours(name:str, uops:Iterable[UOp]) -> bool:
+  """Whether a kernel is one of ours, as its name or its vector types tell."""
+  return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
 
 def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
   """An operation as one UOp with result type `out`; `static` are its compile-time parameters."""

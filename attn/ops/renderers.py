@@ -11,9 +11,9 @@ from attn.ops import amd as amd, common as common, dropout as dropout, hopper as
 from attn.ops import softmax as softmax
 from attn.ops.language import KernelText
 from attn.ops.printer import wrapped
-from attn.ops.operation import Call
+from attn.ops.operation import Call, is_ours
 from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
-                                  NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, VectorDType, adapt_cuda, dtypes,
+                                  NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, adapt_cuda, dtypes,
                                   lower, shared_memory_text, spec_names, without_comgr)
 
 # With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what the operations' arguments are made of.
@@ -63,7 +63,7 @@ class OperationsPrinter(CStyleLanguage):
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     """The source. That of a kernel of ours, which its name or its vector types tell, begins with a mark; another kernel's stays as it is."""
-    if not function_name.startswith("attn_") and not any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops):
+    if not is_ours(function_name, uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.operations.functions.values())
     needed = self.declarations(prefix or [], bufs, "\n".join([*functions, *kernel]))

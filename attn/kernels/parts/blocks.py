@@ -3,14 +3,15 @@ does."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
+from attn.kernels.parts.counts import bounded
 from attn.kernels.parts.rows import flat
 from attn.ops import common as ops
 from attn.problem import Count, Problem
-from attn.tinygrad_compat import UOp, dtypes
+from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
   """A number that is loaded, the same in the whole workgroup: as an index, held within `low`..`high` so that no access can leave a buffer."""
-  return ops.uniform(x).cast(dtypes.weakint).maximum(low).minimum(high)
+  return bounded(ops.uniform(x), low, high)
 
 FEW, MANY = 2, 1000    # trips
 
@@ -19,7 +20,7 @@ def trip_count(n:UOp) -> UOp|None:
   most tinygrad places values from before it, which then are not known after it, and of one that runs once or twice clang keeps more in registers than
   there are (dual_wave spilled 106 with 200 keys and a mask)."""
   if (n := n.simplify()).vmax <= 0: return None
-  return n if n.vmax > FEW else ops.opaque_uniform(n).cast(dtypes.weakint).maximum(0).minimum(MANY)
+  return n if n.vmax > FEW else bounded(ops.opaque_uniform(n), 0, MANY)
 
 @dataclass(frozen=True)
 class Extent:

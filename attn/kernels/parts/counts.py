@@ -5,6 +5,11 @@ from attn.tinygrad_compat import Ops, UOp, dtypes
 def ceildiv(a:int, b:int) -> int: return -(-a//b)
 def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
 
+def bounded(x:UOp, low:int, high:int) -> UOp:
+  """A number that tinygrad knows nothing of, such as one that is loaded, as an index: held within `low`..`high`. tinygrad computes an index in 32
+  bits or in 64, as the bounds of the numbers in it ask for. Where an int32 is added to it, it becomes an int32 itself, whatever its bounds."""
+  return x.cast(dtypes.weakint).maximum(low).minimum(high)
+
 def below(x:UOp, limit:int|UOp) -> UOp:
   """x < limit, as the gate of an access."""
   return UOp.const(True) if isinstance(limit, int) and x.vmax < limit else left_alone(x < limit)

@@ -4,6 +4,7 @@ import functools, itertools
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.counts import bounded
 from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.rows import Rows
@@ -45,7 +46,7 @@ class OwnRows:
 
   def held(self, row:UOp) -> UOp:
     """A row of the block that the compiler, and tinygrad, know nothing of."""
-    return row.cast(dtypes.weakint).maximum(0).minimum(self.block_m - 1)
+    return bounded(row, 0, self.block_m - 1)
 
   @property
   def together(self) -> list[list[UOp]]:

@@ -3,9 +3,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Callable, Self
 from attn.chips.matrix import UNIT_BYTES
-from attn.kernels.parts.counts import below
+from attn.kernels.parts.counts import below, bounded
 from attn.ops import amd, common as ops
-from attn.tinygrad_compat import Ops, UOp, dtypes
+from attn.tinygrad_compat import Ops, UOp
 
 def flat(placeholder:UOp) -> UOp:
   """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow
@@ -118,7 +118,7 @@ class Table:
     is no page, elsewhere it is held to those that there are."""
     entry = self.entries[(self.first + row//self.size).valid(there)].load()
     if self.checked: entry = ops.page_number(entry, there, self.count)
-    return (ops.uniform(entry) if self.whole else entry).cast(dtypes.weakint).maximum(0).minimum(self.count - 1)
+    return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
   def place(self, row:UOp, stride:int, there:UOp) -> UOp:
     """Where a row begins, `stride` elements after the one before it in its page."""
     return self.page(row, there)*self.apart + row%self.size*stride

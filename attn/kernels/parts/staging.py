@@ -3,12 +3,12 @@ from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.counts import ceildiv, left_alone, round_up
+from attn.kernels.parts.counts import bounded, ceildiv, left_alone, round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
 from attn.kernels.parts.rows import Rows
 from attn.ops import amd, common as ops
-from attn.tinygrad_compat import UOp, dtypes
+from attn.tinygrad_compat import UOp
 
 # Sixteen lanes at a time store 8 bytes each to `v_columns` columns of V (rows of V^T), which must not meet in a bank.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
@@ -126,7 +126,7 @@ class StagedTile:
 
   def anew(self, t:UOp) -> StagedTile:
     """The same, but what follows from the thread's number is computed in trip t and not kept in registers."""
-    thread = amd.opaque(self.carried.thread, t).cast(dtypes.weakint).maximum(0).minimum(self.carried.threads - 1)
+    thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 
   def fetch(self, rows:Rows, t:UOp) -> list[UOp]:

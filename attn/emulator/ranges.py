@@ -1,0 +1,99 @@
+"""The range of every integer of a program, in exact arithmetic, from what the grid, the loops, the constants and the clamps in it allow.
+
+It is the proof that no integer of a kernel overflows, whatever lies in the tensors that it reads, on shapes that no machine here could hold: it needs
+the lowered program and nothing else. Where there is no such proof the emulator looks at the numbers themselves (checks.Overflow).
+
+What is meant to wrap is left out: arithmetic of unsigned numbers, conversions among them, and what becomes narrower than 32 bits. The other integers
+count, or say where something is. A range is (least, most); that of what nothing is known of is all that its type holds.
+"""
+from __future__ import annotations
+from collections.abc import Callable
+from attn.ops.operation import Call
+from attn.tinygrad_compat import DType, Ops, UOp, dtypes
+
+Range = tuple[int, int]
+
+THE_SAME = ("uniform", "opaque_uniform", "opaque", "page_number", "alone", "warpgroup")   # operations whose value is that of their first source
+WRAPPING = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL, Ops.NEG)
+
+def held_by(dtype:DType) -> Range:
+  """What an integer type holds."""
+  return (0, 1) if dtype == dtypes.bool else (int(dtype.min), int(dtype.max))
+
+def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
+
+def must_fit(u:UOp) -> bool:
+  """Whether the result is meant as the exact one."""
+  if u.dtype not in dtypes.ints: return False
+  if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
+  source = u.src[0].dtype if u.op is Ops.CAST else dtypes.float
+  return source in dtypes.ints and u.dtype.itemsize >= 4 and not (dtypes.is_unsigned(source) and dtypes.is_unsigned(u.dtype))
+
+# ***** operations *****
+
+def extremes(f:Callable[[int, int], int], x:Range, y:Range) -> Range:
+  """Of a function that is monotone in each operand."""
+  found = [f(a, b) for a in x for b in y]
+  return min(found), max(found)
+
+def quotient(x:int, y:int) -> int: return abs(x)//abs(y)*(1 if (x < 0) == (y < 0) else -1)
+
+def of_quotient(x:Range, y:Range) -> Range|None: return None if y[0] <= 0 <= y[1] else extremes(quotient, x, y)
+
+def remainder(x:Range, y:Range) -> Range:
+  most = max(map(abs, y)) - 1
+  return max(min(x[0], 0), -most), min(max(x[1], 0), most)
+
+def shifted(f:Callable[[int, int], int], x:Range, by:Range) -> Range|None: return extremes(f, x, by) if by[0] >= 0 and by[1] < 64 else None
+
+def both_bits(x:Range, y:Range) -> Range|None:
+  most = [high for low, high in (x, y) if low >= 0]
+  return (0, min(most)) if most else None
+
+def some_bits(x:Range, y:Range) -> Range|None: return (0, (1 << max(x[1], y[1]).bit_length()) - 1) if min(x[0], y[0]) >= 0 else None
+
+def differing_bits(x:Range, y:Range) -> Range|None: return (~x[1], ~x[0]) if y == (-1, -1) else some_bits(x, y)     # ~x, of which a minimum is made
+
+OF_TWO: dict[Ops, Callable[[Range, Range], Range|None]] = {
+  Ops.ADD: lambda x, y: (x[0] + y[0], x[1] + y[1]), Ops.SUB: lambda x, y: (x[0] - y[1], x[1] - y[0]),
+  Ops.MUL: lambda x, y: extremes(int.__mul__, x, y),
+  Ops.CDIV: of_quotient, Ops.CMOD: remainder, Ops.MAX: lambda x, y: (max(x[0], y[0]), max(x[1], y[1])), Ops.AND: both_bits, Ops.OR: some_bits,
+  Ops.XOR: differing_bits, Ops.SHL: lambda x, by: shifted(int.__lshift__, x, by), Ops.SHR: lambda x, by: shifted(int.__rshift__, x, by)}
+
+class Ranges:
+  """`of`: the range of each integer of a program. `beyond`: of those that are not proven to fit into their type, the range that they would have."""
+  def __init__(self, uops:list[UOp]):
+    self.of, self.beyond = dict[UOp, Range](), dict[UOp, Range]()
+    for u in uops:
+      if u.op is Ops.CONST and isinstance(u.val, int): self.of[u] = (int(u.val), int(u.val))
+      elif is_number(u): self.of[u] = self._within(u, self._exact(u) or held_by(u.dtype))
+
+  def _within(self, u:UOp, exact:Range) -> Range:
+    (low, high), (least, most) = exact, held_by(u.dtype)
+    if least <= low and high <= most: return exact
+    if must_fit(u): self.beyond[u] = exact
+    return least, most
+
+  def _exact(self, u:UOp) -> Range|None:
+    """None where nothing is known of it."""
+    known = [self.of.get(s) for s in u.src]
+    if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
+    if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
+    if u.op in (Ops.AFTER, Ops.CAST, Ops.INDEX) or (isinstance(u.arg, Call) and u.arg.name in THE_SAME): return known[0]
+    if u.op is Ops.WHERE: return self._chosen(u)
+    if u.op in OF_TWO or u.op is Ops.NEG:
+      x, y = (known[0], known[1]) if len(known) == 2 else ((0, 0), known[0])
+      return OF_TWO[u.op if len(known) == 2 else Ops.SUB](x, y) if x is not None and y is not None and u.dtype != dtypes.bool else None
+    return None
+
+  def _chosen(self, u:UOp) -> Range|None:
+    """Of a choice by x < y both branches know that: a maximum or a minimum is printed so."""
+    condition, yes, no = u.src
+    of_yes, of_no = self.of.get(yes), self.of.get(no)
+    if of_yes is None or of_no is None: return None
+    if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
+      x, y = condition.src
+      (a, b), (c, d) = self.of[x], self.of[y]
+      of_yes, of_no = {x: (a, min(b, d - 1)), y: (max(c, a + 1), d)}.get(yes, of_yes), {x: (max(a, c), b), y: (c, min(d, b))}.get(no, of_no)
+    possible = [(low, high) for low, high in (of_yes, of_no) if low <= high]      # a branch that is never taken has an empty range
+    return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
