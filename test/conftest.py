@@ -14,6 +14,18 @@ from attn.emulator import plan                  # noqa: E402
 
 def pytest_sessionfinish() -> None: gc.freeze()
 
+@pytest.fixture(scope="session", autouse=True)
+def offsets_of_our_kernels() -> Iterator[None]:
+  """Of no kernel of attn that a test emulates may a part of an offset be below 0, as far as the program says (attn/emulator/offsets.py): the emulator
+  looks at nothing as it runs."""
+  own = plan.Plan.__init__
+  def made(self:plan.Plan, *args:object, **named:object) -> None:
+    own(self, *args, **named)     # type: ignore[arg-type]
+    assert not self.name.startswith("attn_") or not self.offset_parts, f"{self.name}: {[u.arg.name for u in self.offset_parts]}"
+  with pytest.MonkeyPatch.context() as m:
+    m.setattr(plan.Plan, "__init__", made)
+    yield
+
 @pytest.fixture
 def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:
   """The kernels that tinygrad makes around those of attn, and those that these are compared with, are lowered as they are written: to unroll them as

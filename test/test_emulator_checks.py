@@ -8,7 +8,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp
 from attn.emulator import checks, last_run
 from attn.emulator.device import register
 from attn.ops import hopper, nvidia
-from attn.ops.common import build, exp2, opaque_uniform, splat
+from attn.ops.common import OUT_OF_RANGE, buffer_load, build, exp2, opaque_uniform, splat
 from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.tinygrad_compat import Estimates, vector_dtype
 
@@ -276,6 +276,23 @@ def test_pointers():
     lanes.check_extent(p, np.full(64, 256))
     return dword(lanes, p, 0)
   with says(checks.OutOfBounds, "descriptor of 256 bytes from byte 4", "lane 1"): through_pointer("descriptor", descriptor)
+
+# ***** parts of offsets *****
+
+def loaded_at(offset):
+  """A dword of x by a buffer instruction, at the byte that `offset` makes of the thread's number."""
+  def kernel(o, x):
+    g, t = threads(64)
+    return sink("loaded_at", o[t].store(buffer_load(x[0], UOp.const(256), offset(t), 4).bitcast(dtypes.float)), ranges=(g, t))
+  return run(kernel, (64,), X[:64])
+
+def test_part_of_an_offset_below_zero():
+  """Whatever the sum: behind a factor or a condition, too."""
+  np.testing.assert_array_equal(loaded_at(lambda t: t*4), X[:64])
+  np.testing.assert_array_equal(loaded_at(lambda t: (t < 60).where(t*4 + 16, OUT_OF_RANGE)), np.where(X[:64] < 60, X[:64] + 4, 0))
+  for offset in (lambda t: t*-4 + 252, lambda t: (63 - t)*4, lambda t: (t < 60).where(252 + t*-4, OUT_OF_RANGE)):
+    with says(checks.NegativePart, "loaded_at", "a part of the offset of a buffer_load is -4:", "wave 0, lane 1"): loaded_at(offset)
+    with Context(DEV="EMU::sm_80"): assert loaded_at(offset)[1] == X[62]     # a pointer there
 
 # ***** limits *****
 

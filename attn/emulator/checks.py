@@ -6,6 +6,8 @@ Each kind is a class. The indented ones are kinds of the one above them, and all
   - `OutOfBounds`: a load or store outside its buffer (global, LDS or register array), by an active, ungated thread.
   - `Misaligned`: a vector access whose address is no multiple of its width, for the C cast that the renderer prints promises alignment; an operand of
     wgmma in shared memory that does not begin where the hardware wants it.
+  - `NegativePart`: the offset of a buffer instruction is a sum with a part below 0, even where the whole is not: the compiler may leave that part
+    alone in the register, which the memory unit may take for an address beyond the range (attn/emulator/offsets.py).
 - `NeverWritten`: a value that nobody has put there.
   - `UninitialisedRead`: a read of LDS, of a register or of global memory that nobody wrote. Global memory counts from the allocation on, and only
     once somebody has begun to write the buffer: one that nobody ever touched (`Tensor.empty`, the buffers that BEAM times with) reads as bytes 0xff
@@ -44,6 +46,7 @@ class EmulatorError(RuntimeError):
 class AccessError(EmulatorError): pass
 class OutOfBounds(AccessError): pass
 class Misaligned(AccessError): pass
+class NegativePart(AccessError): pass
 
 class NeverWritten(EmulatorError): pass
 class UninitialisedRead(NeverWritten): pass

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
 from attn.emulator.banks import BankCounter, BankUse
-from attn.emulator.checks import (BadEntry, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned, OutOfBounds,
-                                  SharedSlot)
+from attn.emulator.checks import (BadEntry, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned,
+                                  NegativePart, OutOfBounds, SharedSlot)
 from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, to_float32
 from attn.emulator.memory import PADDING, Pointer, divided, RegisterPointer, Registers, Space, View
 from attn.emulator.probe import note_probe
@@ -287,6 +287,12 @@ class Frame:
     if bad.any():
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
+  def check_part(self, slot:int) -> None:
+    """Raises where this part of the offset of a buffer instruction is below 0."""
+    part = self.full(self.v[slot])
+    if self.checks and (bad := self.active & (part < 0)).any():
+      raise self.error(NegativePart, bad, lambda t: f"a part of the offset of a {self.plan.uops[self.pc].arg.name} is {part[t]}: no document says "
+                                                    "what the memory unit does with an address register below 0")
   def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
     bad = gate & ((x < 0) | (x >= count))
     if bad.any(): raise self.error(BadEntry, bad, lambda t: f"{name} is {self.full(x)[t]}: must lie in 0..{count - 1}")

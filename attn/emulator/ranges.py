@@ -60,6 +60,10 @@ OF_TWO: dict[Ops, Callable[[Range, Range], Range|None]] = {
   Ops.CDIV: of_quotient, Ops.CMOD: remainder, Ops.MAX: lambda x, y: (max(x[0], y[0]), max(x[1], y[1])), Ops.AND: both_bits, Ops.OR: some_bits,
   Ops.XOR: differing_bits, Ops.SHL: lambda x, by: shifted(int.__lshift__, x, by), Ops.SHR: lambda x, by: shifted(int.__rshift__, x, by)}
 
+# of what holds or not, which is 1 or 0
+OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
+  Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
+
 class Ranges:
   """`of`: the range of each integer of a program. `beyond`: of those that are not proven to fit into their type, the range that they would have."""
   def __init__(self, uops:list[UOp]):
@@ -81,15 +85,20 @@ class Ranges:
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
     if u.op in (Ops.AFTER, Ops.CAST, Ops.INDEX) or (isinstance(u.arg, Call) and u.arg.name in THE_SAME): return known[0]
     if u.op is Ops.WHERE: return self._chosen(u)
+    if u.dtype == dtypes.bool:
+      (x, y), rule = known if len(known) == 2 else (None, None), OF_CONDITIONS.get(u.op)
+      return rule(x, y) if rule is not None and x is not None and y is not None else None
     if u.op in OF_TWO or u.op is Ops.NEG:
       x, y = (known[0], known[1]) if len(known) == 2 else ((0, 0), known[0])
-      return OF_TWO[u.op if len(known) == 2 else Ops.SUB](x, y) if x is not None and y is not None and u.dtype != dtypes.bool else None
+      return OF_TWO[u.op if len(known) == 2 else Ops.SUB](x, y) if x is not None and y is not None else None
     return None
 
   def _chosen(self, u:UOp) -> Range|None:
     """Of a choice by x < y both branches know that: a maximum or a minimum is printed so."""
     condition, yes, no = u.src
     of_yes, of_no = self.of.get(yes), self.of.get(no)
+    never, always = (self.of[condition] == x for x in ((0, 0), (1, 1)))
+    if never or always: return of_yes if always else of_no
     if of_yes is None or of_no is None: return None
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src

@@ -287,3 +287,8 @@ def uniform(x:UOp) -> UOp:
 def opaque_uniform(x:UOp) -> UOp:
   """The integer x, the same in the whole workgroup, in a way that neither tinygrad nor the compiler can tell."""
   return emit("opaque_uniform", dtypes.int, x.cast(dtypes.int))
+def not_negative(x:UOp, most:int) -> UOp:
+  """The integer x of 0 to `most`, the same in the whole workgroup, as a number that neither tinygrad nor the compiler takes apart: an offset with it
+  has no part below 0 (attn/emulator/offsets.py)."""
+  bits = (1 << most.bit_length()) - 1     # tinygrad keeps the bounds of a mask, and loses those of a maximum as it lowers it
+  return (opaque_uniform(x).cast(dtypes.weakint) & bits).minimum(most) if most else UOp.const(0)

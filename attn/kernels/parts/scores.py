@@ -37,7 +37,7 @@ class Scores:
   at: Lane|MmaLane|ThreadPlace
   block_n: int
   walk: Walk
-  first: Row         # the workgroup's first row and head: uniform
+  first: Row         # the workgroup's first head, and its first row or, where it has those of several heads, row 0: uniform
   slopes: UOp|None
   bias: UOp|None
   seed: UOp|None     # of dropout: see parts/dropout.py

@@ -94,17 +94,21 @@ class BlockRows:
   end: int|UOp
   further: int|UOp
 
-def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp) -> BlockRows:
-  """Those of the block of queries that starts as the `number`-th: under a causal mask the long ones start first."""
+def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
+  """Those of the block of queries that starts as the `number`-th: under a causal mask the long ones start first. `buffers`: the first row becomes a
+  part of the offsets of buffer instructions."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
-  block, end = pieces*blocks - 1 - number if p.window[1] >= 0 else number, x.n_q*heads
-  first = block*size
-  if p.dealt is None: return BlockRows(first, first + size - 1, end, 0)
-  further, front = p.dealt.start, p.dealt.front*heads
-  if pieces == 1: return BlockRows(first, (first + size - 1).minimum(end - 1), end, further)
-  in_front = block < blocks
-  first, end = in_front.where(first, first + (front - blocks*size)), in_front.where(front, end)
-  return BlockRows(first, (first + size - 1).minimum(end - 1), end, in_front.where(further, further + p.dealt.jump))
+  backwards, end, before = p.window[1] >= 0, x.n_q*heads, UOp.const(0)
+  further: int|UOp = 0 if p.dealt is None else p.dealt.start
+  block = pieces*blocks - 1 - number if backwards else number
+  if p.dealt is not None and pieces > 1:
+    in_front, front = block < blocks, p.dealt.front*heads
+    block, before = in_front.where(block, block - blocks), in_front.where(0, front)
+    end, further = in_front.where(front, end), in_front.where(p.dealt.start, p.dealt.start + p.dealt.jump)
+  if buffers and (backwards or pieces > 1): block = ops.not_negative(block, blocks - 1)
+  first = block*size + before
+  last = first + size - 1
+  return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
 
 @dataclass(frozen=True)
 class Workgroup:
@@ -137,10 +141,11 @@ class Workgroup:
     group = grid.head + p.first_head//heads
     batch, first_head = group//groups, group%groups*heads
     sequence = extent(p, batch, given)
-    own = rows_of_block(p, tile, sequence, grid.block)
+    own = rows_of_block(p, tile, sequence, grid.block, heads > 1 and arch.unit.descriptor != 0)
     sequence = replace(sequence, offset=sequence.offset + own.further)
     first_query, last_query = own.first//heads, own.last//heads
-    first = Row(batch, first_head, first_query, UOp.const(True))
+    # a bias is addressed from there: for rows of several heads from query 0 on, for a lane's query less the first one would have a part below 0
+    first = Row(batch, first_head, first_query if heads == 1 else UOp.const(0), UOp.const(True))
     walk = over_keys(p, sequence)
     scores = Scores(p, at, tile.block_n, walk, first, *map(given.get, OF_SCORES))
     walked = blocks_seen(walk, first_query, last_query, tile.block_n)
