@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 import tinygrad
-from tinygrad import Device, Tensor, TinyJit, codegen, helpers
+from tinygrad import Device, Tensor, TinyJit, codegen, helpers, schedule
 from tinygrad.engine import realize
 from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program, to_program_key
 from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
@@ -33,9 +33,9 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "HIPRenderer", "KernelInfo", "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer",
            "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ", "VectorDType", "adapt_cuda",
            "buffer_under", "capturing", "comgr_compiler", "comgr_version", "compile_at_once", "compiled", "copy_call", "cuda_graph_seconds",
-           "cuda_seconds",
-           "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name",
-           "elf_loader", "exec_alu", "foreign_cuda_context", "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places",
+           "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes",
+           "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "forget_oldest_kernels", "launch_of", "linear_view", "lower",
+           "lowered_with_places", "made_with_places",
            "make_current", "opened_devices", "program_key", "program_of_launch", "programs_through", "run_alone", "shared_memory_text", "spec_names",
            "statements", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
            "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]
@@ -114,6 +114,20 @@ def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
   def asked(ast:UOp, renderer:Renderer) -> UOp:
     with _without_collections(): return through(own, ast, renderer)
   codegen.do_to_program = asked   # type: ignore[assignment]
+
+def forget_oldest_kernels(prefix:str, most:int) -> None:
+  """Where this process has lowered more than `most` kernels whose names begin with `prefix`, drops the oldest from what tinygrad keeps of them, until
+  half as many are left. Without that, tinygrad keeps each for ever. Who has captured a kernel, as TinyJit has, keeps it."""
+  if len(codegen.to_program_cache) <= most: return
+  ours = [key for key, program in codegen.to_program_cache.items() if program.src[0].arg.name.startswith(prefix)]
+  if len(ours) <= most: return
+  oldest = ours[:len(ours) - most//2]
+  programs, asts = {codegen.to_program_cache.pop(key).key for key in oldest}, {key[0] for key in oldest}
+  loaded = [key for key in realize.runtime_cache if key[0] in programs]
+  for device in {device for _, device in loaded}: Device[device].synchronize()      # nothing of what is dropped still runs
+  for key in loaded: del realize.runtime_cache[key]
+  launched = [key for key, linear in schedule.schedule_cache.items() if any(call.src[0].key in asts for call in linear.src)]
+  for schedule_key in launched: del schedule.schedule_cache[schedule_key]
 
 def survive_a_damaged_cache() -> None:
   """From now on, in this process, tinygrad's cache of compiled kernels is as good as empty, after a warning, where its file is no database or cannot

@@ -1,7 +1,7 @@
 """What values an argument may have. A check takes an argument's name and value, and returns the value as plain Python has it (numpy's integers as
 ints), or raises ValueError that says name, value and what is supported."""
 from __future__ import annotations
-import math, numbers
+import functools, math, numbers
 from collections.abc import Callable, Iterable
 from dataclasses import field
 from typing import Any
@@ -12,6 +12,9 @@ FLOATS = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes
 DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "int32", dtypes.uint: "uint32"}
 SHOWN_MOST = 60                                              # characters of a value that an error shows
 FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the normal numbers of fp32
+
+MOST_KERNELS = 512      # problems of which a process keeps what was made for them, the latest ones: a kernel takes about 1 MB with all that is made
+cache_of_kernels = functools.lru_cache(MOST_KERNELS)      # for a function of a problem, whose results tinygrad's caches know by identity
 
 Check = Callable[[str, Any], Any]
 

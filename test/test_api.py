@@ -6,10 +6,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tinygrad import TinyJit, Variable
 import attn
 from attn import flash_attn
+from attn.api import gradient, launch
 from attn.api.attention import choice_of
+from attn.choose import dispatch
 from attn.problem import Problem
 from attn.reference import exact, judge, same
-from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
+from attn.tinygrad_compat import GlobalCounters, Ops, Tensor, codegen, dtypes, realize, schedule
+from attn.values import MOST_KERNELS
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32
 from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, every_other, in_turn, normal, on_two
@@ -389,3 +392,26 @@ def test_flash_attn_names():
     np.testing.assert_allclose(array(o).reshape(2, 20, 4, 32), want, atol=1e-3)
     assert lse.shape == (4, 40)
     with pytest.raises(ValueError, match=r"dropout_p=1\.5: must be a probability"): flash_attn.flash_attn_func(q, k, v, dropout_p=1.5)
+
+# ***** what a process keeps *****
+
+def test_kernels_of_long_ago_are_forgotten(monkeypatch) -> None:
+  """Half as many are kept as may be, in each of tinygrad's caches; what was captured before replays, and what was forgotten is made again."""
+  most, scale, before = 4, 0.25, set(schedule.schedule_cache)
+  monkeypatch.setattr(launch, "MOST_KERNELS", most)
+  with emulated("gfx942"):
+    q, k, v = (draw(1, 1, 16, 16, seed=i) for i in range(3))
+    captured = TinyJit(lambda q, k, v: attn.attention(q, k, v, softmax_scale=scale).realize())
+    first = [array(captured(*(t.clone().realize() for t in (q, k, v)))) for _ in range(3)][-1]
+    for i in range(2*most): attn.attention(q, k, v, softmax_scale=scale + (1 + i)/64).realize()
+    ours = {key: x for key, x in codegen.to_program_cache.items() if x.src[0].arg.name.startswith("attn_")}
+    asts, programs = {key[0] for key in ours}, {x.key for x in ours.values()}
+    launched = [call.src[0] for key, linear in schedule.schedule_cache.items() if key not in before for call in linear.src]
+    of_ours = [x for x in launched if x.op is Ops.SINK and x.arg is not None and x.arg.name.startswith("attn_")]
+    assert 1 <= len(ours) <= most and {x.key for x in of_ours} <= asts
+    assert sum(key[0] in programs for key in realize.runtime_cache) <= most
+    np.testing.assert_array_equal(array(captured(*(t.clone().realize() for t in (q, k, v)))), first)
+    np.testing.assert_array_equal(array(attn.attention(q, k, v, softmax_scale=scale)), first)
+
+def test_what_is_remembered_of_problems_is_bounded() -> None:
+  for remembering in (launch.kernels, gradient.gradient_of, dispatch._choose): assert remembering.cache_parameters()["maxsize"] == MOST_KERNELS

@@ -1,7 +1,6 @@
 """The key/value cache of decoding: buffers of a fixed capacity, of which each batch has filled some rows. New rows are appended in place and
 attended to in the same call; what lies in the cache beyond a length has no effect, NaN included."""
 from __future__ import annotations
-import functools
 from dataclasses import dataclass
 from typing import Any
 from attn import values
@@ -18,6 +17,7 @@ from attn.api.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, append
 from attn.problem import LAYOUTS, Pages, Strided
 from attn.tinygrad_compat import Context, DType, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
+from attn.values import cache_of_kernels
 
 OVERLAP = "k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one"
 CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")
@@ -106,7 +106,7 @@ def buffer_of(u:UOp) -> UOp:
   while u.op is not Ops.BUFFER and u.src: u = u.src[0]
   return u
 
-@functools.cache
+@cache_of_kernels
 def _kernel(name:str, a:Append) -> KernelFunction:
   program = append(a)
   refuse = no_gradient(f"{name}: appending to a cache has no gradient; train with attn.attention of whole k and v")

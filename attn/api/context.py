@@ -26,7 +26,7 @@ from attn.kernels.parts.rows import flat, strides
 from attn.ops.plain import plain
 from attn.problem import Problem, Strided
 from attn.tinygrad_compat import AxisType, KernelInfo, Ops, Tensor, UOp, copy_call, dtypes, with_params
-from attn.values import FLOATS
+from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other one fills
 PARTS_KEPT = 4        # results that wait to be merged, at most: of longer chains the memory would grow with the number of devices
@@ -220,7 +220,7 @@ def bare_buffer(u:UOp) -> UOp:
 
 ROWS_OF_A_THREAD, ELEMENTS_OF_A_THREAD = 4, 8     # at most, of a copy by multiprocessors: so much is on its way at a time
 
-@functools.cache
+@cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
   """The kernel (gathered, shard) that puts what a device holds of k or v, `held` rows a head, where it gathers all: (rows, heads, width), in the
   order of the sequence from row `first` on, of the key/value heads (first, count) over batches. tinygrad chooses its threads. One object for the
@@ -356,7 +356,7 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
   if choose(p, c.arch).kernel == "three_pass": return packed(*attend(p, tensors, name, ()))
   return written_part(p, name, lambda o, lse, whole: attend(p, tensors, name, (Tensor(o), Tensor(lse), Tensor(whole)))[0].uop.src[1])
 
-@functools.cache
+@cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
   """`merge`, as one object for the same arguments: tinygrad's schedule cache goes by identity."""
   program = merge(p, arch, parts, there)

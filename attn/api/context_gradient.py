@@ -14,7 +14,7 @@ from attn.api.sequence import in_order, shard_sequence
 from attn.choose.backward import can_differentiate, choose_parts
 from attn.choose.context import ContextLaunch, PieceRun
 from attn.tinygrad_compat import Tensor, UOp, dtypes
-from attn.values import FLOATS
+from attn.values import FLOATS, cache_of_kernels
 
 def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
@@ -150,7 +150,7 @@ class ContextGradient:
     if kernels: found |= passed_gradients(c, inputs, merged, given)
     return tuple(found.get(name) for name in self.names)
 
-@functools.cache
+@cache_of_kernels
 def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
   """One object for the same arguments: tinygrad's caches go by identity."""
   return ContextGradient(c, names)

@@ -1,6 +1,5 @@
 """Kernels for `Tensor.custom_kernel`: `flash_attention` and `flash_attention_fn`."""
 from __future__ import annotations
-import functools
 from attn import values
 from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip, static_shape
 from attn.api.gradient import gradient_of
@@ -8,6 +7,7 @@ from attn.api.options import KernelOptions
 from attn.choose.dispatch import single_kernel
 from attn.problem import EXTRAS, problem_of
 from attn.tinygrad_compat import UOp
+from attn.values import cache_of_kernels
 
 def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
                        softcap:float=0.0, dropout_p:float=0.0, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False,
@@ -37,7 +37,7 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
     raise ValueError(f"dropout_p={options.dropout_p} with extras={values.shown(extras)}: must name dropout_seed, a tensor of uint32 (2)")
   return _kernel_of(options, names)
 
-@functools.cache
+@cache_of_kernels
 def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
   outputs = ("o", "lse") if options.return_lse else ("o",)
   def kernel(*placeholders:UOp) -> CheckedKernel:

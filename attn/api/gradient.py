@@ -20,7 +20,7 @@ from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.problem import EXTRAS, Problem
 from attn.tinygrad_compat import Tensor, UOp, differentiated
-from attn.values import FLOATS
+from attn.values import FLOATS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
 SHARDED_LIKE = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "o": "q"}     # whose axis a buffer is sharded along
@@ -65,7 +65,7 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, 
   goes by identity."""
   return _backward_kernels(p, arch, dlse, parts, *tiles_of(p, arch))
 
-@functools.cache
+@cache_of_kernels
 def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, dq:AnyBackwardTile, dkdv:AnyBackwardTile) -> dict[str, BackwardLaunch]:
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
@@ -151,7 +151,7 @@ class AttentionGradient:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)
 
-@functools.cache
+@cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
   """One object for the same arguments: tinygrad's caches go by identity."""
   return AttentionGradient(p, arch, tuple(names))

@@ -1,6 +1,5 @@
 """How a checked call is run: the kernels that it launches, their buffers, and where its gradient comes from."""
 from __future__ import annotations
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Iterable
@@ -19,8 +18,8 @@ from attn.choose.dispatch import Choice, combine_of, program_of
 from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.tensors import arguments
 from attn.problem import Problem
-from attn.tinygrad_compat import TRAINING, Tensor, UOp, with_params
-from attn.values import FLOATS
+from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels, with_params
+from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels
 
 OF_A_CACHE = "the gradient of attention over part of a cache: train with attn.attention of whole k and v"
 WRITTEN = ("o", "lse", "o_partial", "lse_partial")
@@ -33,11 +32,12 @@ def seeded(c:CheckedCall) -> CheckedCall:
   if c.problem.dropout_start: t["dropout_start"] = first_of_each(c.at, c.problem)
   return replace(c, tensors=t)
 
-@functools.cache
+@cache_of_kernels
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   """What `choice` launches, in order: as single objects, for tinygrad's schedule cache goes by identity. The last one has the gradient, and so takes
   the tensors of `launched(p)`."""
   assert choice.arch is not None and choice.work.tile is not None
+  forget_oldest_kernels("attn_", MOST_KERNELS)
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
   def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)

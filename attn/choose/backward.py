@@ -1,6 +1,6 @@
 """How the gradient of a problem is computed on a chip: by the backward kernels, or by tinygrad from `three_pass`. Every no carries its reason."""
 from __future__ import annotations
-import functools, math
+import math
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
@@ -27,6 +27,7 @@ from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arg
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import MAX_SPLITS, Problem
 from attn.tinygrad_compat import UOp
+from attn.values import cache_of_kernels
 
 # of the kernel that a tile is for
 SUFFIXES = {BackwardTile: ON_AMD, MmaBackwardTile: ON_MMA, WgmmaBackwardTile: ON_WGMMA, TiledBackwardTile: ON_ANY}
@@ -131,7 +132,7 @@ def check_not_forced(reason:str) -> None:
   """Raises NotImplementedError, with the reason, where ATTN_KERNEL asks for the backward kernels, which don't compute a gradient."""
   if (wanted := asked_for().backward) in WAYS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
-@functools.cache
+@cache_of_kernels
 def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
   """The tiles of the backward kernels for `p` on `arch`, of those for some units, or why they cannot compute its gradient: a matrix unit's before
   those of plain UOps."""

@@ -1,7 +1,6 @@
 """Which kernel a problem gets on a chip. Two questions are asked of each: can it compute the problem, and is no other faster? Every no carries its
 reason."""
 from __future__ import annotations
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.chips import CHIPS, Chip
@@ -25,6 +24,7 @@ from attn.kernels.parts.tensors import check_range, too_wide
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
 from attn.tinygrad_compat import UOp
+from attn.values import cache_of_kernels
 
 MATRIX_DTYPES = ("float16", "bfloat16")
 
@@ -304,7 +304,7 @@ def one_of_any_batch(p:Problem) -> Problem:
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)
 
-@functools.cache
+@cache_of_kernels
 def _choose(p:Problem, arch:Chip|None, wanted:str) -> Choice:
   refused, p = [], one_of_any_batch(p)
   for name, kernel in KERNELS.items():

@@ -6,7 +6,7 @@ to run. fp8 is left out: tinygrad then emulates the type with integers, as on ha
 """
 from __future__ import annotations
 from typing import Any, ClassVar
-import hashlib, pickle, sys, zlib
+import hashlib, pickle, sys, weakref, zlib
 import numpy as np
 from attn.ops.renderers import OperationsHIPTextRenderer, OperationsNVCCRenderer
 from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, Program,
@@ -58,11 +58,13 @@ class EmulatedCUDARenderer(_Emulated, OperationsNVCCRenderer):
 def renderer_of(target:Target) -> Renderer: return (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
 
 class EMUProgram(Program["EMUDevice"]):
-  plans: ClassVar[dict[tuple[str, str, str], Plan]] = {}   # EMU:0 and EMU:1 share them
+  # EMU:0 and EMU:1 share a plan, for as long as one of them keeps the program
+  plans: ClassVar[weakref.WeakValueDictionary[tuple[str, str, str], Plan]] = weakref.WeakValueDictionary()
   def __init__(self, dev:EMUDevice, obj:TinyELF):
     key, target = (hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch), obj.target
-    if key not in self.plans: self.plans[key] = Plan(pickle.loads(zlib.decompress(obj.lib)), obj.name, target.arch, lambda: renderer_of(target))
-    self.plan = self.plans[key]
+    if (found := self.plans.get(key)) is None:
+      found = self.plans[key] = Plan(pickle.loads(zlib.decompress(obj.lib)), obj.name, target.arch, lambda: renderer_of(target))
+    self.plan = found
   def __call__(self, *bufs:Any, global_size:tuple[int, int, int]=(1, 1, 1), local_size:tuple[int, int, int]|None=(1, 1, 1), vals:tuple[int, ...]=(),
                wait:bool=False, **kwargs:Any) -> float|None:
     seconds = launch(self.plan, list(bufs), vals, global_size, local_size or (1, 1, 1))

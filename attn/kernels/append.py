@@ -1,6 +1,5 @@
 """Appends rows to the key/value cache in place: row i of batch b goes to row lengths[b] + i, unless that lies outside the cache."""
 from __future__ import annotations
-import functools
 from dataclasses import dataclass
 from typing import Callable
 from attn.kernels.parts.allocator import Allocator
@@ -9,6 +8,7 @@ from attn.kernels.parts.rows import Table, flat, strides
 from attn.ops import common as ops
 from attn.problem import Pages, Strided
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp
+from attn.values import cache_of_kernels
 
 THREADS = 64
 
@@ -27,7 +27,7 @@ class Append:
   threads: bool = True   # False on a device without: one loop over everything
   checked: bool = True   # False on a device that can't print attn's own operations: there is nothing then for the emulator to look at
 
-@functools.cache
+@cache_of_kernels
 def append(a:Append) -> Callable[..., UOp]:
   """The kernel (cache, rows, lengths, [block_table]): cache the buffer that has the cache, rows (B, H, new, width) in `a.layout`, of one dtype,
   lengths int32 (B), block_table int32 (B, a.pages.most)."""
