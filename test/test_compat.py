@@ -83,8 +83,8 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.variable": "name min_val max_val dtype= multiple_of= param=",
 }
 # names that are no functions
-VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad.engine:realize", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE", "tinygrad.helpers:DEBUG",
-          "tinygrad.helpers:VIZ",
+VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:realize", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE",
+          "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
           "tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice",
           "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError",
           "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV",
@@ -94,7 +94,8 @@ VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad.engine:realize", "ti
           "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType", "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops",
           "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
 # attributes of those
-ATTRIBUTES = ("tinygrad.helpers:_db_connection", "tinygrad.helpers:_db_tables", "tinygrad.helpers:CACHEDB",
+ATTRIBUTES = ("tinygrad:codegen.to_program_cache", "tinygrad:schedule.schedule_cache", "tinygrad.engine:realize.runtime_cache",
+              "tinygrad.helpers:_db_connection", "tinygrad.helpers:_db_tables", "tinygrad.helpers:CACHEDB",
               "tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
               "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s", "tinygrad.helpers:GlobalCounters.mem_used_per_device",
               "tinygrad.renderer:Renderer.shared_max", "tinygrad.renderer:Renderer.tensor_cores",
