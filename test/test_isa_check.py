@@ -1,12 +1,15 @@
 """What the checks of machine code find, and what they leave alone: small assembly texts, with a fault planted or without one."""
 from __future__ import annotations
-import re
+import random, re
+from collections.abc import Callable
 from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from attn.isa import costs, source
 from attn.isa.__main__ import main
+from attn.isa.buffer_offsets import KnownRegisters
 from attn.isa.check import findings
+from attn.isa.instruction import Instruction
 from attn.isa.source import Spec
 from isa_sample import sample
 
@@ -62,6 +65,89 @@ def test_whole_waves_are_left_alone(arch:str, text:str) -> None: assert of(text,
 def test_each_function_of_a_text_is_looked_at() -> None:
   text = f"one:\ns_nop 0\ns_endpgm\ntwo:\ns_and_saveexec_b32 s2, vcc_lo\n{WMMA}\ns_endpgm\nthree:\n{WMMA}\ns_endpgm"
   assert findings(text, "gfx1100") == [f"across lanes: behind two, where lanes may be off: {WMMA}"]
+
+# ***** buffer offsets *****
+
+LOAD, AND = "buffer_load_dwordx4 v[4:7], v1, s[4:7], 0 offen offset:16", "v_and_b32_e32 v1, 63, v0"
+TO_LDS = "buffer_load_dwordx4 v1, s[4:7], 0 offen offset:16 lds"
+ANEW = f"v_mov_b32_e32 v1, s8; {IF}; {AND}; %s; .LBB0_2:; {MEET}; %s"      # lanes that are off keep what nothing is known of
+
+@pytest.mark.parametrize("arch, text", [
+  ("gfx942", f"v_mov_b32_e32 v1, s8; {LOAD}"), ("gfx942", f"global_load_dword v1, v0, s[2:3]; {LOAD}"), ("gfx942", f"v_mov_b32_e32 v1, -4; {LOAD}"),
+  ("gfx942", f"{AND}; v_sub_u32_e32 v1, 62, v1; {LOAD}"), ("gfx942", f"{AND}; v_subrev_u32_e32 v1, 1, v1; {LOAD}"),
+  ("gfx942", f"{AND}; v_add_u32_e32 v1, 0xfffffb80, v1; {LOAD.replace('16', '1152')}"), ("gfx942", f"{AND}; v_mul_lo_u32 v1, v1, 0xfffffb80; {LOAD}"),
+  ("gfx942", f"{AND}; v_mov_b32_e32 v2, s8; v_mad_u32_u24 v1, v1, 48, v2; {LOAD}"), ("gfx942", f"{AND}; v_lshlrev_b32_e32 v1, 27, v1; {LOAD}"),
+  ("gfx942", f"s_min_i32 s8, s9, 3; v_mov_b32_e32 v1, s8; {LOAD}"), ("gfx942", f"{AND}; v_ashrrev_i32_e32 v1, 3, v9; {LOAD}"),
+  ("gfx942", f"{AND}; v_cndmask_b32_e64 v1, v1, -v1, s[2:3]; {LOAD}"), ("gfx942", f"{AND}; v_lshlrev_b32_sdwa v1, v2, v1 dst_sel:DWORD; {LOAD}"),
+  ("gfx942", f"s_mov_b32 vcc_lo, 4; v_mov_b32_e32 v1, vcc_hi; {LOAD}"), ("gfx942", f"s_movk_i32 s8, 0xfb80; v_mov_b32_e32 v1, s8; {LOAD}"),
+  ("gfx942", f"v_mov_b32_e32 v1, 0; .LBB0_1:; {LOAD}; v_add_u32_e32 v1, 64, v1; s_cbranch_scc1 .LBB0_1"),
+  ("gfx942", f"{AND}; s_cbranch_scc1 .LBB0_1; v_mov_b32_e32 v1, s8; .LBB0_1:; {LOAD}"),
+  ("gfx942", ANEW % ("s_nop 0", LOAD)), ("gfx942", ANEW % (f"s_andn2_saveexec_b64 s[6:7], s[2:3]; {LOAD}", "s_nop 0")),
+  ("gfx942", f"v_mov_b32_e32 v1, s8; {IF}; {AND}; v_readfirstlane_b32 s9, v1; .LBB0_2:; {MEET}; v_mov_b32_e32 v1, s9; {LOAD}"),
+  ("gfx942", f"{AND}; v_mad_u64_u32 v[2:3], s[8:9], v0, s10, v[8:9]; v_mov_b32_e32 v1, v2; {LOAD}"),
+  ("gfx1201", f"{AND}; v_mad_co_u64_u32 v[2:3], s8, v1, 4, v[0:1]; v_mov_b32_e32 v1, s8; {LOAD}"),
+  ("gfx1100", f"v_dual_mov_b32 v1, v9 :: v_dual_and_b32 v9, 15, v0; {LOAD}"), ("gfx950", f"v_mov_b32_e32 v1, s8; {TO_LDS}")])
+def test_a_register_that_may_be_negative_is_found(arch:str, text:str) -> None:
+  found = of(text, arch)
+  assert len(found) == 1 and found[0].startswith("buffer offsets: v1 may be below 0, or is unknown: buffer_load_dwordx4")
+
+@pytest.mark.parametrize("arch, text", [
+  ("gfx942", f"{AND}; {LOAD}"), ("gfx942", f"v_mov_b32_e32 v1, s8; {LOAD.replace(' offset:16', '')}"),
+  ("gfx90a", "buffer_load_dword v1, off, s[0:3], 0 offset:4"), ("gfx942", f"v_bfe_u32 v1, v0, 10, 10; v_lshl_or_b32 v1, v1, 5, 7; {LOAD}"),
+  ("gfx942", f"{AND}; v_cndmask_b32_e32 v1, 0x80000000, v1, vcc; {LOAD}"),
+  ("gfx942", f"{AND}; v_sub_u32_e32 v1, 63, v1; v_mul_u32_u24_e32 v1, 0x480, v1; {LOAD}"), ("gfx942", f"v_max_i32_e32 v1, 0, v9; {LOAD}"),
+  ("gfx942", f"v_med3_i32 v1, v9, 0, 63; {LOAD}"), ("gfx942", f"s_max_i32 s8, s9, 0; s_min_i32 s8, s8, 3; v_mov_b32_e32 v1, s8; {LOAD}"),
+  ("gfx942", f"{AND}; v_readfirstlane_b32 s8, v9; s_and_b32 s8, s8, 1; s_mul_i32 s8, s8, 0x480; v_lshl_add_u32 v1, v1, 4, s8; {LOAD}"),
+  ("gfx942", f"s_bfe_u32 s8, s9, 0x10001; s_mulk_i32 s9, 0x480; v_mov_b32_e32 v1, s8; {LOAD}"),
+  ("gfx942", f"{AND}; v_accvgpr_write_b32 a3, v1; v_mov_b32_e32 v1, v9; v_accvgpr_read_b32 v1, a3; {LOAD}"),
+  ("gfx942", ANEW % (LOAD, "s_nop 0")), ("gfx942", f"{AND}; {IF}; v_and_b32_e32 v1, 15, v0; .LBB0_2:; {MEET}; {LOAD}"),
+  ("gfx942", f"{AND}; .LBB0_1:; {LOAD}; v_xor_b32_e32 v1, 64, v1; s_cbranch_scc1 .LBB0_1"),
+  ("gfx942", f"{AND}; v_mad_u64_u32 v[2:3], s[8:9], v1, 4, v[1:2]; v_mov_b32_e32 v1, v2; {LOAD}"),
+  ("gfx1100", f"v_dual_mov_b32 v9, v1 :: v_dual_and_b32 v1, 15, v0; {LOAD}"), ("gfx950", f"{AND}; {TO_LDS}; {LOAD}")])
+def test_a_register_that_is_not_negative_is_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
+
+def test_how_many_dimensions_a_workgroup_has() -> None:
+  """v0 is a thread's place in the first one alone where the text says so."""
+  text = f"k:\nv_lshlrev_b32_e32 v1, 4, v0\n{LOAD}\ns_endpgm\n"
+  says = ".amdhsa_kernel k\n  .amdhsa_system_vgpr_workitem_id {}\n.end_amdhsa_kernel\n"
+  assert [len(findings(text + more, "gfx942")) for more in ("", says.format(0), says.format(1), says.format(2))] == [1, 0, 0, 1]
+
+WORD = 2**32
+def signed(x:int) -> int: return x - WORD if x >= WORD//2 else x
+def is_24(x:int) -> int: return x & 0xffffff
+OPERATIONS: dict[str, Callable[..., int]] = {     # what the ISA documents say
+  "v_mov_b32_e32": lambda x: x,
+  "v_add_u32_e32": lambda x, y: x + y, "v_add3_u32": lambda x, y, z: x + y + z, "v_sub_u32_e32": lambda x, y: x - y, "s_sub_i32": lambda x, y: x - y,
+  "v_subrev_u32_e32": lambda x, y: y - x, "v_mul_lo_u32": lambda x, y: x*y, "s_mul_i32": lambda x, y: x*y, "v_mul_hi_u32": lambda x, y: x*y >> 32,
+  "v_mul_u32_u24_e32": lambda x, y: is_24(x)*is_24(y), "v_mad_u32_u24": lambda x, y, z: is_24(x)*is_24(y) + z,
+  "v_and_b32_e32": lambda x, y: x & y, "s_andn2_b32": lambda x, y: x & ~y, "v_or_b32_e32": lambda x, y: x | y, "v_or3_b32": lambda x, y, z: x | y | z,
+  "v_xor_b32_e32": lambda x, y: x ^ y, "v_and_or_b32": lambda x, y, z: x & y | z, "v_bfi_b32": lambda x, y, z: x & y | ~x & z,
+  "v_xad_u32": lambda x, y, z: (x ^ y) + z, "v_bfe_u32": lambda x, y, z: x >> (y & 31) & (1 << (z & 31)) - 1,
+  "s_bfe_u32": lambda x, y: x >> (y & 31) & (1 << (y >> 16 & 127)) - 1,
+  "v_lshlrev_b32_e32": lambda x, y: y << (x & 31), "v_lshrrev_b32_e32": lambda x, y: y >> (x & 31), "s_lshl_b32": lambda x, y: x << (y & 31),
+  "v_ashrrev_i32_e32": lambda x, y: signed(y) >> (x & 31), "s_ashr_i32": lambda x, y: signed(x) >> (y & 31), "s_lshr_b32": lambda x, y: x >> (y & 31),
+  "v_lshl_add_u32": lambda x, y, z: (x << (y & 31)) + z, "v_add_lshl_u32": lambda x, y, z: x + y << (z & 31),
+  "v_lshl_or_b32": lambda x, y, z: x << (y & 31) | z, "s_lshl3_add_u32": lambda x, y: (x << 3) + y,
+  "v_min_u32_e32": min, "v_max_u32_e32": max, "v_max3_u32": max, "v_min_i32_e32": lambda x, y: min(x, y, key=signed),
+  "v_max_i32_e32": lambda x, y: max(x, y, key=signed), "v_med3_i32": lambda x, y, z: sorted((x, y, z), key=signed)[1]}
+
+def test_ranges_hold_what_instructions_give() -> None:
+  """Of operands within ranges, small ones and large ones."""
+  rng = random.Random(0)
+  known = 0
+  for op, meaning in OPERATIONS.items():
+    count = 3 if op in ("v_max3_u32", "v_med3_i32") else 2 if op.startswith(("v_min", "v_max")) else meaning.__code__.co_argcount
+    for _ in range(200):
+      names = [f"{op[0]}{i}" for i in range(1, count + 1)]
+      ranges = {name: tuple(sorted(rng.randrange(1 << rng.choice((3, 5, 12, 20, 31, 32))) for _ in range(2))) for name in names}
+      state = KnownRegisters(dict(ranges), dict(ranges))
+      state.follow(Instruction(op, args := ", ".join([f"{op[0]}9", *names]), f"{op} {args}"), True)
+      low, high = state.active.get(f"{op[0]}9", (0, WORD - 1))
+      known += high < WORD - 1
+      for _ in range(10):
+        found = meaning(*[rng.choice((*ranges[name], rng.randint(*ranges[name]))) for name in names]) % WORD
+        assert low <= found <= high, (op, ranges, found, (low, high))
+  assert known > 3000
 
 # ***** the command *****
 

@@ -110,14 +110,24 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
         waiting.append(s)
   return known
 
+def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
+  """For each instruction of each block whether all lanes of a wave are known to be active; None for a block that no path leads to."""
+  whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
+  found = list[list[bool]|None]()
+  for block, facts in zip(blocks, facts_of(blocks, whole)):
+    each = None if facts is None else list[bool]()
+    for x in block.instructions:
+      if facts is None or each is None: break
+      each.append(whole <= facts)
+      facts = _after(facts, x)
+    found.append(each)
+  return found
+
 def across_lanes(blocks:Sequence[Block], wave:int) -> list[str]:
   """Each instruction that needs every lane of a wave, where one may be switched off."""
-  whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found, label = [], "the entry"
-  for block, facts in zip(blocks, facts_of(blocks, whole)):
+  for block, whole in zip(blocks, whole_waves(blocks, wave)):
     label = block.labels[-1] if block.labels else label
-    if facts is None: continue
-    for x in block.instructions:
-      if (NEED_ALL_LANES.match(x.op) or x.dpp) and not whole <= facts: found.append(f"behind {label}, where lanes may be off: {x.text}")
-      facts = _after(facts, x)
+    found += [f"behind {label}, where lanes may be off: {x.text}" for x, all_active in zip(block.instructions, whole or ())
+              if (NEED_ALL_LANES.match(x.op) or x.dpp) and not all_active]
   return found

@@ -13,6 +13,7 @@ from attn.chips import Chip, modelled
 from attn.compilers.clang import Toolchain, assembly
 from attn.isa import source
 from attn.isa.active_lanes import across_lanes
+from attn.isa.buffer_offsets import not_shown_to_fit
 from attn.isa.flow import Block, blocks_of
 from attn.isa.parse import Kernel, parse
 from attn.isa.source import Spec
@@ -29,6 +30,7 @@ class Function:
 # name -> what it finds in a function, a line each
 CHECKS: dict[str, Callable[[Function], list[str]]] = {
   "across lanes": lambda f: across_lanes(f.blocks, f.chip.wave),
+  "buffer offsets": lambda f: not_shown_to_fit(f.blocks, f.chip.wave, f.kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 2) + 1),
 }
 
 def findings(text:str, arch:str|None=None) -> list[str]:

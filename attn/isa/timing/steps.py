@@ -74,7 +74,7 @@ _READS_TOO = re.compile(r"v_(fmac|dot\w*c_|dot2acc|pk_fmac|mac_|smfmac|swmmac|ma
 _NO_SCC = ("s_mov", "s_load", "s_mul", "s_cbranch", "s_branch", "s_nop", "s_cselect", "s_pack", "s_getpc", "s_buffer", "s_set", "s_barrier", "s_wait",
            "s_delay", "s_clause")    # scalar instructions that leave scc as it is
 _SWAPS = re.compile(r"v_(swap|permlane\d+_swap)")
-_TWO_RESULTS = re.compile(r"v_(add|sub|subrev|addc|subb)\w*_co_|v_mad_[ui]64|v_div_scale")
+_TWO_RESULTS = re.compile(r"v_(add|sub|subrev|addc|subb)\w*_co_|v_mad_(co_)?[ui]64|v_div_scale")
 _NO_RESULT = re.compile(r"s_(cmp|bitcmp|cbranch|branch|wait|barrier|nop|setprio|sched|sleep|endpgm|delay|clause|set|icache|dcache|code_end|trap)|"
                         r"ds_(write|store)|(buffer|global|flat|scratch)_(store|atomic)|(buffer|global)_(inv|wb|gl)")
 

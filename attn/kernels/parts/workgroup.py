@@ -98,14 +98,13 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
   """Those of the block of queries that starts as the `number`-th: under a causal mask the long ones start first. `buffers`: the first row becomes a
   part of the offsets of buffer instructions."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
-  backwards, end, before = p.window[1] >= 0, x.n_q*heads, UOp.const(0)
+  block, end, before = pieces*blocks - 1 - number if p.window[1] >= 0 else number, x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
-  block = pieces*blocks - 1 - number if backwards else number
   if p.dealt is not None and pieces > 1:
     in_front, front = block < blocks, p.dealt.front*heads
     block, before = in_front.where(block, block - blocks), in_front.where(0, front)
     end, further = in_front.where(front, end), in_front.where(p.dealt.start, p.dealt.start + p.dealt.jump)
-  if buffers and (backwards or pieces > 1): block = ops.not_negative(block, blocks - 1)
+  if buffers: block = ops.not_negative(block, blocks - 1)
   first = block*size + before
   last = first + size - 1
   return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
