@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
+from attn.accuracy import Verdict, judge, law_of, law_of_gradients
 from attn.api.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
 from attn.api.custom_kernel import flash_attention_fn
 from attn.api.gradient import BackwardLaunch, added, backward_kernels
@@ -37,7 +38,7 @@ from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tiles import Tile
 from attn.kernels.tiled import TiledTile
 from attn.problem import Problem, problem_of
-from attn.reference import LSE_ULPS, Verdict, arrange, exact, exact_backward, judge, restore, rounded, same, same_backward
+from attn.reference import arrange, restore, rounded
 from attn.tinygrad_compat import UOp, compiled, device_seconds
 from attn.values import FLOATS
 with needs("bench", "bench.py", __name__):
@@ -152,20 +153,16 @@ def to_array(t:Tensor) -> np.ndarray:
 # ***** one problem *****
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Holds the outputs (o, or o and lse) to the contract; all arrays begin (B, H). The worse verdict, and the part of the rows that was looked at."""
+  """Holds the outputs (o, or o and lse) to the law; all arrays begin (B, H). The worse verdict, and the part of the rows that was looked at."""
   (q, k, v), rows = inputs, max(1, min(p.Sq, SAMPLE//4//p.Sk))
   parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
   step = 1 if everything else math.ceil(len(parts)/max(1, SAMPLE//(rows*p.Sk)))
-  seen: list[tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]] = [([], [], []) for _ in outputs]   # what came, exact, same
+  verdicts: list[Verdict] = []
   for b, h, here in parts[::step]:
     kv = slice(h//(p.H//p.Hkv), h//(p.H//p.Hkv) + 1)
     args = (q[b, h:h+1, here], k[b, kv], v[b, kv], p.softmax_scale, p.window, p.offset + here.start)
-    columns = ([x[b, h:h+1, here] for x in outputs], exact(*args), same(*args, dtype=p.dtype, out_dtype=p.out_dtype))
-    for into, values in zip(seen, zip(*columns)):
-      for column, x in zip(into, values): column.append(x.reshape(-1))
-  verdicts = [judge(np.concatenate(got), np.concatenate(want), np.concatenate(text), relative)
-              for (got, want, text), relative in zip(seen, (0.0, LSE_ULPS))]
-  return max(verdicts, key=lambda x: (not x.ok, x.error)), len(parts[::step])/len(parts)
+    verdicts += [judge(x[b, h:h+1, here], law) for x, law in zip(outputs, law_of(*args, dtype=p.dtype, out_dtype=p.out_dtype))]
+  return max(verdicts, key=lambda x: (not x.ok, x.ratio)), len(parts[::step])/len(parts)
 
 def operands(s:Settings) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
   """q, k and v as arrays (B, H, S, D) and as tensors, and the empty outputs."""
@@ -260,7 +257,7 @@ def bench_backward(s:Settings) -> dict[str, Any]:
   return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text}
 
 def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Holds dq, dk and dv to the contract, a head of keys after another; all arrays begin (B, H). The worst verdict, and the part of the heads that was
+  """Holds dq, dk and dv to the law, a head of keys after another; all arrays begin (B, H). The worst verdict, and the part of the heads that was
   looked at."""
   group = p.H//p.Hkv
   heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
@@ -269,11 +266,10 @@ def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[n
   for b, h in heads[::step]:
     of_q, of_k = slice(h*group, (h + 1)*group), slice(h, h + 1)
     q, k, v, do = (x[b:b+1, at] for x, at in zip(inputs, (of_q, of_k, of_k, of_q)))
-    want = exact_backward(q, k, v, do, None, p.softmax_scale, p.window, p.offset)
-    text = same_backward(q, k, v, do, None, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
-    verdicts += [judge(g[b:b+1, at], getattr(want, n), getattr(text, n))
+    laws = law_of_gradients(q, k, v, do, None, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
+    verdicts += [judge(g[b:b+1, at], getattr(laws, n))
                  for g, at, n in zip(gradients, (of_q, of_k, of_k), ("q", "k", "v"))]
-  return max(verdicts, key=lambda x: (not x.ok, x.error/x.limit)), len(heads[::step])/len(heads)
+  return max(verdicts, key=lambda x: (not x.ok, x.ratio)), len(heads[::step])/len(heads)
 
 def describe(s:Settings) -> str:
   p = s.problem

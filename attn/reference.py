@@ -1,18 +1,16 @@
-"""Attention by the textbook, in numpy, and the accuracy contract that every kernel is held to.
+"""Attention by the textbook, in numpy: what it is exactly, and what the roundings that the dtypes force make of it.
 
-Contract: with `exact` the float64 computation on the inputs as they are rounded to their dtype, and `same` the textbook computation with the
-roundings that the dtypes force (fp32 scores and sums, P and O rounded), every element of a kernel's output must satisfy
-  |out - exact| <= 2 * max|same - exact| + 1e-5,
-and be NaN, +inf or -inf exactly where `exact` is. A pair that a mask hides adds exactly 0, whatever is in its rows: where kernels cannot have
-that, docs/attention.md says how far a NaN reaches. Gradients likewise, against `exact_backward` and `same_backward`, both of dO as it is rounded
-to the dtype of q, k and v, in which it is a factor.
+`exact` is the float64 computation on the inputs as they are rounded to their dtype, which every kernel is held to by the law of attn/accuracy.py.
+`same` is FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. A pair that a mask hides adds exactly 0, whatever is in its rows:
+where kernels cannot have that, docs/attention.md says how far a NaN reaches. Gradients likewise, `exact_backward` and `same_backward`, both of dO as
+it is rounded to the dtype of q, k and v, in which it is a factor.
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 from numpy.typing import NDArray
-from attn.ops.numerics import round_bf16, round_fp16, widen
+from attn.ops.numerics import ROUNDOFF, round_bf16, round_fp16, widen
 
 Array = NDArray[Any]
 
@@ -60,11 +58,12 @@ def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1
 
 def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
          out_dtype:str) -> tuple[Array, Array]:
-  """The textbook computation in fp32 with P rounded to `dtype` and O to `out_dtype`."""
-  o, lse = _attention(q, k, v, scale, window, offset, np.float32, dtype, options)
+  """The textbook computation (FlashAttention-2, arXiv 2307.08691, algorithm 1, in a single tile of keys) in fp32: P = exp(S - max S) rounded to
+  `dtype`, and O to `out_dtype`. O is divided by the sum of P before its rounding, or where `out_dtype` is finer than `dtype`, after it."""
+  o, lse = _attention(q, k, v, scale, window, offset, np.float32, (dtype, out_dtype), options)
   return rounded(o, out_dtype), lse
 
-def _batch(x:Options, b:int, keys:int) -> Options:
+def batch_options(x:Options, b:int, keys:int) -> Options:
   """The options of batch b, which has so many keys."""
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
@@ -75,22 +74,31 @@ def _dropped(p:Array, x:Options) -> Array:
   """What dropout leaves of P, or of its gradient."""
   return p if x.kept is None else np.where(x.kept, p/p.dtype.type(1 - x.dropout_p), p.dtype.type(0))
 
-def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, p_dtype:str|None,
+Types = tuple[str, str]     # what P and dS are rounded to, and what O is
+
+def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, types:Types|None,
                x:Options) -> tuple[Array, Array]:
   if x.kv_lengths is not None:   # each batch by itself, with the keys it has
     shift = [0 if x.top_left else int(n) - k.shape[-2] for n in x.kv_lengths]
-    parts = [_attention(q[b:b+1], k[b:b+1, :, :n], v[b:b+1, :, :n], scale, window, offset + shift[b], work, p_dtype, _batch(x, b, int(n)))
+    parts = [_attention(q[b:b+1], k[b:b+1, :, :n], v[b:b+1, :, :n], scale, window, offset + shift[b], work, types, batch_options(x, b, int(n)))
              for b, n in enumerate(x.kv_lengths)]
     return np.concatenate([o for o, _ in parts]), np.concatenate([lse for _, lse in parts])
-  q, k, v = _alike(q, k, v, work)
+  q, k, v = with_heads(q, k, v, work)
   with np.errstate(all="ignore"):
     s, _ = _scores(q, k, scale, window, offset, x)
-    p, lse = _softmax(s, x)
-    p = _dropped(p, x)
-    o = _of_visible((p if p_dtype is None else rounded(p, p_dtype)).astype(work), v, visible(q.shape[-2], k.shape[-2], window, offset))
-  return o, lse
+    return _output(s, v, visible(q.shape[-2], k.shape[-2], window, offset), x, types), softmax_of(s, x)[1]
 
-def _alike(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
+def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
+  """O of scores, before it is rounded."""
+  weights, own, _ = _weights(s, x)
+  total = weights.sum(-1, keepdims=True)
+  if types is not None:
+    weights = rounded(weights, types[0])
+    if ROUNDOFF[types[1]] < ROUNDOFF[types[0]]: total = weights.sum(-1, keepdims=True)
+  total = total + own
+  return _of_visible(_dropped(weights, x), v, seen)/np.where(total == 0, 1, total)
+
+def with_heads(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
   """q, k and v in the type of the computation, with as many heads all three."""
   ratio = q.shape[-3]//k.shape[-3]
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
@@ -106,9 +114,11 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
   return total
 
 def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, Array]:
-  """The scores, -inf where a query does not see a key, and the slope of the softcap at each."""
-  work, Sq, Sk = q.dtype.type, q.shape[-2], k.shape[-2]
-  s, slope = (q @ k.swapaxes(-1, -2))*work(scale), work(1)
+  return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
+
+def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, Array]:
+  """The scores that the softmax takes, of raw ones: -inf where a query does not see a key; and the slope of the softcap at each."""
+  work, (Sq, Sk), slope = s.dtype.type, s.shape[-2:], s.dtype.type(1)
   if x.softcap:
     t = np.tanh(s/work(x.softcap))
     s, slope = work(x.softcap)*t, 1 - t*t
@@ -117,15 +127,19 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   if x.bias is not None: s = s + x.bias.astype(work)
   return np.where(visible(Sq, Sk, window, offset), s, work(-np.inf)), slope
 
-def _softmax(s:Array, x:Options) -> tuple[Array, Array]:
-  """(P, lse) of scores."""
+def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
+  """(P before it is divided, the sink's, what both are relative to) of scores."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
   safe = np.where(m == -np.inf, work(0), m)
-  p = np.exp(s - safe)
-  total = p.sum(-1, keepdims=True) + np.exp(sink - safe)
-  return np.where(total == 0, work(0), p/total), np.where(total == 0, -np.inf, m + np.log(total))[..., 0]
+  return np.exp(s - safe), np.exp(sink - safe), safe
+
+def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
+  """(P, lse) of scores."""
+  weights, own, safe = _weights(s, x)
+  total, nothing = weights.sum(-1, keepdims=True) + own, s.dtype.type(0)
+  return np.where(total == 0, nothing, weights/total), np.where(total == 0, -np.inf, safe + np.log(total))[..., 0]
 
 # ***** backward *****
 
@@ -137,6 +151,7 @@ class Gradients:
   v: Array
   bias: Array|None = None
   sinks: Array|None = None
+  alibi_slopes: Array|None = None
 
 def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                    options:Options=PLAIN) -> Gradients:
@@ -144,7 +159,7 @@ def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, sc
   `do` has the values of the dtype of q, k and v: where o has a wider one, those that it is rounded to.
 
   A row that sees no key adds exactly 0 to each, and gets 0; keys beyond kv_lengths get 0."""
-  return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None, "")
+  return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None)
 
 def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                   options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32") -> Gradients:
@@ -156,81 +171,56 @@ def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, sca
 
   P and dS are rounded to `dtype` before they are multiplied with dO, K and Q; the gradients of q, k and v to `dtype`, that of the bias, a sum of dS
   in fp32, to `bias_dtype`, that of the sinks stays in fp32. Dropout is of P as a factor of V and of dO, before it is rounded, and of dP."""
-  found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, dtype, out_dtype)
+  found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, (dtype, out_dtype))
   bias = None if found.bias is None else rounded(found.bias, bias_dtype)
   return Gradients(rounded(found.q, dtype), rounded(found.k, dtype), rounded(found.v, dtype), bias, found.sinks)
 
 def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
-              p_dtype:str|None, o_dtype:str) -> Gradients:
-  """`p_dtype` is what P and dS are rounded to, and `o_dtype` what O is; neither where p_dtype is None."""
+              types:Types|None) -> Gradients:
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]), work)
   if dlse is None: dlse = np.zeros(q.shape[:-1], work)
-  if x.kv_lengths is not None: return _backward_by_batch(q, k, v, do, dlse, scale, window, offset, x, work, p_dtype, o_dtype)
+  if x.kv_lengths is not None: return _backward_by_batch(q, k, v, do, dlse, scale, window, offset, x, work, types)
   seen = visible(q.shape[-2], k.shape[-2], window, offset)
   groups = (k.shape[-3], q.shape[-3]//k.shape[-3])         # query heads that share keys lie side by side
-  do, dlse, (q, k, v) = do.astype(work), dlse.astype(work), _alike(q, k, v, work)
-  def operand(a:Array) -> Array: return a if p_dtype is None else rounded(a, p_dtype)
+  do, dlse, (q, k, v) = do.astype(work), dlse.astype(work), with_heads(q, k, v, work)
+  def operand(a:Array) -> Array: return a if types is None else rounded(a, types[0])
   def of_group(a:Array) -> Array: return a.reshape(*a.shape[:-3], *groups, *a.shape[-2:]).sum(-3)
   with np.errstate(all="ignore"):
     s, slope = _scores(q, k, scale, window, offset, x)
-    weights, lse = _softmax(s, x)
-    o = _of_visible(operand(_dropped(weights, x)), v, seen)
-    if p_dtype is not None: o = rounded(o, o_dtype)
+    o, lse = _output(s, v, seen, x, types), softmax_of(s, x)[1]
+    if types is not None: o = rounded(o, types[1])
     safe = np.where(lse == -np.inf, work(0), lse)        # of a row that sees no key: all its scores are -inf
     p = np.where(seen, np.exp(s - safe[..., None]), work(0))
     delta = (do*o).sum(-1) - np.where(lse == -np.inf, work(0), dlse)
     ds = np.where(s == -np.inf, work(0), p*(_dropped(do @ v.swapaxes(-1, -2), x) - delta[..., None]))
-    dsinks = None if x.sinks is None else _sum_to(-np.exp(x.sinks.astype(work)[:, None] - lse)*delta, (x.sinks.shape[0], 1))[:, 0]
+    dsinks = None if x.sinks is None else summed_to(-np.exp(x.sinks.astype(work)[:, None] - lse)*delta, (x.sinks.shape[0], 1))[:, 0]
     dscores = operand(ds*slope)
     dq, dk = _of_visible(dscores, k, seen)*work(scale), of_group(_of_visible(dscores.swapaxes(-1, -2), q, seen.T)*work(scale))
     dv = of_group(_of_visible(operand(_dropped(p, x)).swapaxes(-1, -2), do, seen.T))
-  return Gradients(dq, dk, dv, None if x.bias is None else _sum_to(ds, x.bias.shape), dsinks)
+    dslopes = None if x.alibi_slopes is None else _of_slopes(ds, offset, x.alibi_slopes.shape)
+  return Gradients(dq, dk, dv, None if x.bias is None else summed_to(ds, x.bias.shape), dsinks, dslopes)
 
-def _sum_to(a:Array, shape:tuple[int, ...]) -> Array:
+def _of_slopes(ds:Array, offset:int, shape:tuple[int, ...]) -> Array:
+  away = np.abs(np.arange(ds.shape[-2])[:, None] + offset - np.arange(ds.shape[-1])).astype(ds.dtype)
+  return -summed_to((ds*away).sum((-1, -2)), shape)
+
+def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
   """What was broadcast from `shape`, summed back to it."""
   a = a.sum(tuple(range(a.ndim - len(shape))))
   return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
 
 def _backward_by_batch(q:Array, k:Array, v:Array, do:Array, dlse:Array, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
-                       p_dtype:str|None, o_dtype:str) -> Gradients:
+                       types:Types|None) -> Gradients:
   """Each batch by itself, with the keys it has; those beyond get 0."""
   assert x.kv_lengths is not None
   dq, dk, dv = (np.zeros(a.shape, work) for a in (q, k, v))
-  dbias, dsinks = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks))
+  dbias, dsinks, dslopes = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks, x.alibi_slopes))
   for b, n in enumerate(map(int, x.kv_lengths)):
     one, shift = slice(b, b + 1), 0 if x.top_left else n - k.shape[-2]
-    found = _backward(q[one], k[one, :, :n], v[one, :, :n], do[one], dlse[one], scale, window, offset + shift, _batch(x, b, n), work, p_dtype,
-                      o_dtype)
+    found = _backward(q[one], k[one, :, :n], v[one, :, :n], do[one], dlse[one], scale, window, offset + shift, batch_options(x, b, n), work, types)
     dq[one], dk[one, :, :n], dv[one, :, :n] = found.q, found.k, found.v
     if dsinks is not None: dsinks += found.sinks
+    if dslopes is not None and found.alibi_slopes is not None: dslopes[one if dslopes.ndim == 2 else slice(None)] += found.alibi_slopes
     if dbias is not None and found.bias is not None:
       dbias[one if len(dbias) > 1 else slice(None), ..., :found.bias.shape[-1]] += found.bias
-  return Gradients(dq, dk, dv, dbias, dsinks)
-
-@dataclass(frozen=True)
-class Verdict:
-  """How far an output is from exact: `error` and `limit` of the worst element, which stands at `where`; `pattern` says what NaN or inf is out of
-  place."""
-  error: float
-  limit: float
-  where: tuple[int, ...]
-  pattern: str = ""
-  @property
-  def ok(self) -> bool: return not self.pattern and self.error <= self.limit
-  def __str__(self) -> str: return self.pattern or f"max error {self.error:.2e} at {self.where}, limit {self.limit:.2e}"
-
-LSE_ULPS = 2.0**-22   # an lse is a sum of a large and a small fp32 term: two units in the last place of its own size are allowed besides
-
-def judge(out:Array, exact_:Array, same_:Array, relative:float=0.0) -> Verdict:
-  """Holds `out` to the contract; `relative` times the exact value's size is allowed besides (LSE_ULPS for an lse)."""
-  for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
-    if (wrong := of(out) != of(exact_)).any():
-      at = tuple(int(i) for i in np.argwhere(wrong)[0])
-      return Verdict(float("nan"), 0.0, at,
-                     f"{name} pattern differs at {at} and {int(wrong.sum())} elements in all: got {out[at]}, exact is {exact_[at]}")
-  finite = np.isfinite(exact_)
-  difference = np.where(finite, np.abs(out.astype(np.float64) - np.where(finite, exact_, 0)), 0)
-  rounding = np.where(finite & np.isfinite(same_), np.abs(same_.astype(np.float64) - np.where(finite, exact_, 0)), 0)
-  limit = 2*rounding.max() + 1e-5 + relative*np.abs(np.where(finite, exact_, 0))
-  at = tuple(map(int, np.unravel_index(int((difference - limit).argmax()), difference.shape)))
-  return Verdict(float(difference[at]), float(limit[at]), at)
+  return Gradients(dq, dk, dv, dbias, dsinks, dslopes)

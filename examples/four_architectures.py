@@ -6,11 +6,11 @@ import time
 import numpy as np
 from tinygrad import Context, Tensor, dtypes
 from attn import flash_attention_fn
+from attn.accuracy import judge, law_of
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile
 from attn.extras import needs
 from attn.problem import problem_of
-from attn.reference import exact, judge, same
 with needs("bench", "examples/four_architectures.py", __name__):
   from rich.console import Console
   from rich.table import Table
@@ -19,7 +19,7 @@ SHAPE = (1, 4, 256, 128)
 rng = np.random.default_rng(0)
 a, b, c = (rng.standard_normal(SHAPE, np.float32).astype(np.float16) for _ in range(3))
 p = problem_of(SHAPE, SHAPE, SHAPE, SHAPE, dtypes=["float16"]*4, causal=True)
-want, text = exact(a, b, c, p.softmax_scale, p.window)[0], same(a, b, c, p.softmax_scale, p.window, dtype="float16", out_dtype="float16")[0]
+law = law_of(a, b, c, p.softmax_scale, p.window, dtype="float16", out_dtype="float16")[0]
 
 table = Table("arch", "chips", "tile", "error", "limit", "first call s", "again s")
 wrong = []
@@ -31,7 +31,7 @@ for name in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
       start = time.perf_counter()
       o = Tensor.custom_kernel(Tensor.empty(*SHAPE, dtype=dtypes.half), q, k, v, fxn=flash_attention_fn(causal=True))[0].numpy()
       times.append(time.perf_counter() - start)
-  verdict, arch = judge(o, want, text), get_chip(name)
+  verdict, arch = judge(o, law), get_chip(name)
   if not verdict.ok: wrong.append(f"{name}: {verdict}")
   table.add_row(name, arch.products, str(choose_tile(p, arch)), f"{verdict.error:.1e}", f"{verdict.limit:.1e}", *(f"{t:.2f}" for t in times))
 Console(width=150).print(table)

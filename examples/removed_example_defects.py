@@ -14,7 +14,8 @@ from tinygrad import Tensor, UOp, dtypes
 from attn.emulator.checks import LdsRace
 from attn.extras import needs
 from attn.kernels import textbook
-from attn.reference import Verdict, exact, judge, same
+from attn.accuracy import Verdict, judge, law_of
+from attn.reference import exact
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo
 with needs("bench", "examples/removed_example_defects.py", __name__):
   from rich.console import Console
@@ -64,12 +65,12 @@ def mean_square(fxn:Callable[..., UOp]) -> float:
   return float(((run(fxn, q, k, v) - exact(q, k, v, SCALE)[0])**2).mean())
 
 def verdict(fxn:Callable[..., UOp]) -> Verdict:
-  """The verdict of the accuracy contract on normally distributed inputs."""
+  """The verdict of the accuracy law on normally distributed inputs."""
   q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, N, D)).astype(np.float16)
-  return judge(run(fxn, q, k, v), exact(q, k, v, SCALE)[0], same(q, k, v, SCALE, dtype="float16", out_dtype="float32")[0])
+  return judge(run(fxn, q, k, v), law_of(q, k, v, SCALE, dtype="float16", out_dtype="float32")[0])
 
 def main() -> None:
-  table = Table("kernel", "its test: mean square < 1e-2", "the contract", "the emulator")
+  table = Table("kernel", "its test: mean square < 1e-2", "the law", "the emulator")
   for name, fxn in KERNELS.items():
     error, found = mean_square(fxn), verdict(fxn)
     assert error < 1e-2 and found.ok == (name == "right"), name

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
+import cases
+from attn.accuracy import Law, judge
 from attn.choose.backward import dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import choose_bias_tile
 from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import adapt
 from attn.problem import Problem
-from attn.reference import Gradients, Options, arrange, exact_backward, judge, restore, rounded, same, same_backward
+from attn.reference import Options, arrange, restore, rounded, same
 from attn.tinygrad_compat import Context, Tensor
-from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, expected, normal, problem, tensor
+from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, normal, packed_sequences, problem, tensor
 
 @dataclass(frozen=True)
 class Loss:
@@ -24,15 +26,9 @@ def loss_of(p:Problem, dlse:bool=False, size:float=1.0) -> Loss:
   do = rounded(rng.standard_normal((*rows, p.Dv), dtype=np.float32)*np.float32(size), p.out_dtype)
   return Loss(do, rng.standard_normal(rows, dtype=np.float32) if dlse else None)
 
-def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
-  """The rows of each sequence, of q and of k."""
-  if not p.varlen: return [(slice(None), slice(None))]
-  q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
-  return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
-
 def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
   """(o, lse) by the textbook: 0 and -inf in rows of no sequence."""
-  if not p.varlen: return tuple(text for _, text in expected(p, x, extras))    # type: ignore[return-value]
+  if not p.varlen: return same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, options_of(p, extras), dtype=p.dtype, out_dtype=p.out_dtype)
   o, lse = np.zeros((1, p.H, p.total_q, p.Dv), np.float32), np.full((1, p.H, p.total_q), -np.inf, np.float32)
   for b, (qs, ks) in enumerate(packed_sequences(p, extras)):
     q, k, v = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks]
@@ -46,19 +42,9 @@ def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int,
   found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
   return Options(softcap=p.softcap, top_left=p.top_left, **found)
 
-def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """(exact, by the textbook) of dq, dk and dv, and of dbias where there is a bias: 0 in rows of no sequence."""
-  zeros = [Gradients(*[np.zeros(a.shape, kind) for a in (x.q, x.k, x.v)]) for kind in (np.float64, np.float32)]
-  for b, (qs, ks) in enumerate(packed_sequences(p, extras)):
-    q, k, v, do = x.q[:, :, qs], x.k[:, :, ks], x.v[:, :, ks], rounded(loss.do[:, :, qs], p.dtype)
-    offset = p.offset if not p.varlen else 0 if p.top_left else k.shape[2] - q.shape[2]
-    args = (q, k, v, do, None if loss.dlse is None else loss.dlse[:, :, qs], p.softmax_scale, p.window, offset,
-            options_of(p, extras, (b, q.shape[2], k.shape[2]) if p.varlen else None))
-    both = exact_backward(*args), same_backward(*args, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
-    for to, found in zip(zeros, both): to.q[:, :, qs], to.k[:, :, ks], to.v[:, :, ks] = found.q, found.k, found.v
-  want, text = zeros
-  of_bias = {"dbias": (both[0].bias, both[1].bias)} if p.bias is not None else {}
-  return {"dq": (want.q, text.q), "dk": (want.k, text.k), "dv": (want.v, text.v), **of_bias}
+def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, Law]:
+  """The laws of dq, dk and dv, and of dbias where there is a bias: 0 in rows of no sequence."""
+  return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
@@ -91,7 +77,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
 def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
                            size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0,
                            **parameters:Any) -> dict[str, np.ndarray]:
-  """Poses the problem, with any of its options, runs both kernels, and holds dq, dk and dv to the contract. A query that sees no key, a
+  """Poses the problem, with any of its options, runs both kernels, and holds dq, dk and dv to the law. A query that sees no key, a
   key that none sees, and a row of no sequence have exactly 0. `size` is that of dO, `tiles` changes the chosen ones, `only` and `parts` as
   in `run_backward`."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
@@ -99,8 +85,8 @@ def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *,
   x, loss = make(p), loss_of(p, dlse, size)
   got = run_backward(p, x, loss, arch, extras, tiles, only, parts)
   want = expected_gradients(p, x, loss, extras)
-  for name, out in got.items(): assert (verdict := judge(out, *want[name])).ok, f"{name}: {verdict}"
+  for name, out in got.items(): assert (verdict := judge(out, want[name])).ok, f"{name}: {verdict}"
   blind = np.isneginf(forward_results(p, x, extras)[1])
-  for name, nothing in (("dq", blind), *((name, (want[name][0] == 0).all(-1)) for name in ("dk", "dv"))):
+  for name, nothing in (("dq", blind), *((name, (want[name].exact == 0).all(-1)) for name in ("dk", "dv"))):
     assert name not in got or (got[name][nothing] == 0).all(), f"{name}: not exactly 0 in rows that nothing reaches"
   return got

@@ -6,6 +6,7 @@ from typing import Any, Callable, Container, Iterable, Sequence
 import numpy as np
 import pytest
 from attn import flash_attention_fn
+from attn.accuracy import Law, judge, law_of, law_of_gradients, without_error
 from attn.api.launch import kernels
 from attn.api.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
@@ -15,8 +16,7 @@ from attn.kernels.forward_mma import MmaTile
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts.tiles import Tile
 from attn.problem import Problem, problem_of
-from attn.reference import (LSE_ULPS, Gradients, Options, arrange, exact, exact_backward, judge, restore, rounded, same,
-                            same_backward)
+from attn.reference import Options, arrange, restore, rounded
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from attn.values import FLOATS as DTYPES
 
@@ -145,7 +145,7 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
     return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
 def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> None:
-  """The contract of o and lse of a forward kernel that takes plain problems only, on the emulator."""
+  """The law of o and lse of a forward kernel that takes plain problems only, on the emulator."""
   with Context(DEV=f"EMU::{arch}"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
     o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
@@ -153,10 +153,7 @@ def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> No
     outs = Tensor.custom_kernel(o, lse, q, k, v, fxn=lambda *placeholders: CheckedKernel(kernel(*placeholders), ("o", "lse")))[:2]
     Tensor.realize(*outs)
     got, got_lse = restore(array(outs[0]), p.layout, (p.B, p.H, p.Sq, p.Dv)), outs[1].numpy()
-  want, want_lse = exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)
-  text, text_lse = same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
-  assert (verdict := judge(got, want, text)).ok, f"o: {verdict}"
-  assert (verdict := judge(got_lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+  hold(p, x, {}, got, got_lse)
 
 # ***** dropout *****
 
@@ -185,68 +182,68 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
   return {"dropout_p": p.dropout_p, "kept": kept_mask(extras["dropout_seed"], p.dropout_p, B, p.H, Sq, Sk, batch + (sequence or 0), head)}
 
 SCORE_OPTIONS = ("alibi_slopes", "bias", "sinks", "kv_lengths")
-Pair = tuple[np.ndarray, np.ndarray]
 
-def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-  """[(exact o, o by the textbook), (exact lse, lse by the textbook)]; packed sequences one at a time."""
+def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:
+  """Holds o and lse to the law."""
+  law, of_lse = expected(p, x, extras)
+  assert (verdict := judge(o, law)).ok, f"o: {verdict}"
+  if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
+
+def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, Law]:
+  """The laws of o and lse; packed sequences one at a time: 0 and -inf in rows of none."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
-  def both(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> list[tuple[np.ndarray, np.ndarray]]:
+  def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
     o = Options(softcap=p.softcap, top_left=p.top_left, **{**options, **more})
-    return list(zip(exact(q, k, v, p.softmax_scale, p.window, offset, o),
-                    same(q, k, v, p.softmax_scale, p.window, offset, o, dtype=p.dtype, out_dtype=p.out_dtype), strict=True))
-  if not p.varlen: return both(x.q, x.k, x.v, p.offset)
-  parts = []
-  q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
-  for b in range(p.B):
-    q, k, v = x.q[:, :, q_ends[b]:q_ends[b+1]], x.k[:, :, k_ends[b]:k_ends[b+1]], x.v[:, :, k_ends[b]:k_ends[b+1]]
-    slopes = {"alibi_slopes": extras["alibi_slopes"][b]} if p.alibi_batched else {}
-    parts.append(both(q, k, v, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes, **dropped(p, extras, b, q.shape[2], k.shape[2])))
-  return [tuple(np.concatenate([part[i][j] for part in parts], axis=2) for j in range(2)) for i in range(2)]   # type: ignore[misc]
-
-def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Pair]:
-  """Of q, k, v, bias and sinks, those that there are: (exact, by the textbook), for the gradients of o and lse, which are (B, H, Sq, Dv) and
-  (B, H, Sq), or of packed sequences (1, H, total_q, ...). Sequences one at a time; rows of none get 0."""
-  def both(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> tuple[Gradients, Gradients]:
-    o = Options(softcap=p.softcap, top_left=p.top_left, **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
-    at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
-    return exact_backward(q, k, v, *at), same_backward(q, k, v, *at, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
-  if not p.varlen:
-    found = both(x.q, x.k, x.v, slice(None), p.offset)
-    return {n: (getattr(found[0], n), getattr(found[1], n)) for n in ("q", "k", "v", "bias", "sinks") if getattr(found[0], n) is not None}
-  total = {n: (np.zeros(a.shape), np.zeros(a.shape, np.float32)) for n, a in vars(x).items()}
-  if "sinks" in extras: total["sinks"] = np.zeros(p.H), np.zeros(p.H, np.float32)
-  q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
-  for b in range(p.B):
-    rows, keys = slice(q_ends[b], q_ends[b+1]), slice(k_ends[b], k_ends[b+1])
+    return law_of(q, k, v, p.softmax_scale, p.window, offset, o, dtype=p.dtype, out_dtype=p.out_dtype)
+  if not p.varlen: return law(x.q, x.k, x.v, p.offset)
+  found = without_error((*x.q.shape[:-1], x.v.shape[-1])), without_error(x.q.shape[:-1], -np.inf)
+  for b, (rows, keys) in enumerate(packed_sequences(p, extras)):
     q, k, v = x.q[:, :, rows], x.k[:, :, keys], x.v[:, :, keys]
     slopes = {"alibi_slopes": extras["alibi_slopes"][b]} if p.alibi_batched else {}
-    for i, part in enumerate(both(q, k, v, rows, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes,
-                                  **dropped(p, extras, b, q.shape[2], k.shape[2]))):
-      for n, at in (("q", rows), ("k", keys), ("v", keys)): total[n][i][:, :, at] = getattr(part, n)
-      if part.sinks is not None: total["sinks"][i][...] += part.sinks
+    laws = law(q, k, v, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes, **dropped(p, extras, b, q.shape[2], k.shape[2]))
+    for of, part in zip(found, laws): of.put((slice(None), slice(None), rows), part)
+  return found
+
+def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
+  """The rows of each sequence, of q and of k."""
+  if not p.varlen: return [(slice(None), slice(None))]
+  q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
+  return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
+
+def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
+  """The laws of the gradients of q, k, v, bias, sinks and slopes, those that there are, for the gradients of o and lse, which are (B, H, Sq, Dv) and
+  (B, H, Sq), or of packed sequences (1, H, total_q, ...). Sequences one at a time; rows of none get 0."""
+  def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
+    o = Options(softcap=p.softcap, top_left=p.top_left, **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
+    at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
+    found = law_of_gradients(q, k, v, *at, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
+    return {n: law for n, law in vars(found).items() if law is not None}
+  if not p.varlen: return laws(x.q, x.k, x.v, slice(None), p.offset)
+  total = {n: without_error(a.shape) for n, a in (*vars(x).items(), *((n, extras[n]) for n in ("sinks", "alibi_slopes") if n in extras))}
+  for b, (rows, keys) in enumerate(packed_sequences(p, extras)):
+    q, k, v = x.q[:, :, rows], x.k[:, :, keys], x.v[:, :, keys]
+    slopes = {"alibi_slopes": extras["alibi_slopes"][b]} if p.alibi_batched else {}
+    found = laws(q, k, v, rows, 0 if p.top_left else k.shape[2] - q.shape[2], **slopes, **dropped(p, extras, b, q.shape[2], k.shape[2]))
+    places = {"q": (slice(None), slice(None), rows), "k": (slice(None), slice(None), keys), "v": (slice(None), slice(None), keys)}
+    for n, law in found.items(): total[n].add(places.get(n, (b,) if n == "alibi_slopes" and p.alibi_batched else (Ellipsis,)), law)
   return total
 
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Poses the problem, with any of its options, runs the kernels, holds o and lse to the contract and returns them. `tile` changes the chosen one."""
+  """Poses the problem, with any of its options, runs the kernels, holds o and lse to the law and returns them. `tile` changes the chosen one."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   chosen = choose_tile(p, chip(arch))
   if tile is not None: chosen = tile(chosen)
   x = make(p)
   o, lse = run_kernels(p, x, arch, extras, chosen)
-  (want, text), (want_lse, text_lse) = expected(p, x, extras)
-  assert (verdict := judge(o, want, text)).ok, f"o: {verdict}"
-  if lse is not None: assert (verdict := judge(lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+  hold(p, x, extras, o, lse)
   return o, lse
 
 def check(arch:str, make:Callable[[Problem], Inputs]=normal, **parameters:Any) -> None:
-  """Poses the problem, runs the kernel, and holds o and lse to the contract."""
+  """Poses the problem, runs the kernel, and holds o and lse to the law."""
   p = problem(**parameters)
   options = {name: parameters[name] for name in ("causal", "window") if name in parameters}
   x = make(p)
   o, lse = run(p, x, arch, **options)
-  want, want_lse = exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)
-  text, text_lse = same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
-  assert (verdict := judge(o, want, text)).ok, f"o: {verdict}"
-  if lse is not None: assert (verdict := judge(lse, want_lse, text_lse, LSE_ULPS)).ok, f"lse: {verdict}"
+  hold(p, x, {}, o, lse)

@@ -1,4 +1,4 @@
-"""Random calls of all that is public, each held to the accuracy contract against float64: on every emulated chip, on a CPU, by OpenCL, on a GPU.
+"""Random calls of all that is public, each held to the accuracy law against float64: on every emulated chip, on a CPU, by OpenCL, on a GPU.
 
     python test/night.py --forward 2000 --backward 1000 [--jobs 2] [--seconds 3600] [--chips gfx942,sm_90] [--first 0]
     python test/night.py --seed 12345 [--device CUDA]

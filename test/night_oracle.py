@@ -1,14 +1,14 @@
 """What attention is, sequence by sequence in float64, whatever call asks for it; and the one place that holds results to it."""
 from __future__ import annotations
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 import numpy as np
-from attn.reference import LSE_ULPS, Gradients, Options, exact, exact_backward, judge, rounded, same, same_backward
+from attn.accuracy import Law, judge, law_of, law_of_gradients, without_error
+from attn.reference import Options, rounded
 from cases import kept_mask
 
 Arrays = dict[str, np.ndarray]
-Pair = tuple[np.ndarray, np.ndarray]       # (exact, by the textbook)
 
 @dataclass(frozen=True)
 class Facts:
@@ -50,11 +50,6 @@ def sequences(x:Arrays) -> Iterator[Sequence]:
     start = min(int(np.clip(x["kv_starts"][b], 0, Sk)) if "kv_starts" in x else 0, end)
     yield Sequence(b, b, slice(0, Sq), slice(start, end))
 
-def full_bias(x:Arrays, s:Sequence) -> np.ndarray:
-  """The bias of a sequence with all of its dimensions, or zeros."""
-  shape = (1, x["q"].shape[1], *s.counts)
-  return np.zeros(shape, np.float32) if "bias" not in x else np.broadcast_to(bias_of(x["bias"], s), shape)
-
 def four(bias:np.ndarray) -> np.ndarray: return bias.reshape((1,)*(4 - bias.ndim) + bias.shape)
 
 def where_of_bias(bias:np.ndarray, s:Sequence) -> tuple[Any, ...]:
@@ -73,55 +68,44 @@ def part(x:Arrays, s:Sequence) -> tuple[np.ndarray, ...]:
   one = slice(s.batch, s.batch + 1)
   return x["q"][one, :, s.rows], x["k"][one, :, s.keys], x["v"][one, :, s.keys]
 
-def forward(x:Arrays, f:Facts) -> dict[str, Pair]:
+def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   """o and lse: 0 and -inf in rows of no sequence."""
   shape = x["q"].shape[:3]
-  o, lse = ([np.full(of, fill, kind) for kind in (np.float64, np.float32)] for of, fill in (((*shape, x["v"].shape[-1]), 0), (shape, -np.inf)))
+  total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
   for s in sequences(x):
-    args = *part(x, s), f.scale, f.window, s.offset(f), options_of(x, f, s)
-    for i, found in enumerate((exact(*args), same(*args, dtype=f.dtype, out_dtype=f.out_dtype))):
-      for to, value in zip((o[i], lse[i]), found): to[s.batch:s.batch + 1, :, s.rows] = value
-  return {"o": (o[0], o[1]), "lse": (lse[0], lse[1])}
+    laws = law_of(*part(x, s), f.scale, f.window, s.offset(f), options_of(x, f, s), dtype=f.dtype, out_dtype=f.out_dtype)
+    for to, law in zip(total.values(), laws): to.put((slice(s.batch, s.batch + 1), slice(None), s.rows), law)
+  return total
 
-def slopes_gradient(of_scores:np.ndarray, offset:int) -> np.ndarray:
-  """Of dS (1, H, Sq, Sk), the sums for each head of what a slope is multiplied with."""
-  queries, keys = of_scores.shape[2:]
-  distances = np.abs(np.arange(queries)[:, None] + offset - np.arange(keys)).astype(of_scores.dtype)
-  return -(of_scores*distances).sum((0, 2, 3))
-
-def backward(x:Arrays, f:Facts) -> dict[str, Pair]:
+def backward(x:Arrays, f:Facts) -> dict[str, Law]:
   """The gradients that are wanted, of sum(o*do) + sum(lse*dlse), the latter over rows that see a key."""
-  total = {name: (np.zeros(x[name].shape), np.zeros(x[name].shape, np.float32)) for name in f.wanted}
+  total = {name: without_error(x[name].shape) for name in f.wanted}
   for s in sequences(x):
     at, rows = slice(s.batch, s.batch + 1), (slice(s.batch, s.batch + 1), slice(None), s.rows)
     do = rounded(x["do"][rows], f.dtype) if "do" in x else None
-    def both(options:Options) -> tuple[Gradients, Gradients]:
-      args = *part(x, s), do, x["dlse"][rows] if "dlse" in x else None, f.scale, f.window, s.offset(f), options
-      return exact_backward(*args), same_backward(*args, dtype=f.dtype, out_dtype=f.out_dtype)
-    options = options_of(x, f, s)
-    for i, found in enumerate(both(options)):
-      for name, index in (("q", rows), ("k", (at, slice(None), s.keys)), ("v", (at, slice(None), s.keys))):
-        if name in total: total[name][i][index] += getattr(found, name)
-      if f.v_dim and "k" in total: total["k"][i][at, :, s.keys, :f.v_dim] += found.v
-      if "bias" in total: four(total["bias"][i])[where_of_bias(four(x["bias"]), s)] += found.bias
-      if "sinks" in total: total["sinks"][i][...] += found.sinks
-    if "alibi_slopes" not in total: continue
-    for i, found in enumerate(both(replace(options, bias=full_bias(x, s)))):
-      to = total["alibi_slopes"][i]
-      (to if to.ndim == 1 else to[s.number])[...] += slopes_gradient(found.bias, s.offset(f))
-  return {name: (want, rounded(text, f.type_of(name)) if name not in ("q", "k", "v") else text) for name, (want, text) in total.items()}
+    laws = law_of_gradients(*part(x, s), do, x["dlse"][rows] if "dlse" in x else None, f.scale, f.window, s.offset(f), options_of(x, f, s),
+                            dtype=f.dtype, out_dtype=f.out_dtype, bias_dtype=f.type_of("bias"))
+    places = {"q": rows, "k": (at, slice(None), s.keys), "v": (at, slice(None), s.keys)}
+    for name, law in vars(laws).items():
+      if name in places and name in total: total[name].add(places[name], law)
+    if f.v_dim and "k" in total: total["k"].add((at, slice(None), s.keys, slice(f.v_dim)), laws.v)
+    if laws.bias is not None and "bias" in total: total["bias"].of(four).add(where_of_bias(four(x["bias"]), s), laws.bias)
+    if laws.sinks is not None and "sinks" in total: total["sinks"].add(..., laws.sinks)
+    if laws.alibi_slopes is not None and "alibi_slopes" in total:
+      total["alibi_slopes"].add(slice(s.number, s.number + 1) if x["alibi_slopes"].ndim == 2 else ..., laws.alibi_slopes)
+  return total
 
 # ***** the judge *****
 
 def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
-  """What is wrong with results, by name, in the shapes of `forward` and of the inputs: nothing where all keep to the accuracy contract."""
+  """What is wrong with results, by name, in the shapes of `forward` and of the inputs: nothing where all keep to the accuracy law."""
   expected = forward(x, f) if "o" in f.wanted or "lse" in f.wanted else backward(x, f)
   wrong = []
   for name in f.wanted:
-    want, text = expected[name]
-    if found[name].shape != want.shape:
-      wrong.append(f"{name} has shape {found[name].shape}: should be {want.shape}")
+    law = expected[name]
+    if found[name].shape != law.exact.shape:
+      wrong.append(f"{name} has shape {found[name].shape}: should be {law.exact.shape}")
       continue
-    verdict = judge(found[name], want, text, LSE_ULPS if name == "lse" else 0.0)
-    if not verdict.ok: wrong.append(f"{name}: {verdict}" + (f" ({verdict.error/verdict.limit:.1f} times)" if not verdict.pattern else ""))
+    verdict = judge(found[name], law)
+    if not verdict.ok: wrong.append(f"{name}: {verdict}" + (f" ({verdict.ratio:.1f} times)" if not verdict.pattern else ""))
   return wrong

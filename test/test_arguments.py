@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tinygrad import Variable
 import attn
 from attn import flash_attn, values
-from attn.reference import Options, exact, judge, same
+from attn.accuracy import judge, law_of
+from attn.reference import Options
 from attn.tinygrad_compat import DType, GlobalCounters, Tensor, dtypes
 from api_cases import check_attention, emulated
 import api_cases
@@ -122,7 +123,7 @@ def mentions(value:Any, text:str) -> bool:
   return any(x in text for x in told)
 
 def right(name:str, given:dict[str, Any], result:Any) -> None:
-  """Of `attention` of (B, H, S, D) the contract, of the others that what came is finite."""
+  """Of `attention` of (B, H, S, D) the law, of the others that what came is finite."""
   tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
   if tensors: Tensor.realize(*tensors)
   if name == "attention" and not any(given.get(x) is not None for x in ("kv_lengths", "bias")) and given.get("layout", "bhsd") == "bhsd":
@@ -132,8 +133,7 @@ def right(name:str, given:dict[str, Any], result:Any) -> None:
             0 if causal == "top-left" else x[1].shape[2] - x[0].shape[2],
             Options(softcap=float(given.get("softcap", 0.0)), top_left=causal == "top-left"))
     out_dtype = "float32" if given.get("out_dtype") == "float32" else "float16"
-    want, text = exact(*x, *args)[0], same(*x, *args, dtype="float16", out_dtype=out_dtype)[0]
-    assert (verdict := judge(array(tensors[0]), want, text)).ok, verdict
+    assert (verdict := judge(array(tensors[0]), law_of(*x, *args, dtype="float16", out_dtype=out_dtype)[0])).ok, verdict
   elif name not in ("empty_kv_cache", "empty_paged_cache"):
     for t in tensors[:1]: assert np.isfinite(array(t) if dtypes.is_float(t.dtype) else t.numpy()).all()
 

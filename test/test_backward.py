@@ -1,4 +1,4 @@
-"""The backward kernels against float64, on every matrix unit, element by element (the contract of attn/reference.py)."""
+"""The backward kernels against float64, on every matrix unit, element by element (the law of attn/accuracy.py)."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 import pytest
+from attn.accuracy import judge
 from attn.chips import get_chip
 from attn.choose.backward import dbias_of, dkdv_of, dq_of
 from attn.choose.backward_tiles import PLAIN_DKDV, PLAIN_DQ, backward_fits, backward_tile, choose_backward_tiles, choose_bias_tile
@@ -33,7 +34,7 @@ from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
-from attn.reference import judge, rounded, visible
+from attn.reference import rounded, visible
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
 from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, in_turn, ints, normal, problem
@@ -145,14 +146,14 @@ def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
   (loss.do if nan.tensor == "do" else getattr(x, nan.tensor))[..., nan.row, 3] = np.nan
   got, want = run_backward(p, x, loss, arch, {}), expected_gradients(p, x, loss, {})
   tiles = dict(zip(("dq", "dk", "dv"), (*(chosen := choose_backward_tiles(p, get_chip(arch))), chosen[1])))
-  assert any(np.isnan(exact).any() for exact, _ in want.values())
-  for name, (exact, same) in want.items():
+  assert any(np.isnan(law.exact).any() for law in want.values())
+  for name, law in want.items():
     out = got[name]
     if name == nan.gradient:
-      beyond = np.isnan(out) & ~np.isnan(exact)
+      beyond = np.isnan(out) & ~np.isnan(law.exact)
       assert not beyond[:, :, ~same_tiles(p, tiles[name], nan.row, name == "dq")].any(), f"{name}: a NaN reaches another tile"
-      out = np.where(beyond, exact, out)
-    assert (verdict := judge(out, exact, same)).ok, f"{name}: {verdict}"
+      out = np.where(beyond, law.exact, out)
+    assert (verdict := judge(out, law)).ok, f"{name}: {verdict}"
 
 def test_nan_of_a_query_reaches_no_bias_that_it_does_not_see() -> None:
   p = problem(H=1, Sq=70, D=16, causal=True, extras=(extras := dict(bias=floats(1, 1, 70, 70))))

@@ -5,8 +5,8 @@ import pytest
 from tinygrad import TinyJit, Variable
 import attn
 from attn import flash_attn
+from attn.accuracy import judge, law_of
 from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache
-from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated, whole
@@ -25,9 +25,9 @@ def poisoned(layout="bhsd", capacity=CAPACITY, dtype=dtypes.half):
   return [Tensor.full(shape, float("nan"), dtype=dtype, device="EMU").contiguous().realize() for _ in range(2)]
 
 def close(got, q, k, v, dtype="float16"):
-  """Holds causal attention, the last query at the last key, to the contract."""
+  """Holds causal attention, the last query at the last key, to the law."""
   args = (q.shape[-1]**-.5, (-1, 0), k.shape[2] - q.shape[2])
-  verdict = judge(got, exact(q, k, v, *args)[0], same(q, k, v, *args, dtype=dtype, out_dtype=dtype)[0])
+  verdict = judge(got, law_of(q, k, v, *args, dtype=dtype, out_dtype=dtype)[0])
   assert verdict.ok, verdict
 
 @pytest.mark.parametrize("layout", ("bhsd", "bshd", "nsd"))

@@ -1,4 +1,4 @@
-"""The table of chips: that its rows agree with the emulator's, which are written independently, and that each chip's kernels hold the contract."""
+"""The table of chips: that its rows agree with the emulator's, which are written independently, and that each chip's kernels keep the law."""
 from __future__ import annotations
 from collections import Counter
 from dataclasses import replace

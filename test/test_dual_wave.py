@@ -1,4 +1,4 @@
-"""The dual-wave kernel of CDNA4: the contract, and that the emulator sees what goes wrong when a wait or a barrier is missing."""
+"""The dual-wave kernel of CDNA4: the law, and that the emulator sees what goes wrong when a wait or a barrier is missing."""
 from __future__ import annotations
 import pytest
 from attn.chips import get_chip

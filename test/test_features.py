@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from attn.accuracy import judge
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile, forward_of
 from attn.compilers import clang
@@ -22,7 +23,7 @@ from attn.ops.renderers import render
 from attn.problem import Count, Problem
 from attn.tinygrad_compat import Ops, Target, UOp, lower
 from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, drawn, every_amd, every_arch, expected, floats, in_turn, ints,
-                   judge, normal, on_the_emulator, problem, run_kernels)
+                   normal, on_the_emulator, problem, run_kernels)
 
 def slopes(*shape:int) -> np.ndarray: return np.abs(floats(*shape))/4
 def packed(tile:Tile|MmaTile) -> Tile|MmaTile: return replace(tile, pack_gqa=True)
@@ -141,7 +142,7 @@ def test_lengths_beyond_the_buffer(arch:str) -> None:
   """Lengths that no buffer has are held to it: no access leaves it."""
   p = problem(B=3, Sq=3, Sk=40, causal=True, extras=dict(kv_lengths=ints(0, 0, 0)))
   o, _ = run_kernels(p, x := normal(p), arch, dict(kv_lengths=ints(40, 2**31 - 1, -5)))
-  assert (verdict := judge(o, *expected(p, x, dict(kv_lengths=ints(40, 40, 0)))[0])).ok, str(verdict)
+  assert (verdict := judge(o, expected(p, x, dict(kv_lengths=ints(40, 40, 0)))[0])).ok, str(verdict)
 
 def even(p:Problem) -> Inputs:
   """Equal scores: an output is the mean of the values that its query sees."""

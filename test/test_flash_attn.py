@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import attn
 from attn import flash_attn
-from attn.reference import exact, judge, same
+from attn.accuracy import judge, law_of
 from attn.tinygrad_compat import Tensor
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
@@ -59,12 +59,12 @@ def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
   return run
 
 def close_packed(function:str) -> None:
-  """By the contract: packed sequences may get another tile."""
+  """By the law: packed sequences may get another tile."""
   o = array(whole(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
   k, v = (x[:, :SQ].repeat(2, 2) if "qkvpacked" in function else x for x in (K, V))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, k, v)]
   args = D**-.5, (-1, 0), k.shape[1] - SQ
-  assert judge(o, exact(*x, *args)[0], same(*x, *args, dtype="float16", out_dtype="float16")[0]).ok
+  assert judge(o, law_of(*x, *args, dtype="float16", out_dtype="float16")[0]).ok
 
 def with_lse(function:str) -> None:
   _, lse, nothing = whole(function, return_attn_probs=True)
@@ -100,7 +100,7 @@ def in_pages(function:str) -> None:
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, K, V)]
   args = D**-.5, (-1, -1), SK - SQ
   got = array(o).reshape(B, SQ, H, D).swapaxes(1, 2)
-  assert judge(got, exact(*x, *args)[0], same(*x, *args, dtype="float16", out_dtype="float16")[0]).ok
+  assert judge(got, law_of(*x, *args, dtype="float16", out_dtype="float16")[0]).ok
 
 MAIN = agrees({})
 OF_ALL: dict[str, tuple[str, Callable[[str], None]]] = {
@@ -152,7 +152,7 @@ def judged(o:Tensor, q:np.ndarray, k:np.ndarray, v:np.ndarray, ends:tuple[int, .
   for b, (first, n) in enumerate(zip(starts, ends)):
     x = [a.astype(np.float32).swapaxes(1, 2) for a in (q[b:b+1], k[b:b+1, first:n], v[b:b+1, first:n])]
     args = D**-.5, window_, n - first - q.shape[1]
-    verdict = judge(array(o)[b:b+1].swapaxes(1, 2), exact(*x, *args)[0], same(*x, *args, dtype="float16", out_dtype="float16")[0])
+    verdict = judge(array(o)[b:b+1].swapaxes(1, 2), law_of(*x, *args, dtype="float16", out_dtype="float16")[0])
     assert verdict.ok, verdict
 
 ENDS = tuple(n + 2 for n in START)

@@ -1,4 +1,4 @@
-"""The forward kernel against float64, on every matrix unit, element by element (the contract of attn/reference.py)."""
+"""The forward kernel against float64, on every matrix unit, element by element (the law of attn/accuracy.py)."""
 from __future__ import annotations
 from dataclasses import replace
 import numpy as np

@@ -8,8 +8,8 @@ import pytest
 from tinygrad import TinyJit
 import attn
 from attn import flash_attn
+from attn.accuracy import judge, law_of
 from attn.problem import Problem
-from attn.reference import exact, judge, same
 from attn.tinygrad_compat import GlobalCounters, Tensor, dtypes
 from api_cases import draw, emulated
 from cases import array, in_turn
@@ -25,10 +25,10 @@ ON_EVERY_KERNEL = pytest.mark.parametrize("arch, kernel", KERNELS)
 def int32(*values:int) -> Tensor: return Tensor(np.array(values, np.int32), device="EMU")
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half, device="EMU")
 def rounded_to(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
-  """Holds o to the contract."""
+  """Holds o to the law."""
   x = [array(t) for t in (q, k, v)]
   args = (x[0].shape[-1]**-.5, options.get("window", (-1, -1)), options.get("offset", 0))
-  assert (verdict := judge(array(o), exact(*x, *args)[0], same(*x, *args, dtype="float16", out_dtype="float16")[0])).ok, verdict
+  assert (verdict := judge(array(o), law_of(*x, *args, dtype="float16", out_dtype="float16")[0])).ok, verdict
 
 # ***** packed sequences *****
 
@@ -119,9 +119,8 @@ def test_scales_that_fp32_holds(kernel:str, options:dict[str, float]) -> None:
     q, k, v = (draw(1, 1, 20, 32, seed=i) for i in range(3))
     x, scale = [array(t) for t in (q, k, v)], options.get("softmax_scale", 32**-.5)
     o = array(attn.attention(q, k, v, **options))
-    want = exact(*x, scale, (-1, -1), 0, Options(softcap=options.get("softcap", 0.0)))[0]
-    text = same(*x, scale, (-1, -1), 0, Options(softcap=options.get("softcap", 0.0)), dtype="float16", out_dtype="float16")[0]
-    assert np.isfinite(o).all() and (verdict := judge(o, want, text)).ok, verdict
+    law, _ = law_of(*x, scale, (-1, -1), 0, Options(softcap=options.get("softcap", 0.0)), dtype="float16", out_dtype="float16")
+    assert np.isfinite(o).all() and (verdict := judge(o, law)).ok, verdict
 
 @pytest.mark.parametrize("name, value", [("softcap", 1e308), ("softcap", 1e31), ("softcap", 1e-40), ("softmax_scale", 1e300), ("softmax_scale", 3e38),
                                          ("softmax_scale", 1e-45), ("softmax_scale", 10**400)])
@@ -177,14 +176,14 @@ CACHE_ON_THE_CPU = """
 import numpy as np
 from tinygrad import Tensor, TinyJit, Variable
 import attn
-from attn.reference import exact, judge, same
+from attn.accuracy import judge, law_of
 rng, caches = np.random.default_rng(0), attn.empty_kv_cache(1, 2, 128, 16, layout="bshd")
 q, k, v = (rng.standard_normal((1, 3, heads, 16)).astype(np.float16) for heads in (4, 2, 2))
 step = TinyJit(lambda q, k, v, position: attn.attention_with_kv_cache(q, k, v, *caches, position, layout="bshd").realize())
 for i in range(3):
   got = step(*(Tensor(x[:, i:i + 1]).realize() for x in (q, k, v)), Variable("position", 0, 127).bind(i)).numpy()
   work = (*(np.moveaxis(x, 1, 2) for x in (q[:, i:i + 1], k[:, :i + 1], v[:, :i + 1])), 16**-0.5, (-1, -1), 0)
-  verdict = judge(np.moveaxis(got, 1, 2), exact(*work)[0], same(*work, dtype="float16", out_dtype="float16")[0])
+  verdict = judge(np.moveaxis(got, 1, 2), law_of(*work, dtype="float16", out_dtype="float16")[0])
   assert verdict.ok, verdict
 """
 

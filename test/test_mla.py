@@ -7,6 +7,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 import attn
+from attn.accuracy import judge, law_of
 from attn.api.attention import backward_choice_of, choice_of
 from attn.chips import CHIPS, get_chip
 from attn.choose import tuned
@@ -25,12 +26,11 @@ from attn.kernels.parts.shared_rows import Told
 from attn.measure import decode
 from attn.ops.operation import statement
 from attn.problem import Problem
-from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Ops, Tensor, UOp
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated
 from cases import Inputs, array, check_kernels, floats, in_turn, ints, normal, problem, tensor
-from contract import KINDS
+from kinds import KINDS
 
 UNITS = ("gfx1100", "sm_80", "gfx942", "gfx1201", "sm_90", "gfx950")
 NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # what lowers fast; more rows than half a tile for many of them
@@ -46,7 +46,7 @@ def latent(make:Maker) -> Maker:
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> None:
-  """A problem held to the contract, by the tile that is for as many rows, whatever the head dimension."""
+  """A problem held to the law, by the tile that is for as many rows, whatever the head dimension."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)
 
@@ -184,7 +184,7 @@ def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:in
 def check_against_exact(o:np.ndarray, q:np.ndarray, k:np.ndarray, Dv:int, **options:Any) -> None:
   """o (B, H, Sq, Dv) of q, and k (B, 1, Sk, D), bottom-right causal."""
   args = q.astype(np.float32), k.astype(np.float32), k[..., :Dv].astype(np.float32), q.shape[-1]**-0.5, (-1, 0), k.shape[-2] - q.shape[-2]
-  assert (verdict := judge(o, exact(*args)[0], same(*args, dtype="float16", out_dtype="float16")[0])).ok, verdict
+  assert (verdict := judge(o, law_of(*args, dtype="float16", out_dtype="float16")[0])).ok, verdict
 
 def drawn(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
 

@@ -9,10 +9,11 @@ import pytest
 from tinygrad import TinyJit
 import attn
 from attn import flash_attn
+from attn.accuracy import judge, law_of
 from attn.emulator.checks import BadEntry, SharedSlot
 from attn.kernels.append import Append, append
 from attn.problem import Pages, Strided
-from attn.reference import Options, exact, judge, same
+from attn.reference import Options
 from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import draw, emulated, whole
@@ -45,11 +46,11 @@ class Paged:
   def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
 def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
-  """Holds o (B, H, Sq, D) to the contract, sequence by sequence."""
+  """Holds o (B, H, Sq, D) to the law, sequence by sequence."""
   for b, n in enumerate(x.lengths):
     one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
     args, more = (q.shape[-1]**-.5, window, n - q.shape[2]), {"options": Options(**options)} if options else {}
-    verdict = judge(got[b:b+1], exact(*one, *args, **more)[0], same(*one, *args, dtype="float16", out_dtype="float16", **more)[0])
+    verdict = judge(got[b:b+1], law_of(*one, *args, dtype="float16", out_dtype="float16", **more)[0])
     assert verdict.ok, f"sequence {b} of {n} keys: {verdict}"
 
 CASES = (   # page size, queries, lengths, head dimension, arguments, the chip that it runs on by default

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.kernels.three_pass import three_pass
-from attn.reference import Options, exact, exact_backward, judge, rounded, same_backward
+from attn.reference import Options, exact, exact_backward, rounded, same_backward
 from attn.tinygrad_compat import Tensor
 from api_cases import emulated
 
@@ -99,13 +99,3 @@ def test_the_textbook_is_near_and_rounds(dtype:str) -> None:
     assert np.abs(getattr(fine, n) - getattr(want, n)).max() < 1e-5*size
     assert (getattr(text, n) == rounded(getattr(text, n), dtype)).all()
     assert unit/4*size < np.abs(getattr(text, n) - getattr(want, n)).max() < 4*unit*size
-
-def test_a_delta_of_the_unrounded_output_is_not_the_textbook() -> None:
-  """V = 3 + 0.1 normal: the differences dP - delta are small beside what rounds in O, and the contract has to know it."""
-  rng = np.random.default_rng(0)
-  q, k, do = (rounded(rng.standard_normal((1, 1, 64, 32), dtype=np.float32), "float16") for _ in range(3))
-  v = rounded(3 + 0.1*rng.standard_normal((1, 1, 64, 32), dtype=np.float32), "float16")
-  want = exact_backward(q, k, v, do, None, 32**-0.5)
-  of_rounded, of_fine = (same_backward(q, k, v, do, None, 32**-0.5, dtype="float16", out_dtype=out) for out in ("float16", "float32"))
-  error = lambda found: np.abs(found.q - want.q).max()
-  assert error(of_rounded) > 2*error(of_fine) and not judge(of_rounded.q, want.q, of_fine.q).ok

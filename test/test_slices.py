@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tinygrad import TinyJit, UOp, Variable, function
 import attn
+from attn.accuracy import judge, law_of
 from attn.api.views import cache_of, is_causal_mask
-from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import emulated
@@ -67,8 +67,8 @@ def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
       rows = [array(part(x, 0, at + n)) for x in (q, k, v)]
       o = o if isinstance(o.shape[2], int) else o.pad_to((1, H, 40, D))[:, :, :n]
       args = D**-.5, (-1, 0), at
-      want, text = (f(rows[0][:, :, at:], *rows[1:], *args, **more)[0] for f, more in ((exact, {}), (same, {"dtype": dtype, "out_dtype": dtype})))
-      assert (verdict := judge(array(o), want, text)).ok, f"{n} rows from {at} on: {verdict}"
+      law, _ = law_of(rows[0][:, :, at:], *rows[1:], *args, dtype=dtype, out_dtype=dtype)
+      assert (verdict := judge(array(o), law)).ok, f"{n} rows from {at} on: {verdict}"
       at += n
     assert len(decisions) == (3 if model is Gpt2 else 4) and all(x.kernel is not None for x in decisions), list(decisions)
     assert arch == "CUDA" or kernels == (2 if model is Gpt2 else 4)     # rows to the cache, attention; q rounded, what is returned contiguous

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tinygrad import TinyJit
 import attn
+from attn.accuracy import judge
 from attn.api.launch import kernels
 from attn.chips import get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
@@ -18,7 +19,7 @@ from attn.ops.renderers import render
 from attn.problem import Count, Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from cases import (ARCHS, DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_arch, expected, floats, in_turn, ints, on_two,
-                   judge, normal, on_the_emulator, problem, run_kernels, tensor)
+                   normal, on_the_emulator, problem, run_kernels, tensor)
 
 
 # ***** partial results and their merge *****
@@ -129,7 +130,7 @@ def test_variable_length_under_jit(arch:str) -> None:
     for n in (200, 1, 64, 65, 128, 37):
       o = array(step(q, k, v, variable.bind(n)))
       cut = replace(p, Sk=n, offset=n - 1, sk_variable=None)
-      assert (verdict := judge(o, *expected(cut, Inputs(x.q, x.k[:, :, :n], x.v[:, :, :n]), {})[0])).ok, f"{n} keys: {verdict}"
+      assert (verdict := judge(o, expected(cut, Inputs(x.q, x.k[:, :, :n], x.v[:, :, :n]), {})[0])).ok, f"{n} keys: {verdict}"
 
 # ***** how many splits *****
 

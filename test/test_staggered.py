@@ -1,4 +1,4 @@
-"""The kernel of CDNA2 and CDNA3 whose waves take turns: the contract, and that the emulator sees what goes wrong when a barrier is missing."""
+"""The kernel of CDNA2 and CDNA3 whose waves take turns: the law, and that the emulator sees what goes wrong when a barrier is missing."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import attn.kernels.textbook
+from attn.accuracy import judge, law_of
 from attn.kernels.textbook import textbook
 from attn.problem import Problem
-from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
 sys.path += [os.path.dirname(__file__), str(Path(__file__).resolve().parent.parent/"examples")]
 from cases import Inputs, in_turn, normal, problem
@@ -18,7 +18,7 @@ with patch.dict(os.environ):   # the example chooses a device for itself
   import removed_example_defects as defects
 
 def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
-  """Poses the problem, runs the kernel, and holds o to the contract."""
+  """Poses the problem, runs the kernel, and holds o to the law."""
   p = problem(lse=False, out_dtype="float32", **parameters)
   x, dtype = make(p), {"float16": np.float16, "float32": np.float32}[p.dtype]
   inputs = [a.astype(dtype) for a in (x.q, x.k, x.v)]
@@ -26,7 +26,7 @@ def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
     o = Tensor.empty(p.B, p.H, p.Sq, p.Dv, dtype=dtypes.float).custom_kernel(*map(Tensor, inputs), fxn=textbook(parameters.get("causal", False)))[0]
     got = o.numpy()
   work = (*inputs, p.softmax_scale, p.window, p.offset)
-  verdict = judge(got, exact(*work)[0], same(*work, dtype=p.dtype, out_dtype="float32")[0])
+  verdict = judge(got, law_of(*work, dtype=p.dtype, out_dtype="float32")[0])
   assert verdict.ok, verdict
 
 SHAPES = ({"Sq": 9, "Sk": 33, "H": 4, "Hkv": 2, "B": 2}, {"Sq": 33, "Sk": 17, "Dv": 8}, {"Sq": 1, "Sk": 1})

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 import attn
 from attn import flash_attn
+from attn.accuracy import judge, law_of
 from attn.api.views import in_buffer
-from attn.reference import exact, judge, same
 from attn.tinygrad_compat import Tensor
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import emulated
@@ -229,7 +229,7 @@ def check_views(name:str, d:Any) -> None:
 @pytest.mark.parametrize("view", (lambda t: t.permute(0, 2, 3, 1).contiguous().realize().permute(0, 3, 1, 2),
                                   lambda t: t.flip(0).contiguous().realize().flip(0)))
 def test_pages_that_are_copied(view:Callable[[Tensor], Tensor], capsys:pytest.CaptureFixture[str]) -> None:
-  """By the contract, and `explain` says so. Nothing can be appended to them."""
+  """By the law, and `explain` says so. Nothing can be appended to them."""
   x = FUNCTIONS["attention, pages"].takes()
   with emulated("gfx942"):
     t: dict[str, Any] = {name: placed(a) for name, a in x.items()}
@@ -244,7 +244,7 @@ def test_pages_that_are_copied(view:Callable[[Tensor], Tensor], capsys:pytest.Ca
     rows = [x[name][x["block_table"][b]].reshape(-1, HKV, D)[:n] for name in ("k", "v")]
     one = [a[None].swapaxes(1, 2).astype(np.float32) for a in (x["q"][b], *rows)]
     args = D**-.5, (-1, -1), n - SQ
-    verdict = judge(got[b:b+1].swapaxes(1, 2), exact(*one, *args)[0], same(*one, *args, dtype="float16", out_dtype="float16")[0])
+    verdict = judge(got[b:b+1].swapaxes(1, 2), law_of(*one, *args, dtype="float16", out_dtype="float16")[0])
     assert verdict.ok, verdict
 
 LONG_OR_LIKE_ANOTHER = (

@@ -25,7 +25,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 # Matrix instructions that add to one sum of a score. The tensor cores cut off what fp32 has no room for, always towards 0: over the 36 that 576
-# columns take it showed in the LSE of peaked rows (1.13 of the contract's limit, on an H200; by a model of it a third as much in sums of 12).
+# columns take it showed in the LSE of peaked rows (1.13 of the limit of an earlier law, on an H200; by a model of it a third as much in sums of 12).
 ADDED_UP = 12
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 MAX_WIDTH = 512      # D and Dv
 TURNED_PADDING = 4   # floats between the rows of what is stored transposed: those that neighbouring threads store to lie in different banks
-LONG_SUM = 128       # products, beyond which a score is summed in parts: the error of one long sum would be above the contract's limit
+LONG_SUM = 128       # products, beyond which a score is summed in parts: the error of one long sum would show
 SHORTEST_PART = 16   # of a sum in parts, which would take longer
 ROWS_TOGETHER = 8    # rows of which neighbouring threads carry a quad each
 MOST_UNROLLED = 8    # quads that a thread carries one after another without a loop: all of them are on their way at a time

@@ -1,0 +1,442 @@
+"""The accuracy law: how far an element of an output may be from exact, in units of its own rounding error. docs/contract.md derives it.
+
+For every element, in every draw, whatever the kernel:
+
+  |out - exact| <= 6 sigma + slack
+
+`exact` is the float64 computation on the inputs as they are rounded to their dtype (attn/reference.py). `sigma` is a standard deviation, to first
+order, of what the types force: P, and in the backward dS, rounded to the type of the inputs where they are factors; O rounded to the type of the
+output, also within delta; the gradient rounded to its own type. A rounding to nearest of x has at most the standard deviation u |x|/sqrt(3), u the
+roundoff of the type. Roundings of different numbers are independent; those of equal numbers are one and the same, and delta, of which a row has one,
+moves all dS of the row together. `slack` is what fp32 adds, and what weights lose below the normal numbers of float16.
+
+Where slack < sigma/4, the root of the mean square of error/sigma is at most 1, over 10^4 elements or more. NaN and inf are where `exact` has them.
+"""
+from __future__ import annotations
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+import numpy as np
+from attn.ops.numerics import ROUNDOFF
+from attn.reference import PLAIN, Array, Options, with_heads, batch_options, finished_scores, softmax_of, summed_to, exact, exact_backward
+
+SIGMAS = 6.0                    # of what is random, an element may be off by so many standard deviations
+ENOUGH_ELEMENTS = 10**4                  # elements for a root of a mean square
+FP32 = ROUNDOFF["float32"]
+SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # normal number
+VANISHING = 2.0**-96            # fp32 below its normal numbers, 2^-126, times what inputs and their number may be
+STEP = 16                       # keys, or elements of a row, that a matrix instruction adds at a time
+SHORT_CAP = 64.0                # up to this softcap kernels of 16-bit inputs take tanh as 1 - 2/(1 + exp(2x)), everywhere
+
+@dataclass(frozen=True)
+class Law:
+  """What each element of an output is held to. `alike`: some of its roundings are of equal numbers, so they are few, or those of other elements too,
+  and no root of a mean square says anything about them."""
+  exact: Array
+  sigma: Array
+  slack: Array
+  alike: Array
+  def of(self, change:Callable[[Array], Array]) -> Law:
+    """The law of what such a change of shape, or choice of elements, makes of the output."""
+    return Law(*[change(getattr(self, x.name)) for x in fields(self)])
+  def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
+  def put(self, at:Any, law:Law) -> None:
+    """Has some elements be those of another."""
+    for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
+  def add(self, at:Any, law:Law) -> None:
+    """Adds another result, whose errors are its own, to some elements."""
+    self.exact[at] += law.exact
+    self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
+    self.slack[at] += law.slack
+    self.alike[at] |= law.alike
+  @property
+  def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
+
+def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
+  """What is exactly this."""
+  return Law(np.full(shape, value), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
+
+@dataclass(frozen=True)
+class Laws:
+  """The law of each gradient, None for one that there is not."""
+  q: Law
+  k: Law
+  v: Law
+  bias: Law|None = None
+  sinks: Law|None = None
+  alibi_slopes: Law|None = None
+
+# ***** the verdict *****
+
+@dataclass(frozen=True)
+class Verdict:
+  """How an output stands to its law: `error`, `limit` and `sigma` of the element that comes nearest to its limit, or is furthest beyond; where it is;
+  `rms`, the root of the mean square of error/sigma over the `resolved` elements, whose slack is below sigma/4 and none of whose roundings are alike,
+  and `furthest`, the largest error/sigma of those; of how many elements it is; and in `pattern` what NaN or inf is out of place."""
+  error: float
+  limit: float
+  sigma: float
+  where: tuple[int, ...]
+  rms: float = 0.0
+  furthest: float = 0.0
+  resolved: int = 0
+  count: int = 0
+  pattern: str = ""
+  @property
+  def ratio(self) -> float:
+    """Of error and limit; at most 1."""
+    return self.error/self.limit if self.limit else math.inf if self.error else 0.0
+  @property
+  def scattered(self) -> bool:
+    """Whether the elements on the whole are further off than their sigma."""
+    return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
+  @property
+  def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
+  def __str__(self) -> str:
+    if self.pattern: return self.pattern
+    return (f"error {self.error:.2e} at {self.where}, limit {self.limit:.2e}, sigma {self.sigma:.2e}; "
+            f"rms of error/sigma {self.rms:.2f} over {self.resolved} elements")
+
+def judge(out:Array, law:Law) -> Verdict:
+  """Holds `out` to its law."""
+  assert out.shape == law.exact.shape, (out.shape, law.exact.shape)
+  for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+    if (wrong := of(out) != of(law.exact)).any():
+      at = tuple(int(i) for i in np.argwhere(wrong)[0])
+      return Verdict(math.nan, 0.0, 0.0, at, pattern=f"{name} pattern differs at {at} and {int(wrong.sum())} elements in all: "
+                                                     f"got {out[at]}, exact is {law.exact[at]}")
+  if not (finite := np.isfinite(law.exact)).any(): return Verdict(0.0, 0.0, 0.0, ())
+  with np.errstate(all="ignore"):
+    error = np.where(finite, np.abs(out.astype(np.float64) - law.exact), 0)
+    limit = np.where(finite, law.limit, 1)
+    at = tuple(map(int, np.unravel_index(int(np.nan_to_num(error/limit, nan=0).argmax()), error.shape)))
+    resolved = finite & (law.slack < law.sigma/4) & ~law.alike
+    sigmas = error[resolved]/law.sigma[resolved]
+  rms, furthest = (float(np.sqrt(np.square(sigmas).mean())), float(sigmas.max())) if sigmas.size else (0.0, 0.0)
+  return Verdict(float(error[at]), float(limit[at]), float(law.sigma[at]), at, rms, furthest, sigmas.size, error.size)
+
+# ***** roundings *****
+
+def _finite(x:Array) -> Array:
+  """x, or where it has others, with 0 in place of what is not finite."""
+  return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
+
+def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
+
+def _largest_error(x:Array, dtype:str) -> Array:
+  """Of x rounded to `dtype`: the roundoff of its size, or of the smallest normal number."""
+  return ROUNDOFF[dtype]*np.maximum(np.abs(x), SMALLEST[dtype])
+
+@dataclass(frozen=True)
+class _Moments:
+  """The variance and the slack of a result before it is stored, and whether it has roundings of equal numbers."""
+  variance: Array
+  slack: Array
+  alike: Array
+  @staticmethod
+  def none(shape:tuple[int, ...]) -> _Moments: return _Moments(np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
+  def add(self, at:Any, x:_Moments) -> None:
+    self.variance[at] += x.variance
+    self.slack[at] += x.slack
+    self.alike[at] |= x.alike
+
+def _stored(x:Array, found:_Moments, dtype:str) -> Law:
+  """The law of a result when it is stored as `dtype`."""
+  finite = _finite(x)
+  return Law(x, np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING, found.alike)
+
+def _rounding(w:Array, dtype:str, flushes:bool) -> tuple[Array, Array|None]:
+  """(the largest error of w rounded to `dtype`, what it loses). Below the normal numbers of float16 the error is that of the smallest of them. In
+  its last two bits that is no longer random: weights may be too small to count however many they are. There it is not an error but a loss, which is
+  added up: as much as w at most. A unit that `flushes` loses all that is below the normal numbers. float32 is not rounded. bfloat16 ends where
+  exponentials do."""
+  if dtype == "float32": return np.zeros_like(w), None
+  size, largest = np.abs(w), _largest_error(w, dtype)
+  if dtype != "float16": return np.minimum(size, largest), None
+  small = size < (1 if flushes else 2**-8)*SMALLEST[dtype]
+  lost = size if flushes else np.minimum(size, largest)
+  return np.where(small, 0, largest), lost*small if (small & (size > 0)).any() else None
+
+# ***** sums *****
+
+def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
+  """The sum over j of (r_j (factor_j x_j - centre))^2, of a row of r each."""
+  found, of_x = r*r, r*r if factor is None else r*r*factor
+  total = (of_x if factor is None else of_x*factor) @ (x*x)
+  if centre is not None: total += centre*(centre*found.sum(-1, keepdims=True) - 2*(of_x @ x))
+  return np.maximum(total, 0)
+
+EQUAL, NOTHING = 1e-11, 1e-12    # float64 may add up what is equal in other orders
+TOGETHER = 2**21                # numbers of rows that are grouped at a time
+
+def _rows_with_equals(values:Array) -> Array:
+  """Of each row, whether it has two values that are equal in size and not nothing beside the largest."""
+  size = np.sort(np.abs(values), axis=-1)
+  if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
+  return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
+
+def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
+  """`total` (..., n, columns), in which rows that have groups of equal `values` (..., n, m) get the sum over groups of the square of the sum of
+  terms; and which rows those are (..., n, 1). `terms(rows, order)` gives the terms of some rows (count, m, columns), in this order (count, m)."""
+  equals = _rows_with_equals(values)
+  at = np.argwhere(equals)
+  step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
+  for first in range(0, len(at), step):
+    here = tuple(at[first:first + step].T)
+    size = np.abs(values[here])
+    order = np.argsort(size, axis=-1)
+    size = np.take_along_axis(size, order, -1)
+    begins = np.ones(size.shape, np.bool_)
+    begins[:, 1:] = size[:, 1:] - size[:, :-1] > EQUAL*size[:, 1:]
+    starts = np.flatnonzero(begins)
+    groups = np.add.reduceat(terms(here, order).reshape(size.size, columns), starts, axis=0)
+    total[here] = np.add.reduceat(groups*groups, np.searchsorted(starts, np.arange(len(size))*size.shape[1]), axis=0)
+  return total, equals[..., None]
+
+def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
+  """The sum over groups of keys of equal `values` of (the sum of r_j (factor_j x_j - centre))^2: their roundings are one and the same. And which rows
+  have such."""
+  x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
+  def terms(here:tuple[Array, ...], order:Array) -> Array:
+    def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]
+    rows = x[(*(i[:, None] for i in here[:-1]), order)]
+    if factor is not None: rows = rows*ordered(factor)
+    if centre is not None: rows = rows - centre[here][:, None]
+    return rows*ordered(r)
+  return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
+
+def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
+  """The largest sizes that the sum of w_j factor_j x_j has on its way over j, and that of w_j (factor_j x_j - centre)."""
+  m = w.shape[-1]
+  running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
+  largest, centred = running.copy(), None if centre is None else running.copy()
+  step = max(64, -(-m//32))
+  for first in range(0, m, step):
+    here = slice(first, first + step)
+    running += (w[..., here] if factor is None else w[..., here]*factor[..., here]) @ x[..., here, :]
+    np.maximum(largest, np.abs(running), out=largest)
+    if centre is None or centred is None: continue
+    mass += w[..., here].sum(-1, keepdims=True)
+    np.maximum(centred, np.abs(running - mass*centre), out=centred)
+  return largest, centred
+
+def _steps(w:Array) -> Array:
+  """How often a sum over w, which has as many numbers as are not 0, is rounded."""
+  return np.ceil((w != 0).sum(-1, keepdims=True)/STEP)
+
+def _added(w:Array, largest:Array) -> Array:
+  """What adding up products with w in fp32 is off by: a unit in the last place of the largest sum on the way, each time."""
+  return 2*FP32*_steps(w)*largest
+
+def _dot_error(n:int, size:Array, squares:Array) -> Array:
+  """The standard deviation of a dot product of n terms that is added up in fp32, of this size, with this sum of squares of its terms."""
+  return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
+
+# ***** the pairs of queries and keys *****
+
+def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
+
+@dataclass(frozen=True)
+class _Pairs:
+  """What float64 knows of each query and key, (..., H, Sq, Sk): the weights P; the slope of the softcap, and its error; 1/(1 - dropout_p) or 0, as
+  dropout keeps it, or None; and the standard deviation of the error of a score in fp32, `off`. Of each row (..., H, Sq, 1) lse and what it is off by.
+  And `_rounding` of the weights of forward. q, k and v have as many heads all three."""
+  dtype: str
+  flushes: bool
+  scale: float
+  q: Array
+  k: Array
+  v: Array
+  p: Array
+  slope: Array
+  slope_off: Array
+  factor: Array|None
+  off: Array
+  lse: Array
+  lse_off: Array
+  rounding: tuple[Array, Array|None]
+  def kept(self, a:Array) -> Array:
+    """What dropout leaves of it."""
+    return a if self.factor is None else a*self.factor
+
+def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, x:Options, dtype:str, flushes:bool) -> _Pairs:
+  given_q, given_k, v = with_heads(q, k, _clean(v), np.float64)
+  q, k = _finite(given_q), _finite(given_k)
+  if x.bias is not None: x = replace(x, bias=np.where(np.isnan(x.bias) | np.isposinf(x.bias), 0, x.bias.astype(np.float64)))
+  turned = k.swapaxes(-1, -2)
+  raw = (q @ turned)*scale
+  with np.errstate(all="ignore"):
+    s, slope = finished_scores(raw if q is given_q and k is given_k else (given_q @ given_k.swapaxes(-1, -2))*scale, window, offset, x)
+    slope = _finite(np.asarray(slope))
+    p, lse = (_finite(a) for a in softmax_of(s, x))
+    top = _finite(np.fmax.reduce(s, axis=-1, initial=-np.inf))[..., None]
+    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, softcap=0.0))[0])     # what is added to scores
+  lse = lse[..., None]
+  off, size, slope_off = scale*_dot_error(q.shape[-1], raw/scale, (q*q) @ (turned*turned)), np.abs(raw), np.zeros_like(raw)
+  if x.softcap:
+    capped = np.abs(x.softcap*np.tanh(raw/x.softcap))
+    off = off*slope + 4*FP32*capped + (0 if dtype == "float32" else 2*FP32*min(x.softcap, SHORT_CAP))
+    size, slope_off = capped, 4*FP32 + 2*capped*off/x.softcap**2
+  size = size + np.abs(bare)
+  off = np.minimum(off + FP32*((size + np.abs(lse))/2 + 1.5), 1)
+  lse_off = SIGMAS*np.sqrt(np.square(p*off).sum(-1, keepdims=True)) + FP32*(
+    3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + 2*_steps(p))
+  above = np.exp(lse - top)           # weights of forward lie relative to the row's largest score, or to one below it, where they are larger yet
+  r, lost = _rounding(p*above, dtype, flushes)
+  factor = None if x.kept is None else np.broadcast_to(np.where(x.kept, 1/(1 - x.dropout_p), 0), p.shape)
+  return _Pairs(dtype, flushes, scale, q, k, v, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, lse, lse_off,
+                (r/above, None if lost is None else lost/above))
+
+# ***** forward *****
+
+def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
+           out_dtype:str, flushes:bool=False) -> tuple[Law, Law]:
+  """The laws of (o, lse), of inputs of this `dtype`; the arguments are those of `reference.exact`. `flushes`: the matrix unit takes numbers of 16
+  bits below the normal ones for zero, as CDNA2 does."""
+  o, lse = exact(q, k, v, scale, window, offset, options)
+  of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
+  for one, n, shift, x in _batches(k, options):
+    keys = (one, Ellipsis, slice(n), slice(None))
+    t = _pairs(q[one], k[keys], v[keys], scale, window, offset + shift, x, dtype, flushes)
+    centre = _finite(o[one])
+    total, equals = _grouped(t.p, t.rounding[0], t.v, t.factor, centre)
+    of_o.add(one, _Moments(total/3, _slack_of_o(t, centre), equals))
+    of_lse.slack[one] = t.lse_off[..., 0]
+  if flushes:
+    small = exact(_flushed(q, dtype), _flushed(k, dtype), _flushed(v, dtype), scale, window, offset, options)
+    for found, a, b in zip((of_o, of_lse), small, (o, lse)): found.slack[...] += np.abs(_finite(a) - _finite(b))
+  return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
+
+def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
+  """All batches together; or where each has a number of keys of its own, one after another: which it is, its keys, by how much they move the
+  diagonal, and its options."""
+  if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
+  else:
+    for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
+
+def _slack_of_o(t:_Pairs, o:Array) -> Array:
+  """What fp32 makes of each score, what adding up does, and what happens to those before a new reference but not to those after it; what is lost."""
+  largest, centred = _prefixes(t.p, t.v, t.factor, o)
+  assert centred is not None
+  found = SIGMAS*np.sqrt(_squares(t.p*t.off, t.v, t.factor, o)) + _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
+  if (lost := t.rounding[1]) is not None:
+    mass = lost.sum(-1, keepdims=True)
+    found += (t.kept(lost) @ np.abs(t.v) + mass*np.abs(o))/np.maximum(1 - mass, FP32)
+  return found
+
+# ***** backward *****
+
+def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
+                     options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
+  """The laws of the gradients of `reference.exact_backward`, whose arguments these are, of inputs of this `dtype` and a bias of that one; `do` is of
+  an o of `out_dtype`, and has the values of `dtype`."""
+  if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
+  if dlse is None: dlse = np.zeros(q.shape[:-1])
+  want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
+  types = {"q": dtype, "k": dtype, "v": dtype, "bias": bias_dtype, "sinks": "float32", "alibi_slopes": "float32"}
+  results = {n: a for n in types if (a := getattr(want, n)) is not None}
+  total = {n: _Moments.none(a.shape) for n, a in results.items()}
+  for one, n, shift, x in _batches(k, options):
+    keys = (one, Ellipsis, slice(n), slice(None))
+    t = _pairs(q[one], k[keys], v[keys], scale, window, offset + shift, x, dtype, flushes)
+    g = _Gradients.of(t, _clean(do[one]), _clean(dlse[one]), k.shape[-3], out_dtype)
+    found = {"q": ((one,), g.of_q()), "k": (keys, g.of_k()), "v": (keys, g.of_v())}
+    def of_batch(a:Array) -> slice: return one if len(a) > 1 else slice(None)
+    if x.bias is not None and options.bias is not None:
+      some = slice(n) if options.bias.shape[-1] > 1 else slice(None)
+      found["bias"] = (of_batch(options.bias), Ellipsis, some), g.of_scores(np.ones(t.p.shape[-2:]), x.bias.shape)
+    if (slopes := options.alibi_slopes) is not None and x.alibi_slopes is not None:
+      found["alibi_slopes"] = (of_batch(slopes) if slopes.ndim == 2 else Ellipsis,), g.of_slopes(offset + shift, x.alibi_slopes.shape)
+    if x.sinks is not None: found["sinks"] = (Ellipsis,), g.of_sinks(x.sinks.astype(np.float64))
+    for name, (into, moments) in found.items(): total[name].add(into, moments)
+  if flushes:
+    small = exact_backward(_flushed(q, dtype), _flushed(k, dtype), _flushed(v, dtype), _flushed(do, dtype), dlse, scale, window, offset, options)
+    for name, a in results.items(): total[name].slack[...] += np.abs(_finite(getattr(small, name)) - _finite(a))
+  return Laws(**{n: _stored(a, total[n], types[n]) for n, a in results.items()})
+
+@dataclass(frozen=True)
+class _Gradients:
+  """What float64 knows of the gradients: of each pair (..., H, Sq, Sk) dS before and after the softcap's slope, and the variances of their errors in
+  fp32; of each row (..., H, Sq, 1) delta, the variance of its error, and that of fp32 alone."""
+  t: _Pairs
+  do: Array
+  heads: int
+  ds: Array
+  capped: Array
+  off: Array
+  capped_off: Array
+  p_off: Array
+  delta: Array
+  variance: Array
+  fp32: Array
+  alike: Array
+
+  @staticmethod
+  def of(t:_Pairs, do:Array, dlse:Array, heads:int, out_dtype:str) -> _Gradients:
+    raw, squares, width = do @ t.v.swapaxes(-1, -2), (do*do) @ (t.v*t.v).swapaxes(-1, -2), t.v.shape[-1]
+    o, dp, dp_off = t.kept(t.p) @ t.v, t.kept(raw), t.kept(_dot_error(width, raw, squares))
+    of_o = (do*o).sum(-1, keepdims=True)
+    delta, terms = of_o - dlse[..., None], t.rounding[0]*(dp - of_o)
+    def ordered(here:tuple[Array, ...], order:Array) -> Array: return np.take_along_axis(terms[here], order, -1)
+    of_p, alike = _with_equals((terms*terms).sum(-1, keepdims=True), t.p, 1, ordered)
+    variance = of_p/3 + np.square(do*_largest_error(o, out_dtype)).sum(-1, keepdims=True)/3
+    fp32 = np.square(do*_slack_of_o(t, o)/3).sum(-1, keepdims=True) + np.square(_dot_error(width, delta, np.square(do*o).sum(-1, keepdims=True)))
+    p_off, difference = t.off + t.lse_off/3, dp - delta
+    off = np.square(t.p)*(np.square(p_off*difference) + np.square(dp_off + 4*FP32*(np.abs(dp) + np.abs(delta))))
+    ds = t.p*difference
+    return _Gradients(t, do, heads, ds, ds*t.slope, off, off*np.square(t.slope) + np.square(ds*t.slope_off), p_off, delta, variance, fp32, alike)
+
+  def by_key(self, a:Array) -> Array:
+    """Pairs as rows of keys, with all queries of the heads that share them: (..., Hkv, Sk, rows)."""
+    return self.rows(a).swapaxes(-1, -2)
+  def rows(self, a:Array) -> Array:
+    """Those queries: (..., Hkv, rows, D)."""
+    return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
+
+  def product(self, w:Array, off:Array, x:Array) -> _Moments:
+    """Of w @ x, where w is rounded to be a factor, and is off by so much before, as a variance."""
+    r, lost = _rounding(w, self.t.dtype, self.t.flushes)
+    slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
+    return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
+
+  def of_q(self) -> _Moments:
+    x, scale = self.product(self.capped, self.capped_off, self.t.k), self.t.scale
+    moved = np.square((self.t.p*self.t.slope) @ self.t.k)          # by an error of delta, which moves all dS of a row
+    slack = x.slack + SIGMAS*np.sqrt(self.fp32*moved) + self.t.lse_off*np.abs(self.capped @ self.t.k)
+    return _Moments((x.variance + self.variance*moved)*scale**2, slack*abs(scale), x.alike | self.alike)
+
+  def of_k(self) -> _Moments:
+    moves, q, scale = np.square(self.t.p*self.t.slope), self.rows(self.t.q), self.t.scale
+    x = self.product(self.by_key(self.capped), self.by_key(self.capped_off + moves*self.fp32), q)
+    return _Moments((x.variance + self.by_key(moves*self.variance) @ (q*q))*scale**2, x.slack*abs(scale), x.alike)
+
+  def of_v(self) -> _Moments:
+    p = self.t.kept(self.t.p)
+    return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
+
+  def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
+    """Of sums of weights (Sq, Sk) times dS, in fp32, each over what was broadcast from `shape` to (B, H, Sq, Sk)."""
+    mass = weights*self.t.p
+    if shape[-1] == 1: mass = mass.sum(-1, keepdims=True)
+    def total(a:Array) -> Array: return summed_to(a, shape)
+    terms = weights*self.ds
+    sum_off = _dot_error(max(1, terms.size//max(1, math.prod(shape))), total(terms), total(terms*terms))
+    fp32 = total(np.square(weights)*self.off) + total(np.square(mass)*self.fp32)
+    return _Moments(total(np.square(mass)*self.variance), SIGMAS*(np.sqrt(fp32) + sum_off), np.zeros(1, np.bool_))
+
+  def of_slopes(self, offset:int, shape:tuple[int, ...]) -> _Moments:
+    Sq, Sk = self.t.p.shape[-2:]
+    away = np.abs(np.arange(Sq)[:, None] + offset - np.arange(Sk)).astype(np.float64)
+    x = self.of_scores(away, (*(1, *shape)[-2:], 1, 1))
+    return _Moments(x.variance.reshape(shape), x.slack.reshape(shape), x.alike)
+
+  def of_sinks(self, sinks:Array) -> _Moments:
+    sink = sinks[:, None, None]
+    weight = np.exp(sink - self.t.lse)
+    terms, shape = weight*self.delta, (len(sinks), 1, 1)
+    def total(a:Array) -> Array: return summed_to(a, shape)[:, 0, 0]
+    off = FP32*(2*np.abs(sink) + 2*np.abs(self.t.lse) + 4) + self.t.lse_off/3
+    fp32 = total(np.square(terms*off) + np.square(weight)*self.fp32)
+    sum_off = _dot_error(max(1, terms.size//len(sinks)), total(terms), total(terms*terms))
+    return _Moments(total(np.square(weight)*self.variance), SIGMAS*(np.sqrt(fp32) + sum_off), np.zeros(1, np.bool_))

@@ -1,0 +1,65 @@
+"""Kinds of input that the accuracy law is drawn on: each is hard in a way of its own."""
+from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import replace
+import numpy as np
+from attn.problem import Problem
+from attn.reference import rounded
+from cases import Inputs, normal
+
+def plain(p:Problem, seed:int) -> Inputs: return normal(p, seed)
+
+def peaked(p:Problem, seed:int, ramp:np.ndarray) -> Inputs:
+  """Keys are as long as `ramp` says, and up to 2 to 16 times that, another number in each draw: rows are peaked, and their maxima follow it."""
+  x, rng = normal(p, seed), np.random.default_rng(seed + 1)
+  longest = rng.uniform(2, 16, (p.B, 1, 1, 1)).astype(np.float32)
+  return replace(x, q=np.abs(x.q), k=rounded(x.k*ramp[:, None]*longest, p.dtype))
+
+def rising(p:Problem, seed:int) -> Inputs: return peaked(p, seed, np.linspace(0.01, 1, p.Sk, dtype=np.float32))
+def falling(p:Problem, seed:int) -> Inputs: return peaked(p, seed, np.linspace(1, 0.01, p.Sk, dtype=np.float32))
+
+def steep(p:Problem, seed:int) -> Inputs:
+  x = normal(p, seed)
+  return replace(x, q=rounded(8*x.q, p.dtype))
+
+def constant_rows(p:Problem, seed:int) -> Inputs:
+  """All keys are alike, and so are the scores of a row."""
+  x = normal(p, seed)
+  return replace(x, k=np.broadcast_to(x.k[:, :, :1], x.k.shape).copy())
+
+def huge_key(p:Problem, seed:int) -> Inputs:
+  """One key of each draw, which each query likes or dislikes above all others, is 30 times as long as others."""
+  x, rng = normal(p, seed), np.random.default_rng(seed + 1)
+  k = x.k.copy()
+  k[np.arange(p.B), :, rng.integers(0, p.Sk, p.B)] *= 30
+  return replace(x, k=rounded(k, p.dtype))
+
+def all_equal(p:Problem, seed:int) -> Inputs:
+  """Every score is 0."""
+  x = normal(p, seed)
+  return replace(x, q=np.zeros_like(x.q))
+
+def one_hot(p:Problem, seed:int) -> Inputs:
+  """Each query has one key, which has all of P but for e^-9 to e^-5: of those that point along its axis, the longest."""
+  x, rng = normal(p, seed), np.random.default_rng(seed + 1)
+  far = rng.uniform(5, 9, (p.B, p.H, p.Sq, 1)) + np.log(p.Sk)
+  k = np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32)
+  k[:, :, np.arange(p.Sk), np.arange(p.Sk) % p.D] = 1 + (np.arange(p.Sk)//p.D)/8
+  chosen = rng.integers(0, p.D, (p.B, p.H, p.Sq, 1))
+  q = np.where(np.arange(p.D) == chosen, far*8/p.softmax_scale, 0)
+  return replace(x, q=rounded(q.astype(np.float32), p.dtype), k=rounded(k, p.dtype))
+
+def deep(p:Problem, seed:int) -> Inputs:
+  """Every lse is below -100."""
+  x = normal(p, seed)
+  return replace(x, q=np.full_like(x.q, 4), k=rounded(x.k*0.125 - 12, p.dtype))
+
+def level(p:Problem, seed:int) -> Inputs:
+  """dP and delta nearly cancel."""
+  x = normal(p, seed)
+  return replace(x, v=rounded(3 + 0.1*x.v, p.dtype))
+
+DEEP, LARGE = "lse below -100", "dO 1000 times as large"
+KINDS:dict[str, Callable[[Problem, int], Inputs]] = {
+  "normal": plain, "rising": rising, "falling": falling, "q times 8": steep, "constant rows": constant_rows, "one huge key": huge_key,
+  "all scores equal": all_equal, "one-hot": one_hot, DEEP: deep, "V near 3": level, LARGE: plain}

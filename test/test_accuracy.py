@@ -1,0 +1,203 @@
+"""The accuracy law, in numpy: who computes as FlashAttention-2 does keeps it, whatever the input, and who makes a fault does not."""
+from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
+import numpy as np
+import pytest
+from attn.accuracy import Law, Verdict, judge, law_of, law_of_gradients
+from attn.ops.numerics import ROUNDOFF
+from attn.problem import Problem
+from attn.reference import Options, exact, rounded, same, same_backward
+from cases import Inputs, drawn, floats, kept_mask, problem
+from kinds import KINDS, LARGE
+
+both_types = pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+
+def gradient_of_o(p:Problem, seed:int, size:float=1.0) -> np.ndarray:
+  return rounded(floats(p.B, p.H, p.Sq, p.Dv, seed=seed)*np.float32(size), p.dtype)
+
+def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> dict[str, Verdict]:
+  """Of the textbook, FlashAttention-2's arithmetic, at an output of the inputs' type."""
+  of = (p.softmax_scale, p.window, p.offset, options)
+  found = {n: judge(got, law) for n, got, law in zip(("o", "lse"), same(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype),
+                                                     law_of(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype), strict=True)}
+  how = dict(dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
+  got, laws = (f(x.q, x.k, x.v, do, dlse, *of, **how) for f in (same_backward, law_of_gradients))
+  return found | {n: judge(a, getattr(laws, n)) for n, a in vars(got).items() if a is not None}
+
+def check(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> None:
+  for name, verdict in verdicts(p, x, do, options, dlse).items(): assert verdict.ok, f"{name}: {verdict}"
+
+# ***** it is fair *****
+
+@drawn
+@both_types
+@pytest.mark.parametrize("kind", KINDS)
+def test_fair(kind:str, dtype:str, draws:int) -> None:
+  p = problem(B=draws, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype=dtype)
+  check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
+
+SMALL = problem(B=3, H=4, Hkv=2, Sq=50, Sk=70, D=32)
+OPTIONS:dict[str, Callable[[], tuple[dict[str, Any], Options]]] = {
+  "causal, bias, sinks": lambda: (dict(causal=True), Options(bias=floats(3, 1, 1, 70, seed=2), sinks=floats(4, seed=3))),
+  "softcap": lambda: ({}, Options(softcap=2.0)), "softcap 50": lambda: ({}, Options(softcap=50.0)),
+  "slopes": lambda: (dict(causal=True), Options(alibi_slopes=np.float32([0.5, 0.25, 0.1, 0.05]))),
+  "slopes of each batch": lambda: ({}, Options(alibi_slopes=np.abs(floats(3, 4, seed=3)))),
+  "bias of rows and keys": lambda: ({}, Options(bias=floats(1, 4, 50, 70, seed=2))), "bias of rows": lambda: ({}, Options(bias=floats(3, 1, 50, 1))),
+  "window": lambda: (dict(window=(9, 5)), Options()),
+  "kv_lengths": lambda: ({}, Options(kv_lengths=np.array([0, 33, 70]), bias=floats(3, 1, 1, 70, seed=2), alibi_slopes=np.abs(floats(3, 4, seed=3)))),
+  "dropout": lambda: ({}, Options(kept=kept_mask((1, 2), 0.2, 3, 4, 50, 70), dropout_p=0.2))}
+
+@both_types
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fair_with_options(name:str, dtype:str) -> None:
+  parameters, options = OPTIONS[name]()
+  p = problem(B=3, H=4, Hkv=2, Sq=50, Sk=70, D=32, dtype=dtype, **parameters)
+  check(p, KINDS["normal"](p, 0), gradient_of_o(p, 3), options, floats(3, 4, 50, seed=5))
+
+def test_float32() -> None:
+  """Nothing but fp32 itself, in every kind, with a dO of both sizes."""
+  for kind in KINDS:
+    p = problem(B=2, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype="float32")
+    check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
+
+# ***** what it is made of *****
+
+def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
+
+def test_batches_by_themselves() -> None:
+  """With lengths the laws of a batch are those of its keys; gradients that are shared add up, as variances."""
+  p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
+  x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
+  how, found = dict(dtype="float16", out_dtype="float16"), []
+  for b, n in enumerate((7, 20)):
+    part = Options(bias=options.bias[b:b+1, ..., :n], sinks=options.sinks)      # type: ignore[index]
+    args = (x.q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])
+    found.append((law_of(*args, p.softmax_scale, options=part, **how),
+                  law_of_gradients(*args, do[b:b+1], None, p.softmax_scale, options=part, **how)))
+  laws = law_of(x.q, x.k, x.v, p.softmax_scale, options=options, **how)
+  gradients = law_of_gradients(x.q, x.k, x.v, do, None, p.softmax_scale, options=options, **how)
+  for b, (of, alone) in enumerate(found):
+    n = (7, 20)[b]
+    pairs = [*zip([law[b:b+1] for law in laws], of, strict=True), (gradients.q[b:b+1], alone.q), (gradients.v[b:b+1, :, :n], alone.v)]
+    pairs += [(gradients.k[b:b+1, :, :n], alone.k), (gradients.bias[b:b+1, ..., :n], alone.bias)]      # type: ignore[index]
+    for one, other in pairs:
+      for got, want in zip(pieces(one), pieces(other)): np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-15)
+  assert (gradients.k.limit[0, :, 7:] < 1e-6).all() and gradients.sinks is not None
+  parts = [np.square(alone.sinks.sigma) for _, alone in found]      # type: ignore[union-attr]
+  np.testing.assert_allclose(np.square(gradients.sinks.sigma), sum(parts), rtol=1e-6)
+
+def test_equal_scores_are_rounded_alike() -> None:
+  """Half of the keys have one score, the others another: as if their roundings were independent, this row is 20 sigma off."""
+  n, q = 16384, np.float32([[[1.0, 0, 0, 0, 0, 0, 0, 0]]])
+  k, v = np.zeros((1, n, 8), np.float32), np.zeros((1, n, 8), np.float32)
+  k[:, n//2:, 0] = np.log(1 + 1.98*ROUNDOFF["float16"])*-1
+  k, v[:, n//2:], v[:, :n//2] = k.astype(np.float16).astype(np.float32)*600, 1, -1
+  law, _ = law_of(q, k, v, 1.0, dtype="float16", out_dtype="float32")
+  weights = np.exp(np.float64(q @ k.swapaxes(1, 2)))
+  p = rounded(weights.astype(np.float32), "float16").astype(np.float64)
+  error = np.abs(p @ v/p.sum(-1, keepdims=True) - law.exact)
+  independent = ROUNDOFF["float16"]/3**.5*np.sqrt(np.square(weights/weights.sum()) @ np.square(v - law.exact[0, 0]))
+  assert judge(law.exact, law).ok and (error < 2*law.sigma).all() and (error > 20*independent).all() and law.alike.all()
+
+def test_patterns_as_before() -> None:
+  law = Law(np.array([1.0, np.nan, np.inf, -np.inf]), np.ones(4), np.zeros(4), np.zeros(4, np.bool_))
+  assert judge(law.exact + 5, law).ok and not judge(law.exact + 7, law).ok
+  for wrong in (np.array([np.nan, np.nan, np.inf, -np.inf]), np.array([1, 1, np.inf, -np.inf]), np.array([1, np.nan, -np.inf, -np.inf])):
+    assert "pattern differs" in str(judge(wrong, law))
+
+@pytest.mark.parametrize("count, alike, ok", ((10**4, False, False), (9999, False, True), (10**4, True, True)))
+def test_scattered(count:int, alike:bool, ok:bool) -> None:
+  """Elements that are all 1.1 sigma off are far from their limit, and wrong."""
+  law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
+  assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
+
+def test_infinite_inputs_stay_where_they_are() -> None:
+  """A row that is NaN or inf leaves the others their law."""
+  p = problem(H=1, Sq=30, Sk=40, D=16)
+  x = KINDS["normal"](p, 0)
+  clean = law_of(x.q, x.k, x.v, p.softmax_scale, dtype="float16", out_dtype="float16")[0]
+  x.q[0, 0, 3, 5], x.v[0, 0, 7, 2] = np.nan, np.inf
+  law = law_of(x.q, x.k, x.v, p.softmax_scale, dtype="float16", out_dtype="float16")[0]
+  rows, columns = np.arange(30) != 3, np.arange(16) != 2
+  assert np.isnan(law.exact[0, 0, 3]).all() and np.isposinf(law.exact[0, 0, rows, 2]).all() and np.isfinite(law.limit).all()
+  np.testing.assert_allclose(law.limit[0, 0, rows][:, columns], clean.limit[0, 0, rows][:, columns], rtol=1e-12)
+
+# ***** it is sharp *****
+
+Found = dict[str, tuple[np.ndarray, Law]]
+SCALE = 64**-0.5
+
+def arrays(Sq:int, Sk:int, dtype:str, heads:int=1, near:float=0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  q, k, v = (floats(1, h, n, 64, seed=seed) for seed, (h, n) in enumerate(((heads, Sq), (1, Sk), (1, Sk))))
+  return rounded(q, dtype), rounded(k, dtype), rounded(near + v*np.float32(0.1), dtype) if near else rounded(v, dtype)
+
+def forward(x:tuple[np.ndarray, ...], dtype:str, out:str="", *, wrong:tuple[np.ndarray, ...]=(), scale:float=SCALE, offset:int=0,
+            window:tuple[int, int]=(-1, -1)) -> Found:
+  """o and lse of inputs, or scale, or diagonal, that are not those they ought to be."""
+  how = dict(dtype=dtype, out_dtype=out or dtype)
+  laws = law_of(*x, SCALE, window, **how)
+  got = same(*(wrong or x), scale, window, offset, **how)
+  return {n: (a, law) for n, a, law in zip(("o", "lse"), got, laws, strict=True)}
+
+def dropped_key(dtype:str) -> Found:
+  q, k, v = arrays(8, 16384, dtype)
+  left = np.arange(16384) != 777
+  return {"o": forward((q, k, v), dtype, wrong=(q, k[:, :, left], v[:, :, left]))["o"]}
+
+def truncated(dtype:str) -> Found:
+  """P rounded towards zero, under the sum of P before that."""
+  q, k, v = arrays(512, 300, dtype, near=3.0)
+  s = q @ k.swapaxes(2, 3)*np.float32(SCALE)
+  weights = np.exp(s - s.max(-1, keepdims=True))
+  near = rounded(weights, dtype)
+  down = np.where(near > weights, rounded(near*np.float32(1 - 1.5*ROUNDOFF[dtype]), dtype), near)
+  return {"o": (rounded(down @ v/weights.sum(-1, keepdims=True), dtype), law_of(q, k, v, SCALE, dtype=dtype, out_dtype=dtype)[0])}
+
+def wrong_split(dtype:str) -> Found:
+  """Two ranges of keys, of values near 1 and near -1, the first of which weighs 1 + 2^-10 of what it should."""
+  q, k, v = arrays(200, 256, dtype)
+  v = rounded(v*np.float32(0.1) + np.where(np.arange(256) < 128, 1, -1)[:, None].astype(np.float32), dtype)
+  parts = [same(q, k[:, :, at], v[:, :, at], SCALE, dtype=dtype, out_dtype="float32") for at in (slice(128), slice(128, None))]
+  weights = [np.exp(lse - np.logaddexp(parts[0][1], parts[1][1]))[..., None]*factor for (_, lse), factor in zip(parts, (1 + 2**-10, 1))]
+  return {"o": (sum(w*o for w, (o, _) in zip(weights, parts))/sum(weights),
+                law_of(q, k, v, SCALE, dtype=dtype, out_dtype="float32")[0])}
+
+def gradients(dtype:str, out:str="", wrong_out:str="", wrong_dlse:bool=False, near:float=0.0, heads:int=1, dropped:bool=False) -> Found:
+  q, k, v = arrays(128, 150, dtype, heads, near)
+  do, dlse = rounded(floats(1, heads, 128, 64, seed=5), dtype), floats(1, heads, 128, seed=6)
+  laws = law_of_gradients(q, k, v, do, dlse, SCALE, dtype=dtype, out_dtype=out or dtype)
+  some = slice(heads - dropped)
+  got = same_backward(q[:, some], k, v, do[:, some], None if wrong_dlse else dlse[:, some], SCALE, dtype=dtype, out_dtype=wrong_out or out or dtype)
+  return {n: (getattr(got, n), getattr(laws, n)) for n in ("kv" if dropped else "qk")}
+
+DROPPED = "a key of 16384 is dropped"      # whose weight is below the roundings of the others' in bfloat16
+
+FAULTS:dict[str, Callable[[str], Found]] = {
+  DROPPED: dropped_key,
+  "the mask is off by one": lambda dtype: forward(arrays(200, 200, dtype), dtype, window=(-1, 0), offset=1),
+  "the scale is taken twice": lambda dtype: forward(arrays(20, 200, dtype), dtype, scale=SCALE**2),
+  "P is truncated, under the sum of P before": truncated,
+  "delta is of an O that was rounded once more": lambda dtype: gradients(dtype, "float32", dtype, near=3.0),
+  "delta lacks dLSE": lambda dtype: gradients(dtype, wrong_dlse=True),
+  "lse is off by 1e-4": lambda dtype: {"lse": (lambda found: (found[0] + np.float32(1e-4), found[1]))(forward(arrays(20, 500, dtype), dtype)["lse"])},
+  "a head of a group is dropped": lambda dtype: gradients(dtype, heads=8, dropped=True),
+  "a split weighs 2^-10 too much": wrong_split}
+
+@pytest.mark.parametrize("dtype, fault", [(dtype, fault) for fault in FAULTS for dtype in ("float16", "bfloat16")
+                                          if fault != DROPPED or dtype == "float16"])
+def test_sharp(fault:str, dtype:str) -> None:
+  for name, (got, law) in FAULTS[fault](dtype).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
+
+def test_what_no_such_law_can_see() -> None:
+  """Errors that the types' own roundings hide: a split's weight that is wrong where all ranges have the same mean, a key whose weight is below a
+  rounding of the others', P truncated where V has no mean."""
+  q, k, v = arrays(16, 256, "bfloat16")
+  law = law_of(q, k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
+  parts = [exact(q, k[:, :, at], v[:, :, at], SCALE) for at in (slice(128), slice(128, None))]
+  weights = [np.exp(lse)[..., None]*factor for (_, lse), factor in zip(parts, (1 + 2**-10, 1))]
+  assert judge(sum(w*o for w, (o, _) in zip(weights, parts))/sum(weights), law).ok
+  k[:, :, 9] = -16*np.sign(q[:, :, 0])      # a key that no other query minds as much, and the first one not at all
+  law = law_of(q[:, :, :1], k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
+  left = np.arange(256) != 9
+  assert judge(exact(q[:, :, :1], k[:, :, left], v[:, :, left], SCALE)[0], law).ok
