@@ -53,6 +53,7 @@ SEVERAL_HEADS: dict[str, dict[str, Any]] = {
                         extras=dict(kv_lengths=ints(100), block_table=np.zeros((1, PAGES.most), np.int32))),
   "24 heads": dict(H=72, Hkv=3, Sq=15, Sk=100, window=(20, 3)),
   "48 heads, bias": dict(H=96, Hkv=2, Sq=15, Sk=64, extras=dict(bias=floats(1, 96, 15, 64))),
+  "latent, 40 heads": dict(H=40, Sq=5, **LATENT),      # rows are divided by no power of two
 }
 OTHERS: dict[str, dict[str, Any]] = {
   "latent, whole rows": dict(H=64, Sq=2, **{**LATENT, "D": 576, "Dv": 512}),
