@@ -185,7 +185,7 @@ def main() -> int:
     if given.write is None: continue
     write(given.write, lines)
     page = given.write.with_suffix(".md")
-    page.write_text(with_table(page.read_text(), lines))
+    page.write_text(with_table(page.read_text(), read(given.write)))      # as the file has them, rounded
   for text in over: print(f"the law is broken: {text}", file=sys.stderr)
   print(f"drawn {done} of {len(wanted)} cases", file=sys.stderr)
   return bool(over)
