@@ -8,9 +8,10 @@ from attn.choose.dispatch import single_kernel
 from attn.isa.source import MASKS, Spec, text_of
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.epilogue import OPTIMISED
 from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import render
-from attn.tinygrad_compat import AxisType, UOp
+from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dtypes
 from cases import TYPES, in_turn, problem
 
 LONGEST = 200                                      # characters of a line
@@ -42,3 +43,14 @@ def test_lines_with_options(chip:str, option:str) -> None:
 
 @pytest.mark.parametrize("chip", SHORT)
 def test_size(chip:str) -> None: assert len(text_of(Spec(chip, 128))) <= SHORT[chip]
+
+# ***** integers between two bounds *****
+
+@pytest.mark.parametrize(("name", "axis", "held"), (("attn_clamped", AxisType.GLOBAL, True), ("attn_clamped", AxisType.WARP, False),
+                                                    ("clamped", AxisType.GLOBAL, False)))
+def test_the_lower_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
+  """Of a number that all lanes of a kernel of ours have, so that clang computes it in scalar registers; of no other."""
+  x, out = UOp.range(64, 0, axis), UOp.placeholder((64,), dtypes.int, 0)
+  store = out[x].store((x*3 - 5).maximum(0).minimum(100).cast(dtypes.int))
+  text = render(store.end(x).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED), "gfx942")
+  assert ("not_below(" in text) == held and "?-101:" in text      # the other bound is known: ~100

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from attn.chips.matrix import LaneSums, Matrix, Mma
 from attn.ops import amd as amd, common as common, dropout as dropout, hopper as hopper, nvidia as nvidia   # they fill OPERATIONS
 from attn.ops import softmax as softmax
+from attn.ops.bounds import NOT_BELOW, lower_bounds
 from attn.ops.language import KernelText
-from attn.ops.printer import wrapped
+from attn.ops.printer import bare, wrapped
 from attn.ops.operation import Call, is_ours
 from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
                                   NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, adapt_cuda, dtypes,
@@ -77,8 +78,20 @@ print_calls = PatternMatcher([
 # clang packs fp32 operations in pairs (v_pk_fma_f32), for which the matrix unit stands still: docs/timing.md
 GLOBAL, GLOBAL_UNPACKED = "__attribute__((global))", '__attribute__((global, target("no-packed-fp32-ops")))'
 
+print_bounds = PatternMatcher([(UPat(Ops.WHERE, name="x"), lambda ctx, x: ctx.not_below(x) if x in ctx.held else None)])
+
 class HipOperations(OperationsPrinter):
   language = "hip"
+  def learn(self) -> None:
+    super().learn()
+    self.string_rewrite, self.held = print_bounds + self.string_rewrite, set[UOp]()
+  def _render(self, uops:list[UOp]) -> Any:
+    name = next((u.arg.function_name for u in uops if u.op is Ops.SINK and u.arg is not None), "")
+    self.held = lower_bounds(uops) if is_ours(name, uops) else set[UOp]()
+    return super()._render(uops)
+  def not_below(self, x:UOp) -> str:
+    self.operations.functions.setdefault("not_below", NOT_BELOW)
+    return f"not_below({bare(self[x.src[2]])}, {self[x.src[1]]})"
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     text = super().render_kernel(function_name, kernel, bufs, uops, prefix)
     apart = any(isinstance(u.arg, Call) and u.arg.name == "fp32_apart" for u in uops)
