@@ -68,8 +68,10 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
     "softcap": lambda: ops.softcap(f(n), 0.05, 30.0, 0), "softcap that hardly bends": lambda: ops.softcap(f(n), 0.0005, 3000.0, 4),
     "softcap for fp32": lambda: ops.softcap(f(n), 0.05, 30.0, 10),
     "alibi": lambda: ops.alibi(f(n, 0), f(1, 1), i(2), offsets), "alibi further on": lambda: ops.alibi(f(2, 0), f(1, 1), i(2), (8, 9)),
-    "mask_above": lambda: ops.mask_above(f(n, 0), i(1), offsets), "mask_below": lambda: ops.mask_below(f(n, 0), i(1), offsets),
-    "mask_above further on": lambda: ops.mask_above(f(2, 0), i(1), (4, 5)), "mask_below further on": lambda: ops.mask_below(f(2, 0), i(1), (4, 5)),
+    "mask_above": lambda: ops.mask_above(f(n, 0), i(1), offsets), "mask_beyond": lambda: ops.mask_beyond(f(n, 0), i(1), i(2), offsets),
+    "clear_beyond": lambda: ops.clear_beyond(f(n, 0), i(1), i(2), offsets),
+    "mask_above further on": lambda: ops.mask_above(f(2, 0), i(1), (4, 5)),
+    "mask_beyond further on": lambda: ops.mask_beyond(f(2, 0), i(1), i(2), (4, 5)),
     "weights": lambda: ops.weights(f(n, 0), f(1, 1), 0.18), "weights of two rows": lambda: ops.weights(f(4, 0), f(2, 1), 0.18),
     "weights_from": lambda: weights_from(f(n, 0), f(1, 1), 0.18), "weights_from of two rows": lambda: weights_from(f(4, 0), f(2, 1), 0.18),
     "raised": lambda: raised(f(1, 0), f(1, 1), 0.18, 0.5), "raised of two rows": lambda: raised(f(2, 0), f(2, 1), 0.18, 0.5),
@@ -356,10 +358,12 @@ def evaluated(x:UOp, *values:Any) -> np.ndarray: return np.asarray(meaning(x, Wa
 @pytest.mark.parametrize("offsets", ((0, 1, 2, 3), (5, 6, 9, 10)))
 def test_masks(offsets:tuple[int, ...]) -> None:
   threads = WAVES*32
-  scores, limit = np.ones((4, threads), np.float32), (np.arange(threads) % 9 - 3).astype(np.int32)
+  scores, last, first = np.ones((4, threads), np.float32), *((np.arange(threads)//n % 9 - 3).astype(np.int32) for n in (1, 9))
   keys = np.array(offsets)[:, None] - offsets[0]      # the operand is the limit's distance from the first key
-  for mask, gone in ((ops.mask_above, keys > limit), (ops.mask_below, keys < limit)):
-    np.testing.assert_array_equal(evaluated(mask(f(4, 0), i(1), offsets), scores, limit), np.where(gone, -np.inf, 1))
+  np.testing.assert_array_equal(evaluated(ops.mask_above(f(4, 0), i(1), offsets), scores, last), np.where(keys > last, -np.inf, 1))
+  seen = (keys >= first) & (keys <= last)
+  np.testing.assert_array_equal(evaluated(ops.mask_beyond(f(4, 0), i(1), i(2), offsets), scores, first, last), np.where(seen, 1, -np.inf))
+  np.testing.assert_array_equal(evaluated(ops.clear_beyond(f(4, 0), i(1), i(2), offsets), scores, first, last), np.where(seen, 1, 0))
 
 @pytest.mark.parametrize("side", ("above", "below"))
 def test_masks_of_registers(side:str) -> None:

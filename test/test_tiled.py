@@ -211,7 +211,7 @@ def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
   return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),
           ops.extract(ops.softcap(four, 0.5, 2.0, terms={"float16": 4}.get(dtype, 10)), 2),
           ops.extract(ops.alibi(four, y, place, (0, 1, 4, 5)), 3), ops.extract(ops.mask_above(four, place, (0, 1, 4, 5)), 2),
-          ops.extract(ops.mask_below(four, place, (0, 1, 4, 5)), 1), ops.extract(ops.weights(four, ops.build(x, y), 0.5), 3),
+          ops.extract(ops.mask_beyond(four, place - 3, place, (0, 1, 4, 5)), 1), ops.extract(ops.weights(four, ops.build(x, y), 0.5), 3),
           ops.extract(ops.widen_to_float(ops.pack(four, dtype), 4, dtype), 3), ops.as_float(word),
           ops.extract(dropout.drop_numbers(four, bits, ((0, 0), (0, 16), (0, 1), (0, 17)), 0), 1), bits.cast(dtypes.float)]
 

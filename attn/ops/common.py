@@ -145,9 +145,9 @@ def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Valu
   """A select and not an addition, so that a NaN score disappears too."""
   return c.masked(x, offsets, ">", limit, -c.inf)
 
-@compound("mask_below")
-def _mask_below(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  return c.masked(x, offsets, "<", limit, -c.inf)
+@compound("mask_beyond")
+def _mask_beyond(c:Any, x:Value, first:Value, last:Value, *, offsets:tuple[int, ...]) -> Value:
+  return c.beyond(x, offsets, first, last, -c.inf)
 
 @compound("mask_rows_above", suffix="_{vectors}")
 def _mask_rows_above(c:Any, scores:Value, low:Value, high:Value, *, offsets:tuple[int, ...], apart:int, vectors:int) -> Value:
@@ -168,9 +168,9 @@ def masked_rows(c:Any, scores:Value, operator:str, limits:tuple[Value, ...], off
 def _clear_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
   return c.masked(x, offsets, ">", limit, c.number(0.0))
 
-@compound("clear_below")
-def _clear_below(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  return c.masked(x, offsets, "<", limit, c.number(0.0))
+@compound("clear_beyond")
+def _clear_beyond(c:Any, x:Value, first:Value, last:Value, *, offsets:tuple[int, ...]) -> Value:
+  return c.beyond(x, offsets, first, last, c.number(0.0))
 
 @compound("weights")
 def _weights(c:Any, scores:Value, bias:Value, *, rows:int, scale:float) -> Value:
@@ -187,9 +187,9 @@ def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """-inf in the elements whose offset is above the limit."""
   return emit("mask_above", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
-def mask_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """-inf in the elements whose offset is below the limit."""
-  return emit("mask_below", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
+  """-inf in the elements whose offset is none from `first` to `last`."""
+  return emit("mask_beyond", x.dtype, x, *[(limit - offsets[0]).cast(dtypes.int) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
   """-inf in the scores whose offset is "above" or "below" the limit of their row, as one statement. `scores` is a placeholder of registers, whose
   vectors have the elements of two rows one after another: of the i-th vector these have the `offsets`, and i*apart more."""
@@ -198,9 +198,9 @@ def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], a
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """0 in the elements whose offset is above the limit, whatever was there."""
   return emit("clear_above", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
-def clear_below(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """0 in the elements whose offset is below the limit, whatever was there."""
-  return emit("clear_below", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
+  """0 in the elements whose offset is none from `first` to `last`, whatever was there."""
+  return emit("clear_beyond", x.dtype, x, *[(limit - offsets[0]).cast(dtypes.int) for limit in (first, last)], offsets=from_first(offsets))
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   """The distances from the first one: the same few for all vectors, which one function then serves."""
   return tuple(x - offsets[0] for x in offsets)

@@ -31,6 +31,14 @@ class Hip(Printer):
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
+  def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
+    """In waves of 64 lanes, where a result takes two scalar registers, by one comparison as well: of the distances from the first one, of which
+    those before it are large numbers without a sign."""
+    if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
+    n = len(offsets)
+    count = self.let("count", Term(self, f"({last.text} < {first.text} ? 0u : {last.text} - {first.text} + 1u)", "unsigned"))
+    away = self.let("away", Term(self, f"((uint{n}){{{', '.join(map(str, offsets))}}} - (uint{n})({bare(first.text)}))", f"uint{n}"))
+    return Term(self, f"(({away.text} >= (uint{n})({count.text})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def exp2(self, x:Value) -> Value: return self.elementwise("exp2_of", "__builtin_amdgcn_exp2f({0})", x)
   def select(self, condition:Value, x:Value, y:Value) -> Value:
     x, y = self.term(x), self.term(y)

@@ -33,6 +33,9 @@ class Numbers:
     """`instead` of the elements of x whose offset is above (>) or below (<) the limit."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
+  def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
+    """`instead` of the elements of x whose offset is none from `first` to `last`."""
+    return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors
   def length(self, x:Value) -> int: return x.shape[0] if x.ndim > 1 else 1

@@ -54,6 +54,8 @@ class PlainUOps:
     beyond = {">": operator.gt, "<": operator.lt}[comparison]
     keys = Elements(tuple(UOp.const(n, dtypes.int) for n in offsets))
     return elementwise(lambda a, n, most, other: beyond(n, most).where(other, a), x, keys, limit, instead)
+  def beyond(self, x:Elements, offsets:Sequence[int], first:Elements, last:Elements, instead:Any) -> Elements:
+    return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   def to_float(self, x:Elements) -> Elements: return elementwise(lambda a: a.cast(dtypes.float), x)
   # vectors
   def length(self, x:Elements) -> int: return len(x.each)

@@ -158,6 +158,9 @@ class Printer:
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)
   def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", self.functions_of_numbers["rcp"], x)
   def max(self, x:Value, y:Value) -> Value: return self.elementwise("max_of", self.functions_of_numbers["max"], x, y)
+  def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value: raise NotImplementedError
+  def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
+    return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
   def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
   # vectors

@@ -112,10 +112,10 @@ class Scores:
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """-inf where there is no such key or query, or where the query does not see the key."""
-    return self._beyond(x, row, tile, ops.mask_above, ops.mask_below)
+    return self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond)
   def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """0 there."""
-    return self._beyond(x, row, tile, ops.clear_above, ops.clear_below)
+    return self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond)
 
   def last_seen(self, row:Row, tile:UOp) -> UOp:
     """The last of a lane's keys in a tile that a row sees, counted from the lane's first one; or of its queries."""
@@ -126,10 +126,10 @@ class Scores:
     """The first one likewise; None where that is the first there is."""
     return None if self.walk.back < 0 else self.walk.at(row.index) - self.walk.back - self.begin(tile)
 
-  def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_below:Callable[..., UOp]) -> list[UOp]:
+  def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_beyond:Callable[..., UOp]) -> list[UOp]:
     last, first = self.last_seen(row, tile), self.first_seen(row, tile)
-    x = [of_above(y, last, rows) for y, rows in zip(x, self.walked)]
-    return x if first is None else [of_below(y, first, rows) for y, rows in zip(x, self.walked)]
+    if first is None: return [of_above(y, last, rows) for y, rows in zip(x, self.walked)]
+    return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
     """`mask` of two rows whose raw scores lie in registers, in place: statements, in any order."""
