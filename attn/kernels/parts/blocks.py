@@ -13,12 +13,12 @@ def run_time(x:UOp, low:int, high:int) -> UOp:
   """A number that is loaded, the same in the whole workgroup: as an index, held within `low`..`high` so that no access can leave a buffer."""
   return bounded(ops.uniform(x), low, high)
 
-FEW, MANY = 2, 1000    # trips
+FEW, MANY = 3, 1000    # trips
 
 def trip_count(n:UOp) -> UOp|None:
   """How often a loop runs, None where it never does. Of a number up to FEW neither tinygrad nor the compiler may tell: into a loop that runs once at
-  most tinygrad places values from before it, which then are not known after it, and of one that runs once or twice clang keeps more in registers than
-  there are (dual_wave spilled 106 with 200 keys and a mask)."""
+  most tinygrad places values from before it, which then are not known after it, and of one that runs up to three times clang keeps more in registers
+  than there are (dual_wave spilled 106 with 200 keys and a mask, 52 with 250 queries and 515 keys)."""
   if (n := n.simplify()).vmax <= 0: return None
   return n if n.vmax > FEW else bounded(ops.opaque_uniform(n), 0, MANY)
 
