@@ -21,6 +21,7 @@ from attn.compilers.clang import Toolchain, assembly
 from attn.compilers.found import NoCompiler
 from attn.compilers.releases import OLDER, ZIGLANG, toolchain_of
 from attn.isa import costs
+from attn.isa.check import findings
 from attn.isa.report import Report, analyse
 from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, problem_of_spec
 from attn.kernels.append import Append, append
@@ -122,27 +123,35 @@ def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
   """The compilers that have the chip's instructions."""
   return {llvm: tools for llvm, tools in compilers.items() if costs.knows(tools, arch)}
 
+Jobs = dict[tuple[Any, ...], Future[str]]
+
+def check_compiled(jobs:Jobs, arch:str) -> None:
+  """Each has become machine code, in which no load is taken lane by lane."""
+  assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
+  found = {key: [x for x in findings(job.result(), arch) if x.startswith("waterfall")] for key, job in jobs.items()}
+  assert {key: lines for key, lines in found.items() if lines} == {}
+
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  jobs = {}
+  jobs: Jobs = {}
   for name in (*OPTIONS, "combine", "append float16", "append bfloat16", "append float16 to pages"):
     for llvm, tools in known(compilers, arch).items():
       jobs[name, llvm] = pool.submit(assembly, kernel_text(name, arch, llvm), arch, (), tools)
-  assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
+  check_compiled(jobs, arch)
   latent = {key: analyse(job.result(), arch, LATENT["D"], LATENT["Dv"]).resources for key, job in jobs.items() if "latent" in key[0]}
   assert {key: r for key, r in latent.items() if r.vgpr_spills or r.sgpr_spills or r.scratch} == {}
 
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
   """By the older ones: that the newest compiles them is tested beside their costs."""
-  jobs = {}
+  jobs: Jobs = {}
   for name, options in GRADIENTS.items():
     for llvm, tools in known(compilers, arch).items():
       if llvm == max(ZIGLANG): continue
       tiles = kernel_tiles(replace(problem(**options), return_lse=True), replace(get_chip(arch), llvm=llvm))
       assert not isinstance(tiles, str), tiles
       for i, text in enumerate(gradient_texts(name, arch, tiles)): jobs[name, llvm, i] = pool.submit(assembly, text, arch, (), tools)
-  assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
+  check_compiled(jobs, arch)
 
 # ***** what they make of plain kernels *****
 

@@ -148,6 +148,33 @@ def test_ranges_hold_what_instructions_give() -> None:
         found = meaning(*[rng.choice((*ranges[name], rng.randint(*ranges[name]))) for name in names]) % WORD
         assert low <= found <= high, (op, ranges, found, (low, high))
   assert known > 3000
+# ***** in loops *****
+
+TILE = "buffer_load_dwordx4 v[4:7], v1, s[4:7], 0 offen"
+TRIPS = ".LBB0_9:; %s; s_cmp_lg_u32 s9, 0; s_cbranch_scc1 .LBB0_9"
+TO_SCRATCH, FROM_SCRATCH = "scratch_store_dword off, v3, off offset:8", "scratch_load_dword v3, off, off offset:8"
+MFMA = "v_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]"
+TO_LANES, FROM_LANES = "v_writelane_b32 v40, s2, 1", "v_readlane_b32 s2, v40, 1"
+
+@pytest.mark.parametrize("arch, text, found", [
+  ("gfx1100", TRIPS % (WATERFALL % (TILE, "s_nop 0")), [f"waterfall: in the loop at .LBB0_9: {TILE}"]),
+  ("gfx1100", TRIPS % (WATERFALL % ("buffer_store_b32 v4, v1, s[4:7], 0 offen", "s_nop 0")),
+   ["waterfall: in the loop at .LBB0_9: buffer_store_b32 v4, v1, s[4:7], 0 offen"]),
+  ("gfx1100", WATERFALL % (TILE, "s_nop 0"), [f"waterfall: outside of loops: {TILE}"]),
+  ("gfx1100", TRIPS % f"{TO_SCRATCH}; s_nop 0; {FROM_SCRATCH}", ["scratch: 2 in the loop at .LBB0_9"]),
+  ("gfx942", f".LBB0_9:; {MFMA}; s_cbranch_execz .LBB0_8; {FROM_SCRATCH}; .LBB0_8:; s_cbranch_scc1 .LBB0_9", ["scratch: 1 in the loop at .LBB0_9"]),
+  ("gfx90a", TRIPS % "buffer_load_dword v3, off, s[0:3], 0 offset:8", ["scratch: 1 in the loop at .LBB0_9"]),
+  ("gfx942", f"{TO_LANES}; {TRIPS % FROM_LANES}", ["scalar spills: 1 in the loop at .LBB0_9"]),
+  ("gfx942", TRIPS.replace("9", "8") % f"{TO_LANES}; {TRIPS % FROM_LANES}; {FROM_LANES}",
+   ["scalar spills: 2 in the loop at .LBB0_8", "scalar spills: 1 in the loop at .LBB0_9"])])
+def test_what_a_loop_should_not_have_is_found(arch:str, text:str, found:list[str]) -> None: assert of(text, arch) == found
+
+@pytest.mark.parametrize("arch, text", [
+  ("gfx1100", TRIPS % (WATERFALL % ("s_nop 0", TILE))), ("gfx1100", TRIPS % f"v_readfirstlane_b32 s4, v0; {TILE}"),
+  ("gfx1100", f"{TO_SCRATCH}; {TRIPS % TILE}; {FROM_SCRATCH}"), ("gfx90a", TRIPS % "buffer_load_dword v3, v1, s[0:3], 0 offen"),
+  ("gfx942", f"{TO_LANES}; {TRIPS % TILE}; {FROM_LANES}"), ("gfx942", TRIPS % "v_readlane_b32 s2, v41, 1"), ("gfx950", LOOP % (TILE, "s_nop 0")),
+  ("gfx942", f".LBB0_9:; {MFMA}; s_cbranch_vccz .LBB0_8; {FROM_SCRATCH}; .LBB0_8:; s_cbranch_scc1 .LBB0_9")])      # a rescale that few trips need
+def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 # ***** the command *****
 

@@ -1,4 +1,5 @@
-"""What would be wrong in a kernel's machine code: CHECKS names each check, which looks at one function and says in words what it finds.
+"""What would be wrong in a kernel's machine code, or slow without need. CHECKS names each check, which looks at one function and says in words what
+it finds.
 
     findings(assembly_text, "gfx942")           of any text, every check
     python -m attn.isa check                    of every kernel of docs/costs.txt, under the compiler in use or under users' compilers
@@ -15,6 +16,7 @@ from attn.isa import source
 from attn.isa.active_lanes import across_lanes
 from attn.isa.buffer_offsets import not_shown_to_fit
 from attn.isa.flow import Block, blocks_of
+from attn.isa.in_loops import scalar_spills, scratch_accesses, waterfalls
 from attn.isa.parse import Kernel, parse
 from attn.isa.source import Spec
 
@@ -31,6 +33,9 @@ class Function:
 CHECKS: dict[str, Callable[[Function], list[str]]] = {
   "across lanes": lambda f: across_lanes(f.blocks, f.chip.wave),
   "buffer offsets": lambda f: not_shown_to_fit(f.blocks, f.chip.wave, f.kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 2) + 1),
+  "waterfall": lambda f: waterfalls(f.blocks),
+  "scratch": lambda f: scratch_accesses(f.blocks),
+  "scalar spills": lambda f: scalar_spills(f.blocks),
 }
 
 def findings(text:str, arch:str|None=None) -> list[str]:
