@@ -27,7 +27,7 @@ from kinds import KINDS
 
 CHIPS = tuple(unit for unit in UNITS if unit != "tiled")
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small(monkeypatch) -> None:
   for name, parameters in SMALL.items(): monkeypatch.setitem(contract.SHAPES, name, parameters)
 
@@ -40,12 +40,12 @@ def held(case:Case, draws:int) -> None:
   for line in lines_of(case, draws): assert line.held, f"{case}: {line}"
 
 @in_turn("unit, dtype", UNITS, ("float16", "bfloat16"), among=4)
-def test_sample(unit:str, dtype:str) -> None:
+def test_sample(unit:str, dtype:str, small:None) -> None:
   kinds = [kind for kind in KINDS if not kind.startswith("dO")]
   for i, kind in enumerate(kinds): held(Case(list(SMALL)[i % 2], unit, dtype, "float32" if i % 3 else dtype, kind), 4)
 
 @in_turn("unit, dtype", UNITS, ("float16", "bfloat16"), among=6)
-def test_sample_of_gradients(unit:str, dtype:str) -> None:
+def test_sample_of_gradients(unit:str, dtype:str, small:None) -> None:
   for i, kind in enumerate(list(KINDS)[::3]): held(Case("gradients, a sample", unit, dtype, "float32" if i % 2 else dtype, kind), 6)
 
 # ***** the file and the page *****
