@@ -5,6 +5,7 @@ from attn.api.attention import attention, explain  # noqa: E402
 from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache, empty_paged_cache  # noqa: E402
 from attn.api.custom_kernel import flash_attention, flash_attention_fn  # noqa: E402
 from attn.api.dropout import dropout_mask  # noqa: E402
+from attn.api.history import keep_history as _keep_history  # noqa: E402
 from attn.api.sequence import shard_sequence, unshard_sequence  # noqa: E402
 from attn.api.sdpa import install, installed, scaled_dot_product_attention, uninstall  # noqa: E402
 from attn.emulator.device import register as _register_emulator  # noqa: E402
@@ -15,6 +16,7 @@ from attn.tinygrad_compat import survive_a_damaged_cache as _survive_a_damaged_c
 _register_emulator()
 _register_renderers()
 _keep_programs()
+_keep_history()
 _survive_a_damaged_cache()
 
 __all__ = ["append_kv", "attention", "attention_with_kv_cache", "dropout_mask", "empty_kv_cache", "empty_paged_cache", "explain", "flash_attention",

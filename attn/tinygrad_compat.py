@@ -22,7 +22,7 @@ from tinygrad.renderer.llvmir import LLVMRenderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.schedule.rangeify import pm_mops
-from tinygrad.tensor import all_tensors
+from tinygrad.tensor import _apply_map_to_tensors, all_tensors
 from tinygrad.uop.spec import glbls as spec_names
 from tinygrad.uop.symbolic import symbolic
 from tinygrad.uop.ops import (AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, RewriteContext, UOp, UOpMetaClass, UPat, exec_alu,
@@ -32,11 +32,11 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "Compiled", "Compiler", "Context", "DEBUG", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer",
            "HIPRenderer", "KernelInfo", "MARK", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer",
            "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ", "VectorDType", "adapt_cuda",
-           "buffer_under", "capturing", "comgr_compiler", "comgr_version", "compile_at_once", "compiled", "copy_call", "cuda_graph_seconds",
-           "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes",
-           "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "forget_oldest_kernels", "launch_of", "linear_view", "lower",
-           "lowered_with_places", "made_with_places",
-           "make_current", "opened_devices", "program_key", "program_of_launch", "programs_through", "run_alone", "shared_memory_text", "spec_names",
+           "around_gradients", "buffer_under", "capturing", "comgr_compiler", "comgr_version", "compile_at_once", "compiled", "copy_call",
+           "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals",
+           "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "forget_oldest_kernels", "launch_of", "linear_view",
+           "lower", "lowered_with_places", "made_with_places", "make_current", "opened_devices", "program_key", "program_of_launch",
+           "programs_through", "put_into_tensors", "run_alone", "shared_memory_text", "spec_names",
            "statements", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
            "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]
 
@@ -453,7 +453,21 @@ def written_to(buffer:UOp, kernel:UOp) -> None:
   for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
     if (view := _on_top(t.uop, buffer, after)) is not None: t.uop = view
 
-# **** gradients (attn/api/gradient.py) ****
+# **** gradients (attn/api/gradient.py, attn/api/history.py) ****
+def put_into_tensors(instead:dict[UOp, UOp]) -> None:
+  """All Tensors have other UOps in the places of these."""
+  _apply_map_to_tensors(instead, name="history")
+
+def around_gradients(within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> None:
+  """From now on, in this process, gradients of a Tensor are taken within `within(its UOp)`."""
+  for name in ("gradient", "backward"): setattr(Tensor, name, _around(getattr(Tensor, name), within))
+
+def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
+  @functools.wraps(own)
+  def taken(self:Tensor, *args:Any, **kwargs:Any) -> Any:
+    with within(self.uop): return own(self, *args, **kwargs)
+  return taken
+
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:
   """For a TUPLE of `outputs`, a function of PARAMs of which `sources` are the values, and the gradients of the outputs (None for 0): the gradient of
   each source of floats that they depend on, by its number. Each is computed by itself; `again` is the grad_fxn of them all."""

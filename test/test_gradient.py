@@ -10,6 +10,7 @@ import attn
 from attn import flash_attn
 from attn.accuracy import Law, judge, without_error
 from attn.api import gradient
+from attn.api.history import made
 from attn.api.placement import AXES
 from attn.chips import get_chip
 from attn.choose.backward import Parts, can_differentiate, choose_parts, memory_of
@@ -240,26 +241,69 @@ def test_out() -> None:
     assert attn.attention(q, k, v, out=out) is out
     hold(out.float().sum().gradient(q, k, v), laws_of_three(q, k, v, Sq=32, D=16))
 
-@pytest.mark.parametrize("splits", (1, pytest.param(2, marks=pytest.mark.thorough)))
-def test_a_loss_may_be_read_before_its_gradients_are_taken(splits:int) -> None:
-  """Of two layers, by the same steps and to the last bit; and what is realized by name is a buffer of its own."""
-  def gradient_of(read:bool) -> np.ndarray:
-    w = draw(16, 16, seed=3)
-    x = o = (draw(1, 2, 12, 16) @ w)
-    for _ in range(2): o, lse = attn.attention(x + o, o, o, num_splits=splits, return_lse=True)
-    loss = o.float().square().mean() + lse.mean()
-    if read: loss.item()
+READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
+  "nothing": lambda o, loss: None, "the loss": lambda o, loss: loss.item(), "o": lambda o, loss: o.numpy(), "o by name": lambda o, loss: o.realize()}
+
+@pytest.mark.parametrize("what, training, splits", [
+  ("the loss", 1, 1), ("the loss", 0, 1), ("o by name", 0, 1),
+  *[pytest.param(*x, marks=pytest.mark.thorough) for x in (("o", 1, 1), ("o", 0, 2), ("o by name", 1, 2), ("the loss", 1, 2), ("the loss", 0, 2))]])
+def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:int, splits:int) -> None:
+  """Of two layers, by the same steps and to the last bit; twice; and what is realized by name is a buffer of its own."""
+  def gradient_of(read:str) -> list[np.ndarray]:
+    x = draw(1, 2, 12, 16) @ (w := draw(16, 16, seed=3))
+    first, lse = attn.attention(x + x, x, x, num_splits=splits, return_lse=True)
+    o, more = attn.attention(x + first, first, first, num_splits=splits, return_lse=True)
+    loss = o.float().square().mean() + lse.mean() + more.mean()
+    READ[read](o, loss)
+    if read == "o by name": loss = o.float().square().mean() + lse.mean() + more.mean()     # of what is there
     loss.backward()
     assert w.grad is not None, "what the loss is made of is forgotten"
-    return w.grad.numpy()
-  with emulated("gfx942"), Context(TRAINING=1):
-    first, second = map(gradient_of, (False, True))
-    assert first.any()
-    np.testing.assert_array_equal(first, second)
+    return [w.grad.numpy(), *(x.numpy() for x in loss.gradient(w, first))]
+  with emulated("gfx942"), Context(TRAINING=training):
+    for x, y in zip(gradient_of("nothing"), gradient_of(what)):
+      assert x.any()
+      np.testing.assert_array_equal(x, y)
     q = draw(1, 1, 12, 16).contiguous().realize()
     before = (o := attn.attention(q, q, q).realize()).numpy()
     q.assign(q*0).realize()
     np.testing.assert_array_equal(o.numpy(), before)
+
+def test_lse_alone_after_it_was_read() -> None:
+  """Nobody has o any more: forward runs again. It does not where devices share rows: that is an error."""
+  def gradient_of(read:bool) -> np.ndarray:
+    q, k, v = three()
+    lse = attn.attention(q, k, v, return_lse=True)[1]
+    if read: lse.realize()
+    return array(lse.square().sum().gradient(q)[0])
+  with emulated("gfx942"):
+    np.testing.assert_array_equal(gradient_of(True), gradient_of(False))
+    q, k, v = (t.shard(("EMU", "EMU:1"), 2).realize() for t in three())
+    o, lse = attn.attention(q, k, v, return_lse=True)
+    lse.realize()
+    del o
+    with pytest.raises(RuntimeError, match="a gradient through lse, which was computed before, needs o, which nobody has kept"):
+      lse.square().sum().gradient(q)
+
+def test_a_kernel_function_and_what_nobody_wants_the_gradient_of() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    o = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype, device="EMU"), q, k, v, fxn=attn.flash_attention)[0].realize()
+    hold(o.float().sum().gradient(q, k, v), textbook_gradients(q, k, v, Sq=32, D=16))
+    w = draw(16, 16, seed=3)
+    (o.detach() @ w).sum().backward()
+    assert w.grad is not None and q.grad is None
+    assert len([x for x in made if x is o.uop.base]) == 1
+
+def test_a_gradient_through_what_tinyjit_has_captured_is_an_error() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    @TinyJit
+    def step(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
+      o = attn.attention(q, k, v).realize()
+      return o.float().sum().gradient(q)[0].realize()
+    step(q, k, v)
+    with pytest.raises(RuntimeError, match=r"a gradient through an output of attention that TinyJit has captured and that was computed before"):
+      step(q, k, v)
 
 # ***** devices *****
 

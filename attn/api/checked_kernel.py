@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 import numpy as np
 from attn import values
+from attn.api.history import keep_inputs
 from attn.chips import Chip, get_chip, other_chip
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
@@ -63,6 +64,7 @@ class CheckedKernel:
   arch: str|None = None      # the chip that its caller named
   gradient: Callable[..., Any]|None = None   # its grad_fxn, where its caller gives none
   variables: tuple[UOp, ...] = ()            # bound, that it has besides its tensors
+  kept: bool = False         # its gradient may be asked for once its outputs are there
   small: bool = False        # it is compiled as soon as it is called, as every kernel is that needs no lowering
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
@@ -71,7 +73,9 @@ class CheckedKernel:
       for device in (devices,) if isinstance(devices, str) else devices or (): check_device(self.arch, device)
     adapt(devices)
     require(devices)
-    called = self.sink.call(*srcs, *self.variables, grad_fxn=grad_fxn or self.gradient, **kwargs)
+    gradient, count = grad_fxn or self.gradient, len(self.outputs)
+    called = self.sink.call(*srcs, *self.variables, grad_fxn=gradient, **kwargs)
+    if self.kept and gradient is not None: keep_inputs(srcs[:count], srcs[count:], gradient)
     if devices:
       first = devices if isinstance(devices, str) else devices[0]
       if self.small or has_program(called.src[0], device_of(first).renderer): compile_at_once(called, first)

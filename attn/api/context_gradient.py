@@ -8,6 +8,7 @@ import functools
 from dataclasses import dataclass, replace
 from attn.api.context import SharedRows, bias_rows, filled_with_rows, in_buffers, launch_problem, passed, rows_in_buffer, shards_of
 from attn.api.gradient import INPUTS, OUTPUTS, backward_kernels, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
+from attn.api.history import keep_inputs
 from attn.api.placement import AXES
 from attn.api.plain import bhsd, from_bhs
 from attn.api.sequence import in_order, shard_sequence
@@ -157,5 +158,7 @@ def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
   """o and lse, which have been computed from some sources, in whatever way: a CALL of nothing, which has the gradient."""
-  call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=context_gradient(c, (*outputs, *sources)))
+  gradient = context_gradient(c, (*outputs, *sources))
+  call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=gradient)
+  keep_inputs(list(outputs.values()), list(sources.values()), gradient)
   return Tensor(outputs["o"].after(call)), Tensor(outputs["lse"].after(call))

@@ -52,7 +52,7 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
                    max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k, extras={n: (shapes[n], dtype_of(n, t[n])) for n in extras})
     sink = single_kernel(p, found)[0](*placeholders)
     check_means(sink, found)
-    return CheckedKernel(sink, outputs, options.arch, gradient_of(p, found, names))
+    return CheckedKernel(sink, outputs, options.arch, gradient_of(p, found, names), kept=True)
   return kernel
 
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:

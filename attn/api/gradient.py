@@ -7,7 +7,7 @@ With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (
 """
 from __future__ import annotations
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.api.checked_kernel import CheckedKernel, check_means
@@ -100,12 +100,14 @@ def like(g:UOp, out:UOp) -> UOp:
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Of q, k, v, bias and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse where forward wrote it; where not, forward runs
-  again."""
+  """Of q, k, v, bias and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse where forward wrote it; where either is missing,
+  forward runs again."""
   p = replace(p, num_splits=1, return_lse=True)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
   t = inputs | outputs
-  if "lse" not in t: t["lse"] = written_by(kernels["forward"], inputs, p.layout)["lse"]
+  if missing := [name for name in OUTPUTS if name not in t]:
+    again = written_by(kernels["forward"], inputs, p.layout)
+    t |= {name: again[name] for name in missing}
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
   for name in ("dq", "dkdv", "dbias"):
@@ -131,12 +133,19 @@ def sink_gradient(sinks:Tensor, lse:Tensor, delta:Tensor) -> Tensor:
 
 # ***** either *****
 
+def after(u:UOp, call:UOp) -> UOp:
+  """An output once a call has written it; one of nothing (attn/api/history.py) has it written already."""
+  return u.after(call) if call.src[0].src else u
+
 @dataclass(frozen=True)
 class AttentionGradient:
   """The grad_fxn of a kernel that computes `problem`, or the last part of it, called on the tensors `names`."""
   problem: Problem
   arch: Chip|None
   names: tuple[str, ...]
+  def without(self, missing:Sequence[int]) -> AttentionGradient:
+    """The gradient of the same kernel called without the tensors of these numbers."""
+    return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
     """The gradient of each source of the call, None for outputs and for what is not a float; `args` are the gradients of the outputs that have one,
     and the call where it is not given by name."""
@@ -148,7 +157,7 @@ class AttentionGradient:
     found: dict[str, UOp] = {}
     if not by_kernels or "alibi_slopes" in inputs: found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
-      found |= kernel_gradients(self.problem, self.arch, inputs, {name: u.after(call) for name, u in outputs.items()}, given)
+      found |= kernel_gradients(self.problem, self.arch, inputs, {name: after(u, call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)
 
 @cache_of_kernels

@@ -44,7 +44,8 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
     gradient = None if "o" not in given else gradient_of(p, arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders[:len(takes)]), arch)
-      return CheckedKernel(with_params(sink, placeholders[len(takes):]), written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1)
+      return CheckedKernel(with_params(sink, placeholders[len(takes):]), written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1,
+                           kept="o" in given)
     return kernel
   programs = [(program_of(choice, p), arguments(p))]
   if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))
@@ -70,20 +71,9 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   shape, dtype = (arguments(p) | combine_arguments(p))[name]
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
 
-def keeps_history(c:CheckedCall) -> bool:
-  """Whether gradients may be taken of what this call computes after it has been read. Not where it goes to a buffer that the caller has already, not
-  of part of a cache or of pages, and not in calls of devices that share rows: all of these together get gradients."""
-  return bool(TRAINING) and not c.into and all(x is None for x in (c.out, c.problem.k_view, c.problem.pages))
-
-def remembered(x:Tensor) -> Tensor:
-  """A step on the way to o, of which gradients need to know where it came from. When anything that depends on it is computed, `loss.item()` say,
-  tinygrad 0.14.0 puts its buffer into its place in all expressions, and gradients end there; but not of what has a tag, an empty one too."""
-  return Tensor(x.uop.rtag(()))
-
 def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
-  """A whole buffer: a copy where x is none, `remembered` where the caller has not asked for it."""
-  if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)): return x
-  return remembered(copy) if (copy := x.contiguous()).uop is not x.uop and keeps_history(c) else copy
+  """A whole buffer: a copy where x is none."""
+  return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """forward, or for split_kv the same into partial results and then combine."""
@@ -95,11 +85,9 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
     given += c.into[1:]     # which the kernel does not take
     written = Tensor.custom_kernel(*given, fxn=with_variables(fxn, c.variables))
-    if keeps_history(c): written = list(map(remembered, written))
     t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
   if c.out is not None: t["o"] = c.out.replace(t["o"])
-  wanted = [t["o"], *([t["lse"]] if c.problem.return_lse else [])]
-  return [x.contiguous_backward() for x in wanted] if keeps_history(c) else wanted      # of which `realize` by name keeps the buffer
+  return [t["o"], *([t["lse"]] if c.problem.return_lse else [])]
 
 def with_variables(fxn:KernelFunction, variables:tuple[UOp, ...]) -> KernelFunction:
   """A kernel function whose kernel is called with these Variables, which it has besides its tensors."""
