@@ -288,7 +288,7 @@ def test_a_kernel_function_and_what_nobody_wants_the_gradient_of() -> None:
   with emulated("gfx942"):
     q, k, v = three()
     o = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype, device="EMU"), q, k, v, fxn=attn.flash_attention)[0].realize()
-    hold(o.float().sum().gradient(q, k, v), textbook_gradients(q, k, v, Sq=32, D=16))
+    hold(o.float().sum().gradient(q, k, v), laws_of_three(q, k, v, Sq=32, D=16))
     w = draw(16, 16, seed=3)
     (o.detach() @ w).sum().backward()
     assert w.grad is not None and q.grad is None
