@@ -11,7 +11,7 @@ from attn.choose.backward import can_differentiate, dbias_of, dkdv_of, dq_of
 from attn.choose.backward_tiles import choose_bias_tile
 from attn.choose.dispatch import KERNELS, choose
 from attn.choose.mla_tiles import mla_tile
-from attn.emulator.offsets import may_be_negative
+from attn.emulator.offsets import Part, may_be_negative
 from attn.emulator.ranges import Ranges
 from attn.kernels.parts import workgroup
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
@@ -88,7 +88,7 @@ def backward_kernels(p:Problem, arch:str) -> Iterator[UOp]:
   yield dkdv_of(p, chip, found[1])(*placeholders(dkdv_arguments(p)))
   if p.bias is not None: yield dbias_of(p, chip, choose_bias_tile(p, chip))(*placeholders(dbias_arguments(p)))
 
-def not_shown(kernel:UOp, arch:str) -> list[UOp]:
+def not_shown(kernel:UOp, arch:str) -> list[Part]:
   """The parts of a kernel's offsets of which it is not known that they are not below 0."""
   uops = lower(kernel, printer_of(arch))
   assert any(isinstance(u.arg, Call) and u.arg.name in ("buffer_load", "load_to_lds") for u in uops)

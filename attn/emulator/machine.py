@@ -287,9 +287,9 @@ class Frame:
     if bad.any():
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
-  def check_part(self, slot:int) -> None:
-    """Raises where this part of the offset of a buffer instruction is below 0."""
-    part = self.full(self.v[slot])
+  def check_part(self, slot:int, taken:bool) -> None:
+    """Raises where this part of the offset of a buffer instruction, which may be taken from the others, is below 0."""
+    part = self.full(-self.v[slot] if taken else self.v[slot])
     if self.checks and (bad := self.active & (part < 0)).any():
       raise self.error(NegativePart, bad, lambda t: f"a part of the offset of a {self.plan.uops[self.pc].arg.name} is {part[t]}: no document says "
                                                     "what the memory unit does with an address register below 0")

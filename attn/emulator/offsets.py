@@ -6,22 +6,31 @@ memory unit comes back to the sum or is beyond the range, where it loads zeros. 
 An address in LDS may have such parts: from Sea Islands on it comes back (LLVM, GCNSubtarget::hasUsableDSOffset)."""
 from __future__ import annotations
 from collections.abc import Iterator
+from dataclasses import dataclass
 from attn.emulator.ranges import Ranges
 from attn.ops.operation import Call
 from attn.tinygrad_compat import Ops, UOp
 
 OPERANDS = {"buffer_load": 2, "load_to_lds": 2}     # operations that are buffer instructions -> which operand is the offset
 
-def parts_of(offset:UOp) -> Iterator[UOp]:
+@dataclass(frozen=True)
+class Part:
+  """A number that an offset is a sum of, or that is taken from it."""
+  number: UOp
+  taken: bool = False
+
+def parts_of(offset:UOp) -> Iterator[Part]:
   """The sums that an offset is as it is printed, and what they add; of a product the sum that is multiplied, for a compiler multiplies its terms."""
   if offset.op in (Ops.CAST, Ops.WHERE):
     for x in offset.src[offset.op is Ops.WHERE:]: yield from parts_of(x)
   elif offset.op is not Ops.CONST:
-    yield offset
-    if offset.op in (Ops.ADD, Ops.MUL, Ops.SHL):
+    yield Part(offset)
+    if offset.op is Ops.SUB: yield Part(offset.src[1], True)
+    if offset.op in (Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL):
       for x in offset.src: yield from parts_of(x)
 
-def may_be_negative(u:UOp, ranges:Ranges) -> list[UOp]:
+def may_be_negative(u:UOp, ranges:Ranges) -> list[Part]:
   """The parts of the offset of a buffer instruction of which it is not known that they are not below 0; of another operation none."""
   if not isinstance(u.arg, Call) or u.arg.name not in OPERANDS: return []
-  return list(dict.fromkeys(part for part in parts_of(u.src[OPERANDS[u.arg.name]]) if ranges.of[part][0] < 0))
+  parts = dict.fromkeys(parts_of(u.src[OPERANDS[u.arg.name]]))
+  return [part for part in parts if (ranges.of[part.number][1] > 0 if part.taken else ranges.of[part.number][0] < 0)]

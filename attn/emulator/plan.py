@@ -13,7 +13,7 @@ from attn.emulator.checks import LdsLimit, OutOfScope, Overflow
 from attn.emulator.listing import NOWHERE, Listing, Place
 from attn.emulator.machine import Frame
 from attn.emulator.memory import to_chunks, to_values
-from attn.emulator.offsets import may_be_negative
+from attn.emulator.offsets import Part, may_be_negative
 from attn.emulator.ranges import Ranges, held_by
 
 Array = NDArray[Any]
@@ -77,7 +77,7 @@ class Plan:
     self.units: dict[UOp, int] = {}           # LOCAL buffer -> the narrowest access in bytes
     self.ranges = Ranges(uops) if is_ours(name, uops) else None
     self.unproven = self.ranges.beyond if self.ranges is not None else {}     # integers that may be more than their type holds
-    self.offset_parts: dict[UOp, list[UOp]] = {}   # buffer instruction -> the parts of its offset that are looked at as it runs
+    self.offset_parts: dict[UOp, list[Part]] = {}   # buffer instruction -> the parts of its offset that are looked at as it runs
     for u in uops:
       self._compile(u)
       if u in self.unproven: self._check_fits(u)
@@ -255,9 +255,9 @@ class Plan:
         self.units[a.buffer] = math.gcd(self.units.get(a.buffer, 0), 4)
     out, dtype = self._new(u), None if u.dtype == dtypes.void else numpy_dtype(u.dtype)
     if self.ranges is not None and self.chip.family != "nvidia" and (parts := may_be_negative(u, self.ranges)): self.offset_parts[u] = parts
-    looked_at = [self._slot(part) for part in self.offset_parts.get(u, ())]
+    looked_at = [(self._slot(part.number), part.taken) for part in self.offset_parts.get(u, ())]
     def step(f:Frame) -> None:
-      for part in looked_at: f.check_part(part)
+      for slot, taken in looked_at: f.check_part(slot, taken)
       got = meaning(f, *[f.pointer(a) if isinstance(a, Address) else f.full(f.v[a]) for a in args], **static)
       f.v[out] = literal(0, u.dtype) if got is None and dtype is not None else None if got is None else np.asarray(got, dtype)
     self._emit(u, step)
@@ -324,7 +324,7 @@ class Plan:
         size[self.slot[u]] = u.dtype.itemsize * (u.max_numel() if u._shape is not None else 1)
       for s in u.src:
         used = [t for t, _ in self.addresses[s].terms] if s in self.addresses else [self.slot[s]] if s in self.slot else []
-        used += [self._slot(part) for part in self.offset_parts.get(u, ())]
+        used += [self._slot(part.number) for part in self.offset_parts.get(u, ())]
         if u.op is Ops.END and u.src[1] in self.slot: used += [self.slot[u.src[1]], self.slot[u.src[1].src[0]]]
         for slot in used:
           outer = [end for start, end in loop_of if start <= i <= end and not start <= born.get(slot, -1) <= end]

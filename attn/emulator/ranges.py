@@ -97,8 +97,6 @@ class Ranges:
     """Of a choice by x < y both branches know that: a maximum or a minimum is printed so."""
     condition, yes, no = u.src
     of_yes, of_no = self.of.get(yes), self.of.get(no)
-    never, always = (self.of[condition] == x for x in ((0, 0), (1, 1)))
-    if never or always: return of_yes if always else of_no
     if of_yes is None or of_no is None: return None
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
