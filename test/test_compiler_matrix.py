@@ -13,7 +13,7 @@ import pytest
 from attn.api.views import whole_places
 from attn.chips import MODELLED, SEARCHED, get_chip
 from attn.choose.backward import dkdv_of, dq_of, kernel_tiles
-from attn.choose.backward_tiles import AnyBackwardTile
+from attn.choose.backward_tiles import AnyBackwardTile, choose_bias_tile
 from attn.choose.dispatch import KERNELS, choose, choose_tile
 from attn.choose.search import ENOUGH, waves_of
 from attn.choose.splits import AnyTile
@@ -27,9 +27,10 @@ from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, proble
 from attn.kernels.append import Append, append
 from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.mla import MlaTile
+from attn.kernels.mla import MlaTile, mla
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.ops import renderers
 from attn.ops.renderers import render
 from attn.problem import Pages
 from attn.tinygrad_compat import UOp
@@ -126,9 +127,9 @@ def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
 Jobs = dict[tuple[Any, ...], Future[str]]
 
 def check_compiled(jobs:Jobs, arch:str) -> None:
-  """Each has become machine code, in which no load is taken lane by lane."""
+  """Each has become machine code, in which no load is taken lane by lane, and lanes meet in whole waves."""
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
-  found = {key: [x for x in findings(job.result(), arch) if x.startswith("waterfall")] for key, job in jobs.items()}
+  found = {key: [x for x in findings(job.result(), arch) if x.startswith(("waterfall", "across lanes"))] for key, job in jobs.items()}
   assert {key: lines for key, lines in found.items() if lines} == {}
 
 @pytest.mark.parametrize("arch", SEARCHED)
@@ -152,6 +153,33 @@ def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain]
       assert not isinstance(tiles, str), tiles
       for i, text in enumerate(gradient_texts(name, arch, tiles)): jobs[name, llvm, i] = pool.submit(assembly, text, arch, (), tools)
   check_compiled(jobs, arch)
+
+# ***** lanes meet in whole waves *****
+
+@functools.cache
+def dbias_text(arch:str, causal:bool) -> str:
+  """The source of backward_dbias where the bias has rows of its own, and the queries are no multiple of the tile."""
+  p = replace(problem(Sq=83, Sk=71, causal=causal, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
+  tile = choose_bias_tile(p, get_chip(arch))
+  assert isinstance(tile, BackwardTile)
+  return text_of(backward_dbias(p, get_chip(arch), tile), dbias_arguments(p), arch)
+
+@pytest.mark.parametrize("arch", SEARCHED)
+def test_rows_of_a_bias(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
+  jobs: Jobs = {(causal, llvm): pool.submit(assembly, dbias_text(arch, causal), arch, (), tools)
+                for causal in (False, True) for llvm, tools in known(compilers, arch).items()}
+  check_compiled(jobs, arch)
+
+@pytest.mark.parametrize("arch, llvm, instruction", [("gfx950", 20, "v_permlane32_swap"), ("gfx1201", 19, "v_permlanex16")])
+def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instruction:str, compilers:dict[int, Toolchain],
+                                                       monkeypatch:pytest.MonkeyPatch) -> None:
+  """Of latent attention, where what a branch stores is not made before it."""
+  monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
+  p = problem(**OPTIONS["latent, few rows"])
+  tile = choose(p, replace(get_chip(arch), llvm=llvm)).work.tile
+  assert isinstance(tile, MlaTile)
+  text = assembly(text_of(mla(p, get_chip(arch), tile), arguments(p), arch), arch, tools=compilers[llvm])
+  assert any(f": {instruction}" in x for x in findings(text, arch))
 
 # ***** what they make of plain kernels *****
 

@@ -2,15 +2,26 @@
 from __future__ import annotations
 import random, re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from attn.chips import get_chip
+from attn.choose.backward import dbias_of
+from attn.choose.backward_tiles import choose_bias_tile
+from attn.compilers.clang import assembly
 from attn.isa import costs, source
 from attn.isa.__main__ import main
 from attn.isa.buffer_offsets import KnownRegisters
 from attn.isa.check import findings
 from attn.isa.instruction import Instruction
 from attn.isa.source import Spec
+from attn.kernels.parts.tensors import dbias_arguments
+from attn.ops import renderers
+from attn.ops.renderers import render
+from attn.tinygrad_compat import UOp
+from cases import TYPES, problem
 from isa_sample import sample
 
 def of(text:str, arch:str) -> list[str]: return findings("k:\n" + text.replace("; ", "\n") + "\ns_endpgm", arch)
@@ -49,6 +60,9 @@ def test_what_needs_all_lanes_is_found_where_some_are_off(arch:str, text:str) ->
 @pytest.mark.parametrize("arch, text", [
   ("gfx950", f"{SWAP}; {IF}; v_readfirstlane_b32 s8, v0; .LBB0_2:; {MEET}; {SWAP}"),
   ("gfx950", IF_ELSE % ("s_nop 0", SWAP, SWAP)),                                                     # EXEC is whole for an instant between the two
+  # an if whose own lanes do nothing, as clang has it
+  ("gfx1100", "s_and_saveexec_b32 s4, s0; s_xor_b32 s4, exec_lo, s4; s_and_not1_saveexec_b32 s5, s4; s_cbranch_execz .LBB0_1; v_mov_b32_e32 v0, 0; "
+              f".LBB0_1:; s_or_b32 exec_lo, exec_lo, s5; {WMMA}"),
   ("gfx950", LOOP % ("s_nop 0", SWAP)), ("gfx950", f"{IF}; {LOOP % ('s_nop 0', 's_nop 0')}; .LBB0_2:; {MEET}; {SWAP}"),
   ("gfx1100", WATERFALL % ("s_nop 0", WMMA)),
   ("gfx950", f"s_cmp_eq_u32 s0, 0; s_cbranch_scc1 .LBB0_2; {SWAP}; .LBB0_2:; {SWAP}"),               # a branch of the whole wave
@@ -175,6 +189,28 @@ def test_what_a_loop_should_not_have_is_found(arch:str, text:str, found:list[str
   ("gfx942", f"{TO_LANES}; {TRIPS % TILE}; {FROM_LANES}"), ("gfx942", TRIPS % "v_readlane_b32 s2, v41, 1"), ("gfx950", LOOP % (TILE, "s_nop 0")),
   ("gfx942", f".LBB0_9:; {MFMA}; s_cbranch_vccz .LBB0_8; {FROM_SCRATCH}; .LBB0_8:; s_cbranch_scc1 .LBB0_9")])      # a rescale that few trips need
 def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
+# ***** kernels *****
+
+def dbias_text(arch:str) -> str:
+  """The source of backward_dbias for a bias with rows of its own, and a number of queries that is no multiple of the tile."""
+  p = replace(problem(Sq=83, Sk=71, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
+  chip = get_chip(arch)
+  args = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(dbias_arguments(p).values())]
+  return render(dbias_of(p, chip, choose_bias_tile(p, chip))(*args), arch)
+
+def test_what_branches_store_is_made_before_them(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Otherwise clang 22 moves matrix instructions into `if (row < Sq)`."""
+  assert findings(assembly(dbias_text("gfx1100"), "gfx1100")) == []
+  monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
+  found = findings(assembly(dbias_text("gfx1100"), "gfx1100"))
+  assert found and all(x.startswith("across lanes") and "v_wmma" in x for x in found)
+
+def test_what_no_lanes_met_for_is_made_in_the_branch() -> None:
+  """A tile on its way to LDS: waves that carry nothing of it skip that."""
+  text = dbias_text("gfx1100")
+  stored = re.findall(r"if \(.*\) \{\n +\*\((buf|data)\w+\+.*\) = (\w+);", text)
+  before = {of: {f'asm volatile("" :: "v"({value}));' in text for space, value in stored if space == of} for of in ("buf", "data")}
+  assert before == {"buf": {False}, "data": {True}}
 
 # ***** the command *****
 

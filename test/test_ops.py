@@ -18,6 +18,7 @@ from attn.emulator.matrix import MatrixUnit
 from attn.emulator.plan import EMULATED
 from attn.kernels.parts.softmax import Sums
 from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
+from attn.ops.branches import ACROSS_LANES
 from attn.ops.language import KernelText
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
@@ -311,6 +312,18 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
   return libraries, made
 
 # ***** the tests *****
+
+def test_operations_in_which_lanes_meet_are_known() -> None:
+  """By the instructions in their texts: what branches store of theirs is made before."""
+  found = set()
+  for (arch, _), make in CASES.items():
+    for x in make().toposort() if language(arch) == "hip" else ():
+      if not isinstance(x.arg, Call): continue
+      printed = KernelText("hip", arch)
+      types = [c_type(s) for s in x.src]
+      expression = printed.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [f"x{i}{'+0'*t.endswith('*')}" for i, t in enumerate(types)])
+      if re.search("permlane|bpermute|swizzle|dpp|wmma|mfma", "\n".join([expression, *printed.functions.values()])): found.add(x.arg.name)
+  assert found == set(ACROSS_LANES) - {"matrix"}      # which is no case here: the kernels are
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:

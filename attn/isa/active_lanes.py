@@ -65,7 +65,7 @@ def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
     if m[2] is None: facts = _define(facts, register, _RULES[m[1]], **{x: source[i] for x, source in zip("ab", sources)})
     else:
       facts = _define(facts, "old", _RULES["mov"], a=EXEC[i])
-      facts = _define(facts, EXEC[i], _RULES[m[1]], a=sources[0][i], b=EXEC[i])
+      facts = _define(facts, EXEC[i], _RULES[m[1]], a=sources[0][i], b="old")
       facts = _define(facts, register, _RULES["mov"], a="old" if m[2] == "_saveexec" else EXEC[i])
       facts = _without(facts, {"old"})
   return facts

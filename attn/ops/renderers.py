@@ -10,6 +10,7 @@ from attn.chips.matrix import LaneSums, Matrix, Mma
 from attn.ops import amd as amd, common as common, dropout as dropout, hopper as hopper, nvidia as nvidia   # they fill OPERATIONS
 from attn.ops import softmax as softmax
 from attn.ops.bounds import NOT_BELOW, lower_bounds
+from attn.ops.branches import made_before_branches
 from attn.ops.language import KernelText
 from attn.ops.printer import bare, wrapped
 from attn.ops.operation import Call, is_ours
@@ -78,20 +79,26 @@ print_calls = PatternMatcher([
 # clang packs fp32 operations in pairs (v_pk_fma_f32), for which the matrix unit stands still: docs/timing.md
 GLOBAL, GLOBAL_UNPACKED = "__attribute__((global))", '__attribute__((global, target("no-packed-fp32-ops")))'
 
-print_bounds = PatternMatcher([(UPat(Ops.WHERE, name="x"), lambda ctx, x: ctx.not_below(x) if x in ctx.held else None)])
+print_guards = PatternMatcher([
+  (UPat(Ops.WHERE, name="x"), lambda ctx, x: ctx.not_below(x) if x in ctx.held else None),
+  (UPat(Ops.IF, name="x"), lambda ctx, x: ctx.branch_text(x) if x in ctx.before else None)])
 
 class HipOperations(OperationsPrinter):
   language = "hip"
   def learn(self) -> None:
     super().learn()
-    self.string_rewrite, self.held = print_bounds + self.string_rewrite, set[UOp]()
+    self.string_rewrite, self.held = print_guards + self.string_rewrite, set[UOp]()
   def _render(self, uops:list[UOp]) -> Any:
     name = next((u.arg.function_name for u in uops if u.op is Ops.SINK and u.arg is not None), "")
-    self.held = lower_bounds(uops) if is_ours(name, uops) else set[UOp]()
+    self.held, self.before = lower_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def not_below(self, x:UOp) -> str:
     self.operations.functions.setdefault("not_below", NOT_BELOW)
     return f"not_below({bare(self[x.src[2]])}, {self[x.src[1]]})"
+  def branch_text(self, x:UOp) -> str:
+    """The beginning of a branch, behind what has to be made before it. clang takes an assembly text of HIP for one in which lanes meet: it stays out
+    of branches, and so does what makes its operand."""
+    return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     text = super().render_kernel(function_name, kernel, bufs, uops, prefix)
     apart = any(isinstance(u.arg, Call) and u.arg.name == "fp32_apart" for u in uops)
