@@ -151,7 +151,7 @@ def places_of_blocks(p:Problem, block_m:int) -> list[int]:
   tile: Any = SimpleNamespace(block_m=block_m, pack_gqa=False)
   places = dict[int, int]()
   for number in range(math.prod(blocks_of_queries(p, tile))):
-    own = rows_of_block(p, tile, extent(p, UOp.const(0), {}), UOp.const(number))
+    own = rows_of_block(p, tile, extent(p, UOp.const(0), {}), UOp.const(number), False)
     first, last, end, further = (int((UOp.const(0) + x).simplify().val) for x in (own.first, own.last, own.end, own.further))
     rows = range(first, min(last + 1, end))
     assert not places.keys() & {*rows}

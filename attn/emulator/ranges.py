@@ -3,7 +3,8 @@
 It is the proof that no integer of a kernel overflows, whatever lies in the tensors that it reads, on shapes that no machine here could hold: it needs
 the lowered program and nothing else. Where there is no such proof the emulator looks at the numbers themselves (checks.Overflow).
 
-What is meant to wrap is left out: arithmetic of unsigned numbers, conversions among them, and what becomes narrower than 32 bits. The other integers
+What is meant to wrap is left out: arithmetic of unsigned numbers, conversions among them or between numbers of the same width, which keep the bits,
+and what becomes narrower than 32 bits. The other integers
 count, or say where something is. A range is (least, most); that of what nothing is known of is all that its type holds.
 """
 from __future__ import annotations
@@ -26,8 +27,8 @@ def must_fit(u:UOp) -> bool:
   """Whether the result is meant as the exact one."""
   if u.dtype not in dtypes.ints: return False
   if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
-  source = u.src[0].dtype if u.op is Ops.CAST else dtypes.float
-  return source in dtypes.ints and u.dtype.itemsize >= 4 and not (dtypes.is_unsigned(source) and dtypes.is_unsigned(u.dtype))
+  source = u.src[0].dtype if u.op is Ops.CAST else u.dtype
+  return source in dtypes.ints and 4 <= u.dtype.itemsize != source.itemsize and not (dtypes.is_unsigned(source) and dtypes.is_unsigned(u.dtype))
 
 # ***** operations *****
 
