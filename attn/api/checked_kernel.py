@@ -129,7 +129,7 @@ def numbers_at_hand(t:Tensor) -> np.ndarray|None:
   """Returns the numbers of a tensor where the host can read them at no cost: of one that is realized on the emulator. None elsewhere, and under
   TinyJit, whose later calls have others."""
   there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
-  return t.numpy() if there else None
+  return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None
 
 TENSOR_DTYPES = {"lse": ("float32",), "alibi_slopes": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",),
                  "block_table": ("int32",), "cu_seqlens_q": ("int32",),
