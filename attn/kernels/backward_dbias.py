@@ -97,7 +97,7 @@ class BackwardDbias(OwnQueries[DbiasState]):
     """dS of a tile of keys."""
     k, v = (self.in_lds(s, t, name) for name in self.loaded)
     ds = self.ds(k.rows, v.rows, t, masked, capped=False)
-    if self.bias.share.stored_at_once: return UOp.group(self.statements.do(amd.made_here(*ds)), *self.stores(t, ds))
+    if self.bias.share.stored_at_once: return UOp.group(*self.stores(t, ds))
     return UOp.group(*store_all(s.acc, [ops.add(s.acc[i].load(), x) for i, x in enumerate(ds)]))
 
   # ***** the stores *****
