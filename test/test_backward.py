@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from attn.accuracy import judge
 from attn.chips import get_chip
-from attn.choose.backward import dbias_of, dkdv_of, dq_of
+from attn.choose.backward import can_differentiate, choose_parts, dbias_of, dkdv_of, dq_of
 from attn.choose.backward_tiles import PLAIN_DKDV, PLAIN_DQ, backward_fits, backward_tile, choose_backward_tiles, choose_bias_tile
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
-from attn.choose.backward import can_differentiate
 from attn.choose.candidates import BackwardCandidate
 from attn.kernels import backward_dkdv_mma, backward_dkdv_wgmma, backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
@@ -420,7 +419,7 @@ def test_same_in_every_run(arch:str) -> None:
 
 # ***** the gradient of a bias *****
 
-BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and keys have a bias of their own
+BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and keys have a bias of their own; parts: None are as many as are chosen
   "of every score": dict(bias=(1, 1, 1, 1), causal=True, softcap=3.0),
   "of heads": dict(bias=(0, 1, 1, 1), H=4, Hkv=2, window=(30, 9), parts=2),
   "of batches": dict(bias=(1, 0, 1, 1), H=5, Hkv=1, D=24, Dv=8, layout="bshd", bias_dtype="bfloat16", parts=3),
@@ -428,7 +427,9 @@ BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and ke
   "of rows": dict(bias=(1, 1, 1, 0), Sk=77, causal="top-left", dlse=True),
   "of one head's rows": dict(bias=(0, 0, 1, 0), softcap=5.0, dlse=True, parts=4),
   "one for all": dict(bias=(0, 0, 0, 0), Sq=150, dlse=True),
+  "one for all, causal": dict(bias=(0, 0, 0, 0), B=1, Sq=150, causal=True, parts=3),
   "of heads alone": dict(bias=(0, 1, 0, 0), bias_dtype="float16", layout="nsd", B=1, dlse=True),
+  "of heads alone, window": dict(bias=(0, 1, 0, 0), B=1, Sq=150, window=(30, 9), parts=None),
   "of heads, lengths": dict(bias=(0, 1, 0, 0), Sk=20, extras=dict(kv_lengths=ints(2, 17)), causal=True),
   "of batches, lengths": dict(bias=(1, 0, 0, 0), Sq=70, Sk=20, extras=dict(kv_lengths=ints(2, 17)), causal=True),
   "of scores, lengths": dict(bias=(0, 0, 1, 1), extras=dict(kv_lengths=ints(20, 65)), causal=True),
@@ -465,4 +466,5 @@ def test_gradient_of_a_bias(arch:str, case:str) -> None:
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
   sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
   extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)
+  if parts is None: parts = choose_parts(problem(extras=extras, **{x: y for x, y in parameters.items() if x != "dlse"}), get_chip(arch)).dbias
   for n in (0, parts): check_backward_kernels(arch, only="dbias", parts=n, extras=extras, **parameters)

@@ -103,7 +103,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
   if p.bias is not None:
     tile = choose_bias_tile(p, arch)
     share = BiasShare(p, tile.block_m, tile.block_n)
-    of_bias = min(share.trips, arch.cus//share.workgroups)
+    of_bias = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
   return Parts(parts(dq, p.Sq, p.H, p.Sk, ceildiv(visible//p.Sq, dq.block_n), rows*p.H*p.D),
                parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)), of_bias if of_bias > 1 else 0)
 

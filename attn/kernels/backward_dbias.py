@@ -56,7 +56,7 @@ class BackwardDbias(OwnQueries[DbiasState]):
     lies = [LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv)]
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, x, None) for x in lies)
     state = DbiasState(k, v, new.registers(tile.block_n//mat.M, ops.f32(mat.accumulator)))
-    group = Workgroup.of(p, arch, tile, args, bias.place(UOp.const(0)), at, dbias_arguments(p, parts))
+    group = Workgroup.of(p, arch, tile, args, bias.first_place, at, dbias_arguments(p, parts))
     q, do = own_rows(group, tile, at, statements)
     return BackwardDbias(tile, new, statements, state, group, at, q, do, bias)
 
@@ -76,7 +76,7 @@ class BackwardDbias(OwnQueries[DbiasState]):
   def program(self) -> UOp:
     group, share, p = self.group, self.bias.share, self.group.p
     s = self.state.after(UOp.group(*store_all(self.state.acc, zeros(self.tile.matrix, 1, self.state.acc.max_numel())[0])))
-    s = self.walk_keys(s) if share.trips == 1 else self.over_trips(s)
+    s = self.walk_keys(s) if self.bias.one_trip else self.over_trips(s)
     if share.stored_at_once: outputs = [*self.bias.outside(group.walked, self.nothing), self.statements.do(amd.sched_barrier(), s.k.rows.buffer)]
     else: outputs = self.sums(s)
     return group.gradient_kernel("backward_dbias", (), outputs, p.flops)

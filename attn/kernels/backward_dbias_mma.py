@@ -39,7 +39,7 @@ class BackwardDbiasMma(QueriesByMma):
     mat = tile.matrix
     bias = BiasPart.of(BiasShare(p, tile.block_m, tile.block_n), parts, mat.wave, tile.waves, Allocator())
     at = MmaLane(bias.grid.lane, bias.grid.wave, mat)
-    warps = Warps(Workgroup.of(p, arch, tile, args, bias.place(UOp.const(0)), at, dbias_arguments(p, parts)), at)
+    warps = Warps(Workgroup.of(p, arch, tile, args, bias.first_place, at, dbias_arguments(p, parts)), at)
     return BackwardDbiasMma(warps, tile, BackwardState.of(warps, tile, tile.block_n//mat.N), (), bias)
 
   def trip_over(self, i:UOp) -> BackwardDbiasMma:
@@ -59,7 +59,7 @@ class BackwardDbiasMma(QueriesByMma):
   # ***** the algorithm *****
   def program(self) -> UOp:
     group, s = self.warps.group, self.cleared(self.state)
-    s = self.one_trip(s) if self.share.trips == 1 else self.over_trips(s)
+    s = self.one_trip(s) if self.bias.one_trip else self.over_trips(s)
     outputs = [*self.bias.outside(group.walked, self.nothing), s.statements.do(s.done)] if self.share.stored_at_once else self.sums(s)
     return group.gradient_kernel("backward_dbias_mma", (), outputs, self.p.flops, self.tile.lds_bytes(self.p))
 

@@ -43,6 +43,12 @@ class BiasShare:
     """Whether a workgroup owns one tile of keys; else it walks over all."""
     return any(self.broadcast[:3]) and not self.broadcast[3]
   @property
+  def uneven(self) -> bool:
+    """Whether trips walk over different tiles of keys: those that their queries see, or that their batch has. In a loop over such trips the loop over
+    tiles would have a bound that goes by the outer loop, for which tinygrad's linearizer finds no order."""
+    batches, _, blocks = self.walked
+    return not self.owns_keys and ((blocks > 1 and self.p.window != (-1, -1)) or (batches*blocks > 1 and self.p.kv_lengths))
+  @property
   def key_tiles(self) -> int: return ceildiv(self.p.Sk, self.block_n) if self.owns_keys else 1
   @property
   def stored_at_once(self) -> bool:
@@ -77,6 +83,16 @@ class BiasPart:
 
   # ***** the trips *****
   @property
+  def one_trip(self) -> bool:
+    """Whether each part is one trip, without a loop over trips."""
+    return self.share.trips == max(self.parts, 1)
+
+  @property
+  def first_place(self) -> Grid:
+    """Where the one trip of a part is, or the first one of all."""
+    return self.place(self.part if self.one_trip else UOp.const(0))
+
+  @property
   def own_trips(self) -> tuple[UOp, UOp]:
     """The first of its trips, and how many there are."""
     trips = self.share.trips
@@ -92,10 +108,9 @@ class BiasPart:
     return replace(self.grid, head=batch*self.share.p.H + head, block=self.grid.block + i%blocks)
 
   def walked(self, group:Workgroup) -> Blocks:
-    """The tiles of keys that a trip walks over: those that its queries see. Where the bound of that loop would go both by the trip and by a number
-    that is loaded, kv_lengths, it is all tiles there may be, as masked ones: tinygrad's linearizer finds no order for such a loop within a loop."""
-    batches, _, blocks = self.share.walked
-    if batches*blocks == 1 or not self.share.p.kv_lengths: return group.walked
+    """The tiles of keys that a trip walks over: those that its queries see. In a loop over `uneven` trips it is all tiles there may be, as masked
+    ones."""
+    if self.one_trip or not self.share.uneven: return group.walked
     none = UOp.const(0)
     return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)))
 
