@@ -36,7 +36,7 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals",
            "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "forget_oldest_kernels", "launch_of", "linear_view",
            "lower", "lowered_with_places", "made_with_places", "make_current", "opened_devices", "program_key", "program_of_launch",
-           "programs_through", "put_into_tensors", "run_alone", "shared_memory_text", "spec_names",
+           "programs_through", "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names",
            "statements", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
            "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]
 
@@ -454,6 +454,12 @@ def written_to(buffer:UOp, kernel:UOp) -> None:
     if (view := _on_top(t.uop, buffer, after)) is not None: t.uop = view
 
 # **** gradients (attn/api/gradient.py, attn/api/history.py) ****
+def remembered(u:UOp) -> UOp:
+  """A buffer after a kernel, which stays that in every expression. When anything that depends on it is computed, tinygrad 0.14.0 puts the bare buffer
+  into its place in all expressions, and what another kernel has written to the buffer since is taken for what this one wrote. But not of what has a
+  tag, an empty one too."""
+  return u.rtag(())
+
 def put_into_tensors(instead:dict[UOp, UOp]) -> None:
   """All Tensors have other UOps in the places of these."""
   _apply_map_to_tensors(instead, name="history")

@@ -28,6 +28,7 @@ class CheckedCall:
   out: Tensor|None
   variables: tuple[UOp, ...] = ()     # bound, that the problem's numbers of rows are made of
   shards: SequenceShards|None = None
+  part: bool = False              # of what devices share, computed on one of them
   into: tuple[Tensor, ...] = ()   # where to put lse, as `out` is for o, and the buffers that these are regions of
   def choice(self) -> Choice:
     if self.shards is None: return choose(self.problem, self.arch)

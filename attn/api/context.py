@@ -25,7 +25,7 @@ from attn.kernels.merge import RowRange, merge, part_size
 from attn.kernels.parts.rows import flat, strides
 from attn.ops.plain import plain
 from attn.problem import Problem, Strided
-from attn.tinygrad_compat import AxisType, KernelInfo, Ops, Tensor, UOp, copy_call, dtypes, with_params
+from attn.tinygrad_compat import AxisType, KernelInfo, Ops, Tensor, UOp, copy_call, dtypes, remembered, with_params
 from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other one fills
@@ -152,7 +152,8 @@ def of_device(u:UOp, i:int) -> UOp:
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
   """The shards that each owner in turn holds, by the tensor's name, on the device `device`, called `name`: its own where they are, and those of
-  others as they are copied, in turn into SLOTS buffers of each tensor."""
+  others as they are copied, in turn into SLOTS buffers of each tensor. What comes over is `remembered`: where results are computed one after another
+  each computation copies anew, for the buffers have the last shards by then."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -163,7 +164,7 @@ def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) ->
     for tensor, shards in held.items():
       shard = shards[owner]
       to = slot[tensor] if tensor in slot else UOp.empty(shard.max_shape, dtype=shard.dtype, device=name)
-      slot[tensor] = to.after(to.store(shard.copy_to_device(name)))
+      slot[tensor] = remembered(to.after(to.store(shard.copy_to_device(name))))
     yield dict(slot)
 
 # ***** one launch *****
@@ -413,7 +414,8 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """(o and lse as buffers, sharded as q is; the inputs in buffers, and o and lse as they are when they are computed), by name."""
+  """(o and lse as buffers, sharded as q is; the inputs in buffers, and on each device o and lse as they are when they are computed), by name. The
+  latter are what a gradient takes, and what o and lse depend on: of what these are computed with, nothing is computed again for the gradient."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, axes = c.own.shapes, {"o": AXES[c.problem.layout], "lse": lse_axes(c.problem.layout)}
@@ -423,7 +425,7 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
     u = buffers[name]
     return u if c.shards.queries is None or isinstance(u.device, str) else u.unshard(axes[name].index("rows"))
   outputs = {name: on_all(name) for name in axes}
-  return outputs, {f"merged_{name}": u.after(call) for name, u in outputs.items()} | inputs
+  return outputs, {f"merged_{name}": u.after(call) for name, u in buffers.items()} | inputs
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
   """What all devices have found, on each: one copy from each device that has seen a key to each other one."""

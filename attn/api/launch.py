@@ -84,14 +84,19 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
     given += c.into[1:]     # which the kernel does not take
-    written = Tensor.custom_kernel(*given, fxn=with_variables(fxn, c.variables))
+    written = Tensor.custom_kernel(*given, fxn=called_by(c, fxn))
     t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
   if c.out is not None: t["o"] = c.out.replace(t["o"])
   return [t["o"], *([t["lse"]] if c.problem.return_lse else [])]
 
-def with_variables(fxn:KernelFunction, variables:tuple[UOp, ...]) -> KernelFunction:
-  """A kernel function whose kernel is called with these Variables, which it has besides its tensors."""
-  return (lambda *placeholders: replace(fxn(*placeholders), variables=variables)) if variables else fxn
+def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
+  """A kernel function as a call has it: its kernel gets the Variables of the call besides the tensors. Of a part of what devices share no inputs are
+  kept: gradients are those of the whole."""
+  if not c.variables and not c.part: return fxn
+  def called(*placeholders:UOp) -> CheckedKernel:
+    kernel = fxn(*placeholders)
+    return replace(kernel, variables=c.variables, kept=kernel.kept and not c.part)
+  return called
 
 def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   choose_backward(c.problem, c.arch, choice.kernel)      # where ATTN_KERNEL asks for backward kernels: why there can be none
@@ -100,7 +105,7 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
 def run_across(c:CheckedCall) -> list[Tensor]:
   """By devices that share rows."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    o, lse = run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:])))
+    o, lse = run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
     return o, lse
   choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # as in run_three_pass
   return deliver(c, *with_context_gradient(c.shared_rows, *run_shared_rows(c.shared_rows, c.tensors, attend_part)))

@@ -1,6 +1,7 @@
 """Which kernel a problem gets on a chip. Two questions are asked of each: can it compute the problem, and is no other faster? Every no carries its
 reason."""
 from __future__ import annotations
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.chips import CHIPS, Chip
@@ -21,6 +22,7 @@ from attn.kernels.mla_mma import MlaMmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.rectangle import beyond_registers, serial_items
 from attn.kernels.parts.tensors import check_range, too_wide
+from attn.kernels.parts.tiles import blocks_of_queries
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
 from attn.tinygrad_compat import UOp
@@ -173,7 +175,7 @@ def can_tiled(p:Problem, arch:Chip) -> Work|str:
     tile = tiled_tile(p, arch)
     check_range(p, tile)
   except NotImplementedError as e: return str(e)
-  if arch.serial and (reason := too_many_parts(p, arch, ceildiv(p.Sq, tile.block_m), p.all_heads)) is not None: return reason
+  if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
   if tile.alone: return Work(tile) if p.num_splits <= 1 else f"num_splits={p.num_splits}: threads by themselves have no key ranges to merge"
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 

@@ -74,7 +74,8 @@ class TiledBackward(Rectangle):
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], wanted:tuple[str, ...], names:Shapes, parts:int) -> TiledBackward:
-    grid, at = grid_of(p, arch, tile, p.Sk, p.B*p.Hkv) if tile.keys else grid_of(p, arch, tile, p.Sq, p.B*p.H)
+    rows, heads = (p.Sk, p.Hkv) if tile.keys else (p.Sq, p.H)
+    grid, at = grid_of(p, arch, tile, ceildiv(rows, tile.block_m), p.B*heads)
     new, floats, quads = grid.allocator, tile.sections(p).floats, tile.own//QUAD
     memory = new.registers(floats) if tile.alone else new.lds(floats, dtypes.float)
     group = (Workgroup.of_keys if tile.keys else Workgroup.of)(p, arch, tile, args, grid, at, names, parts)

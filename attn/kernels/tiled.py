@@ -8,7 +8,7 @@ memory K and Q lie transposed, V as it is, and P^T as it comes.
 It is written in the operations of all kernels (attn/ops), of which `attn.ops.plain` makes UOps.
 """
 from __future__ import annotations
-import functools
+import functools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips import CHIPS, Chip
@@ -20,6 +20,7 @@ from attn.kernels.parts.rectangle import Portion, Rectangle, RectangleTile, Sect
 from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import Carried
 from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.tiles import blocks_of_queries
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops
 from attn.ops.plain import plain
@@ -61,7 +62,7 @@ class Tiled(Rectangle):
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:TiledTile, args:tuple[UOp, ...]) -> Tiled:
-    grid, at = grid_of(p, arch, tile, p.Sq, p.all_heads)
+    grid, at = grid_of(p, arch, tile, math.prod(blocks_of_queries(p, tile)), p.all_heads)
     new, floats, quads, threads = grid.allocator, tile.sections(p).floats, tile.own//QUAD, tile.threads
     memory = new.registers(floats) if tile.alone else new.lds(floats, dtypes.float)
     carried = (ceildiv(tile.down*tile.walked*tile.depth, QUAD*threads), ceildiv(tile.values*tile.width(p.Dv), QUAD*threads))

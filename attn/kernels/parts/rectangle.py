@@ -176,10 +176,10 @@ def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
-def grid_of(p:Problem, arch:Chip, tile:RectangleTile, rows:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """A block of `rows` and one of the `heads`, over batches, for each workgroup; where a device has none, a block for each part that it does, and a
-  loop over heads."""
-  new, here, own, blocks = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked), ceildiv(rows, tile.block_m)
+def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
+  """One of the `blocks` of rows and one of the `heads`, over batches, for each workgroup; where a device has none, a block for each part that it
+  does, and a loop over heads."""
+  new, here, own = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked)
   if arch.serial:
     parts, together = serial_items(p, blocks, heads)
     part, head = new.range(parts, AxisType.GLOBAL), new.range(together, AxisType.LOOP)
