@@ -302,12 +302,22 @@ class Problem:
     """Floating-point operations of the two matrix products on visible scores, the usual way of counting (FlashAttention's
     benchmark)."""
     left, right = self.window
-    def seen(row:int) -> int:
-      i = self.place(row)
-      last = min(self.Sk - 1, i + self.offset + right if right >= 0 else self.Sk)
-      return max(0, last - max(0, i + self.offset - left if left >= 0 else 0) + 1)
-    visible = sum(map(seen, range(self.queries))) if self.window != (-1, -1) else self.queries*self.Sk
+    def keys_before(further:int) -> int:
+      """Over all queries, the keys before the one that lies `further` than the diagonal."""
+      ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
+      return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
+    visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
     return 2*self.all_heads*visible*(self.D + self.Dv)
+  @property
+  def ends_of_pieces(self) -> list[int]:
+    """The first and the last row of each piece of q whose rows are neighbours in their sequence."""
+    front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
+    return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
+
+def held_sum(end:int, most:int) -> int:
+  """The sum of the whole numbers before `end`, each held within 0..`most`."""
+  rising, more = max(0, min(end, most + 1)), max(0, end - most - 1)
+  return rising*(rising - 1)//2 + more*most
 
 # ***** what must hold of each field, and of several together *****
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 import os, subprocess, sys
 from collections.abc import Iterable
 from pathlib import Path
+import numpy as np
 import pytest
 from attn.emulator.ranges import Ranges
 from attn.kernels.append import Append, append
 from attn.ops.renderers import printer_of
-from attn.problem import Pages, Strided
+from attn.problem import DealtRows, Pages, Problem, Strided
 from attn.tinygrad_compat import Ops, UOp, dtypes, lower
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -83,3 +84,19 @@ def test_append_on_a_cpu() -> None:
                  "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
   done = subprocess.run([sys.executable, "-c", ON_A_CPU], capture_output=True, text=True, env=environment, timeout=600)
   assert done.returncode == 0, done.stderr[-2000:]
+
+# ***** operations *****
+
+def test_operations_of_a_mask() -> None:
+  """As many as all rows together see keys; a count that walks over the rows would take minutes where there are 2^30."""
+  rng = np.random.default_rng(0)
+  for i in range(300):
+    Sq, Sk, left, right, offset = map(int, rng.integers((2, 1, -1, -1, -20), (30, 30, 40, 40, 20)))
+    dealt, view = DealtRows(3, Sq//2, 7, int(rng.integers(1, Sq)), (0, 1)), Strided(10**3, 0, 0, 0, 1)
+    of_devices = dict(dealt=dealt, k_view=view, v_view=view) if i%2 else {}
+    p = Problem(1, 1, 1, Sq, Sk, 8, 8, window=(left, right), offset=offset, softmax_scale=1.0, **of_devices)
+    places = [p.place(row) + offset for row in range(p.queries)]
+    seen = sum(0 <= key < Sk and (left < 0 or key >= x - left) and (right < 0 or key <= x + right) for x in places for key in range(Sk))
+    assert p.flops == 2*seen*(8 + 8), p
+  causal = Problem(1, 1, 1, 2**30, 2**30, 8, 8, window=(-1, 0), softmax_scale=1.0)
+  assert causal.flops == 2**30*(2**30 + 1)*(8 + 8)
