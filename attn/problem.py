@@ -11,6 +11,7 @@ CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq
           "top-left": "query i sees keys j <= i"}
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # of an element
 MAX_SPLITS = 256
+MOST_ROWS = 2**28        # of a sequence, and of all packed ones
 INVARIANT_KEYS = 512     # of a key range, where ranges are the same in every batch
 EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
           "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
@@ -324,14 +325,20 @@ def held_sum(end:int, most:int) -> int:
 def check_size(name:str, x:Any) -> int:
   return values.whole_number(name, x, 1, None, "a whole number: every dimension is at least 1")
 
-def check_total(name:str, x:Any) -> int: return values.whole_number(name, x, 0, None, "a number of rows")
+def check_rows(name:str, x:Any) -> int: return counted_rows(name, check_size(name, x))
+
+def check_total(name:str, x:Any) -> int: return counted_rows(name, values.whole_number(name, x, 0, None, "a number of rows"))
+
+def counted_rows(name:str, rows:int) -> int:
+  if rows <= MOST_ROWS: return rows
+  raise NotImplementedError(f"{name}={rows}: kernels count rows, and the sums of a few such counts, in 32 bits: at most {MOST_ROWS}")
 
 def check_offset(name:str, x:Any) -> int:
   if not values.is_whole(x): raise values.wrong(name, x, "a whole number")
   return int(x)
 
 FIELD_CHECKS: dict[str, values.Check] = {
-  **dict.fromkeys(("B", "H", "Hkv", "Sq", "Sk", "D", "Dv"), check_size),
+  **dict.fromkeys(("B", "H", "Hkv", "D", "Dv"), check_size), **dict.fromkeys(("Sq", "Sk"), check_rows),
   **dict.fromkeys(("total_q", "total_k"), check_total),
   **dict.fromkeys(("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
   **dict.fromkeys(("dropout_start", "batch_invariant", "v_in_k"), values.truth),

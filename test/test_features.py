@@ -224,16 +224,19 @@ def sparse(nbytes:int) -> View:
   a.data, a.written, a.touched, a.outputs = np.frombuffer(memory, np.uint8), None, True, {}
   return View(a, 0, nbytes)
 
-def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
-  """The last head of the last batch, with numbers there and zeros everywhere else."""
+def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
+  """One workgroup of the kernel; -1 is the last one."""
   uops = uops_of(p, arch, choose_tile(p, get_chip(arch)))
-  plan, one = Plan(uops, "large", arch), replace(p, B=1, H=1, Hkv=1)
-  views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(one)
-  for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)
-  sizes = {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
+  plan, sizes = Plan(uops, "attn_large", arch), {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
   grid, local = (tuple(sizes.get(f"{kind}idx{i}", 1) for i in range(3)) for kind in "gl")
   assert math.prod(grid) == p.B*p.H and max(grid[1:]) <= 65535
-  with np.errstate(all="ignore"): Frame(plan, math.prod(grid) - 1, 1, grid, local, dict(zip(plan.params, views, strict=True)), {}).run()
+  with np.errstate(all="ignore"): Frame(plan, number % (p.B*p.H), 1, grid, local, dict(zip(plan.params, views, strict=True)), {}).run()
+
+def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
+  """The last head of the last batch, with numbers there and zeros everywhere else."""
+  views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(replace(p, B=1, H=1, Hkv=1))
+  for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)
+  run_alone(p, arch, views, -1)
   last = p.Sq*p.Dv
   assert not views[0].data[-4*last:-2*last].any(), "the last workgroup wrote to another head"
   return widen(views[0].data[-2*last:].view(np.uint16).astype(np.uint32), "float16").reshape(p.Sq, p.Dv), x
@@ -246,6 +249,19 @@ def test_indices_beyond_32_bits(arch:str) -> None:
   o, x = run_last_workgroup(p, arch)
   s = np.exp((x.q[0, 0] @ x.k[0, 0].T).astype(np.float64)*p.softmax_scale)
   np.testing.assert_allclose(o, s @ x.v[0, 0]/s.sum(), atol=2e-3)
+
+@on_the_emulator
+def test_a_bias_beyond_32_bits(arch:str) -> None:
+  """Of 2^32 elements after the first one, of which the first head reads its own."""
+  p = replace(problem(B=2**12, H=2**8, Sq=16, Sk=256, D=16, lse=False), bias=(True,)*4)
+  one = replace(p, B=1, H=1, Hkv=1, bias=None)
+  views, x, bias = [sparse(math.prod(shape)*(4 if name == "bias" else 2)) for name, (shape, _) in arguments(p).items()], normal(one), floats(16, 256)
+  for view, tensor in zip(views[1:], (x.q, x.k, x.v, bias), strict=True):
+    view.data[:tensor.size*(4 if tensor is bias else 2)] = tensor.astype(np.float32 if tensor is bias else np.float16).ravel().view(np.uint8)
+  run_alone(p, arch, views, 0)
+  o = widen(views[0].data[:2*p.Sq*p.Dv].view(np.uint16).astype(np.uint32), "float16").reshape(p.Sq, p.Dv)
+  s = np.exp((x.q[0, 0] @ x.k[0, 0].T).astype(np.float64)*p.softmax_scale + bias)
+  np.testing.assert_allclose(o, s @ x.v[0, 0]/s.sum(-1, keepdims=True), atol=2e-3)
 
 @pytest.mark.parametrize(("Sk", "wide"), ((1, False), (130, True)))
 def test_index_type(Sk:int, wide:bool) -> None:

@@ -8,6 +8,7 @@ and what becomes narrower than 32 bits. The other integers
 count, or say where something is. A range is (least, most); that of what nothing is known of is all that its type holds.
 """
 from __future__ import annotations
+from collections import Counter
 from collections.abc import Callable
 from attn.ops.operation import Call
 from attn.tinygrad_compat import DType, Ops, UOp, dtypes
@@ -59,7 +60,12 @@ OF_TWO: dict[Ops, Callable[[Range, Range], Range|None]] = {
   Ops.ADD: lambda x, y: (x[0] + y[0], x[1] + y[1]), Ops.SUB: lambda x, y: (x[0] - y[1], x[1] - y[0]),
   Ops.MUL: lambda x, y: extremes(int.__mul__, x, y),
   Ops.CDIV: of_quotient, Ops.CMOD: remainder, Ops.MAX: lambda x, y: (max(x[0], y[0]), max(x[1], y[1])), Ops.AND: both_bits, Ops.OR: some_bits,
-  Ops.XOR: differing_bits, Ops.SHL: lambda x, by: shifted(int.__lshift__, x, by), Ops.SHR: lambda x, by: shifted(int.__rshift__, x, by)}
+  Ops.XOR: differing_bits, Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])),
+  Ops.SHL: lambda x, by: shifted(int.__lshift__, x, by), Ops.SHR: lambda x, by: shifted(int.__rshift__, x, by)}
+
+Sum = dict[UOp|None, int]      # of numbers, each times a factor; of None the constant
+Known = dict[UOp, Range]       # what holds where something else does
+MOST_TERMS = 16                # of a sum, beyond which what cancels in it goes unseen
 
 # of what holds or not, which is 1 or 0
 OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
@@ -68,16 +74,27 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
 class Ranges:
   """`of`: the range of each integer of a program. `beyond`: of those that are not proven to fit into their type, the range that they would have."""
   def __init__(self, uops:list[UOp]):
-    self.of, self.beyond = dict[UOp, Range](), dict[UOp, Range]()
+    self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
+    # uses of a number, but for those where what does not fit is left out: by a choice, or by the gate of an access
+    self.unguarded = Counter(s for u in uops for s in u.src)
+    self.unguarded.subtract(place.src[1] for place in gated(uops))
     for u in uops:
-      if u.op is Ops.CONST and isinstance(u.val, int): self.of[u] = (int(u.val), int(u.val))
+      if u.op is Ops.CONST and isinstance(u.val, int): self.of[u], self.sums[u] = (int(u.val), int(u.val)), {None: int(u.val)}
       elif is_number(u): self.of[u] = self._within(u, self._exact(u) or held_by(u.dtype))
+    self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
+    """Its range, from that of the exact result. Of a number that is a sum, or a part of one, it is the narrower one of two."""
+    total = self._sum(u)
+    if len(total) > 1:
+      low, high = self._extent(total)
+      exact = max(low, exact[0]), min(high, exact[1])
     (low, high), (least, most) = exact, held_by(u.dtype)
-    if least <= low and high <= most: return exact
-    if must_fit(u): self.beyond[u] = exact
-    return least, most
+    if fits := least <= low and high <= most: self.sums[u] = total
+    else:
+      self.sums[u] = {u: 1}
+      if must_fit(u): self.beyond[u] = exact
+    return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
     """None where nothing is known of it."""
@@ -94,14 +111,66 @@ class Ranges:
       return OF_TWO[u.op if len(known) == 2 else Ops.SUB](x, y) if x is not None and y is not None else None
     return None
 
+  # ***** sums, in which what is added and taken away again cancels *****
+  def _sum(self, u:UOp) -> Sum:
+    """What an integer is the sum of, each times a factor: itself where it is none."""
+    parts, found = [self.sums.get(s) for s in u.src], None
+    if u.op is Ops.CAST and parts[0] is not None: found = parts[0]
+    elif len(parts) == 2 and (x := parts[0]) is not None and (y := parts[1]) is not None:
+      factor = y.get(None, 0) if not set(y) - {None} else None      # of x, where y is a constant
+      if u.op is Ops.ADD: found = plus(x, y, 1)
+      elif u.op is Ops.SUB: found = plus(x, y, -1)
+      elif u.op is Ops.XOR and factor == -1: found = plus({None: -1}, x, -1)
+      elif u.op is Ops.MUL and factor is not None: found = plus({}, x, factor)
+      elif u.op is Ops.SHL and factor is not None and 0 <= factor < 64: found = plus({}, x, 1 << factor)
+    return found if found is not None and len(found) <= MOST_TERMS else {u: 1}
+
+  def _extent(self, total:Sum) -> Range:
+    low = high = total.get(None, 0)
+    for x, factor in total.items():
+      if x is None: continue
+      a, b = sorted(factor*n for n in self.of[x])
+      low, high = low + a, high + b
+    return low, high
+
+  # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Of a choice by x < y both branches know that: a maximum or a minimum is printed so."""
-    condition, yes, no = u.src
-    of_yes, of_no = self.of.get(yes), self.of.get(no)
-    if of_yes is None or of_no is None: return None
+    """Of a choice by x < y both branches know that: a maximum or a minimum is printed so, and its branches may be x or y of another type."""
+    condition, *branches = u.src
+    if any(b not in self.of for b in branches): return None
+    possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # it may be that one never is
+    return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
+
+  def _known_by(self, condition:UOp) -> tuple[Known, Known]:
+    """What is known of numbers where a condition holds, and where it does not."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
-      of_yes, of_no = {x: (a, min(b, d - 1)), y: (max(c, a + 1), d)}.get(yes, of_yes), {x: (max(a, c), b), y: (c, min(d, b))}.get(no, of_no)
-    possible = [(low, high) for low, high in (of_yes, of_no) if low <= high]      # a branch that is never taken has an empty range
-    return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
+      return {x: (a, min(b, d - 1)), y: (max(c, a + 1), d)}, {x: (max(a, c), b), y: (c, min(d, b))}
+    if condition.op not in (Ops.AND, Ops.OR): return {}, {}
+    (yes, no), (other_yes, other_no) = map(self._known_by, condition.src)
+    return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
+
+  def _taken(self, branch:UOp, bounds:Known) -> Range:
+    """The range of a branch where it is taken. It is no matter what becomes of it elsewhere."""
+    if branch in bounds: return bounds[branch]
+    if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
+    least, most = held_by(branch.dtype)
+    if exact[0] < least or exact[1] > most: return self.of[branch]
+    self.unguarded[branch] -= 1
+    return exact
+
+def gated(uops:list[UOp]) -> set[UOp]:
+  """The places of accesses that a gate goes before. In a buffer of up to 2^31 elements tinygrad has 32 bits for such a place: it lies within it,
+  or is not looked at."""
+  places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
+  return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
+
+def both(x:Known, y:Known) -> Known:
+  """What is known where x and y hold."""
+  return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
+
+def plus(x:Sum, y:Sum, factor:int) -> Sum:
+  """x + factor*y."""
+  found = {key: x.get(key, 0) + factor*y.get(key, 0) for key in (*x, *y)}
+  return {key: n for key, n in found.items() if n or key is None}

@@ -237,7 +237,7 @@ class DualWave:
     unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
     offset = (lane//ROW_UNITS*source.stride + unit*source.unit)*source.size
     for j in range(LOADS):
-      chunk = j*WAVES + self.wave
+      chunk = j*WAVES + bounded(self.wave, 0, WAVES - 1)
       first = t*BLOCK_N + chunk*rows
       records = (((source.count - first).minimum(rows) - 1)*source.stride + source.width).maximum(0)*source.size
       start, to = source.buffer[source.base + first*source.stride], buffer[chunk*layout.stride]

@@ -9,7 +9,7 @@ from attn.ops.interpret_numpy import Numbers
 from attn.ops.language import instruction
 from attn.ops.operation import Array
 from attn.ops.numerics import from_xor_lane
-from attn.ops.operation import Body, emit, statement
+from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
@@ -116,7 +116,7 @@ def barrier(*done:UOp) -> UOp:
   return statement("barrier", *done)
 def barrier_of(waves:UOp, *done:UOp) -> UOp:
   """A barrier that only the waves for which `waves` is not zero execute: from then on the others are a barrier behind. A statement."""
-  return statement("barrier_of", waves.cast(dtypes.int), *done)
+  return statement("barrier_of", integer(waves), *done)
 def wait_loads(n:int, *done:UOp) -> UOp:
   """Waits until at most `n` of this wave's loads to LDS are under way (s_waitcnt vmcnt). A statement."""
   return statement("wait_loads", *done, n=n)
@@ -131,7 +131,7 @@ def sched_barrier(*done:UOp) -> UOp:
   return statement("sched_barrier", *done)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
-  return emit("opaque", dtypes.int, x.cast(dtypes.int), trip if trip.dtype == dtypes.float else trip.cast(dtypes.int))
+  return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
 instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
@@ -188,7 +188,7 @@ def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
   """`buffer_load` of 16 bytes straight to LDS: lane l's go to `lds` (an INDEX: wave-uniform) + 16*l. Under way until `wait_loads`. A statement."""
-  return statement("load_to_lds", base, records.cast(dtypes.int), offset.cast(dtypes.uint), lds, *done)
+  return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
 def load_transposed(lds:UOp) -> UOp:
   """ds_read_b64_tr_b16: the 16 lanes of a group each name 4 consecutive 16-bit elements, lane l those of row l//4, columns 4*(l%4) on, of a 4 x 16
   matrix; lane l gets its column l (CDNA4 ISA section 11.4)."""

@@ -11,7 +11,7 @@ from attn.chips import get_chip
 from attn.ops.language import compound, instruction
 from attn.ops.numerics import words_of
 from attn.ops.operation import Array, Value
-from attn.ops.operation import Body, emit, statement
+from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
 
 def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n)
@@ -183,24 +183,24 @@ def softcap(x:UOp, inner:float, outer:float, terms:int) -> UOp:
   return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), terms=terms)
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
   """x + slope*|distance - offset|, with an offset per element."""
-  return emit("alibi", x.dtype, x, slope, distance.cast(dtypes.int), offsets=offsets)
+  return emit("alibi", x.dtype, x, slope, integer(distance), offsets=offsets)
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """-inf in the elements whose offset is above the limit."""
-  return emit("mask_above", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+  return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """-inf in the elements whose offset is none from `first` to `last`."""
-  return emit("mask_beyond", x.dtype, x, *[(limit - offsets[0]).cast(dtypes.int) for limit in (first, last)], offsets=from_first(offsets))
+  return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
   """-inf in the scores whose offset is "above" or "below" the limit of their row, as one statement. `scores` is a placeholder of registers, whose
   vectors have the elements of two rows one after another: of the i-th vector these have the `offsets`, and i*apart more."""
-  return statement(f"mask_rows_{side}", scores[0], *[limit.cast(dtypes.int) for limit in limits], *done, offsets=offsets, apart=apart,
+  return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """0 in the elements whose offset is above the limit, whatever was there."""
-  return emit("clear_above", x.dtype, x, (limit - offsets[0]).cast(dtypes.int), offsets=from_first(offsets))
+  return emit("clear_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """0 in the elements whose offset is none from `first` to `last`, whatever was there."""
-  return emit("clear_beyond", x.dtype, x, *[(limit - offsets[0]).cast(dtypes.int) for limit in (first, last)], offsets=from_first(offsets))
+  return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   """The distances from the first one: the same few for all vectors, which one function then serves."""
   return tuple(x - offsets[0] for x in offsets)
@@ -238,7 +238,7 @@ instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffe
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
   """`width` (1, 2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records`: the memory
   unit checks the range, so a masked lane costs no branch. One or two bytes come in the low end of a dword."""
-  return emit("buffer_load", u32(max(1, width//4)), base, records.cast(dtypes.int), offset.cast(dtypes.uint), width=width)
+  return emit("buffer_load", u32(max(1, width//4)), base, integer(records), offset.cast(dtypes.uint), width=width)
 
 def _load_where_text(printer:Any, out:str, width:int) -> Body:
   kind = {1: "unsigned char", 2: "unsigned short"}.get(width, out)
@@ -271,7 +271,7 @@ def page_number(entry:UOp, there:UOp, count:int) -> UOp:
   return emit("page_number", dtypes.int, entry, there, count=count)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
   """The number of a page, to whose `slot` this lane alone writes where `gate` holds. The emulator stops where another lane of the grid does, too."""
-  return emit("alone", dtypes.int, page.cast(dtypes.int), slot, gate)
+  return emit("alone", dtypes.int, integer(page), slot, gate)
 
 # ***** what the compilers know of an integer *****
 
@@ -283,10 +283,10 @@ instruction("opaque_uniform", lambda lanes, x: x, Body('asm volatile("" : "+v"(x
 
 def uniform(x:UOp) -> UOp:
   """The integer x, which all lanes hold, told to the compiler to be uniform: on AMD (v_readfirstlane_b32) it goes to a scalar register."""
-  return emit("uniform", dtypes.int, x.cast(dtypes.int))
+  return emit("uniform", dtypes.int, integer(x))
 def opaque_uniform(x:UOp) -> UOp:
   """The integer x, the same in the whole workgroup, in a way that neither tinygrad nor the compiler can tell."""
-  return emit("opaque_uniform", dtypes.int, x.cast(dtypes.int))
+  return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
   """The integer x of 0 to `most`, the same in the whole workgroup, as a number that neither tinygrad nor the compiler takes apart: an offset with it
   has no part below 0 (attn/emulator/offsets.py)."""

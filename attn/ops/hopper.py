@@ -17,7 +17,7 @@ from attn.ops.language import instruction
 from attn.ops.operation import Array
 from attn.ops.printer import wrapped
 from attn.ops.nvidia import shared
-from attn.ops.operation import Body, Lanes, emit, statement
+from attn.ops.operation import Body, Lanes, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 GROUP = 128                  # threads of a warpgroup
@@ -143,7 +143,7 @@ def arrive(barrier:UOp, order:UOp) -> UOp:
   return statement("arrive", barrier, order)
 def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
   """Waits until all threads have arrived at phase number `phase`, so that wgmma may read what they copied. A statement."""
-  return statement("await_arrivals", barrier, (phase % 2).cast(dtypes.int), order)
+  return statement("await_arrivals", barrier, integer(phase % 2), order)
 def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T: 64 rows of Q and 8 rows of K for each C fragment in `acc` (a placeholder), 16*steps columns of both, from INDEXes of their
   first units; `panels` are the distances of Q's panels and of K's, in bytes. In the warpgroups where `there` does not hold nothing happens. A
@@ -159,4 +159,4 @@ def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
   """The number of this thread's warpgroup, told to the compiler to be the same in the warp."""
-  return emit("warpgroup", dtypes.int, (wave//4).cast(dtypes.int))
+  return emit("warpgroup", dtypes.int, integer(wave//4))

@@ -13,7 +13,7 @@ from attn.ops.interpret_cuda import declare_mma
 from attn.ops.language import compound, instruction
 from attn.ops.operation import Array, Value
 from attn.ops.numerics import from_xor_lane
-from attn.ops.operation import Body, emit, statement
+from attn.ops.operation import Body, emit, integer, statement
 from attn.ops.softmax import RowLanes
 from attn.tinygrad_compat import UOp, dtypes
 
@@ -72,7 +72,7 @@ def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchr
   """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are
   INDEXes, each `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both
   addresses are aligned to 16 and the data are there after `wait_copies`. A statement."""
-  return statement("copy", to, source, nbytes.cast(dtypes.int), gate, step=step, asynchronous=asynchronous)
+  return statement("copy", to, source, integer(nbytes), gate, step=step, asynchronous=asynchronous)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
   """Copies 4 bytes from `source` to `to`, both INDEXes, in the way of `copy`, where `gate` holds; 0 where nothing is `there`. A statement."""
   return statement("copy_number", to, source, there, gate)
@@ -171,4 +171,4 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
 
 def transposed(words:UOp, in_quad:UOp) -> UOp:
   """Of four words in each of four neighbouring lanes, of which this one is number `in_quad`: those that are number `in_quad` in each lane."""
-  return emit("transposed", U4, words, in_quad.cast(dtypes.int))
+  return emit("transposed", U4, words, integer(in_quad))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 import numpy as np
 from numpy.typing import NDArray
-from attn.tinygrad_compat import DType, Ops, UOp, VectorDType, dtypes
+from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, VectorDType, dtypes
 
 Array = NDArray[Any]
 Value = Any            # what a definition computes with: an array, or a Term of the printed text
@@ -120,6 +120,16 @@ OPERATIONS: dict[str, Operation] = {}
 def is_ours(name:str, uops:Iterable[UOp]) -> bool:
   """Whether a kernel is one of ours, as its name or its vector types tell."""
   return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
+
+def integer(x:UOp) -> UOp:
+  """An index as an int32, which holds it. What it is a minimum, a quotient or a remainder of may be more. tinygrad would compute that in 32 bits too,
+  unless the numbers in it are 64 bits wide already: (x % 16).cast(int32) is wrong where x is 2^31 or more."""
+  parts = x.toposort(gate=lambda u: u.dtype == dtypes.weakint and u.op in GroupOp.ALU)
+  if not any(s.overflows(dtypes.int) for u in parts for s in u.src if s.dtype == dtypes.weakint): return x.cast(dtypes.int)
+  wide = dict[UOp, UOp]()
+  def widened(u:UOp) -> UOp: return wide.get(u, u.cast(dtypes.long) if u.dtype == dtypes.weakint and u.op is not Ops.CONST else u)
+  for u in parts: wide[u] = u.replace(dtype=None, src=tuple(map(widened, u.src)))
+  return wide[x].cast(dtypes.int)
 
 def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
   """An operation as one UOp with result type `out`; `static` are its compile-time parameters."""

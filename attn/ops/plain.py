@@ -20,8 +20,9 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   """`buffer_load`: dwords of the elements of a buffer that follow the INDEX `base`, zero beyond `records` bytes."""
   buffer, first = base.src
   size = buffer.dtype.itemsize
-  inside = (offset < OUT_OF_RANGE) & (offset.cast(dtypes.int) + width <= records)
-  at = first + (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)//size
+  further = (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)
+  inside = (offset < OUT_OF_RANGE) & (further <= records - width)
+  at = first + further.cast(dtypes.weakint)//size
   bits = [buffer[(at + i).valid(inside)].load().bitcast({2: dtypes.ushort, 4: dtypes.uint}[size]).cast(dtypes.uint) for i in range(width//size)]
   if size == 4: return Elements(tuple(bits))
   return Elements(tuple(functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(bits[j:j + 2])]) for j in range(0, len(bits), 2)))

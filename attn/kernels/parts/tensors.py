@@ -4,7 +4,7 @@ from dataclasses import replace
 from attn.kernels.parts.rows import strides
 from attn.kernels.parts.scores import MAX_RECORDS
 from attn.kernels.parts.tiles import BlockTile, heads_of
-from attn.problem import Problem, Shapes
+from attn.problem import BYTES, Problem, Shapes, Strided
 
 MAX_D = 256      # the longest row of O that registers hold
 
@@ -51,14 +51,20 @@ def too_wide(p:Problem) -> str|None:
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
 
-def check_range(p:Problem, tile:BlockTile) -> None:
-  """Raises NotImplementedError where what a workgroup reads of one tensor, from its first row on, is more than a buffer descriptor's range."""
-  heads = heads_of(p, tile)
-  queries = min(p.Sq, tile.block_m) if heads == 1 else p.Sq
-  reads = {"q": heads*queries*strides(p.layout, p.H, p.Sq, p.D)[2]*p.itemsize, "bias": heads*queries*p.Sk*4 if p.bias is not None else 0}
+def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
+  """Raises NotImplementedError where what a workgroup reads of one tensor at a time is more than a buffer descriptor's range: 64 bits say where that
+  begins, 32 where in it something is."""
+  heads, most = heads_of(p, tile), max(tile.block_m, tile.block_n)
+  queries, keys = min(p.Sq, most if backward else tile.block_m) if heads == 1 else p.Sq, min(p.Sk, most)
+  def of_keys(width:int, view:Strided|None) -> int: return strides(p.layout, p.Hkv, p.Sk, width)[2] if view is None else view.row
+  def of_queries(width:int) -> int: return heads*queries*strides(p.layout, p.H, p.Sq, width)[2]
+  reads = {"q": of_queries(p.D)*p.itemsize, "k": keys*of_keys(p.D, p.k_view)*p.itemsize}
+  if not p.v_in_k: reads["v"] = keys*of_keys(p.Dv, p.v_view)*p.itemsize
+  if backward: reads["do"] = of_queries(p.Dv)*p.out_itemsize
+  if p.bias is not None: reads["bias"] = heads*(queries if p.bias[2] else 1)*p.shapes["bias"][0][3]*BYTES[p.bias_dtype]
   for name, nbytes in reads.items():
-    if nbytes > MAX_RECORDS:
-      raise NotImplementedError(f"{name}: {queries} queries of {heads} heads reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
+    what = f"{keys} keys" if name in ("k", "v") else f"{queries} queries of {heads} heads"
+    if nbytes > MAX_RECORDS: raise NotImplementedError(f"{name}: {what} reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
 
 def check_problem(p:Problem, tile:BlockTile) -> None:
   """Raises ValueError where the number of splits is not chosen yet, and NotImplementedError where `check_range` does."""
@@ -74,4 +80,4 @@ def check_backward(p:Problem, tile:BlockTile) -> None:
     if getattr(p, name): raise NotImplementedError(f"{name}: the backward kernels know no parts of a cache")
   if p.sk_variable is not None:
     raise NotImplementedError(f"sk_variable={p.sk_variable}: the backward kernels have no Variable for the number of keys, but a tensor, kv_lengths")
-  check_range(p, tile)
+  check_range(p, tile, backward=True)

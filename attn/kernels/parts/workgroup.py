@@ -61,7 +61,7 @@ def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
 
 def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:BlockTile, mat:Mma) -> Grid:
   new, (pieces, blocks) = Allocator(), pieces_of_blocks
-  together = max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, cached))
+  together = max(i for i in range(1, min(n, max(1, cached)) + 1) if n % i == 0)
   outer = [new.range(pieces, AxisType.GLOBAL)] if pieces > 1 else []
   group = new.range(n//together, AxisType.GLOBAL)
   block = new.range(blocks, AxisType.GLOBAL)
