@@ -64,7 +64,7 @@ OF_TWO: dict[Ops, Callable[[Range, Range], Range|None]] = {
   Ops.SHL: lambda x, by: shifted(int.__lshift__, x, by), Ops.SHR: lambda x, by: shifted(int.__rshift__, x, by)}
 
 Sum = dict[UOp|None, int]      # of numbers, each times a factor; of None the constant
-Known = dict[UOp, Range]       # what holds where something else does
+NumberBounds = dict[UOp, Range]       # what holds where something else does
 MOST_TERMS = 16                # of a sum, beyond which what cancels in it goes unseen
 
 # of what holds or not, which is 1 or 0
@@ -141,7 +141,7 @@ class Ranges:
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # it may be that one never is
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
-  def _known_by(self, condition:UOp) -> tuple[Known, Known]:
+  def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
     """What is known of numbers where a condition holds, and where it does not."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
@@ -151,7 +151,7 @@ class Ranges:
     (yes, no), (other_yes, other_no) = map(self._known_by, condition.src)
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
-  def _taken(self, branch:UOp, bounds:Known) -> Range:
+  def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
     """The range of a branch where it is taken. It is no matter what becomes of it elsewhere."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
@@ -166,7 +166,7 @@ def gated(uops:list[UOp]) -> set[UOp]:
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
-def both(x:Known, y:Known) -> Known:
+def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
   """What is known where x and y hold."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
