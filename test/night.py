@@ -132,8 +132,8 @@ def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tupl
   with ThreadPoolExecutor(jobs) as pool: yield from pool.map(one, calls)
 
 def reason(why:str) -> str:
-  """Why a call was refused, without its numbers."""
-  return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "#", why)[:150]
+  """Why a call was refused, without its numbers; of many kernels that refuse, what the last ones say, which take the most."""
+  return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "#", why[max(why.find("tiled: "), 0):])[:170]
 
 def table(done:list[tuple[Call, Outcome]]) -> str:
   """What was run, refused and failed, by chip and by kind."""
@@ -161,7 +161,7 @@ def table(done:list[tuple[Call, Outcome]]) -> str:
 @click.option("--jobs", default=1, help="Calls side by side.")
 @click.option("--seconds", default=0.0, help="Begin no call after so long; 0 for no end.")
 @click.option("--log", type=click.Path(), help="A file that gets a line for each call: its seed, what became of it, seconds, and why.")
-@click.option("--limit", default=180.0, help="Seconds that a call may take.")
+@click.option("--limit", default=600.0, help="Seconds that a call may take.")
 def main(forward:int, backward:int, first:int, seed:int|None, chips:str, device:str, jobs:int, seconds:float, log:str|None, limit:float) -> None:
   if seed is not None:
     call = drawn(seed, device)

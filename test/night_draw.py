@@ -217,9 +217,9 @@ class Posed:
     self.facts["dropout_p"] = self.one(0.1, 0.5, 0.9)
     self.options["dropout_p"] = repr(self.facts["dropout_p"])
     self.integers("dropout_seed", *(self.rng.randrange(2**32) for _ in range(2)), kind="uint32")
-  def splits(self) -> None:
-    if self.chance(.15): self.options["num_splits"] = repr(self.one(1, 2, 3, 7))
-    elif self.chance(.06): self.options["batch_invariant"] = "True"
+  def splits(self, invariant:bool=True) -> None:
+    if self.chance(.15): self.options["num_splits"] = repr(1 if self.on in ("CPU", "CL") else self.one(1, 2, 3, 7))
+    elif invariant and self.chance(.06): self.options["batch_invariant"] = "True"
 
   def score_options(self) -> None:
     for option in (self.masks, self.slopes, self.sinks, self.bias, self.dropout): option()
@@ -499,7 +499,7 @@ class Posed:
     if shared in ("rows", "keys"):
       self.options["sequence_order"] = repr(order)
       self.options["sequence_lengths"] = f"({self.Sq}, {self.Sk})"
-    if self.chance(.15) and shared != "rows": self.options["num_splits"] = repr(self.one(1, 2))
+    if shared != "rows": self.splits(invariant=shared != "keys")
     lse_axes = "hs" if self.layout == "nsd" else "bhs"
     back = ""
     if shared == "rows":
