@@ -189,10 +189,10 @@ class Posed:
     if self.chance(.2): self.options["softmax_scale"] = repr(self.facts.setdefault("scale", self.one(0.05, 0.3, 0.7, 1.0)))
     if self.chance(.15): self.options["softcap"] = repr(self.facts.setdefault("softcap", self.one(0.5, 2.0, 15.0, 50.0)))
 
-  def extra(self, name:str, shape:tuple[int, ...], kind:str, dtype:str="float32") -> None:
+  def extra(self, name:str, shape:tuple[int, ...], kind:str, dtype:str="float32", views:bool=True) -> None:
     self.values(name, kind, shape, dtype)
     self.types[name] = dtype
-    self.place(name, f"x[{name!r}]", dtype, shape, views=name == "bias" and self.device_count == 1 and self.chance(.4))
+    self.place(name, f"x[{name!r}]", dtype, shape, views=views and name == "bias" and self.device_count == 1 and self.chance(.4))
     self.options[name] = name
 
   def integers(self, name:str, *of:Any, kind:str="int32") -> None:
@@ -422,9 +422,10 @@ class Posed:
     if self.chance(.4): options["is_causal"], self.facts["window"], self.facts["top_left"] = "True", (-1, 0), True
     elif self.chance(.5):
       shape = tuple(n if self.chance(.7) else 1 for n in (self.B, self.H, self.Sq, self.Sk))
-      self.extra("bias", shape, self.one("normal", "masked", "blind", "lowest", "-10000"), self.one("float32", self.dtype))
+      of_bools = not self.backward and self.chance(.3)
+      self.extra("bias", shape, self.one("normal", "masked", "blind", "lowest", "-10000"), self.one("float32", self.dtype), views=not of_bools)
       options["attn_mask"] = "bias"
-      if not self.backward and self.chance(.3):
+      if of_bools:
         self.arrays["bias"] = self.arrays["bias"].replace("values(", "bools(values(") + ")"
         self.outside["bias"] = f"Tensor(x['bias'] == 0, device={self.device!r})" + (".realize()" if self.jit else "")
     scale = self.chance(.2)
