@@ -74,7 +74,7 @@ def test_winners_in_what_is_no_file_of_ours(make, tmp_path, monkeypatch, stamped
 
 def store_some(folder:Path, first:int) -> None:
   os.environ["XDG_CACHE_HOME"] = str(folder)
-  for n in range(first, first + 8): tuned.store(replace(P, Sq=1 << n), ARCH, None, 1e-3)
+  for n in range(first, first + 8): tuned.store(replace(P, Sq=1 << n % 8, Sk=1 << n//8), ARCH, None, 1e-3)
 
 def test_processes_that_tune_at_a_time_keep_each_others_winners(tmp_path, monkeypatch, stamped):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -101,7 +101,7 @@ class Scores:
     (i, j), length = ((i, j), shape[3]) if self.walk.over == "keys" else ((j, i), shape[2])  # of a lane's own rows, and of those walked over
     start = self.first.batch*b + self.first.head*h + self.first.index*i + tile*(self.block_n*j)
     records = (math.prod(shape) - start).maximum(0).minimum(MAX_RECORDS//size)*size
-    lane = (row.head - self.first.head)*h + (row.index - self.first.index)*i + self.at.h*(mat.block*j)
+    lane = (row.head - self.first.head).simplify()*h + (row.index - self.first.index)*i + self.at.h*(mat.block*j)
     chunk = math.gcd(length, mat.block, UNIT_BYTES//size) if j == 1 else 1                       # neighbouring rows that one load may take
     def load(n:int) -> list[UOp]:
       words = ops.buffer_load(flat(bias)[start], records, (lane + n*j)*size, chunk*size)
