@@ -85,7 +85,7 @@ class Verdict:
   pattern: str = ""
   @property
   def ratio(self) -> float:
-    """Of error and limit; at most 1."""
+    """The error as a part of the limit; at most 1."""
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
@@ -125,7 +125,7 @@ def _finite(x:Array) -> Array:
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
 
 def _largest_error(x:Array, dtype:str) -> Array:
-  """Of x rounded to `dtype`: the roundoff of its size, or of the smallest normal number."""
+  """Largest error of rounding x to `dtype`: the roundoff of its size, or of the smallest normal number."""
   return ROUNDOFF[dtype]*np.maximum(np.abs(x), SMALLEST[dtype])
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ EQUAL, NOTHING = 1e-11, 1e-12    # float64 may add up what is equal in other ord
 TOGETHER = 2**21                # numbers of rows that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Of each row, whether it has two values that are equal in size and not nothing beside the largest."""
+  """Whether each row has two values that are equal in size and not nothing beside the largest."""
   size = np.sort(np.abs(values), axis=-1)
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
@@ -391,11 +391,11 @@ class _Gradients:
     """Pairs as rows of keys, with all queries of the heads that share them: (..., Hkv, Sk, rows)."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
-    """Those queries: (..., Hkv, rows, D)."""
+    """The queries that share keys: (..., Hkv, rows, D)."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array) -> _Moments:
-    """Of w @ x, where w is rounded to be a factor, and is off by so much before, as a variance."""
+    """Variance of w @ x, where w is rounded to be a factor, and has an error of its own before that."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes)
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)

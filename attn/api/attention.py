@@ -90,7 +90,7 @@ def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Back
   return choose_backward(of, call.arch, call.choice().kernel)
 
 def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
-  """Of k and v that are pages, the names of those that a kernel cannot read where they lie."""
+  """Names of k and v, of those that are pages, which a kernel cannot read where they lie."""
   return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
 
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:

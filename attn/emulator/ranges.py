@@ -34,7 +34,7 @@ def must_fit(u:UOp) -> bool:
 # ***** operations *****
 
 def extremes(f:Callable[[int, int], int], x:Range, y:Range) -> Range:
-  """Of a function that is monotone in each operand."""
+  """Range of a function that is monotone in each operand."""
   found = [f(a, b) for a in x for b in y]
   return min(found), max(found)
 

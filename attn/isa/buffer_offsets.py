@@ -44,7 +44,7 @@ def _most_signed(*xs:Range) -> Range:
   known = [x for x in xs if x[1] <= POSITIVE]
   return _most(*xs) if len(known) == len(xs) else (known[0][0], POSITIVE) if known else UNKNOWN
 def _middle_signed(*xs:Range) -> Range:
-  """Of three numbers the middle one lies between any two."""
+  """Range of the middle one of three numbers, which lies between any two."""
   known = [x for x in xs if x[1] <= POSITIVE]
   return _hull(*known) if len(known) > 1 else UNKNOWN
 def _same(x:Range) -> Range: return x
