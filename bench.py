@@ -26,7 +26,7 @@ from attn.api.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
 from attn.api.custom_kernel import flash_attention_fn
 from attn.api.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
-from attn.choose import tuned
+from attn.cache import tuned
 from attn.choose.backward import can_differentiate, choose_backward, choose_parts
 from attn.choose.dispatch import single_kernel
 from attn.compilers.choice import in_use

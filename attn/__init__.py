@@ -10,7 +10,7 @@ from attn.api.sequence import shard_sequence, unshard_sequence  # noqa: E402
 from attn.api.sdpa import install, installed, scaled_dot_product_attention, uninstall  # noqa: E402
 from attn.emulator.device import register as _register_emulator  # noqa: E402
 from attn.compilers.renderer import register_renderers as _register_renderers  # noqa: E402
-from attn.kept_programs import keep_programs as _keep_programs  # noqa: E402
+from attn.cache.kept_programs import keep_programs as _keep_programs  # noqa: E402
 from attn.tinygrad_compat import survive_a_damaged_cache as _survive_a_damaged_cache  # noqa: E402
 
 _register_emulator()

@@ -20,7 +20,7 @@ with needs("isa", "python -m attn.tune", __name__):
 from attn.chips import SEARCHED, get_chip
 from attn.choose.backward_tiles import backward_tile, choose_backward_tiles
 from attn.choose.tiles import amd_tile
-from attn.choose.tuned import CLASSES
+from attn.cache.tuned import CLASSES
 from attn.compilers.clang import toolchain
 from attn.isa.source import BACKWARD, Spec, problem_of_spec
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tinygrad.runtime.ops_amd import AMDProgram
 from tinygrad.runtime.support.hcq import CLikeArgsState
-from attn import user_cache
+from attn.cache import user_cache
 from attn.chips import MODELLED
 from attn.compilers import clang
 from attn.compilers.clang import assemble, assembly, code_object

@@ -10,7 +10,7 @@ import attn
 from attn.accuracy import judge, law_of
 from attn.api.attention import backward_choice_of, choice_of
 from attn.chips import CHIPS, get_chip
-from attn.choose import tuned
+from attn.cache import tuned
 from attn.choose.dispatch import KERNELS, choose, choose_tile
 from attn.choose.mla_tiles import UP_TO, latent_space, mla_mma_tile, mla_tile
 from attn.emulator import plan

@@ -11,7 +11,7 @@ from attn.choose.backward import can_differentiate, dbias_of, dkdv_of, dq_of
 from attn.choose.backward_tiles import choose_bias_tile
 from attn.choose.dispatch import choose, program_of
 from attn.choose.search import FILLS, LARGEST_TILE
-from attn.choose.tuned import CLASSES
+from attn.cache.tuned import CLASSES
 from attn.compilers.clang import assembly, toolchain
 from attn.isa.check import findings
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments

@@ -13,7 +13,8 @@ import bench
 from attn import tune
 from attn.chips import get_chip
 from attn.chips.families import FAMILIES
-from attn.choose import backward_search, search, tiled_tiles, tuned
+from attn.cache import tuned
+from attn.choose import backward_search, search, tiled_tiles
 from attn.choose.backward_tiles import choose_backward_tiles
 from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
 from attn.choose.dispatch import choose, choose_tile

@@ -3,9 +3,9 @@ import multiprocessing, os
 from dataclasses import replace
 from pathlib import Path
 import pytest
-from attn import user_cache
+from attn.cache import user_cache
 from attn.chips import get_chip
-from attn.choose import tuned
+from attn.cache import tuned
 from attn.problem import Problem
 
 def test_the_directory_is_where_platformdirs_has_it(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from attn.api.history import keep_inputs
 from attn.chips import Chip, get_chip, other_chip
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
-from attn.kept_programs import has_program
+from attn.cache.kept_programs import has_program
 from attn.ops.renderers import adapt
 from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, Tensor, UOp, capturing, compile_at_once, device_of, workgroups_of
 from attn.values import FLOATS

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.choose import tuned
+from attn.cache import tuned
 from attn.choose.candidates import BackwardCandidate, Burden
 from attn.choose.tiles import burden
 from attn.choose.dispatch import mma_refuses, wgmma_refuses

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.chips import CHIPS, Chip
 from attn.chips.matrix import MMA
-from attn.choose import splits, tuned
+from attn.cache import tuned
+from attn.choose import splits
 from attn.choose.forced import Forced, forced
 from attn.choose.splits import AnyTile
 from attn.choose.mla_tiles import MLA_CANDIDATES, latent_refuses, mla_mma_tile, mla_tile

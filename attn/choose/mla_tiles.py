@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.choose import tuned
+from attn.cache import tuned
 from attn.choose.candidates import MlaCandidate, MlaMmaCandidate
 from attn.kernels.mla import MlaTile
 from attn.kernels.mla_mma import MlaMmaTile

@@ -7,9 +7,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from attn.chips import Chip
-from attn.choose import tuned
+from attn.cache import tuned
 from attn.choose.splits import workgroups
-from attn.choose.tuned import AnyTiledTile
+from attn.cache.tuned import AnyTiledTile
 from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.rectangle import LONG_SUM, MAX_WIDTH
 from attn.kernels.tiled import TiledTile

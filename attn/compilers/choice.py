@@ -13,7 +13,7 @@ from attn.compilers.found import OLDEST, OLDEST_FOR, ROCM, Found, NoCompiler, ba
 from attn.chips.matrix import Matrix
 from attn.ops.renderers import VECTOR_ELEMENTS
 from attn.tinygrad_compat import CompileError
-from attn.user_cache import kept
+from attn.cache.user_cache import kept
 
 NAMES = ("clang", "comgr")   # of ATTN_COMPILER
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from attn.compilers.found import OLDEST, Found, NoCompiler, base_arch, llvm_release
 from attn.tinygrad_compat import CompileError
-from attn.user_cache import kept
+from attn.cache.user_cache import kept
 
 INSTALL = "install attn[isa] (the PyPI package ziglang brings clang), or name a clang or hipcc in ATTN_CLANG"
 NEEDED = f"needed is a clang or hipcc of LLVM {OLDEST} or later that knows AMD's chips (amdgcn)"

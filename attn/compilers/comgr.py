@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib, functools, io, re
 from attn.compilers.found import Found, base_arch
 from attn.tinygrad_compat import CompileError, Compiler, comgr_compiler, comgr_version
-from attn.user_cache import kept
+from attn.cache.user_cache import kept
 
 # comgr doesn't say which LLVM is in it, but what it compiles does, in the section .comment. Every comgr knows gfx900.
 EMPTY_KERNEL, ANY_ARCH = 'extern "C" __attribute__((global)) void attn_empty(float* x) { *x = 0.0f; }', "gfx900"

@@ -5,7 +5,7 @@ Each is that of a version of the PyPI package `ziglang`. pip gets it into a dire
 from __future__ import annotations
 import os, shutil, subprocess, sys, tempfile
 from pathlib import Path
-from attn import user_cache
+from attn.cache import user_cache
 from attn.compilers.clang import Toolchain, inspected, packaged
 from attn.compilers.found import NoCompiler
 

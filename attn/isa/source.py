@@ -24,7 +24,7 @@ from attn.kernels.parts.tiles import BackwardTile, Tile, heads_of
 from attn.ops.renderers import printer_of, render
 from attn.problem import Problem, Shapes
 from attn.tinygrad_compat import UOp
-from attn.user_cache import kept
+from attn.cache.user_cache import kept
 from attn.values import FLOATS
 from attn.version import TINYGRAD_VERSION
 

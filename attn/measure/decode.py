@@ -16,7 +16,8 @@ import numpy as np
 from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import run_matrix
 from attn.api.options import options_of
-from attn.choose import splits, tuned
+from attn.cache import tuned
+from attn.choose import splits
 from attn.choose.dispatch import Work
 from attn.choose.mla_tiles import ENTRY, latent_space
 from attn.kernels.mla import MlaTile

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from attn.api.gradient import BackwardLaunch
 from attn.chips import Chip
-from attn.choose import tuned
+from attn.cache import tuned
 from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.backward_tiles import backward_fits, backward_tile
 from attn.choose.candidates import BackwardCandidate, Candidate

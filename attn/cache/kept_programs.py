@@ -10,10 +10,10 @@ from pathlib import Path
 from attn.ops.renderers import OperationsPrinter
 from attn.tinygrad_compat import (CCACHE, DEBUG, VIZ, Ops, Renderer, ToProgram, UOp, launch_of, program_key, program_of_launch, programs_through,
                                   tinygrad_folder)
-from attn.user_cache import is_kept, kept
+from attn.cache.user_cache import is_kept, kept
 
 KEPT_ON = ("CUDA", "AMD")
-PRINTING = ("chips", "compilers", "ops", "tinygrad_compat.py", "kept_programs.py")    # of attn
+PRINTING = ("chips", "compilers", "ops", "tinygrad_compat.py", "cache/kept_programs.py")    # of attn
 LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                 # of tinygrad
 
 def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
@@ -24,7 +24,7 @@ def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
 def printed_by() -> str:
   """A digest of the files of attn that say how a kernel is printed, and of names, sizes and times of tinygrad's that lower it."""
   digest = hashlib.sha256()
-  for path in files(Path(__file__).parent, PRINTING): digest.update(path.read_bytes())
+  for path in files(Path(__file__).parent.parent, PRINTING): digest.update(path.read_bytes())
   for path in files(Path(tinygrad_folder), LOWERING): digest.update(f"{path} {(found := path.stat()).st_size} {found.st_mtime_ns}".encode())
   return digest.hexdigest()
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
-from attn import user_cache, values
+from attn import values
+from attn.cache import user_cache
 from attn.chips import Chip
 from attn.choose.candidates import EVERY, BackwardCandidate, Candidate, MlaCandidate, MlaMmaCandidate
 from attn.kernels.backward_tiled import TiledBackwardTile
