@@ -10,11 +10,15 @@ from attn.tinygrad_compat import Context, Tensor
 from cases import DTYPES, Inputs, arrange, array, hold, normal, problem, restore, tensor
 
 @contextlib.contextmanager
-def emulated(arch:str, kernel:str="") -> Iterator[None]:
-  """DEV is the emulator of `arch`, and ATTN_KERNEL is `kernel`."""
-  with Context(DEV=f"EMU::{arch}"), pytest.MonkeyPatch.context() as patch:
+def computed_on(device:str, kernel:str="") -> Iterator[None]:
+  """Sets DEV to `device`, and ATTN_KERNEL to `kernel`."""
+  with Context(DEV=device), pytest.MonkeyPatch.context() as patch:
     patch.setenv("ATTN_KERNEL", kernel)
     yield
+
+def emulated(arch:str, kernel:str="") -> contextlib.AbstractContextManager[None]:
+  """Sets DEV to the emulator of `arch`, and ATTN_KERNEL to `kernel`."""
+  return computed_on(f"EMU::{arch}", kernel)
 
 def draw(*shape:int, dtype:str="float16", seed:int=0) -> Tensor:
   return tensor(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), dtype).realize()

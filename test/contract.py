@@ -1,12 +1,14 @@
 """The accuracy law over many draws, kind by kind of input, on each unit: how far the kernels' outputs are from exact, in units of their own rounding.
 
     python test/contract.py --write docs/contract.csv [--draws 100] [--jobs 2] [--units gfx942 tiled] [--missing] [--seconds 400]
+    python test/contract.py --write docs/contract.csv --device CUDA --units sm_80 sm_90
 
-It writes a line for each output of each case as the case is done, and the table of docs/contract.md from all lines. Lines of units that are not among
+The first command uses the emulator, the second one a Hopper GPU: there the unit sm_80 means the kernels of mma.sync, and sm_90 those of wgmma. A run
+writes a line for each output of each case as the case is done, and the table of docs/contract.md from all lines. Lines of units that are not among
 --units stay. Where --seconds or anything else ends a run before it is done, --missing goes on. The run fails where an output breaks the law.
 
-A draw is a batch of a problem. Everything goes through `attn.attention` on the emulator: o and lse, then the gradients for a dO of each draw's own.
-The bias is one row of keys of each draw; sinks are shared by the draws that run together. `tiled` has no bias.
+A draw is a batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO of each draw's own. The bias is one
+row of keys of each draw; sinks are shared by the draws that run together. `tiled` has no bias.
 """
 from __future__ import annotations
 import argparse, csv, math, os, sys, time
@@ -18,10 +20,10 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 import attn
-from attn.accuracy import Law, Verdict, judge
+from attn.accuracy import ENOUGH_ELEMENTS, Law, Verdict, judge
 from attn.reference import rounded
 from attn.tinygrad_compat import Context, Tensor
-from api_cases import emulated
+from api_cases import computed_on
 from cases import DTYPES, array, expected, expected_gradients, floats, problem, tensor
 from kinds import DEEP, KINDS, LARGE
 
@@ -31,9 +33,12 @@ TOGETHER = 20             # draws
 
 SHAPES:dict[str, dict[str, Any]] = {
   "2 heads 90x150 D32": dict(H=2, Sq=90, Sk=150, D=32), "4 heads 1x300 D32 in 3 splits": dict(H=4, Sq=1, Sk=300, D=32, num_splits=3),
-  "gradients 2 heads on 1 60x90 D64 causal bias sinks": dict(H=2, Hkv=1, Sq=60, Sk=90, D=64, causal=True)}
+  "gradients 2 heads on 1 70x90 D64 causal bias sinks": dict(H=2, Hkv=1, Sq=70, Sk=90, D=64, causal=True)}
 BY_GRADIENTS = ("dO", "gradients")      # how a kind, or a shape, begins that is of gradients
-KERNELS = {"sm_90": "forward_wgmma", "tiled": "tiled"}     # where dispatch might take another; not of splits, which are too few queries for wgmma
+KERNELS = {"sm_80": "forward_mma", "sm_90": "forward_wgmma", "tiled": "tiled"}      # where dispatch might take another
+BACKWARD = {"sm_80": "backward_dq_mma", "sm_90": "backward_dq_wgmma"}
+EMULATOR, GPU = "EMU", "CUDA"
+ON_GPU = ("sm_80", "sm_90")      # units whose kernels run on one Hopper GPU
 
 @dataclass(frozen=True)
 class Case:
@@ -47,7 +52,10 @@ class Case:
   @property
   def arch(self) -> str: return TILED_ON if self.unit == "tiled" else self.unit
   @property
-  def kernel(self) -> str: return "" if "splits" in self.shape else KERNELS.get(self.unit, "")
+  def kernel(self) -> str:
+    """What ATTN_KERNEL asks for. A split problem has too few queries for wgmma: dispatch decides."""
+    names = (KERNELS.get(self.unit, ""), BACKWARD.get(self.unit, "") if self.gradients else "")
+    return "" if "splits" in self.shape else ",".join(filter(None, names))
   @property
   def key(self) -> tuple[str, ...]: return (self.shape, self.unit, self.dtype, self.out_dtype, self.kind)
 
@@ -59,8 +67,8 @@ def cases_of(units:Iterable[str]) -> list[Case]:
 
 # ***** one case *****
 
-def judged(case:Case, n:int, seed:int) -> dict[str, Verdict]:
-  """The verdicts of n draws together, by output."""
+def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict]:
+  """Verdicts of n draws together, by output, computed on the emulator of the case's chip or on a GPU."""
   options = dict(SHAPES[case.shape])
   extras = {"sinks": floats(options["H"], seed=seed + 3)} if case.gradients else {}
   if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # its backward takes none
@@ -69,10 +77,10 @@ def judged(case:Case, n:int, seed:int) -> dict[str, Verdict]:
   x = KINDS[case.kind](p, seed)
   do = rounded(floats(n, p.H, p.Sq, p.Dv, seed=seed + 4)*np.float32(1000.0 if case.kind == LARGE else 1.0), p.dtype)
   call = {name: options[name] for name in ("causal", "num_splits") if name in options}
-  with emulated(case.arch, case.kernel), Context(TRAINING=int(case.gradients)):
-    given = {name: tensor(a, p.dtype) for name, a in vars(x).items()} | {name: tensor(a, "float32") for name, a in extras.items()}
+  with computed_on(device if device == GPU else f"{device}::{case.arch}", case.kernel), Context(TRAINING=int(case.gradients)):
+    given = {name: tensor(a, p.dtype, device) for name, a in vars(x).items()} | {name: tensor(a, "float32", device) for name, a in extras.items()}
     o, lse = attn.attention(**given, out_dtype=DTYPES[p.out_dtype], return_lse=True, **call)
-    found = dict(zip(given, o.gradient(*given.values(), gradient=tensor(do, p.out_dtype)))) if case.gradients else {}
+    found = dict(zip(given, o.gradient(*given.values(), gradient=tensor(do, p.out_dtype, device)))) if case.gradients else {}
     found = {"o": o, "lse": lse} | {f"d{name}": g for name, g in found.items()}
     Tensor.realize(*found.values())
     laws:dict[str, Law] = dict(zip(("o", "lse"), expected(p, x, extras)))
@@ -81,35 +89,36 @@ def judged(case:Case, n:int, seed:int) -> dict[str, Verdict]:
 
 @dataclass(frozen=True)
 class Line:
-  """Of an output in so many draws: the largest error in parts of its limit, which is at most 1; and over the elements that fp32 leaves alone, in
-  percent of all, the largest error/sigma and the root of its mean square."""
+  """An output in so many draws: the largest error in parts of its limit, which is at most 1; over the elements that fp32 leaves alone, in percent of
+  all, the largest error/sigma and the root of its mean square, 0 where they are too few for one; and the device that computed it."""
   output: str
   draws: int
   limit: float
   sigmas: float
   rms: float
   resolved: float
+  device: str = EMULATOR
   @property
   def held(self) -> bool: return self.limit <= 1 and self.rms <= 1
   def cells(self) -> list[str]:
-    far = [f"{self.sigmas:.2f}", f"{self.rms:.3f}"] if self.resolved else ["", ""]
-    return [self.output, str(self.draws), f"{self.limit:.3f}", *far, f"{self.resolved:.1f}"]
+    far = [f"{x:.{digits}f}" if x else "" for x, digits in ((self.sigmas, 2), (self.rms, 3))]
+    return [self.output, str(self.draws), f"{self.limit:.3f}", *far, f"{self.resolved:.1f}", self.device]
   @staticmethod
-  def read(cells:list[str]) -> Line: return Line(cells[0], int(cells[1]), *[float(x or 0) for x in cells[2:]])
+  def read(cells:list[str]) -> Line: return Line(cells[0], int(cells[1]), *[float(x or 0) for x in cells[2:6]], cells[6])
 
-HEADER = ["shape", "unit", "inputs", "output type", "kind", "output", "draws", "error/limit", "error/sigma", "rms", "resolved %"]
+HEADER = ["shape", "unit", "inputs", "output type", "kind", "output", "draws", "error/limit", "error/sigma", "rms", "resolved %", "device"]
 
-def line_of(output:str, draws:int, found:list[tuple[Verdict, int]]) -> Line:
+def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) -> Line:
   """From the verdicts of some draws each, and how many elements they are of."""
   resolved = sum(v.resolved for v, _ in found)
-  rms = math.sqrt(sum(v.rms**2*v.resolved for v, _ in found)/resolved) if resolved else 0.0
+  rms = math.sqrt(sum(v.rms**2*v.resolved for v, _ in found)/resolved) if resolved >= ENOUGH_ELEMENTS else 0.0
   worst = max(math.inf if v.pattern else v.ratio for v, _ in found)
-  return Line(output, draws, worst, max(v.furthest for v, _ in found), rms, 100*resolved/sum(n for _, n in found))
+  return Line(output, draws, worst, max(v.furthest for v, _ in found), rms, 100*resolved/sum(n for _, n in found), device)
 
-def lines_of(case:Case, draws:int, seed:int=0, together:int=TOGETHER) -> list[Line]:
+def lines_of(case:Case, draws:int, device:str=EMULATOR, seed:int=0, together:int=TOGETHER) -> list[Line]:
   """Runs the kernels on so many draws, some at a time, and judges each element."""
-  runs = [judged(case, min(together, draws - first), seed + first) for first in range(0, draws, together)]
-  return [line_of(name, draws, [(run[name], run[name].count) for run in runs]) for name in runs[0]]
+  runs = [judged(case, min(together, draws - first), seed + first, device) for first in range(0, draws, together)]
+  return [line_of(name, draws, [(run[name], run[name].count) for run in runs], device) for name in runs[0]]
 
 # ***** the file *****
 
@@ -133,9 +142,9 @@ BEGIN, END = "<!-- of docs/contract.csv -->\n", "<!-- end -->\n"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 def worst_of(lines:list[Line]) -> str:
-  """The largest part of the limit, and where fp32 leaves elements alone the largest rms."""
+  """The largest part of the limit, and the largest rms where there is one."""
   if not lines: return ""
-  of_many = [line.rms for line in lines if line.resolved]
+  of_many = [line.rms for line in lines if line.rms]
   return f"{max(line.limit for line in lines):.2f}" + (f", {max(of_many):.2f}" if of_many else "")
 
 def table(lines:Lines) -> str:
@@ -154,15 +163,15 @@ def with_table(page:str, lines:Lines) -> str:
 
 # ***** many cases *****
 
-def lines_until(case:Case, draws:int, until:float) -> list[Line]|None:
-  """None where this time has come before the case is begun."""
-  return None if time.time() > until else lines_of(case, draws)
+def lines_until(case:Case, draws:int, device:str, until:float) -> list[Line]|None:
+  """Lines of a case; None where this time has come before the case is begun."""
+  return None if time.time() > until else lines_of(case, draws, device)
 
-def computed(cases:Iterable[Case], draws:int, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:
-  """Each case as it is done, by so many processes; after so many seconds none is begun any more."""
+def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:
+  """Yields each case as it is done, by so many processes; after so many seconds none is begun any more."""
   os.environ["OMP_NUM_THREADS"] = "1"      # of the processes to come: each core has one
   with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-    begun = {pool.submit(lines_until, case, draws, time.time() + seconds): case for case in cases}
+    begun = {pool.submit(lines_until, case, draws, device, time.time() + seconds): case for case in cases}
     for future in as_completed(begun):
       if (found := future.result()) is not None: yield begun[future], found
 
@@ -172,13 +181,15 @@ def main() -> int:
   options.add_argument("--draws", type=int, default=100)
   options.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
   options.add_argument("--units", nargs="+", choices=UNITS, default=UNITS, help="those to compute")
+  options.add_argument("--device", choices=(EMULATOR, GPU), default=EMULATOR, help=f"what computes them; {GPU}: {' and '.join(ON_GPU)} only")
   options.add_argument("--missing", action="store_true", help="only what the file does not have, of so many draws")
   options.add_argument("--seconds", type=float, default=float("inf"), help="after these nothing is begun any more")
   given = options.parse_args()
+  if given.device == GPU and (others := set(given.units) - set(ON_GPU)): options.error(f"--device {GPU} has no units {', '.join(sorted(others))}")
   lines = read(given.write) if given.write is not None else {}
   wanted = [case for case in cases_of(given.units) if not given.missing or any(line.draws < given.draws for line in lines.get(case, [NONE]))]
   over, done = list[str](), 0
-  for case, found in computed(wanted, given.draws, given.jobs, given.seconds):
+  for case, found in computed(wanted, given.draws, given.device, given.jobs, given.seconds):
     lines[case], done = found, done + 1
     over += [f"{', '.join(case.key)}: {line}" for line in found if not line.held]
     print(", ".join(case.key), *[" ".join(line.cells()) for line in found], sep="; ", file=sys.stderr, flush=True)
