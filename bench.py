@@ -22,9 +22,9 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn.accuracy import Verdict, judge, law_of, law_of_gradients
-from attn.api.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
+from attn.calls.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
 from attn.api.custom_kernel import flash_attention_fn
-from attn.api.gradient import BackwardLaunch, added, backward_kernels
+from attn.calls.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
 from attn.cache import tuned
 from attn.choose.backward import can_differentiate, choose_backward, choose_parts

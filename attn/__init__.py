@@ -5,8 +5,8 @@ from attn.api.attention import attention, explain  # noqa: E402
 from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache, empty_paged_cache  # noqa: E402
 from attn.api.custom_kernel import flash_attention, flash_attention_fn  # noqa: E402
 from attn.api.dropout import dropout_mask  # noqa: E402
-from attn.api.history import keep_history as _keep_history  # noqa: E402
-from attn.api.sequence import shard_sequence, unshard_sequence  # noqa: E402
+from attn.calls.history import keep_history as _keep_history  # noqa: E402
+from attn.parallel.sequence import shard_sequence, unshard_sequence  # noqa: E402
 from attn.api.sdpa import install, installed, scaled_dot_product_attention, uninstall  # noqa: E402
 from attn.emulator.device import register as _register_emulator  # noqa: E402
 from attn.compilers.renderer import register_renderers as _register_renderers  # noqa: E402

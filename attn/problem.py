@@ -9,6 +9,7 @@ DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same",
           "top-left": "query i sees keys j <= i"}
+ORDERS = {"contiguous": 1, "zigzag": 2}     # in which devices hold a sequence, and the pieces of it that each has
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # of an element
 MAX_SPLITS = 256
 MOST_ROWS = 2**28        # of a sequence, and of all packed ones
@@ -32,6 +33,8 @@ def check_causal(name:str, x:Any) -> bool|str:
 def check_layout(name:str, x:Any) -> str:
   supported = ", ".join(f"{layout!r} {dimensions}" for layout, dimensions in LAYOUTS.items())
   return values.word(name, x, LAYOUTS, f"one of {supported}")
+
+def check_order(name:str, x:object) -> str: return values.word(name, x, ORDERS, f"one of {', '.join(map(repr, ORDERS))}")
 
 def check_window(name:str, x:Any) -> tuple[int, int]:
   supported = "(left, right), each -1 (no bound) or the number of further keys seen on that side"
@@ -95,7 +98,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class DealtRows:
-  """What one launch computes of a sequence whose rows several devices hold (attn/choose/context.py): of some heads the queries of
+  """What one launch computes of a sequence whose rows several devices hold (attn/parallel/shards.py): of some heads the queries of
   one device, over the keys of all. A device holds of the sequence one piece or two, that from the front and that from the back,
   equally long on all.
 

@@ -401,7 +401,7 @@ def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[]
   try: yield wrap
   finally: cuda.cuCtxSetCurrent(theirs)
 
-# **** views and Variables (attn/api/views.py) ****
+# **** views and Variables (attn/calls/views.py) ****
 def buffer_under(u:UOp) -> UOp|None:
   """The buffer that `u` is, or is a view of, with what is still to be written to it; None for a computed value."""
   while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
@@ -453,7 +453,7 @@ def written_to(buffer:UOp, kernel:UOp) -> None:
   for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
     if (view := _on_top(t.uop, buffer, after)) is not None: t.uop = view
 
-# **** gradients (attn/api/gradient.py, attn/api/history.py) ****
+# **** gradients (attn/calls/gradient.py, attn/calls/history.py) ****
 def remembered(u:UOp) -> UOp:
   """A buffer after a kernel, which stays that in every expression. When anything that depends on it is computed, tinygrad 0.14.0 puts the bare buffer
   into its place in all expressions, and what another kernel has written to the buffer since is taken for what this one wrote. But not of what has a

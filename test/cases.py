@@ -8,7 +8,7 @@ import pytest
 from attn import flash_attention_fn
 from attn.accuracy import Law, judge, law_of, law_of_gradients, without_error
 from attn.api.launch import kernels
-from attn.api.checked_kernel import CheckedKernel, device_arch
+from attn.calls.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, Work, choose_tile
 from attn.kernels.combine import combine_arguments

@@ -7,7 +7,8 @@ from tinygrad import TinyJit, Variable
 import attn
 from attn import flash_attn
 from attn.accuracy import judge, law_of
-from attn.api import gradient, launch
+from attn.api import launch
+from attn.calls import gradient
 from attn.api.attention import choice_of
 from attn.choose import dispatch
 from attn.problem import Problem

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import attn
 import attn.api.checked_call
-import attn.api.checked_kernel
+import attn.calls.checked_kernel
 import attn.choose.backward
 from attn.accuracy import judge
 from attn.chips import get_chip, other_chip
@@ -154,7 +154,7 @@ def test_packed_sequences(name:str, kernel:str) -> None:
 def test_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
   """The loops of a CPU's grid, on the emulator."""
   def serial(device:Any) -> Any: return replace(get_chip("gfx1030"), lds=0, serial=True)
-  for module in (attn.api.checked_call, attn.api.checked_kernel): monkeypatch.setattr(module, "arch_of", serial)
+  for module in (attn.api.checked_call, attn.calls.checked_kernel): monkeypatch.setattr(module, "arch_of", serial)
   check_all(tile=ONE_THREAD, B=2, H=4, Hkv=2, Sq=20, Sk=30, window=(9, 3), through=("o", "lse"), extras=dict(kv_lengths=int32(21, 30)))
   check_all(tile=ONE_THREAD, **PACKED, causal=True, extras=dict(cu_seqlens_q=ENDS["no keys"][0], cu_seqlens_k=ENDS["no keys"][1]))
 

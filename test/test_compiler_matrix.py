@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
-from attn.api.views import whole_places
+from attn.calls.views import whole_places
 from attn.chips import MODELLED, SEARCHED, get_chip
 from attn.choose.backward import dkdv_of, dq_of, kernel_tiles
 from attn.choose.backward_tiles import AnyBackwardTile, choose_bias_tile

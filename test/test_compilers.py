@@ -246,7 +246,7 @@ def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel
 
 # a device as tinygrad's AMD one, for what looks at its renderer
 DEVICE = """
-import attn, attn.api.attention, attn.api.cache, attn.api.checked_kernel, attn.api.placement, attn.tinygrad_compat
+import attn, attn.api.attention, attn.api.cache, attn.calls.checked_kernel, attn.calls.placement, attn.tinygrad_compat
 from attn.compilers import renderer
 from attn.tinygrad_compat import Compiled, Device, HIPCCRenderer, HIPRenderer, Tensor, dtypes
 class AMDDevice(Compiled):
@@ -254,7 +254,7 @@ class AMDDevice(Compiled):
 class Devices:
   amd, DEFAULT = AMDDevice(), "AMD"
   def __getitem__(self, name): return self.amd if name.split(":")[0] == "AMD" else Device[name]
-renderer.Device = attn.api.checked_kernel.Device = attn.api.cache.Device = attn.tinygrad_compat.Device = Devices()
+renderer.Device = attn.calls.checked_kernel.Device = attn.api.cache.Device = attn.tinygrad_compat.Device = Devices()
 q = Tensor.empty(1, 2, 64, 64, dtype=dtypes.half, device="AMD")
 try: {what}
 except Exception as e: print(f"{{type(e).__name__}}: {{e}}")

@@ -10,15 +10,14 @@ import pytest
 import attn
 from attn import tinygrad_compat
 from attn.accuracy import judge
-from attn.api import context as context_api, context_gradient
-from attn.choose import context
-from attn.choose.context import SequenceShards, rows_held
 from attn.emulator.checks import UninitialisedRead
 from attn.kernels.parts.blocks import extent
 from attn.kernels.parts.tiles import blocks_of_queries
 from attn.kernels.parts.workgroup import rows_of_block
 from attn.measure import context as measure
-from attn.problem import Problem
+from attn.parallel import context, context_gradient
+from attn.parallel.shards import REACH, SequenceShards, head_chunks, pieces_of, rows_held
+from attn.problem import ORDERS, Problem
 from attn.reference import rounded, visible
 from attn.tinygrad_compat import Context, Device, Ops, Tensor, TinyJit, UOp, with_selected_inputs
 from tinygrad.engine.jit import MultiGraphRunner
@@ -109,7 +108,7 @@ def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fau
 @pytest.mark.parametrize("block_m", (3, 5, 8))
 def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> None:
   """In the sequence, in pieces of 5 rows, over which no block reaches."""
-  length = 5*count*context.ORDERS[order] - 3
+  length = 5*count*ORDERS[order] - 3
   p = posed(length, length, (-1, 0), 0)
   s = shards(p, count, order)
   for device in range(count):
@@ -130,7 +129,7 @@ def check_keys(p:Problem, s:SequenceShards) -> None:
       found |= {*rows}
     for owner, rows in s.keys_copied(p, device): assert {*rows} <= {*held(s, s.keys, p.Sk, owner).tolist()} and owner != device
     for row in seen:
-      for j in np.flatnonzero(row): assert {*range(max(0, j - context.REACH), min(p.Sk, j + context.REACH + 1))} <= found
+      for j in np.flatnonzero(row): assert {*range(max(0, j - REACH), min(p.Sk, j + REACH + 1))} <= found
     view = s.dealt(p, device, (0, p.B*p.Hkv)).k_view
     assert view is not None and view.size == len(gathered)*p.B*p.Hkv*p.D
     places = view.start + heads//p.Hkv*view.batch + heads%p.Hkv*view.head + keys[gathered.start:gathered.stop]*view.row
@@ -142,7 +141,7 @@ def test_keys_are_where_kernels_look_for_them(monkeypatch:pytest.MonkeyPatch) ->
   for p, s in some: check_keys(p, s)
   def short(s:SequenceShards, p:Problem, device:int) -> tuple[range, ...]:
     return tuple(range(piece.start, piece.start + piece.rows - 1) for piece in s.keys_of(p, device))
-  monkeypatch.setattr(context.SequenceShards, "keys_held", short)
+  monkeypatch.setattr(SequenceShards, "keys_held", short)
   with pytest.raises(AssertionError):
     for p, s in some: check_keys(p, s)
 
@@ -200,7 +199,7 @@ def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, ke
     else:
       padding = array(whole(o).transpose(0, axis)), whole(lse).transpose(0, LSE_ROWS[p.layout]).numpy()
       there = np.concatenate([i*rows_held(p.Sq, count, order) + np.arange(x.at, x.at + x.rows)
-                              for i in range(count) for x in context.pieces_of(i, count, order, rows_held(p.Sq, count, order), p.Sq)])
+                              for i in range(count) for x in pieces_of(i, count, order, rows_held(p.Sq, count, order), p.Sq)])
       assert (np.delete(padding[0], there, 0) == 0).all() and (np.delete(padding[1], there, 0) == -np.inf).all()
       o, lse = attn.unshard_sequence(o, axis, p.Sq, order), attn.unshard_sequence(lse, LSE_ROWS[p.layout], p.Sq, order)
     got, got_lse = restore(array(o), p.layout, (p.B, p.H, p.Sq, p.Dv)), lse.numpy().reshape(p.B, p.H, p.Sq)
@@ -259,8 +258,8 @@ def test_a_bias_of_one_query() -> None:
 @pytest.mark.thorough
 def test_as_on_opencl(monkeypatch:pytest.MonkeyPatch) -> None:
   """Its buffers have no regions, and its renderer prints no operation of ours: parts are put together, and the kernel that merges is plain UOps."""
-  monkeypatch.setattr(context_api, "region", lambda u: None)
-  monkeypatch.setattr(context_api, "CHIPS", {})
+  monkeypatch.setattr(context, "region", lambda u: None)
+  monkeypatch.setattr(context, "CHIPS", {})
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
 
 def test_keys_alone() -> None:
@@ -375,7 +374,7 @@ def one_by_one(names:list[str]) -> list[list[str]]: return [[name] for name in n
 
 def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
   """Of more devices than there are buffers for the keys of others, which come over in turn into these."""
-  monkeypatch.setattr(context_api, "SLOTS", 1)
+  monkeypatch.setattr(context, "SLOTS", 1)
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
 
 READ: dict[str, dict[str, Any]] = {
@@ -396,7 +395,7 @@ def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, 
 def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
   """Of problems that are drawn: one after another, some together, with and without TinyJit."""
   rng = random.Random(zlib.crc32(f"{shared} {count} {seed}".encode()))
-  name, order, calls, reading = rng.choice([*READ]), rng.choice([*context.ORDERS]), rng.choice((1, 3)), rng.randrange(1000)
+  name, order, calls, reading = rng.choice([*READ]), rng.choice([*ORDERS]), rng.choice((1, 3)), rng.randrange(1000)
   check_reading(count, shared, lambda names: groups(names, reading), order=order, calls=calls, **scaled_up(shared, count, **READ[name]))
 
 # ***** under TinyJit *****
@@ -461,7 +460,7 @@ class StandInGraph(MultiGraphRunner):
 def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
   """Of which each device's launches and copies take a part, where a launch has the keys of one device. tinygrad's own graph keeps those of the first
   call, which this shows as well."""
-  monkeypatch.setattr(context_api.SharedRows, "gathers", False)
+  monkeypatch.setattr(context.SharedRows, "gathers", False)
   with emulated("gfx942", "tiled"):
     anew = list[int]()
     graph = with_selected_inputs(StandInGraph, lambda _, moved: anew.append(len(moved))) if mended else StandInGraph
@@ -481,12 +480,12 @@ def test_keys_that_take_long_come_over_beside_a_launch() -> None:
   """Of 32 heads half at a time, of so many rows that no less fit, and of 8 likewise; where they are few all at once. All heads, in equal parts."""
   def parts(H:int, Hkv:int, rows:int) -> list[tuple[int, int]]:
     p = Problem(1, H, Hkv, rows, rows, 128, 128, window=(-1, 0), softmax_scale=1.0)
-    return context.head_chunks(p, shards(p, 2, "zigzag"))
+    return head_chunks(p, shards(p, 2, "zigzag"))
   assert parts(32, 32, 32768) == [(0, 16), (16, 16)] and parts(32, 8, 32768) == [(0, 4), (4, 4)]
   assert parts(32, 8, 4096) == [(0, 8)] and parts(9, 9, 1 << 18) == [(i, 3) for i in (0, 3, 6)] and parts(1, 1, 1 << 22) == [(0, 1)]
 
 def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
-  monkeypatch.setattr(context_api, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
+  monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
 
 def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
   """The graph of two devices that compute three heads one after another, and whether what it computes is right of inputs that change."""
@@ -551,7 +550,7 @@ def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pyte
     found = measure.measured(measure.SharedProblem("rows", heads, heads, rows*count, rows*count, D, causal=causal), devices(count))
   shard, lse = heads*rows*D*2, heads*rows*4
   assert found.inputs == [3*shard]*count
-  assert max(found.besides) == shard + lse + context_api.SLOTS*2*count*shard*together//heads
+  assert max(found.besides) == shard + lse + context.SLOTS*2*count*shard*together//heads
 
 @pytest.mark.thorough
 def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:

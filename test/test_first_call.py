@@ -8,7 +8,7 @@ import pytest
 from tinygrad import codegen
 from attn import attention
 from attn.cache import kept_programs
-from attn.api import checked_kernel
+from attn.calls import checked_kernel
 from attn.chips import get_chip
 from attn.choose.dispatch import single_kernel
 from attn.emulator.device import renderer_of

@@ -9,9 +9,9 @@ from tinygrad.device import Buffer
 import attn
 from attn import flash_attn
 from attn.accuracy import Law, judge, without_error
-from attn.api import gradient
-from attn.api.history import made
-from attn.api.placement import AXES
+from attn.calls import gradient
+from attn.calls.history import made
+from attn.calls.placement import AXES
 from attn.chips import get_chip
 from attn.choose.backward import Parts, can_differentiate, choose_parts, memory_of
 from attn.kernels.backward_tiled import TiledBackwardTile

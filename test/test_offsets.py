@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 import numpy as np
 import pytest
-from attn.api.views import whole_places
+from attn.calls.views import whole_places
 from attn.chips import get_chip
 from attn.choose.backward import can_differentiate, dbias_of, dkdv_of, dq_of
 from attn.choose.backward_tiles import choose_bias_tile

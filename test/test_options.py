@@ -1,4 +1,4 @@
-"""An option is declared once: the signatures, the docstrings and the tables of the documents say what attn/api/options.py says."""
+"""An option is declared once: the signatures, the docstrings and the tables of the documents say what attn/calls/options.py says."""
 from __future__ import annotations
 import inspect, re
 from dataclasses import fields
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 import attn
-from attn.api.options import AttentionOptions, KernelOptions
+from attn.calls.options import AttentionOptions, KernelOptions
 from attn.tinygrad_compat import Tensor
 from api_cases import emulated
 

@@ -8,7 +8,7 @@ import pytest
 from tinygrad import TinyJit, UOp, Variable, function
 import attn
 from attn.accuracy import judge, law_of
-from attn.api.views import cache_of, is_causal_mask
+from attn.calls.views import cache_of, is_causal_mask
 from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import emulated

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import attn
 import attn.api.checked_call
-import attn.api.checked_kernel
+import attn.calls.checked_kernel
 import attn.choose.dispatch
 import attn.kernels.tiled
 from attn.accuracy import judge
@@ -109,7 +109,7 @@ def test_options(dtype:str, tile:TiledTile) -> None: check(tile=tile, B=2, H=4, 
 def test_options_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
   """The loops of a CPU's grid, on the emulator."""
   monkeypatch.setattr(attn.api.checked_call, "arch_of", serial := lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
-  monkeypatch.setattr(attn.api.checked_kernel, "arch_of", serial)
+  monkeypatch.setattr(attn.calls.checked_kernel, "arch_of", serial)
   check(tile=ONE_THREAD, H=2, Hkv=1, Sq=11, Sk=13, D=16, dtype="float32", **PACKED)
   check(tile=ONE_THREAD, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype="float32", **MASKED)
 

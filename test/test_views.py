@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 import attn
 from attn import flash_attn
 from attn.accuracy import judge, law_of
-from attn.api.views import in_buffer
+from attn.calls.views import in_buffer
 from attn.tinygrad_compat import Tensor
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import emulated

@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 from attn import values
 from attn.api.checked_call import CheckedCall, prepare
-from attn.api.context import first_launch
+from attn.parallel.context import first_launch
 from attn.api.launch import check_devices, run, seeded
-from attn.api.options import AttentionOptions, options_of
+from attn.calls.options import AttentionOptions, options_of
 from attn.choose.backward import BackwardChoice, choose_backward
 from attn.choose.dispatch import Choice
 from attn.compilers.choice import in_use

@@ -7,13 +7,13 @@ from attn import values
 from attn.api.attention import attend
 from attn.api.checked_call import known, lengths, part_of_k, prepare
 from attn.api.launch import check_devices
-from attn.api.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, static_shape, whole_buffer
-from attn.api.gradient import no_gradient
-from attn.api.options import AttentionOptions, check_lengths, check_out_dtype, options_of
+from attn.calls.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, static_shape, whole_buffer
+from attn.calls.gradient import no_gradient
+from attn.calls.options import AttentionOptions, check_lengths, check_out_dtype, options_of
 from attn.api.pages import check_pages, placement_in_pages
-from attn.api.placement import AXES, Placement, device_names, local_shape, place, placement_of
-from attn.api.plain import bhsd
-from attn.api.views import in_buffer, overlapping, whole_places
+from attn.calls.placement import AXES, Placement, device_names, local_shape, place, placement_of
+from attn.calls.plain import bhsd
+from attn.calls.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, append
 from attn.problem import LAYOUTS, Pages, Strided
 from attn.tinygrad_compat import Context, DType, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to

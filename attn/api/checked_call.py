@@ -2,15 +2,15 @@
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
-from attn.api.checked_kernel import arch_of, dtype_of, numbers_at_hand, static_shape, whole_buffer
-from attn.api.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
+from attn.calls.checked_kernel import arch_of, dtype_of, numbers_at_hand, static_shape, whole_buffer
+from attn.parallel.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.api.dropout import check_seed
-from attn.api.options import AttentionOptions
+from attn.calls.options import AttentionOptions
 from attn.api.pages import check_pages, in_pages, placement_in_pages
-from attn.api.placement import AXES, Placement, local_shape, of_each_device, place, placement_of
-from attn.api.views import places_in_cache
+from attn.calls.placement import AXES, Placement, local_shape, of_each_device, place, placement_of
+from attn.calls.views import places_in_cache
 from attn.chips import Chip, get_chip
-from attn.choose.context import SequenceShards
+from attn.parallel.shards import SequenceShards
 from attn.choose.dispatch import Choice, choose
 from attn.compilers.choice import compiled_on
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Pages, Problem, Strided, problem_of

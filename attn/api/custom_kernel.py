@@ -1,9 +1,9 @@
 """Kernels for `Tensor.custom_kernel`: `flash_attention` and `flash_attention_fn`."""
 from __future__ import annotations
 from attn import values
-from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip, static_shape
-from attn.api.gradient import gradient_of
-from attn.api.options import KernelOptions
+from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip, static_shape
+from attn.calls.gradient import gradient_of
+from attn.calls.options import KernelOptions
 from attn.choose.dispatch import single_kernel
 from attn.problem import EXTRAS, problem_of
 from attn.tinygrad_compat import UOp

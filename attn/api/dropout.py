@@ -2,8 +2,8 @@
 from __future__ import annotations
 from typing import Any
 from attn import values
-from attn.api.checked_kernel import static_shape
-from attn.api.placement import Placement
+from attn.calls.checked_kernel import static_shape
+from attn.calls.placement import Placement
 from attn.ops.dropout import STEPS_OF_P, kept_elements
 from attn.problem import Problem, check_dropout_p
 from attn.tinygrad_compat import Tensor, dtypes

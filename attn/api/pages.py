@@ -3,11 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 import numpy as np
 from attn import values
-from attn.api.checked_kernel import dtype_of, numbers_at_hand, static_shape
-from attn.api.options import AttentionOptions
-from attn.api.placement import AXES, Placement, local_shape
-from attn.api.plain import bhsd, from_bhsd, plain_attention
-from attn.api.views import in_buffer, whole_places
+from attn.calls.checked_kernel import dtype_of, numbers_at_hand, static_shape
+from attn.calls.options import AttentionOptions
+from attn.calls.placement import AXES, Placement, local_shape
+from attn.calls.plain import bhsd, from_bhsd, plain_attention
+from attn.calls.views import in_buffer, whole_places
 from attn.problem import LAYOUTS, Pages, Problem, Strided
 from attn.tinygrad_compat import Tensor, UOp, buffer_under
 

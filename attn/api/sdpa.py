@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
-from attn.api.checked_kernel import static_shape
+from attn.calls.checked_kernel import static_shape
 from attn.api.slices import is_sliced, sliced_call
-from attn.api.views import is_causal_mask
+from attn.calls.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, dtypes
 

@@ -11,7 +11,7 @@ import itertools, sys
 from collections.abc import Callable
 from typing import Any
 import numpy as np
-from attn.api.checked_kernel import device_arch
+from attn.calls.checked_kernel import device_arch
 from attn.choose.backward import Parts, choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel

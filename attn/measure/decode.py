@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import run_matrix
-from attn.api.options import options_of
+from attn.calls.options import options_of
 from attn.cache import tuned
 from attn.choose import splits
 from attn.choose.dispatch import Work

@@ -9,7 +9,7 @@ import csv, itertools, statistics, sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 import numpy as np
-from attn.api.checked_kernel import device_arch
+from attn.calls.checked_kernel import device_arch
 from attn.api.custom_kernel import flash_attention_fn
 from attn.choose.dispatch import single_kernel
 from attn.problem import Problem

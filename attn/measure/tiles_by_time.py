@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
-from attn.api.gradient import BackwardLaunch
+from attn.calls.gradient import BackwardLaunch
 from attn.chips import Chip
 from attn.cache import tuned
 from attn.choose.backward import can_differentiate, dkdv_of, dq_of

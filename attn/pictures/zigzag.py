@@ -2,9 +2,9 @@
 from __future__ import annotations
 import itertools
 import numpy as np
-from attn.choose.context import ORDERS, SequenceShards, rows_held
+from attn.parallel.shards import SequenceShards, rows_held
 from attn.pictures.svg import EMPTY, FAINT, INK, PAPER, TINTS, Drawing
-from attn.problem import Problem
+from attn.problem import ORDERS, Problem
 from attn.reference import Array, visible
 
 DEVICES, PIECE = 4, 6       # rows of a piece of zigzag, as small as will show a diagonal

@@ -6,14 +6,14 @@ float32, which go back to the device that holds those keys. Every sum is in floa
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from attn.api.context import SharedRows, bias_rows, filled_with_rows, in_buffers, launch_problem, passed, rows_in_buffer, shards_of
-from attn.api.gradient import INPUTS, OUTPUTS, backward_kernels, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
-from attn.api.history import keep_inputs
-from attn.api.placement import AXES
-from attn.api.plain import bhsd, from_bhs
-from attn.api.sequence import in_order, shard_sequence
+from attn.parallel.context import SharedRows, bias_rows, filled_with_rows, in_buffers, launch_problem, passed, rows_in_buffer, shards_of
+from attn.calls.gradient import INPUTS, OUTPUTS, backward_kernels, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
+from attn.calls.history import keep_inputs
+from attn.calls.placement import AXES
+from attn.calls.plain import bhsd, from_bhs
+from attn.parallel.sequence import in_order, shard_sequence
 from attn.choose.backward import can_differentiate, choose_parts
-from attn.choose.context import ContextLaunch, PieceRun
+from attn.parallel.shards import ContextLaunch, PieceRun
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, cache_of_kernels
 

@@ -2,12 +2,11 @@
 from __future__ import annotations
 from collections.abc import Sequence
 from attn import values
-from attn.api.checked_kernel import static_shape
-from attn.api.placement import device_names, sharded_with_gradient
-from attn.choose.context import ORDERS, numbers_of, rows_held
+from attn.calls.checked_kernel import static_shape
+from attn.calls.placement import device_names, sharded_with_gradient
+from attn.parallel.shards import numbers_of, rows_held
+from attn.problem import ORDERS, check_order
 from attn.tinygrad_compat import Tensor
-
-def check_order(name:str, x:object) -> str: return values.word(name, x, ORDERS, f"one of {', '.join(map(repr, ORDERS))}")
 
 def check_axis(x:Tensor, axis:object) -> int:
   """An axis of x, counted from its first. Raises ValueError for one that x does not have."""

@@ -1,7 +1,7 @@
 """Sharded tensors: what may be sharded over devices, and where an optional tensor then has to lie.
 
 Along batch or heads every device has all that its part of the output takes, and nothing is communicated. What devices do that share rows is in
-attn/api/context.py.
+attn/parallel/context.py.
 """
 from __future__ import annotations
 from dataclasses import dataclass

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
-from attn.api.checked_kernel import CheckedKernel, check_means
-from attn.api.placement import AXES, empty
-from attn.api.plain import plain_attention
+from attn.calls.checked_kernel import CheckedKernel, check_means
+from attn.calls.placement import AXES, empty
+from attn.calls.plain import plain_attention
 from attn.chips import Chip
 from attn.choose.backward import Parts, can_differentiate, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import AnyBackwardTile, choose_bias_tile
@@ -134,7 +134,7 @@ def sink_gradient(sinks:Tensor, lse:Tensor, delta:Tensor) -> Tensor:
 # ***** either *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """An output once a call has written it; one of nothing (attn/api/history.py) has it written already."""
+  """An output once a call has written it; one of nothing (attn/calls/history.py) has it written already."""
   return u.after(call) if call.src[0].src else u
 
 @dataclass(frozen=True)

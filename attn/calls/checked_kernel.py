@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 import numpy as np
 from attn import values
-from attn.api.history import keep_inputs
+from attn.calls.history import keep_inputs
 from attn.chips import Chip, get_chip, other_chip
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require

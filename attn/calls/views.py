@@ -6,8 +6,8 @@ slice as long as a Variable says, with the mask `Tensor.full(..., -inf).triu(sta
 from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
-from attn.api.placement import AXES
-from attn.api.plain import bhsd
+from attn.calls.placement import AXES
+from attn.calls.plain import bhsd
 from attn.kernels.parts.rows import strides
 from attn.problem import Count, Strided
 from attn.tinygrad_compat import AxisType, GroupOp, Ops, Tensor, UOp, buffer_under, dtypes, linear_view

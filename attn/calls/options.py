@@ -4,9 +4,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 from attn import values
-from attn.api.sequence import check_order
 from attn.chips import get_chip
-from attn.problem import (DTYPES, check_causal, check_dropout_p, check_layout, check_softcap, check_softmax_scale, check_splits,
+from attn.problem import (DTYPES, check_causal, check_dropout_p, check_layout, check_order, check_softcap, check_softmax_scale, check_splits,
                           check_window)
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 from attn.values import FLOATS, option

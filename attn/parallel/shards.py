@@ -13,9 +13,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from attn.kernels.parts.rows import strides
-from attn.problem import BYTES, DealtRows, Problem, Strided
+from attn.problem import BYTES, ORDERS, DealtRows, Problem, Strided
 
-ORDERS = {"contiguous": 1, "zigzag": 2}     # the pieces that a device holds
 REACH = 512     # rows before and behind those that a block of queries sees which its tiles may have besides: more than those on their way
 
 @dataclass(frozen=True)

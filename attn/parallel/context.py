@@ -13,19 +13,19 @@ import functools, math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from attn import values
-from attn.api.checked_kernel import CheckedKernel, KernelFunction, check_means, region
-from attn.api.gradient import lse_axes
-from attn.api.options import AttentionOptions
-from attn.api.placement import AXES, Placement, local_shape
-from attn.api.views import whole_places
+from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, region
+from attn.calls.gradient import lse_axes
+from attn.calls.options import AttentionOptions
+from attn.calls.placement import AXES, Placement, local_shape
+from attn.calls.views import whole_places
 from attn.chips import CHIPS, Chip
-from attn.choose.context import ORDERS, ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
+from attn.parallel.shards import ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
 from attn.choose.dispatch import choose
 from attn.kernels.merge import RowRange, merge, part_size
-from attn.kernels.parts.rows import flat, strides
+from attn.kernels.order_keys import order_keys
 from attn.ops.plain import plain
-from attn.problem import Problem, Strided
-from attn.tinygrad_compat import AxisType, KernelInfo, Ops, Tensor, UOp, copy_call, dtypes, remembered, with_params
+from attn.problem import ORDERS, DealtRows, Problem, Strided
+from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, remembered, with_params
 from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other one fills
@@ -219,26 +219,14 @@ def bare_buffer(u:UOp) -> UOp:
   while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
   return u
 
-ROWS_OF_A_THREAD, ELEMENTS_OF_A_THREAD = 4, 8     # at most, of a copy by multiprocessors: so much is on its way at a time
-
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
-  """The kernel (gathered, shard) that puts what a device holds of k or v, `held` rows a head, where it gathers all: (rows, heads, width), in the
-  order of the sequence from row `first` on, of the key/value heads (first, count) over batches. tinygrad chooses its threads. One object for the
-  same arguments: tinygrad's schedule cache goes by identity."""
-  front, back, rows = pieces[0], pieces[-1], sum(piece.rows for piece in pieces)
+  """The kernel (gathered, shard) that puts what a device holds of k or v, `held` rows a head, where it gathers all: in the order of the sequence from
+  row `first` on, of the key/value heads (first, count) over batches. One object for the same arguments: tinygrad's schedule cache goes by it."""
+  front, back = pieces[0], pieces[-1]
+  keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   def kernel(*placeholders:UOp) -> CheckedKernel:
-    to, shard = map(flat, placeholders[:2])
-    each = math.gcd(rows, ROWS_OF_A_THREAD), math.gcd(width, ELEMENTS_OF_A_THREAD)
-    block, head, part = (UOp.range(n, i) for i, n in enumerate((rows//each[0], heads[1], width//each[1])))
-    of_block, of_part = (UOp.range(n, 3 + i, AxisType.UPCAST) for i, n in enumerate(each))
-    row, column, number = block*each[0] + of_block, part*each[1] + of_part, heads[0] + head
-    sb, sh, ss = strides(p.layout, p.Hkv, held, width)
-    value = shard[number//p.Hkv*sb + number%p.Hkv*sh + row*ss + column].load()
-    place = row + (row < back.at).where(front.start, back.start - back.at) - first
-    stored = to[(place*heads[1] + head)*width + column].store(value)
-    sink = stored.end(block, head, part, of_block, of_part).sink(arg=KernelInfo(f"attn_in_order_{heads[1]}_{width}"))
-    return CheckedKernel(with_params(sink, placeholders[2:]), ("gathered",))
+    return CheckedKernel(with_params(order_keys(p, held, keys, width, *placeholders[:2]), placeholders[2:]), ("gathered",))
   return kernel
 
 @dataclass
