@@ -27,13 +27,14 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.backward_wgmma import WgmmaBackward
 from attn.kernels.parts.gradients import RowNumbers
-from attn.kernels.parts.scores import LOG2E, Scores
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
 from attn.reference import rounded, visible
+from attn.score.term import LOG2E
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
 from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, in_turn, ints, normal, problem
@@ -436,7 +437,7 @@ BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and ke
   "with dropout": dict(bias=(0, 1, 0, 1), dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
 
 def cap_slope_of_bias(m:pytest.MonkeyPatch) -> None:
-  for of in (BackwardDbias, BackwardDbiasMma): wrong(m, of, "ds", lambda ds: lambda self, *args, capped: ds(self, *args, capped=True))
+  for of in (BackwardDbias, BackwardDbiasMma): wrong(m, of, "ds", lambda ds: lambda self, *args: ds(self, *args[:-1]))
 def without_first_trip(m:pytest.MonkeyPatch) -> None:
   for of in (BackwardDbias, BackwardDbiasMma): wrong(m, of, "trip_over", lambda over: lambda self, i: over(self, i.maximum(1)))
 def of_rows_that_are_not_there(m:pytest.MonkeyPatch) -> None:

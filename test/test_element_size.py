@@ -11,10 +11,10 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.epilogue import OPTIMISED
 from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
-from attn.kernels.parts.rows import GlobalRows, flat
+from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.staging import Staging
 from attn.ops.amd import shaped_wmma
-from attn.ops.common import extract, splat
+from attn.ops.common import extract, flat, splat
 from attn.ops.renderers import render
 from attn.tinygrad_compat import AxisType, Context, KernelInfo, Tensor, UOp, dtypes
 

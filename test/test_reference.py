@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from attn.kernels.three_pass import three_pass
 from attn.reference import Options, exact, exact_backward, rounded, same_backward
+from attn.score.terms import TERM_TENSORS, plain_terms
 from attn.tinygrad_compat import Tensor
 from api_cases import emulated
+from cases import problem
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -74,10 +76,11 @@ def test_exact_is_tinygrads_autograd_of_three_pass(name:str) -> None:
   case, t = dict(CASES[name]), inputs()
   x = case.pop("options", Options())
   want = exact_backward(*t.values(), DO, DLSE, SCALE, **case, options=x)
-  t |= {n: getattr(x, n) for n in ("alibi_slopes", "bias", "sinks") if getattr(x, n) is not None}
+  t |= {n: getattr(x, n).astype(np.float32) for n in ("alibi_slopes", "bias", "sinks") if getattr(x, n) is not None}
   with emulated("gfx942"):
     given = {n: Tensor(a.astype(np.float32), device="EMU") for n, a in t.items()}
-    o, lse = three_pass(**given, softmax_scale=SCALE, softcap=x.softcap, **case)
+    terms = plain_terms(problem(B, H, HKV, SQ, SK, D, DV, softcap=x.softcap, extras={n: t[n] for n in TERM_TENSORS if n in t}), given)
+    o, lse = three_pass(**{n: a for n, a in given.items() if n not in TERM_TENSORS}, softmax_scale=SCALE, terms=terms, **case)
     do, dlse = (Tensor(a.astype(np.float32), device="EMU") for a in (DO, DLSE))
     loss = (o*do).sum() + (lse.isinf().where(0.0, lse)*dlse).sum()
     names = [n for n in given if n != "alibi_slopes"]

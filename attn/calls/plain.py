@@ -2,6 +2,7 @@
 from __future__ import annotations
 from attn.kernels.three_pass import three_pass
 from attn.problem import EXTRAS, Problem
+from attn.score.terms import TERM_TENSORS, plain_terms
 from attn.tinygrad_compat import Tensor
 from attn.values import FLOATS
 
@@ -24,8 +25,9 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
   """(o, lse) of q, k, v and the extras by name; o in the problem's out_dtype. Sharded tensors are whole ones here, of more batches or heads: dropout
   counts those from the first one on."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "dropout_start" or t[name].uop.axis is None)}
+  others = {name: x for name, x in given.items() if name not in TERM_TENSORS}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
   o, lse = three_pass(*(bhsd(tensors[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window,
-                      top_left=p.top_left, offset=p.offset, softcap=p.softcap, longest=(p.Sq, p.Sk) if p.varlen else None,
-                      dropout_p=p.dropout_p, **given)
+                      top_left=p.top_left, offset=p.offset, terms=plain_terms(p, given), longest=(p.Sq, p.Sk) if p.varlen else None,
+                      dropout_p=p.dropout_p, **others)
   return from_bhsd(o, p.layout).cast(FLOATS[p.out_dtype]), from_bhs(lse, p.layout)

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import bounded, ceildiv, left_alone
-from attn.kernels.parts.rows import Table, flat, strides
+from attn.kernels.parts.rows import Table, strides
 from attn.ops import common as ops
+from attn.ops.common import flat
 from attn.problem import Pages, Strided
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp
 from attn.values import cache_of_kernels

@@ -25,6 +25,7 @@ from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import amd, common as ops
 from attn.problem import Problem
+from attn.score.bias import BIAS
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def backward_dbias(p:Problem, arch:Chip, tile:BackwardTile, parts:int=0) -> Callable[..., UOp]:
@@ -96,7 +97,7 @@ class BackwardDbias(OwnQueries[DbiasState]):
   def work(self, s:DbiasState, t:UOp, masked:bool) -> UOp:
     """dS of a tile of keys."""
     k, v = (self.in_lds(s, t, name) for name in self.loaded)
-    ds = self.ds(k.rows, v.rows, t, masked, capped=False)
+    ds = self.ds(k.rows, v.rows, t, masked, BIAS)
     if self.bias.share.stored_at_once: return UOp.group(*self.stores(t, ds))
     return UOp.group(*store_all(s.acc, [ops.add(s.acc[i].load(), x) for i, x in enumerate(ds)]))
 

@@ -14,13 +14,15 @@ from attn.kernels.parts.backward_mma import BackwardState, MmaBackwardTile, Quer
 from attn.kernels.parts.bias_share import BiasPart, BiasShare
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.lanes import MmaLane, element_sum
-from attn.kernels.parts.scores import NEG_INF, Row
+from attn.kernels.parts.scores import NEG_INF
 from attn.kernels.parts.statements import workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dbias_arguments
 from attn.kernels.parts.warps import Warps, sum_over_quad
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
+from attn.score.term import Row
+from attn.score.bias import BIAS
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def backward_dbias_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
@@ -80,7 +82,7 @@ class BackwardDbiasMma(QueriesByMma):
 
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
     """dS of some keys of a tile."""
-    ds = self.ds(s, t, part, masked, capped=False)
+    ds = self.ds(s, t, part, masked, BIAS)
     if self.share.stored_at_once: return s.after(UOp.group(*self.stores(t, ds, part)))
     places = [self.fragments(i)[part*len(x):(part + 1)*len(x)] for i, x in enumerate(ds)]
     return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])

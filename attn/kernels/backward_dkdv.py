@@ -19,7 +19,7 @@ from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
-from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.staging import StagedTile, both_ways_layout, column_layout
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
@@ -27,6 +27,7 @@ from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup, kv_head_fastest
 from attn.ops import amd, common as ops
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
 
 def backward_dkdv(p:Problem, arch:Chip, tile:BackwardTile, parts:int=0) -> Callable[..., UOp]:

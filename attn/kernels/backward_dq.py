@@ -16,13 +16,13 @@ from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_o
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.own_queries import KeysState, OwnQueries
 from attn.kernels.parts.products import OwnRows, zeros
-from attn.kernels.parts.rows import flat
 from attn.kernels.parts.staging import StagedTile, both_ways_layout, column_layout
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.ops import amd, common as ops
+from attn.ops.common import flat
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
@@ -72,7 +72,7 @@ class BackwardDq(OwnQueries[DqState]):
   def work(self, s:DqState, t:UOp, masked:bool) -> UOp:
     """The part of dQ that a key tile has."""
     k, v = (self.in_lds(s, t, name) for name in self.loaded)
-    ds = self.ds(k.rows, v.rows, t, masked, capped=True)
+    ds = self.ds(k.rows, v.rows, t, masked)
     weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in ds])
     dq = self.products.with_columns(k.columns, self.tile.block_n, [weights], [[s.dq[i].load() for i in range(s.dq.max_numel())]])[0]
     return UOp.group(self.statements.do(amd.made_here(*dq)), *store_all(s.dq, dq))

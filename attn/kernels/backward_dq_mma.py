@@ -35,5 +35,5 @@ class BackwardDqMma(QueriesByMma):
 
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
     """The part of dQ that some keys of a tile have."""
-    weights = [self.packed(x) for x in self.ds(s, t, part, masked, capped=True)]
+    weights = [self.packed(x) for x in self.ds(s, t, part, masked)]
     return self.add_product(s, "dq", weights, self.walked("k", t), part)

@@ -18,13 +18,15 @@ from attn.kernels.parts.epilogue import place_of_row
 from attn.kernels.parts.gradients import exact_weights, gradients_of, reference, scaled_delta, where_known
 from attn.kernels.parts.lanes import QUAD, element_sum
 from attn.kernels.parts.rectangle import Portion, Rectangle, RectangleTile, SectionShape, Sections, beyond_registers, grid_of
-from attn.kernels.parts.rows import GlobalRows, flat
-from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.rows import GlobalRows
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments, dq_arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops
+from attn.ops.common import flat
 from attn.ops.plain import plain
 from attn.problem import Problem, Shapes
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 from attn.values import FLOATS
 

@@ -15,10 +15,10 @@ from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.epilogue import OPTIMISED
 from attn.kernels.parts.merging import MergedRow, reference_of, store_merged, weight_of
-from attn.kernels.parts.rows import flat
 from attn.kernels.parts.scores import NEG_INF
 from attn.kernels.parts.tensors import arguments
 from attn.ops import common as ops
+from attn.ops.common import flat
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 

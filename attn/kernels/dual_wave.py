@@ -24,13 +24,14 @@ from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane, units_of
 from attn.kernels.parts.layouts import ExchangedChunks, LdsTile
 from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.statements import InOrder, Statements, store_all
 from attn.kernels.parts.tiles import Tile
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.ops import amd, common as ops
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 HEAD, BLOCK_N, WAVES = 128, 64, 8

@@ -16,13 +16,13 @@ from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.warps import Warps, fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)

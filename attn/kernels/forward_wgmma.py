@@ -16,7 +16,6 @@ from attn.kernels.parts.counts import below, ceildiv, round_up
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.warps import Warps, fragments
@@ -24,6 +23,7 @@ from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ROUNDOFF
 from attn.ops.softmax import LANE, ONES, correct, weigh
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
 
 STAGES = 3      # K and V tiles in shared memory, where there are as many

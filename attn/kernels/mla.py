@@ -19,7 +19,6 @@ from attn.kernels.parts.layouts import LINE, LdsTile, PaddedRows
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import LdsColumns, OwnRows, Products, zeros
 from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.shared_rows import RowScalars, Share, SharingTile, Told
 from attn.kernels.parts.softmax import Sums, row_sum
 from attn.kernels.parts.staging import StagedTile, row_layout
@@ -29,6 +28,7 @@ from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.ops import amd, common as ops
 from attn.ops.softmax import LANE, LOWEST, raised, rescale, weights_from
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.shared_rows import RowScalars, Share, SharingTile, Told
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
@@ -22,6 +21,7 @@ from attn.kernels.parts.warps import Warps, fragments, sum_over_quad
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, weights_from
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 # Matrix instructions that add to one sum of a score. The tensor cores cut off what fp32 has no room for, always towards 0: over the 36 that 576

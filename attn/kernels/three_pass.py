@@ -5,20 +5,11 @@ sharded tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the ot
 """
 from __future__ import annotations
 import functools, operator
-from dataclasses import dataclass
+from collections.abc import Callable
 from attn.kernels.parts.scores import NEG_INF
 from attn.ops.dropout import kept_elements
+from attn.score.term import Positions
 from attn.tinygrad_compat import Tensor
-
-@dataclass(frozen=True)
-class Positions:
-  """Which keys there are for a query, and where both stand in their sequences: `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) or None for all,
-  query positions (.., Sq, 1), counted so that a causal query sees the keys up to its own, and key positions (1, Sk)."""
-  belongs: Tensor|None
-  query: Tensor
-  key: Tensor
-  counted: tuple[Tensor, Tensor, Tensor]   # (batch or sequence, query, key) as dropout counts them, broadcastable to (B, 1, 1, Sq, Sk)
-  member: Tensor|None = None   # (sequences, Sq): whether a query is of a sequence
 
 def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
   """Every batch by itself, its keys those below its length, from its start on."""
@@ -48,13 +39,6 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:
   belongs = (number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0)
   return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, in_q)
 
-def tanh(x:Tensor) -> Tensor:
-  """tinygrad's has an error of an ulp of 1, which a large softcap would multiply: near 0 by the first terms of its series."""
-  near = x.abs() < 0.25
-  small = near.where(x, 0.0)      # of an infinite x the series has no gradient, although it is not selected
-  y = small*small
-  return near.where(small*(1 + y*(-1/3 + y*(2/15 - y*(17/315)))), x.tanh())
-
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
   """Rows of k or v (B, Hkv, Sk, width) beside each query, broadcastable to (B, Hkv, heads of each, Sq, Sk, width). Those that it does not see are
   0 there: a product with what they really are, inf or NaN, would not be 0, in the gradients either."""
@@ -69,17 +53,18 @@ def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|
   mask = kept_elements(seed, dropout_p, batch, head, i, j).contiguous()     # in memory, as tinygrad's own dropout has it
   return mask.where(p*(1/(1 - dropout_p)), 0.0)
 
+def unchanged(s:Tensor, at:Positions) -> Tensor: return s
+
 def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
-               softcap:float=0.0, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
-               kv_starts:Tensor|None=None,
-               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None, dropout_p:float=0.0,
-               dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor]:
+               terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
+               kv_starts:Tensor|None=None, cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
+               dropout_p:float=0.0, dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor]:
   """(o, lse), both float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and -inf.
 
   q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that
-  decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, softcap*tanh(score/softcap), minus
-  slope*distance, plus bias, then masked. `sinks` (H) are scores of one more key that has no value; lse counts it. A packed sequence has
-  the `longest` number of queries and keys at most. Dropout is of P, after its sum is taken, as attn.problem.Problem has it.
+  decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, as
+  the `terms` make it (attn/score), then masked. `sinks` (H) are scores of one more key that has no value; lse counts it. A packed sequence has the
+  `longest` number of queries and keys at most. Dropout is of P, after its sum is taken, as attn.problem.Problem has it.
   """
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
@@ -97,15 +82,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   sees = functools.reduce(operator.and_, conditions) if conditions else None
 
   # ***** S *****
-  s = (q.float().reshape(*grouped, Sq, 1, -1)*for_each_query(k, sees)).sum(-1)*softmax_scale
-  if softcap: s = tanh(s/softcap)*softcap
-  if alibi_slopes is not None:
-    slopes = per_head(alibi_slopes)
-    if at.member is not None: slopes = at.member.reshape(-1, 1, 1, Sq, 1).where(slopes, 0.0).sum(0, keepdim=True)   # each query that of its sequence
-    s = s - slopes*(at.query - at.key).abs().float()
-  if bias is not None:
-    heads = (Hkv, H//Hkv) if bias.shape[1] == H else (1, 1)
-    s = s + bias.float().reshape(bias.shape[0], *heads, *bias.shape[2:])
+  s = terms((q.float().reshape(*grouped, Sq, 1, -1)*for_each_query(k, sees)).sum(-1)*softmax_scale, at)
   if sees is not None: s = sees.where(s, NEG_INF)
 
   # ***** P *****

@@ -17,7 +17,6 @@ from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
 from attn.kernels.parts.lanes import QUAD
 from attn.kernels.parts.rectangle import Portion, Rectangle, RectangleTile, SectionShape, Sections, beyond_registers, grid_of
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import Carried
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.tiles import blocks_of_queries
@@ -26,6 +25,7 @@ from attn.ops import common as ops
 from attn.ops.plain import plain
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Tiled(Rectangle):
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
     """What the softmax takes, of the raw scores of some keys: natural logarithms. `parts.scores` takes the scores of one query at a time."""
-    if self.scores.raw and not self.masked: return [[ops.mul(x, self.scores.unit) for x in row] for row in rows]
+    if self.scores.raw and not self.masked: return [[ops.mul(x, self.scores.unit.natural) for x in row] for row in rows]
     return self.by_walked_row([self.scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:

@@ -211,6 +211,13 @@ def weights(scores:UOp, bias:UOp, scale:float) -> UOp:
 # ***** memory *****
 
 OUT_OF_RANGE = 0x80000000   # an offset beyond any descriptor's range, which is at most 0x7ffffffe
+MAX_RECORDS = 0x7ffffff0   # bytes of the largest range of a buffer descriptor
+
+def flat(placeholder:UOp) -> UOp:
+  """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow
+  to lower.)"""
+  while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
+  return placeholder.flatten()
 
 def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int) -> Array:
   """Raw buffer load: `width` bytes at `pointer` + `offset`, all zero where the range check fails (offset + width > records, unsigned)."""

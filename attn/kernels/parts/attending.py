@@ -11,7 +11,6 @@ from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import FENCE_UNITS, OwnRows, Products, zeros
 from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements
@@ -19,6 +18,7 @@ from attn.kernels.parts.tiles import Tile
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.ops import common as ops
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 APART_UP_TO = 64     # head dimension: up to it vector instructions are what a trip is short of

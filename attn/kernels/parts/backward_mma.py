@@ -22,6 +22,7 @@ from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
+from attn.score.term import ScoreTerm
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
@@ -169,9 +170,9 @@ class QueriesByMma(MmaBackward, QueriesOfWarps[SwizzledRows]):
   def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
     return s.started(self.warps.copies_of_keys(s.shared, t, self.walked("k", t), self.walked("v", t)))
 
-  def ds(self, s:BackwardState, t:UOp, part:int, masked:bool, capped:bool) -> list[list[UOp]]:
-    """dS of some keys of a tile, C fragments of each tile of queries, of the scores before softcap (what it lacks is softmax_scale), or, where that
-    is not `capped`, after it."""
+  def ds(self, s:BackwardState, t:UOp, part:int, masked:bool, added:ScoreTerm|None=None) -> list[list[UOp]]:
+    """dS of some keys of a tile, C fragments of each tile of queries, of raw scores (what it lacks is softmax_scale), or of what the term `added`
+    adds."""
     scores, columns, number = self.of_part(self.warps.group.scores), self.tile.part_n//self.mat.N, t*self.parts + part
     left = [kept_scores(scores, rows, number) for rows in self.queries]
     minus_deltas = [self.minus_deltas(i, columns) for i in range(len(self.queries))]
@@ -180,5 +181,5 @@ class QueriesByMma(MmaBackward, QueriesOfWarps[SwizzledRows]):
     found = []
     for i, rows in enumerate(self.queries):
       weights = weights_of_rows(scores, raw[i], [[ops.splat(e, 2)]*columns for e in self.exponents[i]], rows, number, masked)
-      found.append(gradients_of(weights, dp[i], left[i], minus_deltas[i], capped))
+      found.append(gradients_of(weights, dp[i], left[i], minus_deltas[i], added))
     return found

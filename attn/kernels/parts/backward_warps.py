@@ -11,13 +11,14 @@ from attn.kernels.parts.epilogue import place_of_row
 from attn.kernels.parts.gradients import PASSES, exponent, scaled_delta, where_known
 from attn.kernels.parts.lanes import element_sum
 from attn.kernels.parts.layouts import CopiedLayout
-from attn.kernels.parts.rows import flat
-from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BlockTile
 from attn.kernels.parts.warps import Warps, fragments, sum_over_quad
 from attn.ops import common as ops, nvidia as nv
+from attn.ops.common import flat
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 L = TypeVar("L", bound=CopiedLayout)

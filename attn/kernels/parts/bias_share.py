@@ -7,10 +7,10 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import Blocks, trip_count
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.epilogue import store_row
-from attn.kernels.parts.rows import flat
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.workgroup import Grid, Workgroup
+from attn.ops.common import flat
 from attn.problem import Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)

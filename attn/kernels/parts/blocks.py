@@ -4,8 +4,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
 from attn.kernels.parts.counts import bounded
-from attn.kernels.parts.rows import flat
 from attn.ops import common as ops
+from attn.ops.common import flat
 from attn.problem import Count, Problem
 from attn.tinygrad_compat import UOp
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
-from attn.kernels.parts.rows import flat
-from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.scores import Scores
 from attn.ops import common as ops, dropout as bits
+from attn.ops.common import flat
 from attn.ops.dropout import OCTET, WORD
+from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
 OCTETS = WORD//OCTET     # of a dword
@@ -71,9 +72,9 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   """(seed, batch, head) of a row as dropout counts them."""
-  assert scores.seed is not None
-  seed0, seed1 = (ops.uniform(flat(scores.seed)[i].load()) for i in range(2))
-  batch, head = (x if scores.start is None else x.cast(dtypes.uint) + flat(scores.start)[i].load() for i, x in enumerate((row.batch, row.head)))
+  seed, start = scores.given["dropout_seed"], scores.given.get("dropout_start")
+  seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
+  batch, head = (x if start is None else x.cast(dtypes.uint) + flat(start)[i].load() for i, x in enumerate((row.batch, row.head)))
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:

@@ -8,10 +8,12 @@ from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import below
 from attn.kernels.parts.blocks import Extent, Outside, outside, trip_count
-from attn.kernels.parts.rows import flat, strides
-from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF, Row, Scores
+from attn.kernels.parts.rows import strides
+from attn.kernels.parts.scores import NEG_INF, Scores
 from attn.ops import common as ops
+from attn.ops.common import flat
 from attn.problem import BYTES, Problem
+from attn.score.term import LN2, LOG2E, Row
 from attn.tinygrad_compat import AxisType, Estimates, UOp, dtypes
 
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates

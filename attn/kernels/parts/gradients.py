@@ -8,10 +8,12 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.dropout import Kept, KeptHere
 from attn.kernels.parts.lanes import Lane
 from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.scores import LOG2E, NEG_INF, Row, Scores
+from attn.kernels.parts.scores import NEG_INF, Scores
 from attn.ops import common as ops
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem
+from attn.score.term import LOG2E, Row, ScoreTerm
+from attn.score.terms import terms_after
 from attn.tinygrad_compat import UOp, dtypes
 
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
@@ -36,7 +38,7 @@ class Weights:
   """P of a lane's scores. Both what is made of P and of dS is a factor of rows of tensors, so where a query does not see a key both are exactly 0,
   whatever numbers the two have: `visible` clears a vector there."""
   p: list[UOp]
-  slopes: list[UOp]|None                            # of the softcap at each score, where there is one
+  derivatives: dict[str, list[UOp]]                 # of terms at each score, by name and in their order
   visible: Callable[[list[UOp]], list[UOp]]
 
 def weights_of(scores:Scores, raw:list[UOp], exponents:list[UOp], row:Row, tile:UOp, masked:bool) -> Weights:
@@ -51,13 +53,12 @@ def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[UOp]], row
   def joined(parts:list[list[UOp]]) -> list[UOp]: return [functools.reduce(ops.concat, xs) for xs in zip(*parts)]
   def visible(x:list[UOp]) -> list[UOp]:
     return joined([scores.clear(part, row, tile) for part, row in zip(by_row(x), rows)]) if masked else x
-  def of_row(part:list[UOp], row:Row, own:list[UOp]) -> tuple[list[UOp], list[UOp]]:
-    capped = part if scores.raw else scores.capped(part)
-    x = capped if scores.raw else scores.shifted(capped, row, tile)
-    return [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(x, own)], capped
+  def of_row(part:list[UOp], row:Row, own:list[UOp]) -> tuple[list[UOp], dict[str, list[UOp]]]:
+    steps = scores.steps(part, row, tile)
+    return [ops.exp2(ops.fma(y, scores.to_log2, e)) for y, e in zip(steps[-1], own)], scores.derivatives(steps, row, tile)
   found = [of_row(*of) for of in zip(by_row(raw), rows, exponents)]
-  slopes = joined([scores.cap_slopes(capped) for _, capped in found]) if scores.p.softcap else None
-  return Weights(visible(joined([p for p, _ in found])), slopes, visible)
+  derivatives = {name: joined([x[name] for _, x in found]) for name in found[0][1]}
+  return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
 def reference(log_sum:UOp) -> UOp:
   """What makes P = exp(score - reference) of an lse: inf for a query that sees no key, whose P is 0."""
@@ -68,18 +69,18 @@ def exact_weights(scores:Scores, raw:list[UOp], references:list[UOp], row:Row, t
   one key that dominates a row is exactly 0. The maximum, which changes nothing, keeps compilers from a multiply-add, which would not round them."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, r:UOp) -> UOp:
-    score = ops.max_(ops.mul(y, scores.unit), ops.splat(LOWEST, ops.length(y)))
+    score = ops.max_(ops.mul(y, scores.unit.natural), ops.splat(LOWEST, ops.length(y)))
     p = ops.exp2(ops.mul(ops.sub(score, r), LOG2E))
     return ops.mul(p, 1/scores.p.kept) if scores.p.dropout_p else p
-  capped = raw if scores.raw else scores.capped(raw)
-  x = capped if scores.raw else scores.shifted(capped, row, tile)
-  return Weights(visible([weight(y, r) for y, r in zip(x, references)]), scores.cap_slopes(capped) if scores.p.softcap else None, visible)
+  steps = scores.steps(raw, row, tile)
+  return Weights(visible([weight(y, r) for y, r in zip(steps[-1], references)]), scores.derivatives(steps, row, tile), visible)
 
-def gradients_of(weights:Weights, dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp], capped:bool=True) -> list[UOp]:
-  """dS = P * (dP - delta), given a dP that began with `dp_start`, of the scores before softcap, or after it. What it lacks is softmax_scale."""
+def gradients_of(weights:Weights, dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp], added:ScoreTerm|None=None) -> list[UOp]:
+  """dS = P * (dP - delta), given a dP that began with `dp_start`, of raw scores: what it lacks is softmax_scale; or of what the term `added` adds."""
   if kept.words: dp = [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)]
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
-  if weights.slopes is not None and capped: ds = [ops.mul(y, slope) for y, slope in zip(ds, weights.slopes)]
+  for name, derivative in weights.derivatives.items():
+    if added is None or name in terms_after(added): ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:

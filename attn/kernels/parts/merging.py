@@ -13,9 +13,10 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.epilogue import OF_NO_SEQUENCE, store_row
 from attn.kernels.parts.rows import strides
-from attn.kernels.parts.scores import LN2, LOG2E, NEG_INF
+from attn.kernels.parts.scores import NEG_INF
 from attn.ops import common as ops
 from attn.problem import Problem
+from attn.score.term import LN2, LOG2E
 from attn.tinygrad_compat import AxisType, UOp
 
 COMBINE_THREADS = 256       # of a workgroup, at most

@@ -10,11 +10,11 @@ from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
 from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops
+from attn.score.term import Row, ScoreTerm
 from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class OwnQueries(Pipeline[KS]):
   def delta(self) -> UOp: return self.group.number("delta", self.row)
 
   # ***** a tile of keys *****
-  def ds(self, k:LdsTile, v:LdsTile, t:UOp, masked:bool, capped:bool) -> list[UOp]:
-    """dS^T, a column of C fragments, of the scores before softcap (what it lacks is softmax_scale), or, where that is not `capped`, after it."""
+  def ds(self, k:LdsTile, v:LdsTile, t:UOp, masked:bool, added:ScoreTerm|None=None) -> list[UOp]:
+    """dS^T, a column of C fragments, of raw scores (what it lacks is softmax_scale), or of what the term `added` adds."""
     mat, n = self.tile.matrix, self.tile.block_n//self.tile.matrix.M
     scores = self.products.with_rows(k, n, self.q, t, zeros(mat, 1, n))[0]
     kept, minus_delta = kept_scores(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
     dp = self.products.with_rows(v, n, self.do, t, [dp_start(minus_delta, kept)])[0]
     exponents = [ops.splat(self.exponent, mat.accumulator)]*n
     weights = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
-    return gradients_of(weights, dp, kept, minus_delta, capped)
+    return gradients_of(weights, dp, kept, minus_delta, added)

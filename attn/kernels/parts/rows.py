@@ -5,13 +5,7 @@ from typing import Callable, Self
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.counts import below, bounded
 from attn.ops import amd, common as ops
-from attn.tinygrad_compat import Ops, UOp
-
-def flat(placeholder:UOp) -> UOp:
-  """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow
-  to lower.)"""
-  while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
-  return placeholder.flatten()
+from attn.tinygrad_compat import UOp
 
 def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int]:
   """Distances, in elements, of batches, heads and rows of a contiguous tensor in `layout`; packed sequences ("thd") begin at a row of their own."""

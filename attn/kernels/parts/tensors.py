@@ -2,8 +2,8 @@
 from __future__ import annotations
 from dataclasses import replace
 from attn.kernels.parts.rows import strides
-from attn.kernels.parts.scores import MAX_RECORDS
 from attn.kernels.parts.tiles import BlockTile, heads_of
+from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided
 
 MAX_D = 256      # the longest row of O that registers hold

@@ -10,7 +10,6 @@ from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.lanes import MmaLane
 from attn.kernels.parts.layouts import LINE, CopiedLayout
 from attn.kernels.parts.rows import GlobalRows, Rows
-from attn.kernels.parts.scores import Row
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import Shapes
 from attn.kernels.parts.tiles import BlockTile
@@ -18,6 +17,7 @@ from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest, kv_he
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, first_bias
 from attn.problem import BYTES, Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 def fragments(width:int, mat:Mma) -> int:

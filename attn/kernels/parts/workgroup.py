@@ -9,12 +9,14 @@ from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outsi
 from attn.kernels.parts.counts import below, ceildiv
 from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
-from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, flat, strides
-from attn.kernels.parts.scores import Row, Scores
+from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import Shapes, arguments
 from attn.kernels.parts.tiles import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
+from attn.ops.common import flat
 from attn.problem import INVARIANT_KEYS, Problem
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
 CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in NVIDIA's L2
@@ -71,7 +73,6 @@ def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:
   number = functools.reduce(lambda block, piece: piece*blocks + block, outer, block)
   return Grid(new, (*outer, group, block, in_group, lane, wave), group*together + in_group, number, lane, wave)
 
-OF_SCORES = ("alibi_slopes", "bias", "dropout_seed", "dropout_start")     # the optional tensors that scores, or what is kept of them, depend on
 KEY_TENSORS = ("k", "v", "dk", "dv")    # whose rows are keys
 
 def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
@@ -143,10 +144,10 @@ class Workgroup:
     own = rows_of_block(p, tile, sequence, grid.block, heads > 1 and arch.unit.descriptor != 0)
     sequence = replace(sequence, offset=sequence.offset + own.further)
     first_query, last_query = own.first//heads, own.last//heads
-    # a bias is addressed from there: for rows of several heads from query 0 on, for a lane's query less the first one would have a part below 0
+    # terms' tensors are addressed from there: for rows of several heads from query 0 on, for a lane's query less the first one has a part below 0
     first = Row(batch, first_head, first_query if heads == 1 else UOp.const(0), UOp.const(True))
     walk = over_keys(p, sequence)
-    scores = Scores(p, at, tile.block_n, walk, first, *map(given.get, OF_SCORES))
+    scores = Scores(p, at, tile.block_n, walk, first, given)
     walked = blocks_seen(walk, first_query, last_query, tile.block_n)
     for n in split: walked = walked.range(n, ceildiv(INVARIANT_KEYS, tile.block_n)) if p.batch_invariant else walked.share(n, number)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), own.first, own.end, sequence, scores,
@@ -163,7 +164,7 @@ class Workgroup:
     heads, part = group//of_heads, part_of(split, parts)
     first_head, sequence = kv_head*group + (0 if part is None else part%of_heads*heads), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
-    scores = Scores(p, at, tile.block_n, walk, first, *map(given.get, OF_SCORES))
+    scores = Scores(p, at, tile.block_n, walk, first, given)
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n)
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence.n_k, sequence, scores, walked,

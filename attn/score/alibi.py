@@ -1,0 +1,22 @@
+"""ALiBi: a slope of the head times the distance of query and key is subtracted (arXiv 2108.12409)."""
+from __future__ import annotations
+from collections.abc import Mapping
+from attn.ops import common as ops
+from attn.problem import Problem
+from attn.score.term import LOG2E, Fragment, Positions, TermRegisters, ScoreTerm, Unit, one, to_base2
+from attn.tinygrad_compat import Tensor, UOp
+
+def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+  row, p = at.row, at.p
+  slope = ops.mul(ops.flat(at.given["alibi_slopes"])[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
+  distance = at.diagonal - at.begin     # |i + offset - j| is symmetric
+  # the same few constants for all vectors
+  return [ops.alibi(y, slope, distance - n*at.apart, at.columns[0]) for n, y in enumerate(to_base2(x, unit))]
+
+def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
+  _, kv_heads, group, queries, _ = map(int, s.shape)
+  slopes = given["alibi_slopes"].float().reshape(-1, kv_heads, group, 1, 1)
+  if at.member is not None: slopes = at.member.reshape(-1, 1, 1, queries, 1).where(slopes, 0.0).sum(0, keepdim=True)   # to each query its sequence's
+  return s - slopes*(at.query - at.key).abs().float()
+
+ALIBI = ScoreTerm("alibi", _moved, one, _plain, ("alibi_slopes",), TermRegisters.COLUMNS)

@@ -1,0 +1,37 @@
+"""A bias: a tensor that broadcasts to (B, H, Sq, Sk) is added."""
+from __future__ import annotations
+import math
+from collections.abc import Mapping
+from attn.chips.matrix import UNIT_BYTES
+from attn.ops import common as ops
+from attn.problem import BYTES, Problem
+from attn.score.term import LOG2E, Fragment, Positions, TermRegisters, ScoreTerm, Unit, one, to_base2
+from attn.tinygrad_compat import Tensor, UOp
+
+def _added(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+  return [ops.fma(b, LOG2E, y) for b, y in zip(_loaded(at), to_base2(x, unit))]
+
+def _loaded(at:Fragment) -> list[UOp]:
+  """The bias of each score in fp32; zero beyond the end of the tensor, and any of its elements where a mask will take the score away."""
+  p, size, row, first = at.p, BYTES[at.p.bias_dtype], at.row, at.first
+  shape = p.shapes["bias"][0]
+  b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # distances, 0 where the bias is broadcast
+  (i, j), length = ((i, j), shape[3]) if at.over == "keys" else ((j, i), shape[2])     # of rows, and of columns
+  start = first.batch*b + first.head*h + first.index*i + at.tile*(at.size*j)
+  records = (math.prod(shape) - start).maximum(0).minimum(ops.MAX_RECORDS//size)*size
+  lane = (row.head - first.head).simplify()*h + (row.index - first.index)*i + at.group*(at.block*j)
+  chunk = math.gcd(length, at.block, UNIT_BYTES//size) if j == 1 else 1                # neighbouring columns that one load may take
+  def load(n:int) -> list[UOp]:
+    words = ops.buffer_load(ops.flat(at.given["bias"])[start], records, (lane + n*j)*size, chunk*size)
+    values = ops.as_float(words) if size == 4 else ops.widen_to_float(words, chunk, p.bias_dtype)
+    return [ops.extract(values, i) for i in range(chunk)]
+  if not j: return [ops.build(*load(0)*len(at.columns[0]))]*len(at.columns)
+  return [ops.build(*[y for n in columns[::chunk] for y in load(n)]) for columns in at.columns]
+
+def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
+  _, kv_heads, group, _, _ = map(int, s.shape)     # of all devices, where tensors are sharded
+  bias = given["bias"]
+  heads = (kv_heads, group) if bias.shape[1] == kv_heads*group else (1, 1)
+  return s + bias.float().reshape(bias.shape[0], *heads, *bias.shape[2:])
+
+BIAS = ScoreTerm("bias", _added, one, _plain, ("bias",), TermRegisters.SCORES)

@@ -1,0 +1,99 @@
+"""What a term is, and what it may go by: one of the steps of a score on its way from Q K^T to the softmax."""
+from __future__ import annotations
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from attn.ops import common as ops
+from attn.problem import Problem
+from attn.tinygrad_compat import Tensor, UOp
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+
+# ***** scores as a lane holds them *****
+
+@dataclass(frozen=True)
+class Row:
+  """A query of one head, as a lane has it, or a key where lanes are keys; `there` says whether it exists (the last block may reach beyond them)."""
+  batch: UOp
+  head: UOp
+  index: UOp
+  there: UOp
+
+@dataclass(frozen=True)
+class Unit:
+  """What 1 in a score stands for: so much of a natural logarithm, and so much of one to base 2."""
+  natural: float
+  base2: float
+
+BASE2 = Unit(LN2, 1.0)
+
+def raw_unit(p:Problem) -> Unit:
+  """The unit of Q K^T: softmax_scale, which so takes no instruction of its own."""
+  return Unit(p.softmax_scale, p.softmax_scale*LOG2E)
+
+def to_base2(x:list[UOp], unit:Unit) -> list[UOp]: return x if unit == BASE2 else [ops.mul(y, unit.base2) for y in x]
+
+@dataclass(frozen=True)
+class Fragment:
+  """Where the scores of one row in one tile lie, as a lane holds them: a list of vectors, whose elements are columns of the tile."""
+  p: Problem
+  given: Mapping[str, UOp]            # the problem's optional tensors, by name
+  row: Row
+  first: Row                          # the workgroup's first head, and its first row or, where it has those of several heads, row 0: uniform
+  over: str                           # what the columns are: "keys" or "queries"
+  diagonal: UOp                       # the column at which the diagonal meets the row
+  tile: UOp
+  size: int                           # columns of a tile
+  group: UOp                          # the lane's group, whose first column lies group*block beyond that of the tile
+  block: int                          # columns of a group that lie side by side
+  columns: list[tuple[int, ...]]      # those of each vector, counted from the lane's first one
+  apart: int                          # columns from one vector to the next
+  @property
+  def begin(self) -> UOp:
+    """The lane's first column."""
+    return self.tile*self.size + self.group*self.block
+
+# ***** scores in tensor operations *****
+
+@dataclass(frozen=True)
+class Positions:
+  """Which keys there are for a query, and where both stand in their sequences: `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) or None for all,
+  query positions (.., Sq, 1), counted so that a causal query sees the keys up to its own, and key positions (1, Sk)."""
+  belongs: Tensor|None
+  query: Tensor
+  key: Tensor
+  counted: tuple[Tensor, Tensor, Tensor]   # (batch or sequence, query, key) as dropout counts them, broadcastable to (B, 1, 1, Sq, Sk)
+  member: Tensor|None = None   # (sequences, Sq): whether a query is of a sequence
+
+# ***** terms *****
+
+class TermRegisters(IntEnum):
+  """What a term keeps in registers beside the scores: each more than the one before."""
+  FEW = 0        # a number or two
+  COLUMNS = 1    # something of each column
+  SCORES = 2     # as many numbers as there are scores
+
+# of scores, where they lie and what unit they are in: them after the term, to base 2
+TermValue = Callable[[list[UOp], Fragment, Unit], list[UOp]]
+# of scores before a term and after it, where they lie and what unit they are in before: the derivative of the natural score, at each
+TermDerivative = Callable[[list[UOp], list[UOp], Fragment, Unit], list[UOp]]
+# of natural scores (B, Hkv, heads of each, Sq, Sk), where they stand, and the optional tensors by name: the natural scores after the term
+PlainTerm = Callable[[Tensor, Problem, Positions, Mapping[str, Tensor]], Tensor]
+
+def one(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+  """The derivative of what adds to a score: kernels leave the product with it out."""
+  return [ops.splat(1.0, ops.length(x)) for x in after]
+
+@dataclass(frozen=True)
+class ScoreTerm:
+  """A row: what a term is, for all that computes with it.
+
+  derivative: None where the backward kernels have none: then tinygrad differentiates `plain`
+  """
+  name: str                           # the field of Problem that says whether it is in use
+  value: TermValue
+  derivative: TermDerivative|None
+  plain: PlainTerm
+  tensors: tuple[str, ...] = ()       # the optional tensors that it reads
+  registers: TermRegisters = TermRegisters.FEW
