@@ -15,8 +15,8 @@ with needs("isa", "python -m attn.tune", __name__):
   import click
   from rich.console import Console
   from rich.table import Table
-  from attn.choose.backward_search import ranked_backward
-  from attn.choose.search import TABLE_FILE, Class, differences, merged_rows, search, table_rows_in, table_text
+  from attn.search.backward import ranked_backward
+  from attn.search.forward import TABLE_FILE, Class, differences, merged_rows, search, table_rows_in, table_text
 from attn.chips import SEARCHED, get_chip
 from attn.choose.backward_tiles import backward_tile, choose_backward_tiles
 from attn.choose.tiles import amd_tile

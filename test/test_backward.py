@@ -14,7 +14,7 @@ from attn.choose.backward_tiles import PLAIN_DKDV, PLAIN_DQ, backward_fits, back
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
-from attn.choose.candidates import BackwardCandidate
+from attn.chips.candidates import BackwardCandidate
 from attn.kernels import backward_dkdv_mma, backward_dkdv_wgmma, backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma

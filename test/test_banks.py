@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 import pytest
 from attn.chips import get_chip
-from attn.choose.candidates import Candidate
+from attn.chips.candidates import Candidate
 from attn.choose.tiles import CANDIDATES, amd_tile, dual_wave_tile
 from attn.emulator import last_run
 from attn.emulator.banks import phases

@@ -10,7 +10,7 @@ from attn.chips import MODELLED
 from attn.compilers import clang
 from attn.compilers.clang import assemble, assembly, code_object
 from attn.compilers.found import NoCompiler
-from attn.isa.disassemble import elf_chip, elf_metadata
+from attn.compilers.disassemble import elf_chip, elf_metadata
 from attn.tinygrad_compat import CompileError, Target, TinyELF, dtypes
 sys.path.insert(0, os.path.dirname(__file__))
 from isa_sample import UNITS, WAVES, sample

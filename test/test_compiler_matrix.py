@@ -15,7 +15,7 @@ from attn.chips import MODELLED, SEARCHED, get_chip
 from attn.choose.backward import dkdv_of, dq_of, kernel_tiles
 from attn.choose.backward_tiles import AnyBackwardTile, choose_bias_tile
 from attn.choose.dispatch import KERNELS, choose, choose_tile
-from attn.choose.search import ENOUGH, waves_of
+from attn.search.forward import ENOUGH, waves_of
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import Toolchain, assembly
 from attn.compilers.found import NoCompiler

@@ -15,8 +15,8 @@ from attn.kernels.parts.blocks import extent
 from attn.kernels.parts.tiles import blocks_of_queries
 from attn.kernels.parts.workgroup import rows_of_block
 from attn.measure import context as measure
-from attn.parallel import context, context_gradient
-from attn.parallel.shards import REACH, SequenceShards, head_chunks, pieces_of, rows_held
+from attn.parallel import context, context_gradient, shards as dealing
+from attn.parallel.shards import SequenceShards, head_chunks, pieces_of, rows_held
 from attn.problem import ORDERS, Problem
 from attn.reference import rounded, visible
 from attn.tinygrad_compat import Context, Device, Ops, Tensor, TinyJit, UOp, with_selected_inputs
@@ -87,8 +87,8 @@ def test_a_causal_mask_takes_one_launch_of_an_owner_and_the_same_work_of_all(cou
   assert [owner for owner, _ in first] == [0]      # the others' keys are all behind its queries
 
 def broken_plan(monkeypatch:pytest.MonkeyPatch, name:str, fault:Any) -> None:
-  original = getattr(context, name)
-  monkeypatch.setattr(context, name, lambda *args: fault(original(*args)))
+  original = getattr(dealing, name)
+  monkeypatch.setattr(dealing, name, lambda *args: fault(original(*args)))
 
 FAULTS = {
   "a piece is dropped": ("launches", lambda found: found[1:]),
@@ -129,14 +129,14 @@ def check_keys(p:Problem, s:SequenceShards) -> None:
       found |= {*rows}
     for owner, rows in s.keys_copied(p, device): assert {*rows} <= {*held(s, s.keys, p.Sk, owner).tolist()} and owner != device
     for row in seen:
-      for j in np.flatnonzero(row): assert {*range(max(0, j - REACH), min(p.Sk, j + REACH + 1))} <= found
+      for j in np.flatnonzero(row): assert {*range(max(0, j - dealing.REACH), min(p.Sk, j + dealing.REACH + 1))} <= found
     view = s.dealt(p, device, (0, p.B*p.Hkv)).k_view
     assert view is not None and view.size == len(gathered)*p.B*p.Hkv*p.D
     places = view.start + heads//p.Hkv*view.batch + heads%p.Hkv*view.head + keys[gathered.start:gathered.stop]*view.row
     assert (places//p.D == np.arange(len(gathered))*p.B*p.Hkv + heads).all()
 
 def test_keys_are_where_kernels_look_for_them(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(context, "REACH", 3)
+  monkeypatch.setattr(dealing, "REACH", 3)
   some = [(replace(p, B=2, H=3, Hkv=3), s) for p, s in drawn(150) if s.queries is not None and s.count > 1]
   for p, s in some: check_keys(p, s)
   def short(s:SequenceShards, p:Problem, device:int) -> tuple[range, ...]:
@@ -239,7 +239,7 @@ def test_contract_of_every_option(name:str, count:int, order:str, arch:str, kern
 
 def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> None:
   """Those before and behind what a window leaves: the emulator stops where a kernel reads what has not been copied."""
-  monkeypatch.setattr(context, "REACH", 0)
+  monkeypatch.setattr(dealing, "REACH", 0)
   with pytest.raises(UninitialisedRead): check(2, Sq=300, D=16, H=1, window=(70, 0), causal=True)
 
 @pytest.mark.thorough
@@ -247,7 +247,7 @@ def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("arch, dtype", (("gfx942", "float16"), ("gfx1100", "bfloat16"), ("sm_80", "float16"), ("sm_90", "bfloat16")))
 def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dtype:str, order:str) -> None:
   """Of which a device has a part alone: two tiles reach further than any of these kernels' does."""
-  monkeypatch.setattr(context, "REACH", 256)
+  monkeypatch.setattr(dealing, "REACH", 256)
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 @pytest.mark.thorough
@@ -528,7 +528,7 @@ def copies(o:Tensor) -> list[tuple[str, str, int]]:
 def sequence(count:int, *shape:int, order:str="zigzag") -> Tensor: return attn.shard_sequence(draw(*shape), devices(count), 2, order).realize()
 
 def test_small_heads_are_passed_and_only_what_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(context, "REACH", 1)
+  monkeypatch.setattr(dealing, "REACH", 1)
   row = 16*2
   with emulated("gfx942", "tiled"):
     q, k = sequence(2, 1, 4, 32, 16), sequence(2, 1, 1, 32, 16)

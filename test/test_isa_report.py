@@ -8,7 +8,7 @@ from attn.isa import costs, sass, source
 from attn.isa.__main__ import main
 from attn.compilers.clang import assemble, assembly
 from attn.isa.costs import defects
-from attn.isa.disassemble import disassemble, elf_chip
+from attn.compilers.disassemble import disassemble, elf_chip
 from attn.isa.flow import blocks_of, loops_of, matrix_loops, usual_path
 from attn.isa.instruction import Instruction, access_bytes, kind_of, matrix_shape
 from attn.isa.parse import parse

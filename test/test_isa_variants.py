@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 from attn.chips import SEARCHED, get_chip
-from attn.choose.candidates import Candidate
+from attn.chips.candidates import Candidate
 from attn.choose.dispatch import choose_tile
 from attn.choose.tiles import amd_tile
 from attn.isa import costs

@@ -10,7 +10,7 @@ from attn.chips import get_chip
 from attn.choose.backward import can_differentiate, dbias_of, dkdv_of, dq_of
 from attn.choose.backward_tiles import choose_bias_tile
 from attn.choose.dispatch import choose, program_of
-from attn.choose.search import FILLS, LARGEST_TILE
+from attn.search.forward import FILLS, LARGEST_TILE
 from attn.cache.tuned import CLASSES
 from attn.compilers.clang import assembly, toolchain
 from attn.isa.check import findings

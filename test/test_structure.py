@@ -1,6 +1,6 @@
 """The house: what `import attn` loads, which way imports point, and that a name at module level means one thing."""
 from __future__ import annotations
-import ast, json, os, subprocess, sys
+import ast, graphlib, json, os, subprocess, sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -36,32 +36,47 @@ def test_no_module_only_forwards() -> None:
 
 # ***** which way imports point *****
 
-ROOMS = ("api", "parallel", "calls", "choose", "compilers", "kernels", "kernels.parts", "score", "ops", "chips")   # each may import from those after
+# What measures, predicts, draws and searches, and the references, stands before what computes attention: each room may import from those after it. A
+# room may be one module, and `__main__` of a package is a room of its own.
+TOOLS = ("isa.__main__", "pictures.__main__", "tune", "measure", "search", "isa.timing", "isa", "pictures", "accuracy", "reference", "extras")
+COMPUTES = ("__init__", "flash_attn", "api", "parallel", "calls", "choose", "compilers", "cache", "kernels", "kernels.parts", "score", "emulator",
+            "ops", "chips", "problem", "values", "tinygrad_compat", "version")
+ROOMS = TOOLS + COMPUTES
+
+def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+NAMES = {module_of(path) for path in MODULES}
 
 def imports(path:Path) -> set[str]:
+  """The modules of attn that one imports anywhere, in functions and for types as well."""
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.ImportFrom) and node.module: found |= {node.module, *(f"{node.module}.{x.name}" for x in node.names)}
+    if isinstance(node, ast.ImportFrom) and node.module:
+      found |= {name if (name := f"{node.module}.{x.name}") in NAMES else node.module for x in node.names}
     elif isinstance(node, ast.Import): found |= {x.name for x in node.names}
-  return found
+  return found & NAMES
 
-def room_of(module:str) -> str|None:
+def room_of(module:str) -> str:
   """The room of ROOMS that a module of attn is in, the innermost one."""
-  inside = [room for room in ROOMS if f"{module}.".startswith(f"attn.{room}.")]
-  return max(inside, key=len, default=None)
-
-def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+  if module == "attn": return "__init__"
+  return max((room for room in ROOMS if f"{module}.".startswith(f"attn.{room}.")), key=len)
 
 def test_imports_point_downwards() -> None:
   for path in MODULES:
-    if (room := room_of(module_of(path))) is None: continue
-    above = set(ROOMS[:ROOMS.index(room)])
-    assert not [x for x in imports(path) if room_of(x) in above and x != "attn.kernels"], path
+    above = ROOMS[:ROOMS.index(room_of(module_of(path)))]
+    assert not [x for x in imports(path) if room_of(x) in above and x != "attn"], path
+
+def test_no_circle_of_modules() -> None:
+  of = {module_of(path): imports(path) for path in MODULES if path.name != "__init__.py" and room_of(module_of(path)) != "emulator"}
+  graphlib.TopologicalSorter({x: {y for y in found if y in of} for x, found in of.items()}).prepare()
+
+def test_few_modules_are_in_no_room() -> None:
+  assert len(list((ROOT/"attn").glob("*.py"))) <= 10
 
 def test_no_kernel_imports_another() -> None:
   """What two of them need is a part."""
   for path in (ROOT/"attn/kernels").glob("*.py"):
-    assert not [x for x in imports(path) if room_of(x) == "kernels" and x != "attn.kernels"], path
+    assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
 # ***** functions that fit on a screen *****
 
@@ -87,5 +102,4 @@ def test_import_loads_no_tools() -> None:
   loaded = set(json.loads(done.stdout))
   assert {"attn.api.attention", "attn.emulator.device"} <= loaded
   tools = {x for x in loaded if x.split(".")[0] in ("rich", "click", "platformdirs", "ziglang", "hypothesis", "matplotlib")}
-  tools |= {x for x in loaded if x.startswith("attn.isa.")} - {"attn.isa.compiler"}       # the compiler that tinygrad is offered
-  assert not tools | (loaded & {"attn.tune", "attn.choose.search", "attn.reference"})
+  assert not tools | {x for x in loaded if x.startswith("attn.") and room_of(x) in TOOLS}

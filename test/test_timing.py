@@ -15,7 +15,8 @@ from attn.isa.source import Shape
 from attn.isa.timing.kernels import of_spec
 from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
 from attn.isa.timing.predict import Division, blocks_of_grid, fed_by_l2, predict, trips_of_blocks, walked_in_a_trip
-from attn.isa.timing.steps import TripStep, trip_steps, unknown, uses
+from attn.isa.operands import uses
+from attn.isa.timing.steps import TripStep, trip_steps, unknown
 from attn.isa.timing.trips import timing_of
 from attn.isa.timing.waves import Wave, step_waves
 from attn.problem import Problem

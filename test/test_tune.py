@@ -14,11 +14,12 @@ from attn import tune
 from attn.chips import get_chip
 from attn.chips.families import FAMILIES
 from attn.cache import tuned
-from attn.choose import backward_search, search, tiled_tiles
+from attn.choose import tiled_tiles
+from attn.search import backward as backward_search, forward as search
 from attn.choose.backward_tiles import choose_backward_tiles
-from attn.choose.candidates import EVERY, BackwardCandidate, Candidate
+from attn.chips.candidates import EVERY, BackwardCandidate, Candidate
 from attn.choose.dispatch import choose, choose_tile
-from attn.choose.search import Bound, RankedTile, best
+from attn.search.forward import Bound, RankedTile, best
 from attn.choose.tiled_tiles import tiled_backward_space, tiled_backward_tiles, tiled_space, tiled_tile
 from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
 from attn.isa.source import Spec, problem_of_spec

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from attn import values
 from attn.cache import user_cache
 from attn.chips import Chip
-from attn.choose.candidates import EVERY, BackwardCandidate, Candidate, MlaCandidate, MlaMmaCandidate
+from attn.chips.candidates import EVERY, BackwardCandidate, Candidate, MlaCandidate, MlaMmaCandidate
 from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.tiled import TiledTile

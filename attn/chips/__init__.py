@@ -40,7 +40,7 @@ class Chip:
   granule: int = 8        # in which waves get them
   machine: int = 0        # in the e_flags of a code object (EF_AMDGPU_MACH); 0: of which there are no reports
   wgmma: bool = False     # multiplies for warpgroups, from shared memory
-  searched: bool = False  # the search for tiles compiles for this chip of the family (attn/choose/search.py)
+  searched: bool = False  # the search for tiles compiles for this chip of the family (attn/search/forward.py)
   tuned: bool = False     # a real device, whose tiles may come from its own TUNE=1 (attn/cache/tuned.py)
   serial: bool = False    # no workgroups: parts of a kernel are done one after another
   llvm: int = LLVM        # the release of LLVM in the compiler that compiles for it

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.cache import tuned
-from attn.choose.candidates import BackwardCandidate, Burden
+from attn.chips.candidates import BackwardCandidate, Burden
 from attn.choose.tiles import burden
 from attn.choose.dispatch import mma_refuses, wgmma_refuses
 from attn.choose.forced import ON_AMD, ON_MMA, ON_WGMMA, MATRIX_UNITS

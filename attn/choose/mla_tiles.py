@@ -6,7 +6,7 @@ from typing import Any
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.cache import tuned
-from attn.choose.candidates import MlaCandidate, MlaMmaCandidate
+from attn.chips.candidates import MlaCandidate, MlaMmaCandidate
 from attn.kernels.mla import MlaTile
 from attn.kernels.mla_mma import MlaMmaTile
 from attn.kernels.parts.lanes import contraction

@@ -1,5 +1,5 @@
 """The tiles that the NVIDIA kernels may have, measured on an H200: docs/nvidia.md."""
-from attn.choose.candidates import Burden, FewQueries, MmaCandidate, WgmmaCandidate
+from attn.chips.candidates import Burden, FewQueries, MmaCandidate, WgmmaCandidate
 
 # The first one that fits is taken.
 MMA_CANDIDATES = (

@@ -6,7 +6,7 @@ from enum import Flag, auto
 from attn.chips import Chip
 from attn.chips.matrix import MMA, Matrix
 from attn.cache import tuned
-from attn.choose.candidates import Burden, Candidate, WgmmaCandidate
+from attn.chips.candidates import Burden, Candidate, WgmmaCandidate
 from attn.choose.nvidia_table import FEW_QUERIES, MMA_CANDIDATES, WGMMA_CANDIDATES
 from attn.choose.splits import workgroups
 from attn.choose.tiles_table import CANDIDATES

@@ -4,7 +4,7 @@ Made by a search by predictions from machine code; none of it was measured. Rewr
 Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it, and waves per SIMD.
 Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
 """
-from attn.choose.candidates import Candidate
+from attn.chips.candidates import Candidate
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
   "cdna2": (

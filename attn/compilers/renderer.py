@@ -20,7 +20,7 @@ class ClangCompiler(Compiler):
     super().__init__(None)
   def compile(self, src:str) -> bytes: return clang.code_object(src, self.arch, tools=self.tools)
   def disassemble(self, lib:bytes) -> None:
-    from attn.isa.disassemble import disassemble
+    from attn.compilers.disassemble import disassemble
     print(disassemble(lib))
 
 class CompilerByMark(Compiler):

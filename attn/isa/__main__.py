@@ -9,7 +9,7 @@ from attn.compilers.releases import OLDER, toolchain_of
 from attn.extras import needs
 from attn.isa import sass, source
 from attn.chips import MODELLED
-from attn.isa.disassemble import disassemble
+from attn.compilers.disassemble import disassemble
 from attn.isa.report import LoopProducts, Report, analyse
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.isa", __name__):

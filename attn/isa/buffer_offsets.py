@@ -12,7 +12,7 @@ from attn.emulator.ranges import Range
 from attn.isa.active_lanes import whole_waves
 from attn.isa.flow import Block
 from attn.isa.instruction import Instruction
-from attn.isa.timing.steps import issued_together, registers, uses, written_operands
+from attn.isa.operands import issued_together, registers, uses, written_operands
 
 Known = dict[str, Range]     # of registers; what is not there is unknown
 

@@ -11,7 +11,7 @@ from attn.chips import Chip
 from attn.cache import tuned
 from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.backward_tiles import backward_fits, backward_tile
-from attn.choose.candidates import BackwardCandidate, Candidate
+from attn.chips.candidates import BackwardCandidate, Candidate
 from attn.choose.dispatch import KERNELS, choose
 from attn.choose.tiled_tiles import tiled_backward_space, tiled_space
 from attn.choose.tiles import amd_tile, fits
@@ -49,7 +49,7 @@ Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # of a kernel 
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
-  from attn.choose.search import candidates
+  from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
   if isinstance(own.work.tile, TiledTile): return time_tiled(p, arch, own.work.tile, seconds)
@@ -111,7 +111,7 @@ def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, Tim
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
   """Times a backward kernel with the table's tile and every other that doesn't spill; keeps the fastest. The rows of a table."""
-  from attn.choose.backward_search import backward_candidates
+  from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2
   if isinstance(own, TiledBackwardTile):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from attn.chips import Chip
 from attn.emulator.banks import BankCounter
 from attn.isa.instruction import Instruction, access_bytes
-from attn.isa.timing.steps import issued_together, written_operands, registers, uses
+from attn.isa.operands import issued_together, registers, uses, written_operands
 
 LaneValues = NDArray[Any]
 _WORD = 0xffffffff

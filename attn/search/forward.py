@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from attn.chips import LLVM, SEARCHED, Chip, get_chip
 from attn.chips.matrix import Matrix
-from attn.choose.candidates import EVERY, Candidate
+from attn.chips.candidates import EVERY, Candidate
 from attn.choose.dispatch import MATRIX_DTYPES
 from attn.choose.tiles import amd_tile, fits
 from attn.compilers.clang import assembly
@@ -46,7 +46,7 @@ AHEAD = 3       # a part of a trip's matrix work, at least: while so much is don
 ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # of instruction.KINDS
 LEADING = 3     # tiles with the greatest bounds that are tried with two buffers in LDS as well
 RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel gets by with fewer
-TABLE_FILE = Path(__file__).parent/"tiles_table.py"
+TABLE_FILE = Path(__file__).parent.parent/"choose"/"tiles_table.py"
 Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
 
 class Bound(NamedTuple):
@@ -206,7 +206,7 @@ Made by a search by predictions from machine code; none of it was measured. Rewr
 Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it, and waves per SIMD.
 Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
 """
-from attn.choose.candidates import Candidate
+from attn.chips.candidates import Candidate
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 '''

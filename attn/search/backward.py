@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from attn.chips import Chip, get_chip
 from attn.choose.backward_tiles import backward_fits, backward_tile
-from attn.choose.candidates import BackwardCandidate
+from attn.chips.candidates import BackwardCandidate
 from attn.choose.dispatch import MATRIX_DTYPES
-from attn.choose.search import RESERVE, VARIANTS, Bound, Each, bound_of, conflict
+from attn.search.forward import RESERVE, VARIANTS, Bound, Each, bound_of, conflict
 from attn.compilers.clang import assembly
 from attn.isa.costs import report_of_text
 from attn.isa.source import Spec, kernel_source, problem_of_spec
