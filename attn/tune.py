@@ -18,7 +18,7 @@ with needs("isa", "python -m attn.tune", __name__):
   from attn.search.backward import ranked_backward
   from attn.search.forward import TABLE_FILE, Class, differences, merged_rows, search, table_rows_in, table_text
 from attn.chips import SEARCHED, get_chip
-from attn.choose.backward_tiles import backward_tile, choose_backward_tiles
+from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.tiles import amd_tile
 from attn.cache.tuned import CLASSES
 from attn.compilers.clang import toolchain
@@ -38,7 +38,7 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
 def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Table:
   """The leading tiles of a backward kernel, or all of them; a star at the one in use."""
   chip, p = get_chip(arch), problem_of_spec(Spec(arch, d))
-  in_use = choose_backward_tiles(p, chip)[BACKWARD.index(kernel)]
+  in_use = amd_backward_tile(p, chip, kernel == "dkdv")
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)
   tiles = [backward_tile(p, chip, x.candidate, kernel == "dkdv") for x in found]
   table = Table("tile", "options", "predicted", "serial", "issued", "overlap", "waves/SIMD", "in use",

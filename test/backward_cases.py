@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import cases
 from attn.accuracy import Law, judge
-from attn.choose.backward import dbias_of, dkdv_of, dq_of, tiles_of
-from attn.choose.backward_tiles import choose_bias_tile
+from attn.choose.backward import choose_bias_tile, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import adapt
 from attn.problem import Problem

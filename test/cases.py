@@ -1,7 +1,7 @@
 """Inputs and checks that the kernel tests share."""
 from __future__ import annotations
-import zlib
-from dataclasses import dataclass
+import inspect, zlib
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Container, Iterable, Sequence
 import numpy as np
 import pytest
@@ -10,7 +10,8 @@ from attn.accuracy import Law, judge, law_of, law_of_gradients, without_error
 from attn.api.launch import kernels
 from attn.calls.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
-from attn.choose.dispatch import Choice, Work, choose_tile
+from attn.choose import dispatch
+from attn.choose.dispatch import KERNELS, Choice, Work, choose_tile
 from attn.kernels.combine import combine_arguments
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.parts.tensors import arguments
@@ -120,6 +121,11 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
     return o, results[1].numpy().reshape(p.B, p.H, p.Sq) if p.return_lse else None
 
 # ***** the kernels themselves, with every option *****
+
+def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> None:
+  """Gives dispatch another record of a kernel, with these fields of it changed."""
+  monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
+  monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
 def chip(arch:str) -> Chip:
   """Of the emulator, or for the `arch` "CUDA" of that device."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from attn.accuracy import judge
 from attn.chips import get_chip
-from attn.choose.backward import can_differentiate, choose_parts, dbias_of, dkdv_of, dq_of
-from attn.choose.backward_tiles import PLAIN_DKDV, PLAIN_DQ, backward_fits, backward_tile, choose_backward_tiles, choose_bias_tile
+from attn.choose.backward import can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
+from attn.choose.backward_tiles import PLAIN_DKDV, PLAIN_DQ, amd_backward_tile, backward_fits, backward_tile
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
@@ -79,7 +79,7 @@ def test_a_variable_number_of_keys_is_refused(make:Callable[..., Any]) -> None:
   p = problem(Sk=64, sk_variable=Count((("n", 1, 64),)), extras=dict(bias=floats(1, 1, 1, 64)))
   chip = get_chip("gfx942")
   with pytest.raises(NotImplementedError, match=r"sk_variable=Count\(.*\): the backward kernels have no Variable"):
-    make(p, chip, choose_backward_tiles(p, chip)[0])
+    make(p, chip, amd_backward_tile(p, chip, False))
   assert "sk_variable" in str(can_differentiate(p, chip))
 
 # ***** inputs that break a wrong P or delta *****
@@ -145,7 +145,7 @@ def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
   x, loss = normal(p), loss_of(p)
   (loss.do if nan.tensor == "do" else getattr(x, nan.tensor))[..., nan.row, 3] = np.nan
   got, want = run_backward(p, x, loss, arch, {}), expected_gradients(p, x, loss, {})
-  tiles = dict(zip(("dq", "dk", "dv"), (*(chosen := choose_backward_tiles(p, get_chip(arch))), chosen[1])))
+  tiles = dict(zip(("dq", "dk", "dv"), (*(chosen := tiles_of(p, get_chip(arch))), chosen[1])))
   assert any(np.isnan(law.exact).any() for law in want.values())
   for name, law in want.items():
     out = got[name]
@@ -398,8 +398,8 @@ def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
   for dtype, causal in (("float16", False), ("bfloat16", True)):
     extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
     p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)
-    names, program = {"dq": lambda: (dq_arguments(p), dq_of(p, on, choose_backward_tiles(p, on)[0])),
-                      "dkdv": lambda: (dkdv_arguments(p), dkdv_of(p, on, choose_backward_tiles(p, on)[1])),
+    names, program = {"dq": lambda: (dq_arguments(p), dq_of(p, on, tiles_of(p, on)[0])),
+                      "dkdv": lambda: (dkdv_arguments(p), dkdv_of(p, on, tiles_of(p, on)[1])),
                       "dbias": lambda: (dbias_arguments(p), dbias_of(p, on, choose_bias_tile(p, on)))}[kernel]()
     text = compiled_by_nvcc(arch, names, program, tmp_path)
     assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "serialized" not in text, text

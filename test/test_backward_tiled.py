@@ -13,9 +13,9 @@ import attn.api.checked_call
 import attn.calls.checked_kernel
 import attn.choose.backward
 from attn.accuracy import judge
-from attn.chips import get_chip, other_chip
-from attn.choose.backward import kernel_tiles
-from attn.choose.tiled_tiles import BACKWARD_ALONE, tiled_backward_tiles
+from attn.chips import Chip, get_chip, other_chip
+from attn.choose.backward import GRADIENT_KERNELS, kernel_tiles
+from attn.choose.tiled_tiles import BACKWARD_ALONE, tiled_backward_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
@@ -28,6 +28,7 @@ from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.workgroup import Workgroup
 from attn.kernels.tiled import TiledTile
 from attn.reference import rounded
+from attn.problem import Problem
 from attn.tinygrad_compat import VECTORS, Context, Ops, UOp, dtypes
 from attn.values import FLOATS
 sys.path.insert(0, os.path.dirname(__file__))
@@ -56,7 +57,7 @@ def check(arch:str="gfx1030", tile:TiledBackwardTile=FEW, **parameters:Any) -> d
 def with_tiles(tile:TiledBackwardTile) -> Iterator[None]:
   """Every problem gets this tile."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(attn.choose.backward, "tiled_backward_tiles", lambda p, arch: (tile, replace(tile, keys=True)))
+    patch.setitem(GRADIENT_KERNELS, tile.suffix, replace(GRADIENT_KERNELS[tile.suffix], tile=lambda p, arch, keys: replace(tile, keys=keys)))
     kernel_tiles.cache_clear()
     try: yield
     finally: kernel_tiles.cache_clear()
@@ -244,17 +245,19 @@ def test_what_computes_the_gradient() -> None:
   with emulated("gfx1030", "backward_dq_mma"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq_mma: gfx1030: AMD's kernels"):
     attn.explain(q, q, q, backward=True)
 
+def both_tiles(p:Problem, chip:Chip) -> list[TiledBackwardTile]: return [tiled_backward_tile(p, chip, keys) for keys in (False, True)]
+
 @pytest.mark.parametrize("arch", ("gfx1030", "gfx942", "gfx950", "sm_80", "sm_90"))
 def test_tiles_fit_in_local_memory(arch:str) -> None:
   """At every mixture of widths: one that does not is refused when the gradient is asked for, after forward has run."""
   for D, Dv in itertools.product((1, 20, 48, 64, 80, 128, 160, 256, 384, 512), repeat=2):
     p = problem(Sq=100, Sk=77, D=D, Dv=Dv, dtype="float32")
-    for tile in tiled_backward_tiles(p, get_chip(arch)): assert tile.lds_bytes(p) <= get_chip(arch).lds, (D, Dv, tile)
+    for tile in both_tiles(p, get_chip(arch)): assert tile.lds_bytes(p) <= get_chip(arch).lds, (D, Dv, tile)
 
 def test_local_memory_that_has_no_room() -> None:
   p = problem(H=1, Sq=8, D=512, dtype="float32")
-  assert all(t.lds_bytes(p) <= 49152 for t in tiled_backward_tiles(p, other_chip("CL", 49152)))
-  with pytest.raises(NotImplementedError, match="no tile of backward_dq_tiled fits D=512"): tiled_backward_tiles(p, other_chip("CL", 1024))
+  assert all(t.lds_bytes(p) <= 49152 for t in both_tiles(p, other_chip("CL", 49152)))
+  with pytest.raises(NotImplementedError, match="no tile of backward_dq_tiled fits D=512"): both_tiles(p, other_chip("CL", 1024))
 
 def test_nothing_is_left_that_a_renderer_has_to_know() -> None:
   """With softcap, a window, lengths and dropout."""

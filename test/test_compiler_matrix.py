@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from attn.calls.views import whole_places
 from attn.chips import MODELLED, SEARCHED, get_chip
-from attn.choose.backward import dkdv_of, dq_of, kernel_tiles
-from attn.choose.backward_tiles import AnyBackwardTile, choose_bias_tile
+from attn.choose.backward import choose_bias_tile, dkdv_of, dq_of, kernel_tiles
+from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import KERNELS, choose, choose_tile
 from attn.search.forward import ENOUGH, waves_of
 from attn.choose.splits import AnyTile

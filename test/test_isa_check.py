@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from attn.chips import get_chip
-from attn.choose.backward import dbias_of
-from attn.choose.backward_tiles import choose_bias_tile
+from attn.choose.backward import choose_bias_tile, dbias_of
 from attn.compilers.clang import assembly
 from attn.isa import costs, source
 from attn.isa.__main__ import main

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.chips import Chip, get_chip
-from attn.choose.backward import dbias_of, dkdv_of, dq_of
-from attn.choose.backward_tiles import choose_backward_tiles, choose_bias_tile
+from attn.choose.backward import choose_bias_tile, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.dispatch import KERNELS, choose, choose_tile, forward_of
-from attn.choose.tiled_tiles import tiled_backward_tiles, tiled_tile
+from attn.choose.tiled_tiles import tiled_backward_tile, tiled_tile
 from attn.emulator.ranges import Ranges
 from attn.kernels.append import Append, append
 from attn.kernels.combine import combine, combine_arguments
@@ -128,17 +127,17 @@ def merged(p:Problem, chip:Chip) -> Iterator[Program]:
   parts = {f"part_{i}": ((part_size(p, half),), "float32") for i in range(2)}
   yield {name: p.shapes[name] for name in ("o", "lse")} | parts, merge(replace(p, return_lse=True), chip, rows)
 def gradients(p:Problem, chip:Chip) -> Iterator[Program]:
-  dq, dkdv = choose_backward_tiles(p, chip)
+  dq, dkdv = tiles_of(p, chip)
   yield dq_arguments(p, True, 2), dq_of(p, chip, dq, True, 2)
   yield dkdv_arguments(p, 2), dkdv_of(p, chip, dkdv, 2)
 def of_bias(p:Problem, chip:Chip) -> Iterator[Program]:
   tile = choose_bias_tile(p, chip)
   yield dbias_arguments(p), dbias_of(p, chip, tile)
-  yield dkdv_arguments(p), dkdv_of(p, chip, choose_backward_tiles(p, chip)[1])
+  yield dkdv_arguments(p), dkdv_of(p, chip, tiles_of(p, chip)[1])
 def plain(p:Problem, chip:Chip) -> Iterator[Program]:
   yield arguments(p), tiled(p, chip, tiled_tile(p, chip))
 def plain_gradients(p:Problem, chip:Chip) -> Iterator[Program]:
-  dq, dkdv = tiled_backward_tiles(p, chip)
+  dq, dkdv = (tiled_backward_tile(p, chip, keys) for keys in (False, True))
   yield dq_arguments(p), dq_of(p, chip, dq)
   yield dkdv_arguments(p), dkdv_of(p, chip, dkdv)
 

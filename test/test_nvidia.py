@@ -8,7 +8,6 @@ import pytest
 from tinygrad import TinyJit, Variable
 from attn.chips import get_chip
 from attn.chips.matrix import MMA
-from attn.choose import dispatch
 from attn.choose.dispatch import choose
 from attn.choose.tiles import mma_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
@@ -21,7 +20,7 @@ from attn.ops import nvidia
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp
-from cases import DTYPES_AND_MASKS, GPU, TYPES, WIDTHS, Inputs, check, in_turn, normal, problem
+from cases import DTYPES_AND_MASKS, GPU, TYPES, WIDTHS, Inputs, change_kernel, check, in_turn, normal, problem
 from test_features import COMPILED as OPTIONS_COMPILED
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
@@ -30,8 +29,7 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 @pytest.fixture(autouse=True)
 def without_wgmma(monkeypatch) -> None:
   """sm_90 has a kernel of its own: test_wgmma.py. Dispatch forgets what it has chosen, now and when the test is over."""
-  monkeypatch.setattr(dispatch, "wgmma_refuses", lambda p, arch: "this tests mma.sync")
-  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
+  change_kernel(monkeypatch, "forward_wgmma", lacks=lambda arch: "this tests mma.sync")
 
 @in_turn("case, chip", SHAPES, ["sm_90"], [GPU], among=2)
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
@@ -109,7 +107,7 @@ ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, caus
 @in_turn("tile, case", TILES, list(ON_TILES))
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
   """Warps, query tiles, keys and their parts, stages and where Q is kept may be chosen freely."""
-  monkeypatch.setattr(dispatch, "mma_tile", lambda p, arch: tile)
+  change_kernel(monkeypatch, "forward_mma", tile=lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
   check("sm_90", **ON_TILES[case])
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from attn.calls.views import whole_places
 from attn.chips import get_chip
-from attn.choose.backward import can_differentiate, dbias_of, dkdv_of, dq_of
-from attn.choose.backward_tiles import choose_bias_tile
+from attn.choose.backward import can_differentiate, choose_bias_tile, dbias_of, dkdv_of, dq_of
 from attn.choose.dispatch import KERNELS, choose
 from attn.choose.mla_tiles import mla_tile
 from attn.emulator.offsets import Part, may_be_negative

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.chips import get_chip
-from attn.choose.backward import can_differentiate, dbias_of, dkdv_of, dq_of
-from attn.choose.backward_tiles import choose_bias_tile
+from attn.choose.backward import can_differentiate, choose_bias_tile, dbias_of, dkdv_of, dq_of
 from attn.choose.dispatch import choose, program_of
 from attn.search.forward import FILLS, LARGEST_TILE
 from attn.cache.tuned import CLASSES

@@ -16,7 +16,7 @@ from attn.accuracy import judge
 from attn.api.attention import choice_of
 from attn.api.launch import kernels, launched
 from attn.chips import get_chip, other_chip
-from attn.choose.dispatch import _choose, choose
+from attn.choose.dispatch import KERNELS, _choose, choose
 from attn.choose.tiled_tiles import ALONE, TILED, tiled_tile
 from attn.emulator.checks import LdsRace
 from attn.kernels.combine import combine, combine_arguments
@@ -44,7 +44,7 @@ ONE_THREAD = replace(ALONE, walked=4, own=4, parts=2, columns=4)
 @contextlib.contextmanager
 def with_tile(tile:TiledTile|None, patch:pytest.MonkeyPatch) -> Iterator[None]:
   """Every problem gets this tile, where one is given."""
-  if tile is not None: patch.setattr(attn.choose.dispatch, "tiled_tile", lambda p, arch: tile)
+  if tile is not None: patch.setitem(KERNELS, "tiled", replace(KERNELS["tiled"], tile=lambda p, arch: tile))
   _choose.cache_clear(), kernels.cache_clear()
   try: yield
   finally:

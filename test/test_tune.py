@@ -11,16 +11,16 @@ from click.testing import CliRunner
 from tinygrad import Context
 import bench
 from attn import tune
-from attn.chips import get_chip
+from attn.chips import Chip, get_chip
 from attn.chips.families import FAMILIES
 from attn.cache import tuned
 from attn.choose import tiled_tiles
 from attn.search import backward as backward_search, forward as search
-from attn.choose.backward_tiles import choose_backward_tiles
+from attn.choose.backward_tiles import amd_backward_tile
 from attn.chips.candidates import EVERY, BackwardCandidate, Candidate
 from attn.choose.dispatch import choose, choose_tile
 from attn.search.forward import Bound, RankedTile, best
-from attn.choose.tiled_tiles import tiled_backward_space, tiled_backward_tiles, tiled_space, tiled_tile
+from attn.choose.tiled_tiles import tiled_backward_space, tiled_backward_tile, tiled_space, tiled_tile
 from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
 from attn.isa.source import Spec, problem_of_spec
 from attn.kernels.backward_tiled import TiledBackwardTile
@@ -308,7 +308,8 @@ def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypat
   for table in ("DQ_TILED", "DKDV_TILED"): monkeypatch.setattr(tiled_tiles, table, (tiled_tiles.TiledBackwardCandidate(4, of_backward),))
   with Context(DEV="EMU::gfx1030"):
     s = settings(monkeypatch, H="1", N="8", D="4", DTYPE="float32", BWD="1")
-    own = tiled_backward_tiles(s.problem, get_chip("gfx1030"))
+    def chosen(chip:Chip) -> tuple[TiledBackwardTile, ...]: return tuple(tiled_backward_tile(s.problem, chip, keys) for keys in (False, True))
+    own = chosen(get_chip("gfx1030"))
     for name, of_table in zip(("dq", "dkdv"), own):
       launch = tiles_by_time.backward_launch(s.problem, real, name, of_table)
       given = [UOp.placeholder(shape, FLOATS[dtype], i) for i, (shape, dtype) in enumerate(launch.shapes.values())]
@@ -322,10 +323,10 @@ def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypat
       assert len(timed) > 20 and timed[0] | {"kernel": kernel, "tile": str(fastest), "ms": 1.0, "chosen by": ""} == timed[0]
       assert f"{kernel}, tile {refused}: CL_INVALID_WORK_GROUP_SIZE" in capsys.readouterr().err
       seen.append(fastest)
-    assert tiled_backward_tiles(s.problem, real) == tuple(seen) and tiled_backward_tiles(s.problem, get_chip("gfx1030")) == own
+    assert chosen(real) == tuple(seen) and chosen(get_chip("gfx1030")) == own
     assert tuned.tiled_winner(s.problem, real) is None
     tiles_by_time.time_backward(s.problem, real, "dq", lambda name, tile: 1e-3 if tile == own[0] else 2e-3)
-    assert tiled_backward_tiles(s.problem, real) == (own[0], seen[1])                      # the table's own
+    assert chosen(real) == (own[0], seen[1])                      # the table's own
 
 def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.MonkeyPatch) -> None:
   with Context(DEV="EMU::sm_90"):
@@ -373,8 +374,9 @@ def test_tuning_the_backward_keeps_the_fastest_of_each_kernel(monkeypatch:pytest
       table = tiles_by_time.time_backward(s.problem, REAL, name, seconds)
       assert table[0] | {"kernel": f"backward_{name}", "options": "fenced=4", "ms": 1.0, "chosen by": ""} == table[0] and len(table) == 3
       assert tuned.backward_winner(s.problem, REAL, f"backward_{name}") == BackwardCandidate(64, 4, 32, fenced=4)
-    assert [tile.fenced for tile in choose_backward_tiles(s.problem, REAL)] == [4, 4]
-    assert [tile.fenced for tile in choose_backward_tiles(s.problem, get_chip("gfx942"))] == [0, 2] and tuned.winner(s.problem, REAL) is None
+    assert [amd_backward_tile(s.problem, REAL, keys).fenced for keys in (False, True)] == [4, 4]
+    assert [amd_backward_tile(s.problem, get_chip("gfx942"), keys).fenced for keys in (False, True)] == [0, 2]
+    assert tuned.winner(s.problem, REAL) is None
 
 def test_bounds_of_the_backwards_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
   pytest.importorskip("ziglang")
@@ -390,7 +392,7 @@ def test_the_backwards_space(d:int, keys:bool) -> None:
   """Has the tiles that are in use, but for some options, and no more of them than a search can look at."""
   for arch in ("gfx942", "gfx1201"):
     found = backward_search.backward_candidates(get_chip(arch), d, keys)
-    own = choose_backward_tiles(problem_of_spec(Spec(arch, d)), get_chip(arch))[keys]
+    own = amd_backward_tile(problem_of_spec(Spec(arch, d)), get_chip(arch), keys)
     assert any((c.waves, c.block_n, c.passes) == (own.waves, own.block_n, own.passes) for c in found) and len(found) < 500
 
 def test_the_emulator_is_not_timed() -> None:

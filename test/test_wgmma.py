@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import cases, test_features as features
 from attn.chips import get_chip
-from attn.choose import dispatch
 from attn.chips.candidates import WgmmaCandidate
 from attn.choose.nvidia_table import WGMMA_CANDIDATES
 from attn.choose.tiles import wgmma_tile
@@ -21,7 +20,7 @@ from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render
 from attn.ops.softmax import LOWEST
 from attn.tinygrad_compat import UOp, dtypes
-from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, check, check_kernels, every_other, in_turn, problem
+from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, change_kernel, check, check_kernels, every_other, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
@@ -64,8 +63,7 @@ def test_large_grids(D:int) -> None:
 @pytest.mark.parametrize("c", every_other(WGMMA_CANDIDATES), ids=str)
 def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
   tile = forward_wgmma.WgmmaTile(c.groups, c.block_n)
-  monkeypatch.setattr(dispatch, "wgmma_tile", lambda p, arch: tile)
-  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
+  change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   few = tile.lds_bytes(problem(Sk=500, D=c.up_to)) > get_chip("sm_90").lds      # a tile for keys that fit into it
   assert tile.lds_bytes(problem(Sk=c.block_n, D=c.up_to)) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=c.block_n if few else 500, D=c.up_to, causal="top-left" if few else True)
@@ -135,8 +133,7 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
 def test_no_more_places_than_tiles(monkeypatch) -> None:
   """With two tiles the ring has two places: what would be a third tile's copy, of zeros, is not made."""
   tile = WgmmaTile(1, 48)
-  monkeypatch.setattr(dispatch, "wgmma_tile", lambda p, arch: tile)
-  monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
+  change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]
   check("sm_90", H=1, Sq=70, Sk=90, D=32, causal=True)
   monkeypatch.setattr(forward_wgmma, "STAGES", 2)       # taken for as many as there may ever be, the copy is made

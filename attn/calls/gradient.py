@@ -14,8 +14,8 @@ from attn.calls.checked_kernel import CheckedKernel, check_means
 from attn.calls.placement import AXES, empty
 from attn.calls.plain import plain_attention
 from attn.chips import Chip
-from attn.choose.backward import Parts, can_differentiate, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
-from attn.choose.backward_tiles import AnyBackwardTile, choose_bias_tile
+from attn.choose.backward import Parts, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
+from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.problem import EXTRAS, Problem

@@ -1,14 +1,15 @@
 """How the gradient of a problem is computed on a chip: by the backward kernels, or by tinygrad from `three_pass`. Every no carries its reason."""
 from __future__ import annotations
-import math
+import itertools, math
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.choose import splits
-from attn.choose.backward_tiles import AnyBackwardTile, choose_backward_tiles, choose_bias_tile, wgmma_backward_refuses
-from attn.choose.dispatch import NO_UNIT, amd_refuses, asked_for, mma_refuses, too_many_parts
+from attn.choose.backward_tiles import (AnyBackwardTile, amd_backward_tile, amd_bias_tile, mma_backward_tile, mma_bias_tile, wgmma_backward_refuses,
+                                        wgmma_backward_tile)
+from attn.choose.dispatch import NO_UNIT, Refusal, amd_refuses, asked_for, mma_refuses, most_telling, no_mma, no_tiles, no_wgmma, too_many_parts
 from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD, MATRIX_UNITS, ON_AMD, ON_ANY, ON_MMA, ON_WGMMA, UNITS, WAYS
-from attn.choose.tiled_tiles import tiled_backward_tiles
+from attn.choose.tiled_tiles import tiled_backward_tile
 from attn.kernels.parts.bias_share import BiasShare
 from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.backward_dbias_mma import backward_dbias_mma
@@ -18,9 +19,8 @@ from attn.kernels.backward_dkdv_wgmma import backward_dkdv_wgmma
 from attn.kernels.backward_dq import backward_dq
 from attn.kernels.backward_dq_mma import backward_dq_mma
 from attn.kernels.backward_dq_wgmma import backward_dq_wgmma
-from attn.kernels.backward_tiled import TiledBackwardTile, backward_dkdv_tiled, backward_dq_tiled
+from attn.kernels.backward_tiled import backward_dkdv_tiled, backward_dq_tiled
 from attn.kernels.parts.backward_mma import MmaBackwardTile
-from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.rectangle import beyond_registers
 from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arguments, dq_arguments
@@ -29,26 +29,73 @@ from attn.problem import MAX_SPLITS, Problem
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
-# of the kernel that a tile is for
-SUFFIXES = {BackwardTile: ON_AMD, MmaBackwardTile: ON_MMA, WgmmaBackwardTile: ON_WGMMA, TiledBackwardTile: ON_ANY}
+Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # of the kernel of dq, and of that of dk and dv
+
+LEAST_KEPT = 2.0**-14     # of P, by dropout
+
+def beyond_float16(p:Problem) -> str|None:
+  """Why P of dropout is not rounded to 16 bits, or None."""
+  if p.kept >= LEAST_KEPT: return None
+  return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
+
+def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
+  if (reason := beyond_registers(p)) is not None: return reason
+  return "bias: there is no kernel of plain UOps for its gradient" if p.bias is not None else None
+
+@dataclass(frozen=True)
+class GradientKernels:
+  """The kernels that compute gradients together on one unit, as dispatch knows them; of a bias, too, where they have a tile for it."""
+  refuses: Callable[[Problem, Chip], str|None]                      # why they cannot differentiate a problem on a chip that has their unit, or None
+  tile: Callable[[Problem, Chip, bool], AnyBackwardTile]            # of the kernel that owns queries, or keys; raises NotImplementedError
+  dq: Callable[..., Callable[..., UOp]]
+  dkdv: Callable[..., Callable[..., UOp]]
+  bias_tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]|None = None
+  dbias: Callable[..., Callable[..., UOp]]|None = None
+  lacks: Callable[[Chip], str|None] = lambda arch: None             # why a chip has not their unit, or None
+  general: bool = False                                             # as of `dispatch.ForwardKernel`
+
+  def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
+    """The tiles for a problem on a chip, or why they cannot compute its gradient."""
+    if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
+    try:
+      tiles = self.tile(p, arch, False), self.tile(p, arch, True)
+      used = (*tiles, *([self.bias_tile(p, arch)] if p.bias is not None and self.bias_tile is not None else []))
+      for tile in used: check_backward(p, tile)
+    except NotImplementedError as e: return str(e)
+    if (need := max(tile.lds_bytes(p) for tile in used)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
+    for tile, rows, heads in zip(tiles, (p.Sq, p.Sk), (p.B*p.H, p.B*p.Hkv)):
+      if arch.serial and (reason := too_many_parts(p, arch, ceildiv(rows, tile.block_m), heads)) is not None: return reason
+    return tiles
+
+# by what the names of a unit's kernels end with, best first
+GRADIENT_KERNELS: dict[str, GradientKernels] = {
+  ON_AMD: GradientKernels(lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq, backward_dkdv,
+                   amd_bias_tile, backward_dbias, no_tiles, general=True),
+  ON_WGMMA: GradientKernels(lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile, backward_dq_wgmma,
+                     backward_dkdv_wgmma, mma_bias_tile, lacks=no_wgmma),
+  ON_MMA: GradientKernels(lambda p, arch: mma_refuses(p, arch) or beyond_float16(p), mma_backward_tile, backward_dq_mma, backward_dkdv_mma,
+                   mma_bias_tile, backward_dbias_mma, no_mma, general=True),
+  ON_ANY: GradientKernels(tiled_backward_refuses, tiled_backward_tile, backward_dq_tiled, backward_dkdv_tiled)}
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """The kernel of dq and delta that a tile is for."""
-  if isinstance(tile, TiledBackwardTile): return backward_dq_tiled(p, arch, tile, dlse, parts)
-  if isinstance(tile, WgmmaBackwardTile): return backward_dq_wgmma(p, arch, tile, dlse, parts)
-  return backward_dq_mma(p, arch, tile, dlse, parts) if isinstance(tile, MmaBackwardTile) else backward_dq(p, arch, tile, dlse, parts)
+  return GRADIENT_KERNELS[tile.suffix].dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
   """The kernel of dk and dv that a tile is for."""
-  if isinstance(tile, TiledBackwardTile): return backward_dkdv_tiled(p, arch, tile, parts)
-  if isinstance(tile, WgmmaBackwardTile): return backward_dkdv_wgmma(p, arch, tile, parts)
-  return backward_dkdv_mma(p, arch, tile, parts) if isinstance(tile, MmaBackwardTile) else backward_dkdv(p, arch, tile, parts)
+  return GRADIENT_KERNELS[tile.suffix].dkdv(p, arch, tile, parts)
+
+def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
+  """The tile of the kernel of dbias. Raises NotImplementedError where there is none."""
+  for gradient in GRADIENT_KERNELS.values():
+    if gradient.bias_tile is not None and gradient.lacks(arch) is None: return gradient.bias_tile(p, arch)
+  raise NotImplementedError(no_tiles(arch))
 
 def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
   """The kernel of dbias that a tile is for."""
-  return backward_dbias_mma(p, arch, tile, parts) if isinstance(tile, MmaBackwardTile) else backward_dbias(p, arch, tile, parts)
-
-LEAST_KEPT = 2.0**-14     # of P, by dropout
+  program = GRADIENT_KERNELS[tile.suffix].dbias
+  assert program is not None
+  return program(p, arch, tile, parts)
 
 @dataclass(frozen=True)
 class BackwardChoice:
@@ -66,7 +113,7 @@ class BackwardChoice:
   @property
   def kernels(self) -> tuple[str, ...]:
     if self.tiles is None: return ()
-    return tuple(name + SUFFIXES[type(tile)] for name, tile in zip((*BACKWARD_KERNELS, BIAS_KERNEL), self.tiles))
+    return tuple(name + tile.suffix for name, tile in zip((*BACKWARD_KERNELS, BIAS_KERNEL), self.tiles))
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
     if self.tiles is None:
@@ -115,13 +162,13 @@ def memory_of(p:Problem, parts:Parts) -> int:
   left = sum(4*math.prod(of[kernel][name][0]) for kernel in of if getattr(parts, kernel) for name in names[kernel])
   return 8*p.rows + left
 
-def tiles_of(p:Problem, arch:Chip) -> tuple[AnyBackwardTile, AnyBackwardTile]:
+def tiles_of(p:Problem, arch:Chip) -> Tiles:
   """Of the backward kernels, which compute the gradient of `p`."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
-def can_differentiate(p:Problem, arch:Chip|None) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
+def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
   """The tiles of the backward kernels for `p` on `arch`, or why they don't compute its gradient: they cannot, or ATTN_KERNEL asks for another way.
   Raises NotImplementedError where it asks for them and they cannot."""
   if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
@@ -133,40 +180,19 @@ def check_not_forced(reason:str) -> None:
   if (wanted := asked_for().backward) in WAYS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @cache_of_kernels
-def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
+def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tiles|str:
   """The tiles of the backward kernels for `p` on `arch`, of those for some units, or why they cannot compute its gradient: a matrix unit's before
   those of plain UOps."""
   if arch is None: return NO_UNIT
-  reasons = []
-  for of, find in ((MATRIX_UNITS, matrix_tiles), ((ON_ANY,), plain_tiles)):
-    if not (some := tuple(unit for unit in units if unit in of)): continue
-    if not isinstance(found := find(replace(p, num_splits=1), arch, some), str): return found
-    reasons.append(found)
+  p, reasons = replace(p, num_splits=1), []
+  for alike in (MATRIX_UNITS, (ON_ANY,)):
+    refusals = []
+    for suffix, gradient in GRADIENT_KERNELS.items():
+      if suffix not in alike or suffix not in units: continue
+      if not isinstance(found := gradient.tiles(p, arch), str): return found
+      refusals.append(Refusal(gradient.lacks(arch) is None, gradient.general, found))
+    if refusals: reasons.append(most_telling(refusals))
   return "; ".join(dict.fromkeys(reasons))
-
-def matrix_tiles(p:Problem, arch:Chip, units:tuple[str, ...]) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
-  """Those for matrix units."""
-  if (reason := (mma_refuses if arch.family == "nvidia" else amd_refuses)(p, arch)) is not None: return reason
-  if p.kept < LEAST_KEPT: return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
-  try:
-    tiles = choose_backward_tiles(p, arch, units)
-    used = (*tiles, *([choose_bias_tile(p, arch)] if p.bias is not None else []))
-    for tile in used: check_backward(p, tile)
-  except NotImplementedError as e: return str(e)
-  if (need := max(tile.lds_bytes(p) for tile in used)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
-  return tiles
-
-def plain_tiles(p:Problem, arch:Chip, units:tuple[str, ...]) -> tuple[AnyBackwardTile, AnyBackwardTile]|str:
-  """Those of plain UOps."""
-  if (reason := beyond_registers(p)) is not None: return reason
-  if p.bias is not None: return "bias: there is no kernel of plain UOps for its gradient"
-  try:
-    tiles = tiled_backward_tiles(p, arch)
-    for tile in tiles: check_backward(p, tile)
-  except NotImplementedError as e: return str(e)
-  for tile, rows, heads in zip(tiles, (p.Sq, p.Sk), (p.B*p.H, p.B*p.Hkv)):
-    if arch.serial and (reason := too_many_parts(p, arch, ceildiv(rows, tile.block_m), heads)) is not None: return reason
-  return tiles
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
   """For a reason that ATTN_KERNEL cannot overcome."""
@@ -178,19 +204,15 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
-  parts, others = choose_parts(p, arch), others_of(p, arch, SUFFIXES[type(found[0])])
+  parts, others = choose_parts(p, arch), others_of(p, arch, found[0].suffix)
   if p.bias is None: return BackwardChoice(found, arch, None, (parts.dq, parts.dkdv), memory_of(p, parts), others)
   tiles = (*found, choose_bias_tile(p, arch))
   return BackwardChoice(tiles, arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts), others)
 
-BEST_FIRST = (ON_AMD, ON_WGMMA, ON_MMA, ON_ANY)
-REFUSES: dict[str, Callable[[Problem, Chip], str|None]] = {ON_AMD: amd_refuses, ON_WGMMA: wgmma_backward_refuses, ON_MMA: mma_refuses}
-
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
   """(kernels, reason) of the units that come before the chosen one."""
   asked, p, found = asked_for(), replace(p, num_splits=1), []
-  for unit in BEST_FIRST[:BEST_FIRST.index(chosen)]:
-    reason = REFUSES[unit](p, arch) or matrix_tiles(p, arch, (unit,))
-    if not isinstance(reason, str): reason = f"ATTN_KERNEL={asked.backward} forces another"
-    found.append((", ".join(name + unit for name in BACKWARD_KERNELS), reason))
+  for suffix, gradient in itertools.takewhile(lambda x: x[0] != chosen, GRADIENT_KERNELS.items()):
+    if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} forces another"
+    found.append((", ".join(name + suffix for name in BACKWARD_KERNELS), reason))
   return tuple(found)

@@ -10,8 +10,7 @@ from attn.chips.matrix import MMA
 from attn.cache import tuned
 from attn.chips.candidates import BackwardCandidate, Burden
 from attn.choose.tiles import burden
-from attn.choose.dispatch import mma_refuses, wgmma_refuses
-from attn.choose.forced import ON_AMD, ON_MMA, ON_WGMMA, MATRIX_UNITS
+from attn.choose.dispatch import wgmma_refuses
 from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.backward_mma import MmaBackwardTile
 from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
@@ -117,20 +116,27 @@ DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 1, 
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
 
-def choose_backward_tiles(p:Problem, arch:Chip, units:tuple[str, ...]=MATRIX_UNITS) -> tuple[AnyBackwardTile, AnyBackwardTile]:
-  """The tiles of the kernel of dq and of that of dk and dv, of those for some units. Raises NotImplementedError where there is none."""
-  if arch.family == "nvidia":
-    if ON_WGMMA in units and ((reason := wgmma_backward_refuses(p, arch)) is None or ON_MMA not in units):
-      if reason is not None: raise NotImplementedError(reason)
-      return _chosen_wgmma(p, DQ_WGMMA, p.Sq, False), _chosen_wgmma(p, DKDV_WGMMA, p.Sk, True)
-    return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False), _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
-  if ON_AMD not in units: raise NotImplementedError(mma_refuses(p, arch) if ON_MMA in units else wgmma_backward_refuses(p, arch))
-  return _chosen("backward_dq", p, arch, DQ, False, PLAIN_DQ), _chosen("backward_dkdv", p, arch, DKDV, True, PLAIN_DKDV)
+# ***** the tile of a kernel that owns queries, that of dq, or of one that owns `keys`, that of dk and dv *****
 
-def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
-  """The tile of the kernel of dbias: on AMD that of the kernel of dq. Raises NotImplementedError where there is none."""
-  if arch.family == "nvidia": return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
+def amd_backward_tile(p:Problem, arch:Chip, keys:bool) -> BackwardTile:
+  return _chosen("backward_dkdv", p, arch, DKDV, True, PLAIN_DKDV) if keys else _chosen("backward_dq", p, arch, DQ, False, PLAIN_DQ)
+
+def amd_bias_tile(p:Problem, arch:Chip) -> BackwardTile:
+  """The tile of the kernel of dbias: that of the kernel of dq."""
   return _chosen("backward_dq", p, arch, DQ, False)
+
+def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
+  if keys: return _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
+  return _chosen_mma("backward_dq_mma", p, arch, DQ_MMA, p.Sq, False)
+
+def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
+
+def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
+  """Every problem has one."""
+  queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
+  table = DKDV_WGMMA if keys else DQ_WGMMA
+  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.capped or not p.softcap) and (c.few is None or queries <= c.few))
+  return WgmmaBackwardTile(MMA[p.dtype], min(c.groups, ceildiv(rows, wgmma.M)), c.block_n, keys, c.passes)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""
@@ -139,14 +145,7 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   rows = wgmma.M
   return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
 
-def _chosen_wgmma(p:Problem, table:tuple[WgmmaBackwardCandidate, ...], rows:int, keys:bool) -> WgmmaBackwardTile:
-  """As `_chosen`; every problem has one."""
-  queries = p.Sq*(p.H//p.Hkv) if keys else p.Sq
-  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.capped or not p.softcap) and (c.few is None or queries <= c.few))
-  return WgmmaBackwardTile(MMA[p.dtype], min(c.groups, ceildiv(rows, wgmma.M)), c.block_n, keys, c.passes)
-
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
-  """As `_chosen`."""
   mat, load, reasons = MMA[p.dtype], Burden.BIAS if p.dropout_p else burden(p), []      # dropout takes as many registers as a bias
   for c in table:
     row_tiles = min(c.row_tiles, ceildiv(rows, mat.M))

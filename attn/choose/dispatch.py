@@ -2,6 +2,7 @@
 reason."""
 from __future__ import annotations
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.chips import CHIPS, Chip
@@ -16,10 +17,7 @@ from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles_table import CANDIDATES
 from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, mla_mma, staggered, tiled
 from attn.kernels.combine import combine
-from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
-from attn.kernels.mla import MlaTile
-from attn.kernels.mla_mma import MlaMmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.rectangle import beyond_registers, serial_items
 from attn.kernels.parts.tensors import check_range, too_wide
@@ -62,38 +60,46 @@ class Choice:
     if self.memory: lines.append("  bytes beside inputs and outputs: " + ", ".join(f"{name} {n}" for name, n in self.memory))
     return "\n".join(lines)
 
-# ***** what a kernel cannot compute *****
+# ***** what a kernel cannot compute: what it is made of and a chip has not, and which problems it refuses on a chip that has *****
+
+def no_tiles(arch:Chip) -> str|None:
+  if arch.family in CANDIDATES: return None
+  return f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(CANDIDATES)}"
+
+def no_mma(arch:Chip) -> str|None: return None if arch.family == "nvidia" else f"{arch.name} has no mma.sync"
+
+def no_wgmma(arch:Chip) -> str|None: return None if arch.wgmma else f"{arch.name} has no wgmma"
+
+def no_latent_tiles(arch:Chip) -> str|None:
+  return None if arch.family in MLA_CANDIDATES else f"{arch.name}: it has tiles for {', '.join(MLA_CANDIDATES)}"
 
 def amd_refuses(p:Problem, arch:Chip) -> str|None:
-  """Why no kernel made of AMD's matrix instructions takes `p` on `arch`, or None."""
-  if arch.family not in CANDIDATES: return f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(CANDIDATES)}"
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
   return too_wide(p)
+
+def plain_only(p:Problem, *but:str) -> str|None:
+  """Why a kernel that takes no option `but` these does not take `p`, or None."""
+  options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in but]
+  return f"{options[0]}: it takes plain problems only" if options else None
 
 def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
   if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
   if (p.D, p.Dv) != (dual_wave.HEAD, dual_wave.HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {dual_wave.HEAD}"
   if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
-  if options := (*p.options, *["num_splits"]*(p.num_splits > 1)): return f"{options[0]}: it takes plain problems only"
-  return None
+  return plain_only(p)
 
 def staggered_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
   if not arch.unit.agprs: return f"{arch.name}: its matrix unit does not run beside the vector unit; those of gfx90a, gfx942 and gfx950 do"
   if max(p.D, p.Dv) > STAGGERED_UP_TO: return f"D={p.D}, Dv={p.Dv}: LDS has room for its tiles up to {STAGGERED_UP_TO}"
-  others = () if p.dealt is None else ("dealt", "k_view")     # of which only the places of rows differ
-  options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in others]
-  if options: return f"{options[0]}: it takes plain problems only"
-  return None
+  return plain_only(p, *(() if p.dealt is None else ("dealt", "k_view")))     # of which only the places of rows differ
 
 def mma_refuses(p:Problem, arch:Chip) -> str|None:
-  if arch.family != "nvidia": return f"{arch.name} has no mma.sync"
   if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
   return too_wide(p)
 
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
-  if not arch.wgmma: return f"{arch.name} has no wgmma"
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
   if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
@@ -102,64 +108,35 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
     if view is not None and not view.whole(unit): return f"{name} lies as {view} says: rows are copied by {unit} elements, from a multiple of them on"
   return None
 
-def mla_refuses(p:Problem, arch:Chip) -> str|None:
-  if arch.family not in MLA_CANDIDATES: return f"{arch.name}: it has tiles for {', '.join(MLA_CANDIDATES)}"
-  return latent_refuses(p)
+def tiled_refuses(p:Problem, arch:Chip) -> str|None:
+  if (reason := beyond_registers(p)) is not None: return reason
+  return "batch_invariant=True: its tiles are for the whole grid, and so depend on the batch" if p.batch_invariant else None
 
-def mla_mma_refuses(p:Problem, arch:Chip) -> str|None:
-  return latent_refuses(p) if arch.family == "nvidia" else f"{arch.name} has no mma.sync"
+def never(p:Problem, arch:Chip) -> None: return None
 
-# ***** how a kernel would divide a problem, or why it cannot compute it *****
+# ***** how a kernel divides a problem, or why it cannot compute it *****
 
-def whole(p:Problem, tile:Callable[[], AnyTile]) -> Work|str:
-  """A forward kernel with the tile that is chosen, without splits."""
-  try:
-    chosen = tile()
-    check_range(p, chosen)
+TileOf = Callable[[Problem, Chip], Any]     # the tile of a kernel for a problem; raises NotImplementedError where none fits
+
+def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
+  """With the tile that is chosen, without splits."""
+  try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
-  if (asked := min(p.num_splits, splits.key_tiles(p, chosen))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
-  return Work(chosen)
+  if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
+  return Work(tile)
 
-def can_forward(p:Problem, arch:Chip) -> Work|str: return amd_refuses(p, arch) or whole(p, lambda: choose_amd_tile(p, arch))
-
-def can_dual_wave(p:Problem, arch:Chip) -> Work|str: return dual_wave_refuses(p, arch) or Work(dual_wave_tile(p, arch))
-
-def can_staggered(p:Problem, arch:Chip) -> Work|str: return staggered_refuses(p, arch) or whole(p, lambda: staggered_tile(p, arch))
-
-def can_forward_mma(p:Problem, arch:Chip) -> Work|str: return mma_refuses(p, arch) or whole(p, lambda: mma_tile(p, arch))
-
-def can_forward_wgmma(p:Problem, arch:Chip) -> Work|str: return wgmma_refuses(p, arch) or whole(p, lambda: wgmma_tile(p, arch))
-
-def can_mla(p:Problem, arch:Chip) -> Work|str: return mla_refuses(p, arch) or whole(p, lambda: mla_tile(p, arch))
-
-def can_mla_mma(p:Problem, arch:Chip) -> Work|str: return mla_mma_refuses(p, arch) or whole(p, lambda: mla_mma_tile(p, arch))
-
-def choose_tile(p:Problem, arch:Chip) -> AnyTile:
-  """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with every reason, when none fits."""
-  latent = p.v_in_k and too_wide(p) is not None
-  if arch.family != "nvidia":
-    if latent and mla_refuses(p, arch) is None: return mla_tile(p, arch)
-    if (reason := amd_refuses(p, arch)) is not None: raise NotImplementedError(reason)
-    return choose_amd_tile(p, arch)
-  if latent and mla_mma_refuses(p, arch) is None: return mla_mma_tile(p, arch)
-  if wgmma_refuses(p, arch) is None and too_short(p) is None: return wgmma_tile(p, arch)
-  if (reason := mma_refuses(p, arch)) is not None: raise NotImplementedError(reason)
-  return mma_tile(p, arch)
-
-def can_split_kv(p:Problem, arch:Chip) -> Work|str:
+def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   """With as many key ranges as are asked for, or as the heuristic finds, and two at least."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
-  unsplit = replace(p, num_splits=1)
-  work = whole(unsplit, lambda: choose_tile(unsplit, arch))
-  if isinstance(work, str): return work
+  if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
   if p.batch_invariant:
-    tile = choose_tile(replace(p, num_splits=2), arch)
+    tile = tile_of(replace(p, num_splits=2), arch)
     if (number := splits.resolve(p, arch, tile).num_splits) > 1: return Work(tile, number)
     return f"batch_invariant=True: room for one range of {INVARIANT_KEYS} keys only, or more queries than a tile has"
   if (tiles := splits.key_tiles(p, work.tile)) < 2: return f"no split is possible: {of_grid(p, arch, work.tile)}"
-  number = max(2, splits.resolve(p, arch, work.tile).num_splits)
-  return Work(choose_tile(replace(p, num_splits=min(number, tiles)), arch), min(number, tiles))
+  number = min(max(2, splits.resolve(p, arch, work.tile).num_splits), tiles)
+  return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 MOST_PARTS = 8192    # half of what tinygrad's queue of commands for a CPU holds
 
@@ -168,19 +145,16 @@ def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes {MOST_PARTS} at most, which tinygrad tells it one by one"
 
-def can_tiled(p:Problem, arch:Chip) -> Work|str:
+def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   """With as many key ranges as are asked for, or as the heuristic finds."""
-  if (reason := beyond_registers(p)) is not None: return reason
-  if p.batch_invariant: return "batch_invariant=True: its tiles are for the whole grid, and so depend on the batch"
-  try:
-    tile = tiled_tile(p, arch)
-    check_range(p, tile)
+  try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
   if tile.alone: return Work(tile) if p.num_splits <= 1 else f"num_splits={p.num_splits}: threads by themselves have no key ranges to merge"
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
-def can_three_pass(p:Problem, arch:Chip|None) -> Work|str:
+def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
+  """By tensor operations, which tinygrad schedules."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
   return Work(None)
 
@@ -223,41 +197,66 @@ def staggered_slower(p:Problem, arch:Chip) -> str|None:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) is not None else None
 
-def too_short(p:Problem) -> str|None:
+def too_short(p:Problem, arch:Chip) -> str|None:
   rows = WgmmaTile(1, MMA[p.dtype].N).block_m
   return f"Sq={p.Sq}: a warpgroup has {rows} queries, forward_mma has smaller tiles" if p.Sq < rows else None
 
-def never(p:Problem, arch:Chip) -> None: return None
-
 # ***** the kernels *****
+
+@dataclass(frozen=True)
+class ForwardKernel:
+  """A kernel as dispatch knows it."""
+  refuses: Callable[[Problem, Chip], str|None]                              # why it cannot compute a problem on a chip that has its unit, or None
+  tile: TileOf
+  program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None          # of a tile; None: tensor operations
+  lacks: Callable[[Chip], str|None] = lambda arch: None                     # why a chip has not its unit, or None
+  slower: Callable[[Problem, Chip], str|None] = never                       # why another is faster where it can, or None
+  divide: Callable[[Problem, Chip, TileOf], Work|str] = whole               # a problem that it doesn't refuse
+  ranges: bool = False      # split_kv gives it ranges of the keys
+  general: bool = False     # it takes all that its unit can: where it refuses, nothing else made of that unit says more
+  def can(self, p:Problem, arch:Any) -> Work|str:
+    """How it divides a problem on a chip, or why it cannot compute it."""
+    return self.lacks(arch) or self.refuses(p, arch) or self.divide(p, arch, self.tile)
+
+@dataclass(frozen=True)
+class Refusal:
+  """Why a kernel does not take a problem."""
+  present: bool     # the chip has what the kernel is made of
+  general: bool     # of ForwardKernel
+  reason: str
+
+def most_telling(refusals:Sequence[Refusal]) -> str:
+  """The reason of one of several kernels: of a general one made of what the chip has, if there is one."""
+  return max(refusals, key=lambda x: (x.present, x.general)).reason
+
+def choose_tile(p:Problem, arch:Chip) -> AnyTile:
+  """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with the reason, where there is none."""
+  refusals = []
+  for kernel in KERNELS.values():
+    if not kernel.ranges: continue
+    lacking = kernel.lacks(arch)
+    if (reason := lacking or kernel.refuses(p, arch) or kernel.slower(p, arch)) is None: return kernel.tile(p, arch)
+    refusals.append(Refusal(lacking is None, kernel.general, reason))
+  raise NotImplementedError(most_telling(refusals))
 
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
   """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
-  if isinstance(tile, tiled.TiledTile): return tiled.tiled(p, arch, tile)
-  if isinstance(tile, MlaTile): return mla.mla(p, arch, tile)
-  if isinstance(tile, MlaMmaTile): return mla_mma.mla_mma(p, arch, tile)
-  if isinstance(tile, WgmmaTile): return forward_wgmma.forward_wgmma(p, arch, tile)
-  return forward_mma.forward_mma(p, arch, tile) if isinstance(tile, MmaTile) else forward.forward(p, arch, tile)
-
-@dataclass(frozen=True)
-class Implementation:
-  """A kernel as dispatch knows it."""
-  can: Callable[[Problem, Any], Work|str]                              # how it divides a problem on a chip, or why it cannot compute it
-  slower: Callable[[Problem, Chip], str|None] = never                  # why another is faster where it can, or None
-  program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None = None   # of a tile; None: tensor operations
+  program = KERNELS[tile.kernel].program
+  assert program is not None
+  return program(p, arch, tile)
 
 # best first: the first that can compute a problem, and would not be slower than another, gets it
-KERNELS: dict[str, Implementation] = {
-  "split_kv": Implementation(can_split_kv, split_slower, forward_of),
-  "dual_wave": Implementation(can_dual_wave, dual_wave_slower, dual_wave.dual_wave),
-  "staggered": Implementation(can_staggered, staggered_slower, staggered.staggered),
-  "forward": Implementation(can_forward, program=forward.forward),
-  "forward_wgmma": Implementation(can_forward_wgmma, lambda p, arch: too_short(p), forward_wgmma.forward_wgmma),
-  "forward_mma": Implementation(can_forward_mma, program=forward_mma.forward_mma),
-  "mla": Implementation(can_mla, program=mla.mla),
-  "mla_mma": Implementation(can_mla_mma, program=mla_mma.mla_mma),
-  "tiled": Implementation(can_tiled, program=forward_of),
-  "three_pass": Implementation(can_three_pass)}
+KERNELS: dict[str, ForwardKernel] = {
+  "split_kv": ForwardKernel(never, choose_tile, forward_of, slower=split_slower, divide=into_ranges),
+  "dual_wave": ForwardKernel(dual_wave_refuses, dual_wave_tile, dual_wave.dual_wave, no_tiles, dual_wave_slower),
+  "staggered": ForwardKernel(staggered_refuses, staggered_tile, staggered.staggered, no_tiles, staggered_slower),
+  "forward": ForwardKernel(amd_refuses, choose_amd_tile, forward.forward, no_tiles, ranges=True, general=True),
+  "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward_wgmma.forward_wgmma, no_wgmma, too_short, ranges=True),
+  "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward_mma.forward_mma, no_mma, ranges=True, general=True),
+  "mla": ForwardKernel(latent_refuses, mla_tile, mla.mla, no_latent_tiles, ranges=True),
+  "mla_mma": ForwardKernel(latent_refuses, mla_mma_tile, mla_mma.mla_mma, no_mma, ranges=True),
+  "tiled": ForwardKernel(tiled_refuses, tiled_tile, tiled.tiled, divide=over_threads),
+  "three_pass": ForwardKernel(never, never, None, divide=by_tensors)}
 
 NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)}, and tiled also OpenCL, Metal and a CPU"
 

@@ -26,7 +26,7 @@ MLA_CANDIDATES: Mapping[str, tuple[MlaCandidate, ...]] = {"cdna2": OF_CDNA, "cdn
 MLA_MMA_CANDIDATES = (MlaMmaCandidate(32, 4, 64, 2), MlaMmaCandidate(32, 4, 32, 2), MlaMmaCandidate(16, 2, 64, 4), MlaMmaCandidate(16, 2, 32, 2),
                       MlaMmaCandidate(0, 1, 64, 4), MlaMmaCandidate(0, 1, 32, 2))
 
-def latent_refuses(p:Problem) -> str|None:
+def latent_refuses(p:Problem, arch:Chip) -> str|None:
   """Why neither kernel takes `p` on any chip, or None."""
   if not p.v_in_k: return "v_dim=None: it takes values that are the first columns of the keys"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"

@@ -105,13 +105,10 @@ DKDV_TILED = (
 
 BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # of one thread
 
-def tiled_backward_tiles(p:Problem, arch:Chip) -> tuple[TiledBackwardTile, TiledBackwardTile]:
-  """Of the kernel of dq and of that of dk and dv: those that TUNE=1 found, or the first candidates that fit. Raises NotImplementedError where local
-  memory has no room for any."""
-  return _fitting("backward_dq_tiled", DQ_TILED, False, p, arch), _fitting("backward_dkdv_tiled", DKDV_TILED, True, p, arch)
-
-def _fitting(kernel:str, table:tuple[TiledBackwardCandidate, ...], keys:bool, p:Problem, arch:Chip) -> TiledBackwardTile:
-  """Of a kernel that owns queries, or `keys`, which changes what lies in local memory."""
+def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
+  """The tile of the kernel of dq, which owns queries, or of that of dk and dv, which owns `keys`, as changes what lies in local memory: the one that
+  TUNE=1 found, or the first candidate that fits. Raises NotImplementedError where local memory has no room for any."""
+  kernel, table = ("backward_dkdv_tiled", DKDV_TILED) if keys else ("backward_dq_tiled", DQ_TILED)
   kept = tuned.tiled_backward_winner(p, arch, kernel)
   by_table = [c.tile for c in table if max(p.D, p.Dv) <= c.up_to] if arch.lds else [BACKWARD_ALONE]
   for found in [kept, *by_table] if kept is not None else by_table:

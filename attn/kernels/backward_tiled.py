@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from attn.chips import Chip
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
@@ -37,6 +38,7 @@ KEPT = ("kept", "kept of dp")      # own rows in local memory
 @dataclass(frozen=True)
 class TiledBackwardTile(RectangleTile):
   """How a workgroup divides the work: of a kernel that owns queries, or `keys`."""
+  suffix: ClassVar[str] = "_tiled"
   keys: bool = False
   def sections(self, p:Problem) -> Sections:
     """P, where a gradient is summed with it, and dS; `exchanged` is a number of each query from each thread."""

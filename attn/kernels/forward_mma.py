@@ -8,7 +8,7 @@ the way, from rows that are swizzled against bank conflicts. The softmax takes n
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, ClassVar
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
@@ -38,6 +38,8 @@ class MmaTile:
   parts: int = 2               # of a trip's keys, whose P is computed and used by turns
   rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than this, in powers of two
   key_waves: int = 1           # warps that have the same queries: each takes its share of a trip's keys, and at the end they add up what they found
+
+  kernel: ClassVar[str] = "forward_mma"
 
   @property
   def block_m(self) -> int: return self.waves//self.key_waves*self.q_tiles*self.matrix.M

@@ -35,6 +35,8 @@ class WgmmaTile:
   block_n: int                 # keys of a trip
   rescale_above: float = 8.0   # accumulators are rescaled when the P of a lane, in one trip, add up to more than this power of two
 
+  kernel: ClassVar[str] = "forward_wgmma"
+
   pack_gqa: ClassVar[bool] = False
   @property
   def waves(self) -> int: return self.groups*4

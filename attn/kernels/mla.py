@@ -10,7 +10,7 @@ from the tile of K, which lies in LDS once.
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Callable, ClassVar
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.counts import ceildiv
@@ -43,6 +43,8 @@ class MlaTile(SharingTile):
   weight_parts: int = 1        # of a trip's keys, whose P is read from LDS by turns
   prefetch: int = 1            # K is loaded 0: for its own trip, 1: during the one before
   rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
+
+  kernel: ClassVar[str] = "mla"
 
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.N

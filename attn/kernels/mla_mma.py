@@ -7,7 +7,7 @@ into a ring of `stages`; V is read from it, transposed on the way, as attn/kerne
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Callable, ClassVar
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
@@ -37,6 +37,8 @@ class MlaMmaTile(SharingTile):
   key_parts: int               # into which they are divided for the scores: so many warps have the same queries
   stages: int = 2              # tiles of K in shared memory
   rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
+
+  kernel: ClassVar[str] = "mla_mma"
 
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.M

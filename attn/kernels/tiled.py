@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from attn.chips import CHIPS, Chip
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
@@ -31,6 +32,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 @dataclass(frozen=True)
 class TiledTile(RectangleTile):
   """How a workgroup divides the work: what is walked over are keys, its own rows queries."""
+  kernel: ClassVar[str] = "tiled"
   def sections(self, p:Problem) -> Sections:
     """S^T is in the place of P^T before that; `exchanged` is a number of each query from each thread."""
     rest = {"p": SectionShape(self.block_n, self.block_m), "exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}

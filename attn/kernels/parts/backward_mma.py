@@ -9,6 +9,7 @@ operand A of those and never leave their lanes.
 from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.backward_warps import QueriesOfWarps, WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
@@ -37,6 +38,8 @@ class MmaBackwardTile:
   stages: int = 2          # tiles in shared memory
   keys: bool = False       # its own rows are keys
   passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
+
+  suffix: ClassVar[str] = "_mma"
 
   @property
   def block_m(self) -> int: return self.waves*self.row_tiles*self.matrix.M

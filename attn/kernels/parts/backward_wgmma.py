@@ -35,6 +35,8 @@ class WgmmaBackwardTile:
   keys: bool = False       # its own rows are keys
   passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
 
+  suffix: ClassVar[str] = "_wgmma"
+
   pack_gqa: ClassVar[bool] = False
   row_tiles: ClassVar[int] = 1
   @property

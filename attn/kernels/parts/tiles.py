@@ -1,7 +1,7 @@
 """How a kernel divides a problem over workgroups and threads: what every tile says, and the tile of AMD's kernels."""
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.layouts import PaddedRows
@@ -46,6 +46,8 @@ class Tile:
   sparing: bool = False        # without prefetch a trip loads K and V one after the other, pieces of rows by new addresses: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
 
+  kernel: ClassVar[str] = "forward"
+
   @property
   def block_m(self) -> int: return self.waves*self.q_tiles*self.matrix.N
   @property
@@ -87,6 +89,8 @@ class BackwardTile:
   passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
   by_item: bool = False    # of what a sparing trip loads for itself a thread takes one item after another: fewer registers still
   read_ahead: int = 0      # of a gradient's products operands of so many tiles are read while one before them is worked on, in spite of fences
+
+  suffix: ClassVar[str] = ""
 
   @property
   def block_m(self) -> int: return self.waves*self.matrix.N
