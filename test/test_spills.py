@@ -164,6 +164,8 @@ SPILLED_BACKWARD = {
      for arch in ("gfx942", "gfx1100") for what, sizes in (
        ("more keys than queries", {"Sq": 2048, "Sk": 4096, "D": 64, "causal": True}), ("4000 rows", {"Sq": 4000, "D": 64, "causal": True}),
        ("uneven rows", {"Sq": 1000, "Sk": 1033, "D": 64, "causal": True}), ("a window of wide rows", {"Sq": 4096, "D": 256, "window": (100, 50)}))},
+  "one trip of uneven rows beside lengths": ("gfx1201", "dkdv", {"H": 8, "Hkv": 2, "Sq": 3585, "Sk": 2740, "D": 192, "causal": "top-left",
+                                                                 **option("kv_lengths", 1)}),
   # clang stopped at these: "illegal VGPR to SGPR copy"
   "one trip for each of several heads": ("gfx1201", "dkdv", GQA | {"Sq": 3, "Sk": 449, "D": 128, "window": (192, -1), "dtype": "bfloat16"}),
   "one trip under a mask": ("gfx950", "dkdv", {"B": 8, "H": 8, "Hkv": 2, "Sq": 32, "Sk": 372, "D": 192, "causal": True, "dtype": "bfloat16"}),
