@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import attn
-from attn import tinygrad_compat
 from attn.accuracy import judge
 from attn.emulator.checks import UninitialisedRead
 from attn.kernels.parts.blocks import extent
@@ -19,7 +18,7 @@ from attn.parallel import context, context_gradient, shards as dealing
 from attn.parallel.shards import SequenceShards, head_chunks, pieces_of, rows_held
 from attn.problem import ORDERS, Problem
 from attn.reference import rounded, visible
-from attn.tinygrad_compat import Context, Device, Ops, Tensor, TinyJit, UOp, with_selected_inputs
+from attn.tinygrad_compat import Context, Device, Ops, Tensor, TinyJit, UOp, cuda, with_selected_inputs
 from tinygrad.engine.jit import MultiGraphRunner
 from api_cases import draw, emulated, extra, floats, whole
 from cases import DTYPES, arrange, array, expected, expected_gradients, hold, normal, problem, restore, tensor
@@ -515,7 +514,7 @@ def test_in_a_graph_keys_come_over_while_heads_are_computed(monkeypatch:pytest.M
 
 @pytest.mark.thorough
 def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(tinygrad_compat, "holds", lambda whole, part: True)
+  monkeypatch.setattr(cuda, "holds", lambda whole, part: True)
   with pytest.raises(UninitialisedRead, match="nobody has written"): graph_of_heads(monkeypatch)
 
 # ***** what is copied *****

@@ -14,9 +14,11 @@ from attn.ops.branches import made_before_branches
 from attn.ops.language import KernelText
 from attn.ops.printer import bare, wrapped
 from attn.ops.operation import Call, is_ours
-from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
+from attn.tinygrad_compat import (VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
                                   NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, adapt_cuda, dtypes,
                                   lower, shared_memory_text, spec_names, without_comgr)
+
+MARK = "// a kernel of attn"   # the first line of a source that is ours: attn/compilers/renderer.py goes by it
 
 # With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what the operations' arguments are made of.
 spec_names.update({x.__name__: x for x in (Call, LaneSums, Matrix, Mma, softmax.RowLanes)})
