@@ -58,6 +58,9 @@ SPILLED = {
   "wide rows in pieces for one query": ("gfx942", {"B": 8, "H": 8, "Sq": 1, "Sk": 3021, "D": 255, "causal": True, "dtype": "bfloat16"}),
   "dropout beside wide rows in pieces": ("gfx1100", MANY | {"Sq": 1, "Sk": 4096, "D": 250, "lse": False, "dropout_p": 0.1,
                                                            "extras": {"dropout_seed": np.empty(2, np.uint32)}}),
+  **{f"dropout beside long rows in pieces, lse={lse}": ("gfx1100", MANY | {"Sq": 236, "Sk": 4001, "D": 186, "causal": "top-left", "lse": lse,
+                                                                         "dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}})
+     for lse in (False, True)},
   "both masks beside long rows in pieces": ("gfx950", {"B": 8, "H": 32, "Sq": 4280, "Sk": 4280, "D": 182, "window": (138, 169), "lse": False}),
   "slopes beside wide rows": ("gfx950", MANY | {"Sq": 367, "Sk": 1187, "D": 248, "causal": "top-left",
                                                 "extras": {"alibi_slopes": np.empty(32, np.float32)}}),
