@@ -87,7 +87,8 @@ SIGNATURES = {
 # names that are no functions
 VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:realize", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE",
           "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
-          "tinygrad.schedule.rangeify:pm_mops", "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice",
+          "tinygrad.schedule.multi:multi_pm", "tinygrad.schedule.rangeify:pm_mops",
+          "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.dtype:promo_lattice",
           "tinygrad.uop.spec:glbls", "tinygrad.engine.realize:capturing", "tinygrad.codegen:pm_linearize_cleanups", "tinygrad.device:CompileError",
           "tinygrad.dtype:AddrSpace", "tinygrad.dtype:dtypes", "tinygrad.helpers:ALLOW_TF32", "tinygrad.helpers:DEV",
           "tinygrad.helpers:GlobalCounters", "tinygrad.helpers:TRAINING", "tinygrad.renderer.cstyle:CStyleLanguage",

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 from tinygrad.dtype import DType, dtypes, promo_lattice
+from tinygrad.schedule.multi import multi_pm
 from tinygrad.schedule.rangeify import pm_mops
 from tinygrad.uop.ops import GroupOp, Ops, UOp, graph_rewrite
 from tinygrad.uop.spec import glbls as spec_names
@@ -85,6 +86,20 @@ def output_params(sink:UOp) -> tuple[UOp, ...]:
 def with_outputs(sink:UOp) -> UOp:
   """A kernel's AST with its outputs among the sources of its SINK."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
+
+def begins_at(u:UOp) -> int:
+  """Byte at which a kernel's argument begins in the buffer of each of its devices. tinygrad hands a slice without gaps over where it lies."""
+  while u.op in (Ops.CONTIGUOUS, Ops.MSELECT): u = u.src[0]
+  under = u.base
+  while under.op in (Ops.BITCAST, Ops.UNSHARD): under = under.src[0].base
+  if u.has_buffer_identity() or under.op is not Ops.BUFFER or not all(isinstance(n, int) for n in u.shape): return 0
+  if not isinstance(u.device, str) and (u := graph_rewrite(u, multi_pm)).op is Ops.UNSHARD: u = u.src[0]
+  view = u.contiguous_view()
+  return 0 if view is None else view[1]*view[0].dtype.itemsize
+
+def not_taken(sink:UOp) -> set[int]:
+  """Numbers of the arguments that a kernel's AST was given by `with_params` and does not use."""
+  return {u.arg.slot for u in sink.src if u.op is Ops.PARAM}
 
 def with_params(sink:UOp, placeholders:Sequence[UOp]) -> UOp:
   """A kernel's AST that has these placeholders, which it does not use, among its parameters: tinygrad's CUDA graph gives a program every
