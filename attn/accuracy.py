@@ -50,6 +50,9 @@ class Law:
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
     self.alike[at] |= law.alike
+  def rounded_to(self, dtype:str) -> Law:
+    """The law of the output when it is rounded once more, to `dtype`."""
+    return replace(self, sigma=np.hypot(self.sigma, _largest_error(_finite(self.exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 

@@ -160,7 +160,7 @@ class Posed:
     realized = ".realize()" if self.jit or self.chance(.3) else ""
     made = f"tensor(base({text}, {steps}), {dtype!r}, {self.device!r})" if steps else f"tensor({text}, {dtype!r}, {self.device!r})"
     if not steps: self.outside[name] = f"{made}{after}{realized}"
-    elif after: self.outside[name] = f"view({made}, {steps}){after}{realized}"
+    elif after: self.outside[name] = f"view({made}.realize(), {steps}){after}{realized}"    # else tinygrad shards no permuted one
     else:
       self.outside[name] = made + realized
       self.inside.append(f"{name} = view({name}, {steps})")

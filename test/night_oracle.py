@@ -93,7 +93,7 @@ def backward(x:Arrays, f:Facts) -> dict[str, Law]:
     if laws.sinks is not None and "sinks" in total: total["sinks"].add(..., laws.sinks)
     if laws.alibi_slopes is not None and "alibi_slopes" in total:
       total["alibi_slopes"].add(slice(s.number, s.number + 1) if x["alibi_slopes"].ndim == 2 else ..., laws.alibi_slopes)
-  return total
+  return total | {name: total[name].rounded_to(f.type_of(name)) for name in ("sinks", "alibi_slopes") if name in total}    # once, as sums
 
 # ***** the judge *****
 

@@ -1,10 +1,11 @@
 """The accuracy law, in numpy: who computes as FlashAttention-2 does keeps it, whatever the input, and who makes a fault does not."""
 from __future__ import annotations
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 import numpy as np
 import pytest
-from attn.accuracy import Law, Verdict, judge, law_of, law_of_gradients
+from attn.accuracy import Law, Verdict, judge, law_of, law_of_gradients, without_error
 from attn.ops.numerics import ROUNDOFF
 from attn.problem import Problem
 from attn.reference import Options, exact, rounded, same, same_backward
@@ -62,6 +63,14 @@ def test_float32() -> None:
     check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
 
 # ***** what it is made of *****
+
+def test_rounded_once_more() -> None:
+  """A sum in fp32 that is stored in 16 bits, as the gradient of a tensor of these is."""
+  x = floats(1000)
+  law = replace(without_error(x.shape), exact=x.astype(np.float64), slack=np.full(x.shape, 1e-6))
+  stored = law.rounded_to("bfloat16")
+  assert not judge(rounded(x, "bfloat16"), law).ok and judge(rounded(x, "bfloat16"), stored).ok
+  assert not judge(x*(1 + 4*ROUNDOFF["bfloat16"]), stored).ok
 
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
 

@@ -1,6 +1,6 @@
 """Rows that devices share: what each launch sees against the mask by true places, results against float64, what is copied, and what is refused."""
 from __future__ import annotations
-import itertools, math, random, zlib
+import itertools, math, random, re, zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,18 +8,25 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import attn
+from attn import tinygrad_compat
 from attn.accuracy import judge
+from attn.api import checked_call
+from attn.calls import checked_kernel
+from attn.chips import get_chip, other_chip
 from attn.emulator.checks import UninitialisedRead
+from attn.kernels.merge import RowRange, merge, part_size
 from attn.kernels.parts.blocks import extent
 from attn.kernels.parts.tiles import blocks_of_queries
 from attn.kernels.parts.workgroup import rows_of_block
 from attn.measure import context as measure
+from attn.ops.plain import plain
 from attn.parallel import context, context_gradient, shards as dealing
 from attn.parallel.shards import SequenceShards, head_chunks, pieces_of, rows_held
 from attn.problem import ORDERS, Problem
 from attn.reference import rounded, visible
-from attn.tinygrad_compat import Context, Device, Ops, Tensor, TinyJit, UOp, cuda, with_selected_inputs
+from attn.tinygrad_compat import Context, Device, Ops, Target, Tensor, TinyJit, UOp, dtypes, lower, with_selected_inputs
 from tinygrad.engine.jit import MultiGraphRunner
+from tinygrad.renderer.cstyle import ClangRenderer
 from api_cases import draw, emulated, extra, floats, whole
 from cases import DTYPES, arrange, array, expected, expected_gradients, hold, normal, problem, restore, tensor
 
@@ -265,6 +272,17 @@ def test_keys_alone() -> None:
   """As for decoding: each device its own keys, of which zigzag gives it two pieces."""
   check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
 
+def test_keys_alone_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
+  """The loops of a CPU's grid, on the emulator, and how tinygrad prints the kernel that merges for a CPU."""
+  for module in (checked_call, checked_kernel):
+    monkeypatch.setattr(module, "arch_of", lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
+  check(2, arch="gfx1030", kernel="tiled", Sq=6, Sk=5, D=6, keys=True, dtype="float32")
+  p = problem(Sq=6, D=6, H=1, dtype="float32", lse=True)
+  numbers = [UOp.placeholder((n,), dtypes.float, i) for i, n in enumerate((36, 6, part_size(p, 6), part_size(p, 6)))]
+  sink = plain(merge(p, other_chip("CPU", 0, serial=True), (RowRange(0, 6),)*2)(*numbers))
+  source = (renderer := ClangRenderer(Target("CPU", arch="x86_64,native"))).render(lower(sink, renderer))
+  assert re.findall(r"for \(int \w+ = 0; \w+ < (\d+)", source) and "core_id" not in source
+
 # ***** gradients *****
 
 def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
@@ -283,8 +301,7 @@ def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bo
     o, lse = attn.attention(**given, return_lse=True, sequence_order=order, sequence_lengths=(p.Sq, p.Sk), **call)
     loss = (o*dealt(tensor(arrange(do, p.layout), p.out_dtype), axis, keys)).float().sum()
     loss = loss + (lse.isinf().where(0.0, lse)*dealt(tensor(dlse.reshape(-1, p.Sq) if p.layout == "nsd" else dlse, "float32"), lse_axis, keys)).sum()
-    names = [name for name in given if name != "alibi_slopes"]
-    gradients = dict(zip(names, loss.gradient(*[given[name] for name in names])))
+    gradients = dict(zip(given, loss.gradient(*given.values())))
     Tensor.realize(*gradients.values())
     got = {}
     for name, g in gradients.items():
@@ -514,7 +531,7 @@ def test_in_a_graph_keys_come_over_while_heads_are_computed(monkeypatch:pytest.M
 
 @pytest.mark.thorough
 def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(cuda, "holds", lambda whole, part: True)
+  monkeypatch.setattr(tinygrad_compat, "holds", lambda whole, part: True)
   with pytest.raises(UninitialisedRead, match="nobody has written"): graph_of_heads(monkeypatch)
 
 # ***** what is copied *****

@@ -56,7 +56,7 @@ def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0),
 CASES = (   # page size, queries, lengths, head dimension, arguments, the chip that it runs on by default
   (7, 3, (70, 33), D, {}, "sm_80"), (16, 1, (70, 0), D, {"num_splits": 2}, "gfx942"), (64, 70, (200, 130), D, {}, "sm_90"),
   (16, 1, (70, 33), 20, {}, "gfx1201"), (7, 3, (20, 9), 16, {}, "gfx1030"), (1, 1, (70, 33), D, {}, None),
-  (128, 1, (200, 33), D, {"num_splits": 2}, None), (32, 40, (100, 61), D, {}, None))
+  (128, 1, (200, 33), D, {"num_splits": 2}, None), (32, 40, (100, 61), D, {}, None), (3, 5, (30,), 3, {}, "gfx1030"))
 
 @pytest.mark.parametrize("page, Sq, lengths, d, options, arch", [
   pytest.param(*case[:-1], arch, marks=() if arch == case[-1] else pytest.mark.thorough)

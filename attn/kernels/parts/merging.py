@@ -41,7 +41,8 @@ class MergedRow:
     vec = math.gcd(p.Dv, 4)
     columns = p.Dv//vec                       # threads of a row
     per = rows_together(p, arch, columns)     # rows of a workgroup
-    return MergedRow(p, arch, new.range(ceildiv(p.rows, per), AxisType.GLOBAL), new.range(per*columns, AxisType.WARP), vec)
+    workgroup, thread = (AxisType.LOOP,)*2 if arch.serial else (AxisType.GLOBAL, AxisType.WARP)
+    return MergedRow(p, arch, new.range(ceildiv(p.rows, per), workgroup), new.range(per*columns, thread), vec)
   @property
   def columns(self) -> int: return self.p.Dv//self.vec
   @property

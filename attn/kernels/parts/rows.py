@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Callable, Self
 from attn.chips.matrix import UNIT_BYTES
-from attn.kernels.parts.counts import below, bounded
+from attn.kernels.parts.counts import below, bounded, left_alone
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
@@ -110,7 +110,7 @@ class Table:
   def page(self, row:UOp, there:UOp) -> UOp:
     """The page of a row, if there is such a row; what the table says beyond the rows that there are is not read. The emulator stops at an entry that
     is no page, elsewhere it is held to those that there are."""
-    entry = self.entries[(self.first + row//self.size).valid(there)].load()
+    entry = self.entries[(self.first + row//self.size).valid(left_alone(there))].load()
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
   def place(self, row:UOp, stride:int, there:UOp) -> UOp:
