@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attn.chips import CHIPS, MODELLED, SEARCHED, get_chip, modelled
 from attn.chips.families import FAMILIES
-from attn.emulator.plan import EMULATED
+from attn.emulator.chips import EMULATED
 from attn.isa.roofline import RATED
 from attn.problem import Problem
 from attn.reference import rounded

@@ -8,7 +8,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp
 from attn.emulator.alu import bf16_to_float, float_to_bf16
 from attn.emulator.device import register
-from attn.emulator.plan import EMULATED
+from attn.emulator.chips import EMULATED
 from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.tinygrad_compat import vector_dtype
 from cases import check

@@ -15,7 +15,7 @@ import pytest
 from attn.chips import get_chip
 from attn.chips.matrix import MMA
 from attn.emulator.matrix import MatrixUnit
-from attn.emulator.plan import EMULATED
+from attn.emulator.chips import EMULATED
 from attn.kernels.parts.softmax import Sums
 from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
 from attn.ops.branches import ACROSS_LANES

@@ -14,7 +14,8 @@ from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compil
 from attn.emulator.listing import remember
 from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
-from attn.emulator.plan import Plan, emulated_chip
+from attn.emulator.chips import emulated_chip
+from attn.emulator.plan import Plan
 
 DEFAULT_ARCH = "gfx942"
 

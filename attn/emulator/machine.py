@@ -1,13 +1,6 @@
-"""The interpreter's state: a `Frame` is one run of a program over a range of workgroups, all their threads at once.
-
-Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so a hardware wave is a run of consecutive threads.
-Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs to the
-longest of them.
-"""
+"""The interpreter: a `Frame` is the threads of a run with their values and memory, and does what a program's steps ask of it."""
 from __future__ import annotations
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 from dataclasses import dataclass, field
 import time
 import numpy as np
@@ -15,14 +8,16 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
 from attn.emulator.banks import BankCounter, BankUse
-from attn.emulator.checks import (BadEntry, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, LdsShadow, Misaligned,
+from attn.emulator.checks import (BadEntry, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, Misaligned,
                                   NegativePart, OutOfBounds, SharedSlot)
 from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, to_float32
 from attn.emulator.memory import PADDING, Pointer, divided, RegisterPointer, Registers, Space, View
 from attn.emulator.probe import note_probe
+from attn.emulator.program import Address, EmulatedProgram
+from attn.emulator.shadow import LdsShadow
 from attn.emulator.switches import switch
-from attn.emulator.under_way import Operands, UnderWay
-if TYPE_CHECKING: from attn.emulator.plan import Address, Plan
+from attn.emulator.threads import Operand, Threads
+from attn.emulator.under_way import UnderWay
 
 Array = NDArray[Any]
 GRID_LIMIT, WORKGROUP_LIMIT = (2**31-1, 65535, 65535), 1024
@@ -46,27 +41,12 @@ def last_run() -> Launch|None:
   """What the last kernel that ran looked like; None before the first."""
   return _last[0] if _last else None
 
-class Frame:
-  def __init__(self, plan:Plan, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View], values:dict[UOp, int],
-               checks:bool=True, banks:BankCounter|None=None):
-    self.plan, self.first, self.workgroups, self.grid, self.local, self.checks, self.banks = plan, first, workgroups, grid, local, checks, banks
-    self.wave, self.pc = plan.chip.wave, 0
-    self.threads = threads = int(np.prod(local))
-    width = -(-threads//self.wave)*self.wave if plan.whole_waves or banks is not None else threads   # lanes that no thread fills stay inactive
-    self.width, self.waves, self.T = width, -(-width//self.wave), width*workgroups
-    self.workgroup_of = np.repeat(np.arange(workgroups, dtype=np.int64), width)
-    self.local_of = np.tile(np.arange(width, dtype=np.int32), workgroups)
-    self.wave_of = self.local_of//self.wave
-    self.mask: Array|None = None if width == threads else self.local_of < threads
-    self.valid, self.stack = self.mask, list[Array|None]()
-    self.everyone = np.ones(self.T, bool)
+class Frame(Threads):
+  """One run of a program over a range of workgroups, all their threads at once."""
+  def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
+               values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None):
+    super().__init__(plan, first, workgroups, grid, local, checks, banks)
     self.matrix_unit = MatrixUnit(plan.chip.family, plan.arch)
-    # barrier intervals, per wave: a number that all share, or one each
-    self.interval = self.seen = np.ones((workgroups, self.waves), np.int32)
-    self.arrived, self.waited = np.zeros(workgroups, np.int64), np.zeros(workgroups, np.int64)   # phases of the mbarrier
-    self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the intervals that they ended
-    self.stride = self.waves
-    self._next_interval(np.ones((workgroups, self.waves), bool))
     self.under_way = UnderWay(self)
     # values and memory
     self.v: list[Any] = list(plan.constants)
@@ -122,23 +102,6 @@ class Frame:
     """The byte offset of an address from the start of its buffer."""
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
-  def full(self, x:Any) -> Array:
-    """A value with one column for every thread."""
-    return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
-
-  def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
-    """An error about the first of the `bad` threads."""
-    t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
-    wg, local, u = self.first + t//self.width, t % self.width, self.plan.uops[self.pc]
-    where = (wg % self.grid[0], wg//self.grid[0] % self.grid[1], wg//self.grid[0]//self.grid[1])
-    return kind(f"{self.plan.name}: {text(t)}; workgroup {where}, wave {local//self.wave}, lane {local % self.wave} "
-                f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
-
-  def operation(self, number:int) -> str:
-    """Words for an operation that was started and not waited for."""
-    step = self.under_way.started[number]
-    return f"the operation started at {self.plan.place(self.plan.uops[step]).name or f'step {step}'}"
-
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
     """An index counted in parts of a chunk -> the same counted in chunks of `per` parts."""
     index, beyond = divided(index, per)
@@ -147,21 +110,6 @@ class Frame:
       raise self.error(Misaligned, bad, lambda t: f"access of {per} elements at {name}[{at[t]}] is not aligned to its width")
     return index
 
-  # ***** divergence *****
-
-  def also(self, condition:Array) -> Array|None:
-    """The current mask and `condition`; None if all threads are active."""
-    m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
-    return None if m.all() else m
-  def push(self, mask:Array|None) -> None:
-    self.stack.append(self.mask)
-    self.mask = mask
-  def pop(self) -> None: self.mask = self.stack.pop()
-  @contextmanager
-  def only(self, gate:Array) -> Iterator[None]:
-    self.push(self.also(gate))
-    yield
-    self.pop()
   def leave(self, to:int|None=None) -> int|None:
     """Ends a loop; `to` is the step to go on with, if it is not the next one."""
     self.pop()
@@ -187,24 +135,8 @@ class Frame:
       reached = np.broadcast_to(here.any(axis=1).reshape(self.workgroups, -1), self.interval.shape)
     for s in self.spaces.values():
       if s.shadow is not None: s.shadow.barrier(bool(reached.all()) and self.in_step)
-    self._next_interval(reached)
+    self.next_interval(reached)
     return np.zeros(self.T, np.float32)
-
-  def _next_interval(self, reached:Array) -> None:
-    self.interval = self.interval + reached.astype(np.int32)
-    self.seen = np.where(reached, self.interval, self.seen)
-    self._note_intervals()
-
-  def _note_intervals(self) -> None:
-    """`interval` counts, per wave, the barriers and arrivals that it has come to, `seen` those of other waves that it has waited for."""
-    self.in_step = bool((self.interval == self.interval[:, :1]).all())      # do the waves of each workgroup go from barrier to barrier together?
-    same = bool((self.interval == self.interval[0, 0]).all())
-    self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]
-    self.settled = bool((self.seen == self.interval).all())
-    self.last_interval, self.since = int(self.interval.max()), int(self.seen.min())   # what was before `since` every wave has waited for
-    self.seen_of: Any = self.interval_of if self.settled else self.seen[self.workgroup_of, self.wave_of]
-    self.tag_floor: Any = self.seen_of*np.int32(self.stride)
-    self.tag = self.interval_of*np.int32(self.stride) + self.wave_of
 
   def arrive(self) -> Array:
     """The active workgroups, whole, arrive at the next phase of their mbarrier, when the copies that they have started are there. Others may look at
@@ -216,7 +148,7 @@ class Frame:
     self.arrivals[here, self.arrived[here]] = self.interval[here, 0]
     self.arrived[here] += 1
     self.interval = self.interval + here[:, None].astype(np.int32)
-    self._note_intervals()
+    self.note_intervals()
     return np.zeros(self.T, np.float32)
 
   def await_arrivals(self, parity:Array) -> Array:
@@ -230,7 +162,7 @@ class Frame:
     self.seen = self.seen.copy()
     self.seen[here] = self.arrivals[here, self.waited[here]][:, None] + 1
     self.waited[here] += 1
-    self._note_intervals()
+    self.note_intervals()
     return np.zeros(self.T, np.float32)
 
   def _whole(self, unit:int, kind:type[EmulatorError], text:str) -> Array:
@@ -249,8 +181,6 @@ class Frame:
 
   # ***** ops.operation.Lanes *****
 
-  @property
-  def active(self) -> Array: return self.everyone if self.mask is None else self.mask
   def pointer(self, at:Address) -> Pointer|RegisterPointer:
     if at.buffer in self.registers:
       return RegisterPointer(self.registers[at.buffer], sum(int(self.v[s])*size for s, size in at.terms)//at.buffer.dtype.itemsize)
@@ -305,9 +235,9 @@ class Frame:
       raise self.error(SharedSlot, bad, lambda t: f"{name} {found[twice[0]]} is written {count[twice[0]]} times in one launch")
   def start_product(self, acc:RegisterPointer, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     self._whole(WARPGROUP, DivergentMatrix, "this thread does not reach a wgmma that others of its warpgroup execute")
-    self.under_way.operands = operands = Operands()
+    self.operands = operands = list[Operand]()
     rows, columns = to_float32(a(), dtype), to_float32(b(), dtype)
-    self.under_way.operands = None
+    self.operands = None
     indices = range(acc.first, acc.first + count)
     old = np.concatenate([self.full(acc.array.result(i, self.mask)) for i in indices]) if more else np.zeros((4*count, self.T), np.float32)
     new = warpgroup_product(rows, columns, old)
@@ -328,7 +258,7 @@ class Frame:
     self.whole_waves_only()
     return self.matrix_unit.instruction(name, a, b, c)
 
-def launch(plan:Plan, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
+def launch(plan:EmulatedProgram, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
   """Runs a program on a grid of workgroups; the seconds it took."""
   start = time.perf_counter()
   grid, local = (*grid, 1, 1)[:3], (*local, 1, 1)[:3]

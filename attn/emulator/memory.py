@@ -5,15 +5,13 @@ is gathered or scattered for all threads at once. Any other type of the same byt
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 import numpy as np
 from numpy.typing import NDArray
 from attn.tinygrad_compat import UOp
-from attn.emulator.checks import Span, Finding, LdsShadow, Misaligned, NotWaitedFor, OutOfBounds, UninitialisedRead, UnwrittenOutput
-from attn.emulator.under_way import LdsOperand
-if TYPE_CHECKING:
-  from attn.emulator.machine import Frame
-  from attn.emulator.under_way import Product
+from attn.emulator.checks import Finding, Misaligned, NotWaitedFor, OutOfBounds, Span, UninitialisedRead, UnwrittenOutput
+from attn.emulator.shadow import LdsOperand, LdsShadow
+from attn.emulator.threads import Operand, Product, Threads
 
 Array = NDArray[Any]
 POISON, PADDING = 0xff, 64   # what fresh memory holds (NaN in every float type); LDS buffers are padded to a multiple of every chunk
@@ -87,7 +85,8 @@ class View:
 
 class Space:
   """A buffer that threads address by index: a PARAM, or a LOCAL buffer with one copy per workgroup (`stride` bytes apart)."""
-  def __init__(self, f:Frame, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False, shadow:LdsShadow|None=None):
+  def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
+               shadow:LdsShadow|None=None):
     self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
     self.written = written                                                      # the flags that stores set
     self.guarded = guarded and written is not None and not bool(written.all())   # may a load find something that nobody has written?
@@ -147,17 +146,17 @@ class Space:
     shadow = self.shadow
     assert shadow is not None
     per, locations = max(1, chunk//shadow.unit), self.stride//shadow.unit
-    operands = self.f.under_way.operands if verb == "reads" else None
+    operands = self.f.operands if verb == "reads" else None
     if (touched := index if active is None else np.broadcast_to(index, active.shape)[active]).size == 0: return
     span = int(touched.min())*chunk//shadow.unit, -(-(int(touched.max()) + 1)*chunk//shadow.unit)
     if chunk == per*shadow.unit and per in (1, 2, 4) and at.shape == (self.f.T,) and (
         shadow.clean_read if verb == "reads" else shadow.clean_write)(at, per, active, span):
-      if operands is not None: operands.lds.append(LdsOperand(shadow, at, per, active, span))
+      if operands is not None: operands.append(LdsOperand(shadow, at, per, active, span))
       return
     for part in range(per):
       where = at if chunk == shadow.unit else at*chunk//shadow.unit + part
       if (wrong := note(where, active, span)) is None:
-        if operands is not None: operands.lds.append(LdsOperand(shadow, where, 1, active, span))
+        if operands is not None: operands.append(LdsOperand(shadow, where, 1, active, span))
         continue
       def text(t:int) -> str:
         what = f"{verb} {self.name} at byte {where[t] % locations * shadow.unit} (element {at[t] % (self.stride//chunk)} of {chunk} bytes)"
@@ -200,7 +199,7 @@ class Pointer:
 
 class Registers:
   """A REG buffer. Each element is a value of its own, so a store by all threads just rebinds it; `written` are the threads that have, all or none."""
-  def __init__(self, f:Frame, name:str, count:int, dtype:np.dtype[Any], lanes:int):
+  def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
     self.written: list[Array|bool] = [False] * count
@@ -224,7 +223,7 @@ class Registers:
 
   def _check(self, i:int, active:Array|None) -> None:
     if i in self.coming: self._settled(i, self.coming[i], active, "reads the accumulator", "writes")
-    if (operands := self.f.under_way.operands) is not None: operands.registers.append((self, i))
+    if (operands := self.f.operands) is not None: operands.append(RegisterOperand(self, i))
     if (w := self.written[i]) is True or not self.f.checks: return
     bad = np.broadcast_to(~np.asarray(w), self.f.T)
     if active is not None: bad = bad & active
@@ -270,3 +269,12 @@ class RegisterPointer:
   """A pointer to an element of a REG buffer, as an intrinsic gets it."""
   array: Registers
   first: int
+
+@dataclass(frozen=True)
+class RegisterOperand(Operand):
+  """An element of a register array that a product reads."""
+  array: Registers
+  number: int
+  def hold(self, product:Product) -> None: self.array.held[self.number] = product
+  def release(self, product:Product) -> None:
+    if self.array.held.get(self.number) is product: del self.array.held[self.number]

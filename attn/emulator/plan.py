@@ -2,66 +2,30 @@
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter
-from dataclasses import dataclass
 import math
 import numpy as np
 from numpy.typing import NDArray
 from attn.ops.operation import Call, is_ours
-from attn.tinygrad_compat import AddrSpace, DType, GroupOp, Ops, UOp, dtypes
+from attn.tinygrad_compat import AddrSpace, GroupOp, Ops, UOp, dtypes
 from attn.emulator.alu import alu, bitcast, cast, elements, literal, numpy_dtype, stack
 from attn.emulator.checks import LdsLimit, OutOfScope, Overflow
-from attn.emulator.listing import NOWHERE, Listing, Place
+from attn.emulator.chips import emulated_chip
 from attn.emulator.machine import Frame
 from attn.emulator.memory import to_chunks, to_values
 from attn.emulator.offsets import Part, may_be_negative
+from attn.emulator.program import Address, EmulatedProgram
 from attn.emulator.ranges import Ranges, held_by
 
 Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter where that is not simply the following one
 
-@dataclass(frozen=True)
-class EmulatedChip:
-  """What the emulator itself has to know about a target."""
-  family: str   # of the matrix unit, where there is one
-  wave: int
-  lds: int      # bytes a workgroup may have
-  multiplies: bool = True    # has a matrix unit
-
-EMULATED: dict[str, EmulatedChip] = {
-  "gfx90a": EmulatedChip("cdna2", 64, 65536),
-  "gfx942": EmulatedChip("cdna3", 64, 65536),
-  "gfx950": EmulatedChip("cdna4", 64, 163840),
-  **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152"), EmulatedChip("rdna3", 32, 65536)),
-  **dict.fromkeys(("gfx1200", "gfx1201"), EmulatedChip("rdna4", 32, 65536)),
-  "gfx1010": EmulatedChip("rdna1", 32, 65536, multiplies=False),
-  "gfx1030": EmulatedChip("rdna2", 32, 65536, multiplies=False),
-  "sm_80": EmulatedChip("nvidia", 32, 166912),
-  **dict.fromkeys(("sm_86", "sm_89"), EmulatedChip("nvidia", 32, 101376)),
-  "sm_90": EmulatedChip("nvidia", 32, 232448),
-  "sm_120": EmulatedChip("nvidia", 32, 101376),
-}
-
-def emulated_chip(arch:str) -> EmulatedChip:
-  if arch not in EMULATED: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(EMULATED)}")
-  return EMULATED[arch]
-
-@dataclass(frozen=True)
-class Address:
-  """A pointer as the plan knows it: the buffer, the type it points to, and the (slot, bytes per unit) of each index that was added."""
-  buffer: UOp
-  dtype: DType
-  terms: tuple[tuple[int, int], ...] = ()
-
-class Plan:
+class Plan(EmulatedProgram):
   """A program compiled for the interpreter. `renderer` gives what it was lowered and printed with, for errors to say where an operation stands."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
-    self.listing: Listing|None = None
-    self.steps: list[Step] = []
-    self.uops: list[UOp] = []                 # the UOp of each step, for error messages
-    self.slot: dict[UOp, int] = {}
-    self.constants: list[Any] = []            # the initial value of each slot
+    self.steps = []
+    self.uops, self.slot, self.constants = [], {}, []
     self.addresses: dict[UOp, Address] = {}
     self.loops: dict[UOp, int] = {}           # RANGE -> its step
     self.ends: dict[UOp, int] = {}            # RANGE -> the step of its END
@@ -70,11 +34,10 @@ class Plan:
     self.buffers = [u for u in uops if u.op is Ops.BUFFER]
     self.names = {u: f"data{u.arg.slot}" if u.op is Ops.PARAM else f"{'lds' if u.addrspace is AddrSpace.LOCAL else 'reg'}{u.arg.slot}"
                   for u in self.params + self.buffers}
-    self.whole_waves = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI, Ops.WMMA) for u in uops)   # lanes may talk to each other
+    self.whole_waves = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI, Ops.WMMA) for u in uops)
     self.loaded: set[UOp] = set()
     self.outputs = [s for u in uops if u.op is Ops.SINK for s in u.src if s.op is Ops.PARAM]
-    self.stored: dict[UOp, int] = {}          # buffer -> bytes of an element as it is stored
-    self.units: dict[UOp, int] = {}           # LOCAL buffer -> the narrowest access in bytes
+    self.stored, self.units = {}, {}
     self.ranges = Ranges(uops) if is_ours(name, uops) else None
     self.unproven = self.ranges.beyond if self.ranges is not None else {}     # integers that may be more than their type holds
     self.offset_parts: dict[UOp, list[Part]] = {}   # buffer instruction -> the parts of its offset that are looked at as it runs
@@ -87,15 +50,6 @@ class Plan:
       each = ", ".join(f"{self.names[u]}: {self.nbytes(u)}" for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
       raise LdsLimit(f"{name}: a workgroup wants {self.lds} bytes of LDS ({each}), {arch} has {self.chip.lds}")
     self.frees, self.live_bytes = self._lifetimes(uops)
-
-  def place(self, u:UOp) -> Place:
-    """Where an operation stands in Python and in the source."""
-    if self.renderer is None: return NOWHERE
-    if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
-    return self.listing.place(u)
-
-  @staticmethod
-  def nbytes(u:UOp) -> int: return u.max_numel() * u.dtype.itemsize
 
   # ***** slots *****
 

@@ -1,0 +1,115 @@
+"""The threads of a run: who is which, which of them are active, how far they are from barrier to barrier, and errors about one of them.
+
+Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so a hardware wave is a run of consecutive threads.
+Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs to the
+longest of them.
+"""
+from __future__ import annotations
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Callable
+import numpy as np
+from numpy.typing import NDArray
+from attn.emulator.banks import BankCounter
+from attn.emulator.checks import EmulatorError
+from attn.emulator.program import EmulatedProgram
+
+Array = NDArray[Any]
+
+@dataclass(eq=False)
+class Product:
+  """A product that warpgroups have started."""
+  number: int
+  results: dict[int, Array]      # element of the accumulators -> what it will be
+  threads: Array                 # those that have not waited for it
+
+class Operand:
+  """Something that a product reads from its start until it is waited for: locations of LDS, or an element of a register array."""
+  def hold(self, product:Product) -> None: raise NotImplementedError
+  def release(self, product:Product) -> None: raise NotImplementedError
+  def read_until_now(self, threads:Array) -> None:
+    """The product is done for these threads."""
+
+class Threads:
+  """All threads of a range of workgroups."""
+  def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], checks:bool=True,
+               banks:BankCounter|None=None):
+    self.plan, self.first, self.workgroups, self.grid, self.local, self.checks, self.banks = plan, first, workgroups, grid, local, checks, banks
+    self.wave, self.pc = plan.chip.wave, 0
+    self.threads = threads = int(np.prod(local))
+    width = -(-threads//self.wave)*self.wave if plan.whole_waves or banks is not None else threads   # lanes that no thread fills stay inactive
+    self.width, self.waves, self.T = width, -(-width//self.wave), width*workgroups
+    self.workgroup_of = np.repeat(np.arange(workgroups, dtype=np.int64), width)
+    self.local_of = np.tile(np.arange(width, dtype=np.int32), workgroups)
+    self.wave_of = self.local_of//self.wave
+    self.mask: Array|None = None if width == threads else self.local_of < threads
+    self.valid, self.stack = self.mask, list[Array|None]()
+    self.everyone = np.ones(self.T, bool)
+    # barrier intervals, per wave: a number that all share, or one each
+    self.interval = self.seen = np.ones((workgroups, self.waves), np.int32)
+    self.arrived, self.waited = np.zeros(workgroups, np.int64), np.zeros(workgroups, np.int64)   # phases of the mbarrier
+    self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the intervals that they ended
+    self.stride = self.waves
+    self.next_interval(np.ones((workgroups, self.waves), bool))
+    self.started: list[int] = []                    # the step that started operation 0, 1, ...
+    self.operands: list[Operand]|None = None        # what a product reads, while it does
+
+  def start(self) -> int:
+    """The number of an operation that begins here and is waited for later."""
+    self.started.append(self.pc)
+    return len(self.started) - 1
+
+  def full(self, x:Any) -> Array:
+    """A value with one column for every thread."""
+    return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
+
+  def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
+    """An error about the first of the `bad` threads."""
+    t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
+    wg, local, u = self.first + t//self.width, t % self.width, self.plan.uops[self.pc]
+    where = (wg % self.grid[0], wg//self.grid[0] % self.grid[1], wg//self.grid[0]//self.grid[1])
+    return kind(f"{self.plan.name}: {text(t)}; workgroup {where}, wave {local//self.wave}, lane {local % self.wave} "
+                f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
+
+  def operation(self, number:int) -> str:
+    """Words for an operation that was started and not waited for."""
+    step = self.started[number]
+    return f"the operation started at {self.plan.place(self.plan.uops[step]).name or f'step {step}'}"
+
+  # ***** divergence *****
+
+  def also(self, condition:Array) -> Array|None:
+    """The current mask and `condition`; None if all threads are active."""
+    m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
+    return None if m.all() else m
+  def push(self, mask:Array|None) -> None:
+    self.stack.append(self.mask)
+    self.mask = mask
+  def pop(self) -> None: self.mask = self.stack.pop()
+  @contextmanager
+  def only(self, gate:Array) -> Iterator[None]:
+    self.push(self.also(gate))
+    yield
+    self.pop()
+
+  # ***** barriers *****
+
+  def next_interval(self, reached:Array) -> None:
+    self.interval = self.interval + reached.astype(np.int32)
+    self.seen = np.where(reached, self.interval, self.seen)
+    self.note_intervals()
+
+  def note_intervals(self) -> None:
+    """`interval` counts, per wave, the barriers and arrivals that it has come to, `seen` those of other waves that it has waited for."""
+    self.in_step = bool((self.interval == self.interval[:, :1]).all())      # do the waves of each workgroup go from barrier to barrier together?
+    same = bool((self.interval == self.interval[0, 0]).all())
+    self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]
+    self.settled = bool((self.seen == self.interval).all())
+    self.last_interval, self.since = int(self.interval.max()), int(self.seen.min())   # what was before `since` every wave has waited for
+    self.seen_of: Any = self.interval_of if self.settled else self.seen[self.workgroup_of, self.wave_of]
+    self.tag_floor: Any = self.seen_of*np.int32(self.stride)
+    self.tag = self.interval_of*np.int32(self.stride) + self.wave_of
+
+  @property
+  def active(self) -> Array: return self.everyone if self.mask is None else self.mask
