@@ -11,6 +11,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")    # numpy looks when it is i
 gc.disable()
 from tinygrad.helpers import NOOPT, Context     # noqa: E402 - it asks for DEV when it is imported
 from attn.emulator import plan                  # noqa: E402
+from attn.emulator.listing import NOWHERE       # noqa: E402
 
 def pytest_sessionfinish() -> None: gc.freeze()
 
@@ -36,4 +37,4 @@ def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def without_places(monkeypatch:pytest.MonkeyPatch) -> None:
   """That the emulator stops at a planted fault is the point, and not which line of Python it names, for which it lowers the kernel once more."""
-  monkeypatch.setattr(plan.Plan, "place", lambda self, u: plan.NOWHERE)
+  monkeypatch.setattr(plan.Plan, "place", lambda self, u: NOWHERE)

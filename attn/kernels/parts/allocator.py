@@ -1,10 +1,15 @@
 """The numbers that tinygrad knows a kernel's ranges, registers and LDS by: handed out here, none is written by hand."""
 from __future__ import annotations
 import itertools
+from typing import Self
 from attn.ops import common as ops
 from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 
 LDS_UNIT = ops.u32(4)
+
+class InLds:
+  """A value that lies in LDS: after a barrier it is what was stored before that, by all threads."""
+  def after(self, *deps:UOp) -> Self: raise NotImplementedError
 
 class Allocator:
   """Gives each range of one kernel its id and each placeholder its slot, in the order in which they are asked for. tinygrad nests ranges by their

@@ -4,7 +4,7 @@ import functools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.allocator import Allocator, InLds
 from attn.kernels.parts.dropout import Kept, KeptHere
 from attn.kernels.parts.lanes import Lane
 from attn.kernels.parts.rows import GlobalRows
@@ -98,7 +98,7 @@ class NumbersOfRows:
   def after(self, *deps:UOp) -> NumbersOfRows: return NumbersOfRows(self.lse.after(*deps), self.delta.after(*deps))
 
 @dataclass(frozen=True)
-class RowNumbers:
+class RowNumbers(InLds):
   """The exponent and `scaled_delta` of each query of a tile, in LDS in the order in which lanes have the queries as elements of C: those of a lane
   side by side."""
   p: Problem

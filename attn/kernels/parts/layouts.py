@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
 from attn.chips.matrix import Int
-from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.allocator import Allocator, InLds
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp, dtypes
@@ -135,7 +135,7 @@ class SwizzledPanels(CopiedLayout):
     return line.cast(dtypes.int) + ((unit%LINE).cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
 
 @dataclass(frozen=True)
-class LdsTile:
+class LdsTile(InLds):
   """A tile in LDS, or several of them one after another: a buffer and the layout of its rows."""
   buffer: UOp
   layout: SharedLayout

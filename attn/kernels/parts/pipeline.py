@@ -3,12 +3,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
-from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.allocator import Allocator, InLds
 from attn.kernels.parts.blocks import Blocks, trip_count
-from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.gradients import RowNumbers
-from attn.kernels.parts.shared_rows import RowScalars
-from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Carried, Statements, workgroup_barrier
 from attn.ops import amd
 from attn.tinygrad_compat import AxisType, UOp
@@ -19,7 +15,7 @@ class TripState(Carried):
     """The tiles in LDS alone: a barrier where `deps` store to them."""
     self_: Any = self
     found = {f.name: getattr(self, f.name) for f in fields(self_)}
-    return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, LdsTile|StagedTile|RowNumbers|RowScalars)})
+    return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, InLds)})
 
 S = TypeVar("S", bound=TripState)
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
-from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.allocator import Allocator, InLds
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.scores import Scores
 from attn.problem import Problem
@@ -59,7 +59,7 @@ class Told:
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 @dataclass(frozen=True)
-class RowScalars:
+class RowScalars(InLds):
   """Numbers in fp32, `count` of them for each of `rows` rows, in LDS."""
   buffer: UOp       # units
   rows: int

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
+from attn.kernels.parts.allocator import InLds
 from attn.kernels.parts.counts import bounded, ceildiv, left_alone, round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
@@ -82,7 +83,7 @@ def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
   return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 @dataclass(frozen=True)
-class StagedTile:
+class StagedTile(InLds):
   """A tile of `block_n` rows in LDS, as they lie, transposed, or both from one load, and the way there."""
   matrix: Matrix
   block_n: int
