@@ -8,10 +8,11 @@ the seed of each failure. The second repeats the call of one seed, and prints it
 ValueError or NotImplementedError of attn; all else that is no right result is a failure. Each call has a worker process to itself for so many --limit
 seconds: a crash and a call that hangs have a seed, too. What fails is run once more in a new process, which says whether it fails alone.
 
-DEV=CPU takes CC=examples/clang_of_zig.sh, which is the default here; calls by OpenCL are left out where there is no driver (docs/plain.md).
+DEV=CPU takes CC=test/clang_with_checks.sh, which is the default here, and buffers beside memory that nobody may touch (test/guarded.py): a kernel
+that leaves an array or a buffer ends its process. Calls by OpenCL are left out where there is no driver (docs/plain.md).
 """
 from __future__ import annotations
-import multiprocessing, os, re, sys, threading, time, traceback
+import multiprocessing, os, re, sys, tempfile, threading, time, traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +24,10 @@ import click
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-for setting, value in (("PARALLEL", "0"), ("DEV", "CPU"), ("OPENBLAS_NUM_THREADS", "1"), ("CC", str(ROOT/"examples/clang_of_zig.sh"))):
-  os.environ.setdefault(setting, value)     # before tinygrad and numpy are imported
+SETTINGS = {"PARALLEL": "0", "DEV": "CPU", "OPENBLAS_NUM_THREADS": "1", "CC": str(ROOT/"test/clang_with_checks.sh"),
+            "CACHEDB": f"{tempfile.gettempdir()}/tinygrad_with_checks.db"}     # where tinygrad keeps what CC has compiled, whichever it was
+if __name__ == "__main__":      # before tinygrad and numpy are imported
+  for setting, value in SETTINGS.items(): os.environ.setdefault(setting, value)
 sys.path[:0] = [str(ROOT), str(ROOT/"test")]
 from night_draw import CHIPS, MACHINE, Call, drawn     # noqa: E402
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools, random
 from dataclasses import dataclass, field
 from typing import Any
+from guarded import SIDES
 from night_oracle import Facts
 
 CHIPS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1030", "gfx1010", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
@@ -647,7 +648,7 @@ class Posed:
 
   def script(self, seed:int) -> str:
     device = self.on if self.on in MACHINE else f"EMU::{self.on}"
-    settings = "".join(f", {name}={value!r}" for name, value in self.settings.items() if name.isupper() or name == "kernel")
+    settings = "".join(f", {name}={value!r}" for name, value in self.settings.items() if name.isupper() or name in ("kernel", "guard"))
     lines = [f"# python test/night.py --seed {seed}", "from night_script import *", "got = []", f"with on({device!r}{settings}):"]
     dealt = self.settings.get("dealt", [])
     three = ", ".join(f"dealt_{name}" if name in dealt else name for name in "qkv")
@@ -681,6 +682,7 @@ def drawn(seed:int, on:str="") -> Call:
   p.turns = 3 if p.jit else 1
   if p.backward: p.settings["TRAINING"] = rng.choice((0, 1))
   if p.on not in MACHINE: p.settings["NOOPT"] = int(rng.random() < .9)
+  if p.on == "CPU": p.settings["guard"] = SIDES[seed % 4 == 0]     # beyond its end is where a kernel goes more often
   if rng.random() < .04: p.settings["kernel"] = rng.choice((*["backward_three_pass"]*p.backward, "three_pass", "tiled"))
   p.sizes()
   getattr(p, p.kind)()

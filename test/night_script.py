@@ -11,14 +11,15 @@ from attn import flash_attn
 from attn.reference import arrange, restore, rounded
 from attn.tinygrad_compat import Context, Tensor, dtypes
 from cases import DTYPES, array, tensor
+from guarded import guarded
 
 __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "array", "attn", "base", "bools", "by_attn", "dtypes", "entries",
            "flash_attn", "integers", "np", "on", "paged", "read", "restore", "rows_of_steps", "tensor", "unseen", "until", "values", "view"]
 
 @contextlib.contextmanager
-def on(device:str, kernel:str="", **settings:int) -> Iterator[None]:
-  """DEV is `device`, ATTN_KERNEL is `kernel`, and tinygrad's settings are these."""
-  with Context(DEV=device, **settings), pytest.MonkeyPatch.context() as patch:
+def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
+  """DEV is `device`, ATTN_KERNEL is `kernel`, and tinygrad's settings are these; buffers of a CPU are guarded at this side, if any."""
+  with Context(DEV=device, **settings), pytest.MonkeyPatch.context() as patch, guarded(guard) if guard else contextlib.nullcontext():
     patch.setenv("ATTN_KERNEL", kernel)
     Tensor.manual_seed(0)
     yield

@@ -1,14 +1,15 @@
 """Calls at random, of test/night.py: a few by default, whose seeds stay the same, and more among the thorough ones; and what a night notices."""
 from __future__ import annotations
-import os, random, time
+import os, random, signal, sys, time
+from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
 import night
 from night import Outcome, drawn, run
 from night_draw import CHIPS, Posed
-from night_script import base, view
-from attn.tinygrad_compat import Tensor
+from night_script import base, on, view
+from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
 
 def emulated_seeds(first:int, count:int) -> list[int]:
   """The first seeds from there on whose calls run on emulated chips."""
@@ -57,3 +58,34 @@ def hangs(call:Any) -> Outcome: time.sleep(100)    # type: ignore[return-value]
 def test_a_crash_and_a_call_that_hangs_have_a_seed(does:Any, why:str) -> None:
   worker = night.Worker(2.0 if does is hangs else 60.0, does)
   assert worker.run(7, "") == Outcome(7, "failed", why, worker.limit) and worker.process is None
+
+# ***** what a kernel on a CPU may not touch *****
+
+def of_a_number(o:UOp, x:UOp) -> UOp:
+  """A kernel that reads the element of x that its first number says."""
+  return o[0].store(x[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_a_number", opts_to_apply=()))
+
+def of_its_own(o:UOp, x:UOp) -> UOp:
+  """A kernel that reads the element of an array of its own that x says, of eight."""
+  own, i = UOp.placeholder((8,), dtypes.float, 3, AddrSpace.REG), UOp.range(8, 0, AxisType.LOOP)
+  filled = own.after(own[i].store(x[i].load()).end(i))
+  return o[0].store(filled[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_its_own", opts_to_apply=()))
+
+BEYOND = {"end": (of_a_number, 8, -signal.SIGSEGV), "begin": (of_a_number, -1, -signal.SIGSEGV), "array": (of_its_own, 8, -signal.SIGILL)}
+
+def reads(call:Any) -> Outcome:
+  """The seventh element, and where the seed is 1 one that is none; `call.on` says of what."""
+  with on("CPU", guard="begin" if call.on == "begin" else "end"):
+    x = Tensor(np.full(8, BEYOND[call.on][1] if call.seed else 7, np.float32), device="CPU").realize()
+    return Outcome(call.seed, str(Tensor.empty(8, device="CPU").custom_kernel(x, fxn=BEYOND[call.on][0])[0].numpy()[0]))
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("where", BEYOND)
+def test_a_kernel_on_a_cpu_that_goes_too_far_dies(monkeypatch:pytest.MonkeyPatch, tmp_path:Path, where:str) -> None:
+  pytest.importorskip("ziglang")
+  for name, value in {**night.SETTINGS, "CACHEDB": str(tmp_path/"cache.db"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}.items():
+    monkeypatch.setenv(name, value)
+  worker = night.Worker(200.0, reads)
+  assert worker.run(0, where).state == "7.0"
+  assert worker.run(1, where).why == f"the process ended with {BEYOND[where][2]}"
+  worker.stop()

@@ -1,0 +1,36 @@
+"""Buffers of DEV=CPU beside memory that nobody may touch: a kernel that reads or writes beyond one ends its process there and then."""
+from __future__ import annotations
+import contextlib, ctypes, mmap
+from collections.abc import Iterator
+from typing import Any
+import pytest
+from attn.tinygrad_compat import Context
+from tinygrad.device import BufferSpec
+from tinygrad.runtime.ops_cpu import CPUAllocator
+from tinygrad.runtime.support.hcq import HCQBuffer, MMIOInterface
+
+PAGE, ALIGNED = mmap.PAGESIZE, 16      # tinygrad's vectors of four floats lie at multiples of 16 bytes
+SIDES = ("end", "begin")
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+def closed(address:int) -> None:
+  """Has whoever touches this page die."""
+  if LIBC.mprotect(ctypes.c_void_p(address), PAGE, 0): raise OSError(ctypes.get_errno(), "mprotect")
+
+@contextlib.contextmanager
+def guarded(side:str) -> Iterator[None]:
+  """Within, each buffer on a CPU lies in memory of its own between two closed pages: at the "end" as near to the second as ALIGNED has it, or at the
+  "begin" of what follows the first. What nobody has written there is NaN in every type of floats."""
+  own = CPUAllocator._alloc
+  def alloc(self:Any, size:int, options:BufferSpec) -> HCQBuffer:
+    if options.external_ptr is not None: return own(self, size, options)
+    inner = -(-size//PAGE)*PAGE
+    memory = mmap.mmap(-1, inner + 2*PAGE, mmap.MAP_ANON|mmap.MAP_SHARED)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + PAGE
+    ctypes.memset(first, 0xff, inner)
+    for address in (first - PAGE, first + inner): closed(address)
+    at = first + (inner - size)//ALIGNED*ALIGNED if side == "end" else first
+    return HCQBuffer(at, size, meta=memory, view=MMIOInterface(at, size, fmt="B"), owner=self.dev)
+  with pytest.MonkeyPatch.context() as patch, Context(NO_MEMORY_PLANNER=1, LRU=0):      # which would put many buffers into one
+    patch.setattr(CPUAllocator, "_alloc", alloc)
+    yield
