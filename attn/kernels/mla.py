@@ -182,7 +182,7 @@ class Mla(Pipeline[MlaState]):
     return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
 
   def store_weights(self, s:MlaState, packed:list[UOp]) -> list[UOp]:
-    """The stores of P, by units in the order in which lanes have it: that of `staging.key_row`."""
+    """The stores of P, by units in the order in which lanes have it: that of `staging.key_rows`."""
     mat, words = self.mat, UNIT_BYTES//4
     if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
     units = [ops.slice_(x, i, words) for x in packed for i in range(0, ops.length(x), words)]

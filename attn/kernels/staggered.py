@@ -1,4 +1,4 @@
-"""Flash attention forward for CDNA2 and CDNA3 whose waves take turns: half of them multiply while the others work out weights.
+"""Flash attention forward for CDNA whose waves take turns: half of them multiply while the others work out weights.
 
 The same algorithm, orientation and way to LDS as forward.py. Eight waves of 32 queries; the second four run one barrier behind the first, so that of
 the two waves on a SIMD one is in the first half of its trip while the other is in the second:

@@ -79,7 +79,7 @@ class OwnRows:
 @dataclass(frozen=True)
 class LdsColumns:
   """The columns of a tile that lies in LDS by rows, from column `first` on: what `LdsTile` is of the transposed tile in the order of
-  `staging.key_row`. Columns beyond the rows' end are their last one."""
+  `staging.key_rows`. Columns beyond the rows' end are their last one."""
   tile: LdsTile
   matrix: Matrix
   first: UOp
