@@ -11,11 +11,11 @@ from attn import values
 from attn.api.attention import attend, attention
 from attn.api.cache import attention_with_kv_cache, check_caches
 from attn.api.checked_call import lengths, prepare
-from attn.calls.checked_kernel import dtype_of, numbers_at_hand, static_shape
+from attn.calls.checked_kernel import dtype_of, numbers_at_hand
 from attn.calls.options import AttentionOptions, check_lengths
 from attn.calls.placement import local_shape, place, placement_of
 from attn.tinygrad_compat import Tensor, UOp, dtypes
-from attn.values import FLOATS
+from attn.values import FLOATS, static_shape
 
 Window = tuple[int, int]|list[int]
 _OURS = {"window_size": "window", "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse"}   # FlashAttention's name -> attention's

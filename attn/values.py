@@ -29,6 +29,11 @@ def shown(x:Any) -> str:
   text = repr(x)
   return text if len(text) <= SHOWN_MOST else f"{text[:SHOWN_MOST]}... ({type(x).__name__})"
 
+def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
+  if all(isinstance(s, int) for s in shape): return tuple(map(int, shape))
+  raise NotImplementedError(f"{name} has the symbolic shape {shown_shape(shape)}: shapes must be integers, a variable number of keys is what "
+                            "kv_lengths is for")
+
 def shown_shape(shape:Iterable[Any]) -> str:
   """A shape, in which a symbolic size stands by its name."""
   sizes = [s.render() if isinstance(s, UOp) else str(s) for s in shape]

@@ -7,7 +7,7 @@ from attn import values
 from attn.api.attention import attend
 from attn.api.checked_call import known, lengths, part_of_k, prepare
 from attn.api.launch import check_devices
-from attn.calls.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, static_shape, whole_buffer
+from attn.calls.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, whole_buffer
 from attn.calls.gradient import no_gradient
 from attn.calls.options import AttentionOptions, check_lengths, check_out_dtype, options_of
 from attn.api.pages import check_pages, placement_in_pages
@@ -17,7 +17,7 @@ from attn.calls.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, append
 from attn.problem import LAYOUTS, Pages, Strided
 from attn.tinygrad_compat import Context, DType, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
-from attn.values import cache_of_kernels
+from attn.values import cache_of_kernels, static_shape
 
 OVERLAP = "k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one"
 CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
-from attn.calls.checked_kernel import arch_of, dtype_of, numbers_at_hand, static_shape, whole_buffer
+from attn.calls.checked_kernel import arch_of, dtype_of, numbers_at_hand, whole_buffer
 from attn.parallel.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.api.dropout import check_seed
 from attn.calls.options import AttentionOptions
@@ -14,8 +14,9 @@ from attn.parallel.shards import SequenceShards
 from attn.choose.dispatch import Choice, choose
 from attn.compilers.choice import compiled_on
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Pages, Problem, Strided, problem_of
+from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Tensor, UOp, dtypes
-from attn.values import FLOATS
+from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class CheckedCall:
@@ -132,11 +133,11 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
   """Those that are given, in the order of EXTRAS, each where the inputs need it."""
   extras: dict[str, Tensor] = {}
   def per_batch(name:str, n:int|UOp|Tensor, called:str) -> Tensor: return lengths(n, x.keys("batch"), x.keys("rows"), x.at, called)
-  for name in ("alibi_slopes", "sinks"):
-    if (given := getattr(options, name)) is not None:
-      values.dtype_name(name, given.dtype, FLOATS)
-      extras[name] = place(name, given.cast(dtypes.float), x.at)
-  if options.bias is not None: extras["bias"] = place("bias", checked_bias(options.bias), x.at)
+  for name, tensor in TERM_TENSORS.items():
+    if (given := getattr(options, name)) is not None: extras[name] = place(name, tensor.taken(name, given), x.at)
+  if options.sinks is not None:
+    values.dtype_name("sinks", options.sinks.dtype, FLOATS)
+    extras["sinks"] = place("sinks", options.sinks.cast(dtypes.float), x.at)
   if options.kv_lengths is not None:
     if x.layout == "thd" and x.pages is None:
       raise NotImplementedError(f"{lengths_name}={values.shown(options.kv_lengths)} with layout='thd': packed sequences take their lengths from "
@@ -144,8 +145,9 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
     extras["kv_lengths"] = per_batch("kv_lengths", options.kv_lengths, lengths_name)
   if options.kv_starts is not None:
     if options.kv_lengths is None: raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
-    if options.bias is not None:
-      raise NotImplementedError("kv_starts with bias: keys are counted from their start, so a bias has no place for them")
+    for name in extras:
+      if name in TERM_TENSORS and "keys" in TERM_TENSORS[name].axes:
+        raise NotImplementedError(f"kv_starts with {name}: keys are counted from their start, so a {name} has no place for them")
     extras["kv_starts"] = per_batch("kv_starts", options.kv_starts, "kv_starts")
   for name in ("block_table", "cu_seqlens_q", "cu_seqlens_k"):
     if (given := getattr(options, name)) is not None:
@@ -154,13 +156,6 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
   if options.dropout_p and options.dropout_seed is not None:
     extras["dropout_seed"] = place("dropout_seed", check_seed("dropout_seed", options.dropout_seed), x.at)
   return {name: extras[name] for name in EXTRAS if name in extras}
-
-def checked_bias(bias:Tensor) -> Tensor:
-  """A bias with all four dimensions."""
-  if bias.dtype == dtypes.bool: raise ValueError("bias has dtype bool: must be added to scores; scaled_dot_product_attention takes a mask of bools")
-  values.dtype_name("bias", bias.dtype, FLOATS)
-  if bias.ndim > 4: raise ValueError(f"bias has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
-  return bias.reshape(*[1]*(4 - bias.ndim), *static_shape("bias", bias.shape))
 
 def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
   """Raises ValueError where the call gives a buffer for o that cannot take it."""

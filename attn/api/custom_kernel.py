@@ -1,13 +1,13 @@
 """Kernels for `Tensor.custom_kernel`: `flash_attention` and `flash_attention_fn`."""
 from __future__ import annotations
 from attn import values
-from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip, static_shape
+from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip
 from attn.calls.gradient import gradient_of
 from attn.calls.options import KernelOptions
 from attn.choose.dispatch import single_kernel
 from attn.problem import EXTRAS, problem_of
 from attn.tinygrad_compat import UOp
-from attn.values import cache_of_kernels
+from attn.values import cache_of_kernels, static_shape
 
 def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
                        softcap:float=0.0, dropout_p:float=0.0, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False,

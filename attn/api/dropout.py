@@ -2,11 +2,11 @@
 from __future__ import annotations
 from typing import Any
 from attn import values
-from attn.calls.checked_kernel import static_shape
 from attn.calls.placement import Placement
 from attn.ops.dropout import STEPS_OF_P, kept_elements
 from attn.problem import Problem, check_dropout_p
 from attn.tinygrad_compat import Tensor, dtypes
+from attn.values import static_shape
 
 def check_seed(name:str, x:Any) -> Tensor:
   """A seed: uint32 (2). Raises ValueError for another shape and NotImplementedError for another dtype."""

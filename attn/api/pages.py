@@ -3,13 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 import numpy as np
 from attn import values
-from attn.calls.checked_kernel import dtype_of, numbers_at_hand, static_shape
+from attn.calls.checked_kernel import dtype_of, numbers_at_hand
 from attn.calls.options import AttentionOptions
 from attn.calls.placement import AXES, Placement, local_shape
 from attn.calls.plain import bhsd, from_bhsd, plain_attention
 from attn.calls.views import in_buffer, whole_places
 from attn.problem import LAYOUTS, Pages, Problem, Strided
 from attn.tinygrad_compat import Tensor, UOp, buffer_under
+from attn.values import static_shape
 
 def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
   """The pages that k and v are, (pages, page_size, Hkv, D), and which of them the sequences of q have. `names` are what its caller calls q, k and

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
-from attn.calls.checked_kernel import static_shape
 from attn.api.slices import is_sliced, sliced_call
 from attn.calls.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, dtypes
+from attn.values import static_shape
 
 def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
                scale:float|None) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:

@@ -6,13 +6,13 @@ from typing import Any
 from attn import values
 from attn.api.checked_call import CheckedCall
 from attn.api.launch import run
-from attn.calls.checked_kernel import arch_of, static_shape
+from attn.calls.checked_kernel import arch_of
 from attn.calls.placement import Placement
 from attn.calls.views import Size, cache_of, count_of, is_causal_mask, most, same_size
 from attn.choose.dispatch import Choice
 from attn.problem import Problem, check_softmax_scale
 from attn.tinygrad_compat import Tensor, UOp
-from attn.values import FLOATS
+from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class SlicedCall:

@@ -12,6 +12,7 @@ from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
 from attn.cache.kept_programs import has_program
 from attn.ops.renderers import adapt
+from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, Tensor, UOp, capturing, compile_at_once, device_of, workgroups_of
 from attn.values import FLOATS
 
@@ -120,20 +121,15 @@ def check_device(arch:str, device:str) -> None:
   if (found := arch_of(device)) is None: raise ValueError(f"arch={arch!r}: {device} is no device that these kernels know")
   if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs kernels for no other chip")
 
-def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
-  if all(isinstance(s, int) for s in shape): return tuple(map(int, shape))
-  raise NotImplementedError(f"{name} has the symbolic shape {values.shown_shape(shape)}: shapes must be integers, a variable number of keys is what "
-                            "kv_lengths is for")
-
 def numbers_at_hand(t:Tensor) -> np.ndarray|None:
   """Returns the numbers of a tensor where the host can read them at no cost: of one that is realized on the emulator. None elsewhere, and under
   TinyJit, whose later calls have others."""
   there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
   return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None
 
-TENSOR_DTYPES = {"lse": ("float32",), "alibi_slopes": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",),
-                 "block_table": ("int32",), "cu_seqlens_q": ("int32",),
-                 "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "dropout_start": ("uint32",)}   # of those whose dtype is given
+TENSOR_DTYPES = {"lse": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",), "block_table": ("int32",),
+                 "cu_seqlens_q": ("int32",), "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "dropout_start": ("uint32",),
+                 **{name: tensor.dtypes for name, tensor in TERM_TENSORS.items()}}   # of those whose dtype is given
 
 def dtype_of(name:str, t:Any) -> str:
   """The name of the dtype of a problem's tensor `name`. Raises NotImplementedError for one that it can't have."""

@@ -19,11 +19,12 @@ from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.problem import EXTRAS, Problem
+from attn.score.terms import TERM_TENSORS, has_sum, summed_tensor
 from attn.tinygrad_compat import Tensor, UOp, differentiated
 from attn.values import FLOATS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
-SHARDED_LIKE = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "o": "q"}     # whose axis a buffer is sharded along
+SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # whose axis a buffer is sharded along
 
 def no_second_derivative(*args:UOp, **kwargs:Any) -> Any:
   raise NotImplementedError("attention has no second derivative: its gradient cannot be differentiated again. ATTN_KERNEL=three_pass has one")
@@ -61,8 +62,8 @@ class BackwardLaunch:
   shapes: Shapes
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, BackwardLaunch]:
-  """backward_dq, backward_dkdv, backward_dbias where there is a bias, and a forward that writes lse: as single objects, for tinygrad's schedule cache
-  goes by identity."""
+  """backward_dq, backward_dkdv, backward_dbias where a term has a tensor whose gradient it sums, and a forward that writes lse: as single objects,
+  for tinygrad's schedule cache goes by identity."""
   return _backward_kernels(p, arch, dlse, parts, *tiles_of(p, arch))
 
 @cache_of_kernels
@@ -75,9 +76,9 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, dq:AnyBackwa
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], "o", "lse"),
            "dq": launch(dq_arguments(p, dlse, parts.dq), dq_of(p, arch, dq, dlse, parts.dq), "dq", "delta"),
            "dkdv": launch(dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv, parts.dkdv), "dk", "dv")}
-  if p.bias is not None:
+  if has_sum(p):
     of_bias = dbias_of(p, arch, choose_bias_tile(p, arch), parts.dbias)
-    found["dbias"] = launch(dbias_arguments(p, parts.dbias), of_bias, "dbias")
+    found["dbias"] = launch(dbias_arguments(p, parts.dbias), of_bias, f"d{summed_tensor(p).name}")
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
@@ -100,8 +101,8 @@ def like(g:UOp, out:UOp) -> UOp:
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Of q, k, v, bias and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse where forward wrote it; where either is missing,
-  forward runs again."""
+  """Of q, k, v, the tensor of a term that a kernel sums, and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse where forward
+  wrote it; where either is missing, forward runs again."""
   p = replace(p, num_splits=1, return_lse=True)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
   t = inputs | outputs
@@ -112,15 +113,16 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
   for name in ("dq", "dkdv", "dbias"):
     if name in kernels: t = written_by(kernels[name], t, p.layout)
-  found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", "bias") if f"d{name}" in t}
+  found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", *TERM_TENSORS) if f"d{name}" in t}
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "lse", "delta"))).uop
   return found
 
 def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
-  """The parts of each device: one at least where several have the same keys or the same bias, whose gradients are then added."""
+  """The parts of each device: one at least where several have the same keys or the same tensor of a term, whose gradients are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
-  return replace(parts, dkdv=least("k", parts.dkdv), dbias=least("bias", parts.dbias))
+  summed = [tensor.name for tensor in TERM_TENSORS.values() if tensor.summed and tensor.name in inputs]
+  return replace(parts, dkdv=least("k", parts.dkdv), dbias=max([parts.dbias, *(least(name, parts.dbias) for name in summed)]))
 
 def added(gradient:UOp, of:UOp) -> UOp:
   """The sum of its parts, where it is in parts."""
@@ -155,7 +157,8 @@ class AttentionGradient:
     given = of_outputs(gradients, outputs)
     by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
     found: dict[str, UOp] = {}
-    if not by_kernels or "alibi_slopes" in inputs: found |= plain_gradients(self.problem, inputs, given)
+    plainly = [name for name, tensor in TERM_TENSORS.items() if name in inputs and not tensor.summed]
+    if not by_kernels or plainly: found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: after(u, call) for name, u in outputs.items()}, given)
     return tuple(found.get(name) for name in self.names)

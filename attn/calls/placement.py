@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 from attn import values
+from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Device, DType, Tensor, UOp, dtypes
 
 # what the axes of q, k, v and o are
@@ -62,9 +63,12 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   """What the axes of an optional tensor are."""
-  if name == "alibi_slopes": return ("batch", "heads")[2 - len(shape):]
-  if name == "bias": return tuple(axis if n > 1 else None for axis, n in zip(("batch", "heads", None, None), shape))
+  if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
+
+def rows_dimension(name:str) -> int|None:
+  """Which dimension of a term's tensor goes over queries."""
+  return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
   """The gradient of `sharded_with_gradient`."""
@@ -85,7 +89,7 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
     return t
   axis = at.axis(extra_axes(name, tuple(map(int, t.shape))))
-  if name == "bias" and at.shared == "rows" and t.device == at.device and t.uop.axis == 2: return t     # its rows lie as those of q
+  if at.shared == "rows" and t.device == at.device and t.uop.axis is not None and t.uop.axis == rows_dimension(name): return t     # as those of q
   if not isinstance(t.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same devices")
     if t.uop.axis == axis: return t

@@ -26,6 +26,7 @@ from attn.kernels.parts.rectangle import beyond_registers
 from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.tiles import BackwardTile
 from attn.problem import MAX_SPLITS, Problem
+from attn.score.terms import has_sum, summed_tensor
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
@@ -40,7 +41,7 @@ def beyond_float16(p:Problem) -> str|None:
 
 def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := beyond_registers(p)) is not None: return reason
-  return "bias: there is no kernel of plain UOps for its gradient" if p.bias is not None else None
+  return f"{summed_tensor(p).name}: there is no kernel of plain UOps for its gradient" if has_sum(p) else None
 
 @dataclass(frozen=True)
 class GradientKernels:
@@ -59,7 +60,7 @@ class GradientKernels:
     if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
     try:
       tiles = self.tile(p, arch, False), self.tile(p, arch, True)
-      used = (*tiles, *([self.bias_tile(p, arch)] if p.bias is not None and self.bias_tile is not None else []))
+      used = (*tiles, *([self.bias_tile(p, arch)] if has_sum(p) and self.bias_tile is not None else []))
       for tile in used: check_backward(p, tile)
     except NotImplementedError as e: return str(e)
     if (need := max(tile.lds_bytes(p) for tile in used)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
@@ -147,7 +148,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
     found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers)
     return found if found > 1 else 0
   of_bias = 0
-  if p.bias is not None:
+  if has_sum(p):
     tile = choose_bias_tile(p, arch)
     share = BiasShare(p, tile.block_m, tile.block_n)
     of_bias = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
@@ -156,10 +157,10 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
 
 def memory_of(p:Problem, parts:Parts) -> int:
   """Bytes that the gradients take beside inputs and outputs: lse and delta of each row, and the parts."""
-  of = {"dq": dq_arguments(p, parts=parts.dq), "dkdv": dkdv_arguments(p, parts.dkdv)} | \
-       ({"dbias": dbias_arguments(p, parts.dbias)} if p.bias is not None and parts.dbias else {})
-  names = {"dq": ("dq",), "dkdv": ("dk", "dv"), "dbias": ("dbias",)}
-  left = sum(4*math.prod(of[kernel][name][0]) for kernel in of if getattr(parts, kernel) for name in names[kernel])
+  divided = [dq_arguments(p, parts=parts.dq)["dq"]]*bool(parts.dq)
+  if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
+  if has_sum(p) and parts.dbias: divided.append(dbias_arguments(p, parts.dbias)[f"d{summed_tensor(p).name}"])
+  left = sum(4*math.prod(shape) for shape, _ in divided)
   return 8*p.rows + left
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
@@ -205,7 +206,7 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
   parts, others = choose_parts(p, arch), others_of(p, arch, found[0].suffix)
-  if p.bias is None: return BackwardChoice(found, arch, None, (parts.dq, parts.dkdv), memory_of(p, parts), others)
+  if not has_sum(p): return BackwardChoice(found, arch, None, (parts.dq, parts.dkdv), memory_of(p, parts), others)
   tiles = (*found, choose_bias_tile(p, arch))
   return BackwardChoice(tiles, arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts), others)
 

@@ -18,6 +18,7 @@ from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.tiles import BackwardTile
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
+from attn.score.terms import varies
 
 BOTH = (True, True)
 
@@ -105,10 +106,10 @@ class WgmmaBackwardCandidate:
   groups: int
   block_n: int
   passes: int = 1
-  capped: bool = True      # whether there are registers for a softcap
+  varied: bool = True      # whether there are registers for the derivative of a term that is not 1
   few: int|None = None     # for at most so many queries: of one head, or where keys are owned of all heads that share them
 
-DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80, capped=False), WgmmaBackwardCandidate(64, 3, 64),
+DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80, varied=False), WgmmaBackwardCandidate(64, 3, 64),
             WgmmaBackwardCandidate(128, 1, 96, few=64), WgmmaBackwardCandidate(128, 2, 64),
             WgmmaBackwardCandidate(192, 2, 48), WgmmaBackwardCandidate(256, 2, 32))
 DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 1, 32, few=64), WgmmaBackwardCandidate(128, 2, 64),
@@ -135,7 +136,7 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   """Every problem has one."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
-  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.capped or not p.softcap) and (c.few is None or queries <= c.few))
+  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.varied or not varies(p)) and (c.few is None or queries <= c.few))
   return WgmmaBackwardTile(MMA[p.dtype], min(c.groups, ceildiv(rows, wgmma.M)), c.block_n, keys, c.passes)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:

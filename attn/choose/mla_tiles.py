@@ -13,9 +13,9 @@ from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LINE
 from attn.kernels.parts.warps import fragments
 from attn.problem import Problem
+from attn.score.terms import score_terms
 
 UP_TO = {"D": 576, "Dv": 512}      # the rows of K and of O that the tiles have registers for
-BIAS_AND_DROPOUT = ("bias", "dropout_p")
 
 # No register is spilled in any. On CDNA a wave keeps Q, and 64 rows wait for K in memory; of RDNA neither registers nor LDS have room for Q.
 OF_CDNA = (MlaCandidate(0, 1, 4, 32, 1),)
@@ -30,7 +30,8 @@ def latent_refuses(p:Problem, arch:Chip) -> str|None:
   """Why neither kernel takes `p` on any chip, or None."""
   if not p.v_in_k: return "v_dim=None: it takes values that are the first columns of the keys"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
-  if options := [x for x in BIAS_AND_DROPOUT if getattr(p, x)]: return f"{options[0]}: its waves have parts of a row's keys, and no part of that"
+  tensors = [term.name for term in score_terms(p) if any("keys" in tensor.axes for tensor in term.tensors)]
+  if options := [*tensors, *["dropout_p"]*(p.dropout_p > 0)]: return f"{options[0]}: its waves have parts of a row's keys, and no part of that"
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: its tiles are for up to {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 

@@ -17,6 +17,8 @@ from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tiles import Tile
 from attn.problem import Problem
+from attn.score.term import TermRegisters
+from attn.score.terms import crowded, heaviest, score_terms
 
 # ***** AMD *****
 
@@ -44,7 +46,6 @@ ANY_OPTION = "options"         # any of them
 EVERY_SCORE = "every score"    # of those what is worked out for every score
 DROPOUT = "dropout"            # of those the bits of a random number for each score
 TWO_ON_A_SIMD = "two on a SIMD"  # waves, each with half of its registers
-ON_SCORES = {"softcap", "alibi", "bias", "dropout_p"}
 
 @dataclass(frozen=True)
 class Shortage:
@@ -76,7 +77,7 @@ WHERE_A_WAVE_HAS_A_PART = (
 def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   in_pieces = any(width % mat.unit for width in (p.D, p.Dv))
   found = {FEW_ROWS: few, WINDOW: p.window[0] >= 0, PIECES: in_pieces, LSE: p.writes_lse, ANY_OPTION: bool(p.options),
-           EVERY_SCORE: bool(ON_SCORES.intersection(p.options)), DROPOUT: bool(p.dropout_p), TWO_ON_A_SIMD: waves > 4}
+           EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, DROPOUT: bool(p.dropout_p), TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy:
@@ -99,13 +100,13 @@ def rows_for(family:str, llvm:int) -> tuple[Candidate, ...]:
   return tuple(c for c in rows if c.llvm == min(x.llvm for x in rows if x.up_to == c.up_to))
 
 def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
-  """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its bias."""
+  """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its terms."""
   mat = arch.matrix[p.dtype][c.matrix]
   pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
-  q_tiles = c.q_tiles if rows > mat.N and p.bias is None else 1        # a bias takes as many registers as the scores
+  q_tiles = c.q_tiles if rows > mat.N and not crowded(p) else 1
   needed = waves = ceildiv(rows, mat.N*q_tiles)
-  block_n = min(c.block_n, 32) if p.bias is not None else c.block_n
+  block_n = min(c.block_n, 32) if crowded(p) else c.block_n
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
   least = max(mat.M, contraction(mat, 1))                              # keys that both products have whole operands of
   if p.Sk < 2*block_n and round_up(p.Sk, least) < round_up(p.Sk, block_n): block_n = least     # few keys: smaller tiles have fewer rows of none
@@ -140,8 +141,8 @@ def staggered_tile(p:Problem, arch:Chip) -> Tile:
 WARPS = 4     # of a block of forward_mma: two or three blocks share a multiprocessor, and one computes while another waits
 
 def burden(p:Problem) -> Burden:
-  if p.bias is not None: return Burden.BIAS
-  if p.alibi: return Burden.ALIBI
+  if crowded(p): return Burden.BIAS
+  if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
   return Burden.PLAIN if p.window == (-1, -1) else Burden.MASK
 
@@ -171,7 +172,7 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
   if not found: raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
   return next((tile for tile in found if blocks_in_lds(p, arch, tile) > 1), found[0])
 
-BIAS_KEYS = 64    # a bias takes as many registers as the scores
+CROWDED_KEYS = 64    # where a term takes as many registers as the scores
 OF_DROPOUT = 16   # by so many keys a tile is smaller where three warpgroups share the registers with the bits of dropout
 
 BY_ITSELF = 0.7   # of the time that a multiprocessor's blocks take together, a block by itself takes so much at least
@@ -187,7 +188,7 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
     return WgmmaTile(c.groups, min(c.block_n - OF_DROPOUT*crowded, round_up(p.Sk, MMA[p.dtype].K)))
   def fits(c:WgmmaCandidate) -> bool:
     if c.up_to != up_to or (c.few and p.Sk > c.block_n): return False
-    return tile(c).lds_bytes(p) <= arch.lds and (p.bias is None or tile(c).block_n <= BIAS_KEYS)
+    return tile(c).lds_bytes(p) <= arch.lds and (not crowded(p) or tile(c).block_n <= CROWDED_KEYS)
   def time(c:WgmmaCandidate) -> float:
     t, splits = tile(c), max(1, p.num_splits)
     resident = min(c.resident, blocks_in_lds(p, arch, t))

@@ -1,6 +1,6 @@
 """The gradient of a bias: one program for every AMD matrix unit.
 
-A bias is added to the scores after softcap, so its gradient is dS = P * (dP - delta) of those, summed over the dimensions in which the bias is
+A bias is a tensor that a term adds to scores: its gradient is dS = P * (dP - delta) of those, summed over the dimensions in which the bias is
 broadcast. A workgroup owns a block of the bias, BLOCK_M queries by BLOCK_N keys or what is left of that where rows or keys are broadcast, and walks
 over all that shares it: batches, heads, blocks of queries, tiles of keys, always in the same order. It computes S and dP anew, sums dS in fp32 in
 registers, and no scores go to memory. Where nothing but perhaps keys is summed it walks over the keys of its queries instead, as `backward_dq` does.
@@ -25,7 +25,7 @@ from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import amd, common as ops
 from attn.problem import Problem
-from attn.score.bias import BIAS
+from attn.score.terms import summed_term
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def backward_dbias(p:Problem, arch:Chip, tile:BackwardTile, parts:int=0) -> Callable[..., UOp]:
@@ -97,7 +97,7 @@ class BackwardDbias(OwnQueries[DbiasState]):
   def work(self, s:DbiasState, t:UOp, masked:bool) -> UOp:
     """dS of a tile of keys."""
     k, v = (self.in_lds(s, t, name) for name in self.loaded)
-    ds = self.ds(k.rows, v.rows, t, masked, BIAS)
+    ds = self.ds(k.rows, v.rows, t, masked, summed_term(self.group.p))
     if self.bias.share.stored_at_once: return UOp.group(*self.stores(t, ds))
     return UOp.group(*store_all(s.acc, [ops.add(s.acc[i].load(), x) for i, x in enumerate(ds)]))
 

@@ -1,6 +1,6 @@
 """The gradient of a bias on NVIDIA's mma.sync (sm_80 and later): the algorithm of attn/kernels/backward_dbias.py with the query on the rows.
 
-dS = P * (dP - delta) of the scores after softcap, summed over the dimensions in which the bias is broadcast. A block owns a block of the bias and
+dS = P * (dP - delta) of what the bias is added to, summed over the dimensions in which it is broadcast. A block owns a block of the bias and
 walks over all that shares it, always in the same order. In each trip Q and dO of a block of queries of one head come to shared memory, and the owned
 tile of K and V; or, where keys are summed or nothing is, all of them through a ring. The sums are fp32 in registers, and no scores go to memory.
 """
@@ -22,7 +22,7 @@ from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.score.term import Row
-from attn.score.bias import BIAS
+from attn.score.terms import summed_term
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def backward_dbias_mma(p:Problem, arch:Chip, tile:MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
@@ -82,7 +82,7 @@ class BackwardDbiasMma(QueriesByMma):
 
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
     """dS of some keys of a tile."""
-    ds = self.ds(s, t, part, masked, BIAS)
+    ds = self.ds(s, t, part, masked, summed_term(self.p))
     if self.share.stored_at_once: return s.after(UOp.group(*self.stores(t, ds, part)))
     places = [self.fragments(i)[part*len(x):(part + 1)*len(x)] for i, x in enumerate(ds)]
     return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])

@@ -16,7 +16,7 @@ from attn import values
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, region
 from attn.calls.gradient import lse_axes
 from attn.calls.options import AttentionOptions
-from attn.calls.placement import AXES, Placement, local_shape
+from attn.calls.placement import AXES, Placement, local_shape, rows_dimension
 from attn.calls.views import whole_places
 from attn.chips import CHIPS, Chip
 from attn.parallel.shards import ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
@@ -25,6 +25,7 @@ from attn.kernels.merge import RowRange, merge, part_size
 from attn.kernels.order_keys import order_keys
 from attn.ops.plain import plain
 from attn.problem import ORDERS, DealtRows, Problem, Strided
+from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, remembered, with_params
 from attn.values import FLOATS, cache_of_kernels
 
@@ -108,25 +109,26 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
     if have % pieces: raise ValueError(f"{name} has {have} rows: sequence_order={order!r} on {at.count} devices needs a multiple of {pieces}, "
                                        "which attn.shard_sequence pads to")
   shared = SequenceShards(at.count, order, rows[1]//at.count, rows[0]//at.count if at.shared == "rows" else None,
-                          options.bias is not None and bias_lies_as_q(options.bias, rows[0], at))
+                          tuple(name for name in TERM_TENSORS if lies_as_q(name, getattr(options, name), rows[0], at)))
   return at, shared, lengths or rows
 
-def bias_lies_as_q(bias:Tensor, rows:int, at:Placement) -> bool:
-  """Whether the rows of a bias are those that devices hold of q, with the padding."""
-  if bias.ndim < 2 or at.shared != "rows": return False
-  if isinstance(at.device, str): return int(bias.shape[-2]) == rows
-  return bias.device == at.device and bias.uop.axis == bias.ndim - 2
+def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
+  """Whether the rows of a term's tensor are those that devices hold of q, with the padding."""
+  axes = TERM_TENSORS[name].axes
+  if t is None or "rows" not in axes or at.shared != "rows" or (axis := t.ndim - len(axes) + axes.index("rows")) < 0: return False
+  if isinstance(at.device, str): return int(t.shape[axis]) == rows
+  return t.device == at.device and t.uop.axis == axis
 
 def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
   """A shape with so many rows."""
   return tuple(rows if axis == "rows" else n for axis, n in zip(AXES[layout], shape))
 
 def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
-  """What one device has of an optional tensor; of a bias that lies as q does all its rows, without the padding."""
+  """What one device has of an optional tensor; of one that lies as q does all its rows, without the padding."""
   shape = local_shape(t)
-  if name != "bias" or shards is None or not shards.bias_shared: return shape
-  if shape[2] != shards.queries: raise ValueError(f"bias has {shape[2]} rows on each device, and q {shards.queries}: must be as many")
-  return (*shape[:2], queries, shape[3])
+  if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
+  if shape[axis] != shards.queries: raise ValueError(f"{name} has {shape[axis]} rows on each device, and q {shards.queries}: must be as many")
+  return (*shape[:axis], queries, *shape[axis + 1:])
 
 # ***** what a device holds *****
 
@@ -188,14 +190,20 @@ def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
   return replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
                  sinks=False, return_lse=True)
 
-def bias_rows(bias:UOp, launch:ContextLaunch, shared:bool) -> UOp:
-  """The part of a bias for a launch; its keys lie in the order of the sequence, and so do its rows unless they are `shared` as those of q are."""
-  def pieces(u:UOp, axis:int, run:PieceRun) -> UOp:
-    if u.shape[axis] == 1: return u
+def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
+  """The parts for a launch of those tensors of terms that go over queries or keys. Their keys lie in the order of the sequence, and so do their rows
+  unless these lie as those of q do."""
+  def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
+    if axis is None or u.shape[axis] == 1: return u
+    if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
     first, *rest = [cut(u, axis, piece.start, piece.rows) for piece in run.pieces]
     return first.cat(*rest, dim=axis)
-  rows = cut(bias, 2, launch.queries.first, launch.queries.count) if shared else pieces(bias, 2, launch.queries)
-  return filled_with_rows(pieces(rows, 3, launch.keys))
+  found = dict[str, UOp]()
+  for name, tensor in TERM_TENSORS.items():
+    if name not in held or not {"rows", "keys"} & {*tensor.axes}: continue
+    rows = part(name, held[name], tensor.dimension("rows"), launch.queries)
+    found[name] = filled_with_rows(part(name, rows, tensor.dimension("keys"), launch.keys))
+  return found
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
   """The problem with its keys read where they lie among those that a device holds, in tensors of the shapes `held`, where that costs no slower
@@ -242,7 +250,7 @@ class GatheringDevice:
   @staticmethod
   def of(c:SharedRows, held:dict[str, list[UOp]], number:int) -> GatheringDevice:
     t, launches = {x: shards[number] for x, shards in held.items()}, c.gathering(number)
-    if "bias" in t: t["bias"] = dealt_bias(c, t["bias"], number)
+    t |= {name: dealt_rows(c, name, t[name], number) for name in TERM_TENSORS if name in t}
     shapes = {x: shape for x, (shape, _) in launches[0][1].shapes.items() if x in ("k", "v")} if c.shards.count > 1 else {}
     slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
@@ -308,13 +316,12 @@ def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> U
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
-def dealt_bias(c:SharedRows, bias:UOp, device:int) -> UOp:
-  """The rows of a bias that a device's queries have, as these lie, the padding included."""
-  queries = c.shards.queries
-  if c.shards.bias_shared or c.problem.bias is None or not c.problem.bias[2] or queries is None: return bias
-  pieces = [cut(bias, 2, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(bias, 2, 0, 1)]
-  first, *rest = pieces
-  return filled_with_rows(first.cat(*rest, dim=2).pad_to((*bias.max_shape[:2], queries, bias.max_shape[3])))
+def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
+  """The rows of a term's tensor that a device's queries have, as these lie, the padding included; all of it where it has no rows."""
+  queries, axis, rows = c.shards.queries, rows_dimension(name), c.problem.Sq
+  if name in c.shards.as_q or axis is None or (u.shape[axis] == 1 and rows > 1) or queries is None: return u
+  first, *rest = [cut(u, axis, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(u, axis, 0, 1)]
+  return filled_with_rows(first.cat(*rest, dim=axis).pad_to((*u.max_shape[:axis], queries, *u.max_shape[axis + 1:])))
 
 # ***** parts: o and lse of some rows over some keys, in one buffer *****
 
@@ -340,7 +347,7 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
   t = held | {"q": rows_in_buffer(held["q"], axis, launch.queries.first, launch.queries.count)}
   if p.k_view is None: t |= {x: rows_in_buffer(t[x], axis, launch.keys.first, launch.keys.count) for x in ("k", "v") if x in t}
-  if "bias" in t: t["bias"] = bias_rows(t["bias"], launch, c.shards.bias_shared)
+  t |= launch_tensors(c, t, launch)
   tensors = {x: Tensor(u) for x, u in t.items()}
   if choose(p, c.arch).kernel == "three_pass": return packed(*attend(p, tensors, name, ()))
   return written_part(p, name, lambda o, lse, whole: attend(p, tensors, name, (Tensor(o), Tensor(lse), Tensor(whole)))[0].uop.src[1])

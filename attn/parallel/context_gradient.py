@@ -6,14 +6,15 @@ float32, which go back to the device that holds those keys. Every sum is in floa
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from attn.parallel.context import SharedRows, bias_rows, filled_with_rows, in_buffers, launch_problem, passed, rows_in_buffer, shards_of
+from attn.parallel.context import SharedRows, filled_with_rows, in_buffers, launch_problem, launch_tensors, passed, rows_in_buffer, shards_of
 from attn.calls.gradient import INPUTS, OUTPUTS, backward_kernels, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
 from attn.calls.history import keep_inputs
-from attn.calls.placement import AXES
+from attn.calls.placement import AXES, rows_dimension
 from attn.calls.plain import bhsd, from_bhs
 from attn.parallel.sequence import in_order, shard_sequence
 from attn.choose.backward import can_differentiate, choose_parts
 from attn.parallel.shards import ContextLaunch, PieceRun
+from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, cache_of_kernels
 
@@ -60,7 +61,7 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   p = replace(launch_problem(c.problem, launch), num_splits=1)
   runs = dict.fromkeys(("q", "o", "lse", "do", "dlse"), launch.queries) | dict.fromkeys(("k", "v"), launch.keys)
   t = {name: rows_in_buffer(u, rows_axis(c, name), runs[name].first, runs[name].count) if name in runs else u for name, u in held.items()}
-  if "bias" in t: t["bias"] = bias_rows(t["bias"], launch, c.shards.bias_shared)
+  t |= launch_tensors(c, t, launch)
   parts = choose_parts(p, c.arch)
   kernels = backward_kernels(p, c.arch, "dlse" in t, replace(parts, dq=max(1, parts.dq), dkdv=max(1, parts.dkdv)))
   for name in ("dq", "dkdv"): t = written_by(kernels[name], t, p.layout)
@@ -118,9 +119,9 @@ def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
 def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
   """Of every input of floats: all of them on the first device, in the order of the sequence, where tinygrad differentiates `three_pass`."""
   p, order, first = c.problem, c.shards.order, c.devices[0]
-  lengths = {"q": p.Sq, "o": p.Sq, "lse": p.Sq, "k": p.Sk, "v": p.Sk} | ({"bias": p.Sq} if c.shards.bias_shared else {})
+  lengths = {"q": p.Sq, "o": p.Sq, "lse": p.Sq, "k": p.Sk, "v": p.Sk} | dict.fromkeys(c.shards.as_q, p.Sq)
   if c.shards.queries is None: lengths = {name: n for name, n in lengths.items() if name in ("k", "v")}
-  def axis(name:str) -> int: return 2 if name == "bias" else rows_axis(c, name)
+  def axis(name:str) -> int: return rows_axis(c, name) if (found := rows_dimension(name)) is None else found
   def gathered(name:str, u:UOp) -> UOp:
     each = [Tensor(shard) for shard in shards_of(u)]
     if name not in lengths: return each[0].contiguous().uop
@@ -147,7 +148,7 @@ class ContextGradient:
     given = {name: lying_as(g, t[name]) for name, g in of_outputs(gradients, {name: t[name] for name in OUTPUTS}).items()}
     inputs, merged = {name: t[name] for name in INPUTS if name in t}, {name: t[f"merged_{name}"] for name in OUTPUTS}
     found: dict[str, UOp] = {}
-    if not (kernels := by_kernels(c)) or "alibi_slopes" in inputs or "bias" in inputs: found |= gathered_gradients(c, inputs, given)
+    if not (kernels := by_kernels(c)) or any(name in inputs for name in TERM_TENSORS): found |= gathered_gradients(c, inputs, given)
     if kernels: found |= passed_gradients(c, inputs, merged, given)
     return tuple(found.get(name) for name in self.names)
 

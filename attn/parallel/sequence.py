@@ -2,11 +2,11 @@
 from __future__ import annotations
 from collections.abc import Sequence
 from attn import values
-from attn.calls.checked_kernel import static_shape
 from attn.calls.placement import device_names, sharded_with_gradient
 from attn.parallel.shards import numbers_of, rows_held
 from attn.problem import ORDERS, check_order
 from attn.tinygrad_compat import Tensor
+from attn.values import static_shape
 
 def check_axis(x:Tensor, axis:object) -> int:
   """An axis of x, counted from its first. Raises ValueError for one that x does not have."""

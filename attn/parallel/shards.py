@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from attn.kernels.parts.rows import strides
 from attn.problem import BYTES, ORDERS, DealtRows, Problem, Strided
+from attn.score.terms import goes_by_distance, score_terms
 
 REACH = 512     # rows before and behind those that a block of queries sees which its tiles may have besides: more than those on their way
 
@@ -77,7 +78,7 @@ class ContextLaunch:
 
 def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|None=None) -> SeenKeys|None:
   """What the queries of one piece see of the keys of another: by their places in the sequence, or by another offset."""
-  return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, p.alibi)
+  return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   """What all these queries see of all these keys, if one window and one offset, counted from the first of each, say so of every pair of pieces."""
@@ -86,12 +87,12 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
     """How much further the diagonal is in the pair than in the whole, by where the pieces lie."""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
-  bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (p.alibi or seen.window != (-1, -1))]
+  bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]
   x, y = next(iter(bounded), (queries.pieces[0], keys.pieces[0]))
   offset, window = p.offset + x.start - y.start - moved(x, y), p.window if bounded else (-1, -1)
-  def in_whole(x:SequencePiece, y:SequencePiece) -> SeenKeys|None: return seen_keys(window, offset + moved(x, y), x.rows, y.rows, p.alibi)
+  def in_whole(x:SequencePiece, y:SequencePiece) -> SeenKeys|None: return seen_keys(window, offset + moved(x, y), x.rows, y.rows, goes_by_distance(p))
   if any(in_whole(x, y) != seen for (x, y), seen in pairs.items()): return None
-  return seen_keys(window, offset, queries.count, keys.count, p.alibi)
+  return seen_keys(window, offset, queries.count, keys.count, goes_by_distance(p))
 
 def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequencePiece]) -> tuple[ContextLaunch, ...]:
   """The fewest launches that compute the queries of some pieces over the keys of some others: none for pairs that see nothing."""
@@ -110,12 +111,12 @@ def owners(device:int, count:int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class SequenceShards:
   """How `count` devices share out a problem's rows: each holds `keys` rows of k and v, and `queries` rows of q, or all of q where that is None.
-  `bias_shared`: rows of a bias lie as those of q do."""
+  `as_q`: the terms' tensors, by name, whose rows lie as those of q do."""
   count: int
   order: str
   keys: int
   queries: int|None
-  bias_shared: bool = False
+  as_q: tuple[str, ...] = ()
 
   def queries_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]:
     """What a device computes."""
@@ -155,10 +156,10 @@ class SequenceShards:
     where it has them by itself."""
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
-    if pieces and (p.alibi or p.window != (-1, -1)):
+    if pieces and (goes_by_distance(p) or p.window != (-1, -1)):
       first = pieces[0].start
       jump = sum(y.start - x.start - y.at for x, y in itertools.pairwise(pieces))
-    heads = heads if p.layout == "bshd" or p.alibi or p.bias is not None or p.sinks else (0, heads[1])
+    heads = heads if p.layout == "bshd" or any(term.tensors for term in score_terms(p)) or p.sinks else (0, heads[1])
     rows = self.keys_gathered(p, device)
     def view(width:int) -> Strided:
       if self.count == 1: return Strided(p.B*p.Hkv*self.keys*width, 0, *strides(p.layout, p.Hkv, self.keys, width))

@@ -1,10 +1,12 @@
 """ALiBi: a slope of the head times the distance of query and key is subtracted (arXiv 2108.12409)."""
 from __future__ import annotations
 from collections.abc import Mapping
+from attn import values
 from attn.ops import common as ops
 from attn.problem import Problem
-from attn.score.term import LOG2E, Fragment, Positions, TermRegisters, ScoreTerm, Unit, one, to_base2
-from attn.tinygrad_compat import Tensor, UOp
+from attn.score.term import LOG2E, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, one, to_base2
+from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.values import FLOATS
 
 def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   row, p = at.row, at.p
@@ -19,4 +21,9 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
   if at.member is not None: slopes = at.member.reshape(-1, 1, 1, queries, 1).where(slopes, 0.0).sum(0, keepdim=True)   # to each query its sequence's
   return s - slopes*(at.query - at.key).abs().float()
 
-ALIBI = ScoreTerm("alibi", _moved, one, _plain, ("alibi_slopes",), TermRegisters.COLUMNS)
+def _in_float(name:str, slopes:Tensor) -> Tensor:
+  values.dtype_name(name, slopes.dtype, FLOATS)
+  return slopes.cast(dtypes.float)
+
+SLOPES = TermTensor("alibi_slopes", ("batch", "heads"), ("float32",), taken=_in_float)
+ALIBI = ScoreTerm("alibi", _moved, one, _plain, (SLOPES,), TermRegisters.COLUMNS, placed=True)

@@ -2,11 +2,13 @@
 from __future__ import annotations
 import math
 from collections.abc import Mapping
+from attn import values
 from attn.chips.matrix import UNIT_BYTES
 from attn.ops import common as ops
 from attn.problem import BYTES, Problem
-from attn.score.term import LOG2E, Fragment, Positions, TermRegisters, ScoreTerm, Unit, one, to_base2
-from attn.tinygrad_compat import Tensor, UOp
+from attn.score.term import LOG2E, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, one, to_base2
+from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.values import FLOATS
 
 def _added(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   return [ops.fma(b, LOG2E, y) for b, y in zip(_loaded(at), to_base2(x, unit))]
@@ -34,4 +36,12 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
   heads = (kv_heads, group) if bias.shape[1] == kv_heads*group else (1, 1)
   return s + bias.float().reshape(bias.shape[0], *heads, *bias.shape[2:])
 
-BIAS = ScoreTerm("bias", _added, one, _plain, ("bias",), TermRegisters.SCORES)
+def _of_four_dimensions(name:str, bias:Tensor) -> Tensor:
+  if bias.dtype == dtypes.bool:
+    raise ValueError(f"{name} has dtype bool: must be added to scores; scaled_dot_product_attention takes a mask of bools")
+  values.dtype_name(name, bias.dtype, FLOATS)
+  if bias.ndim > 4: raise ValueError(f"{name} has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
+  return bias.reshape(*[1]*(4 - bias.ndim), *values.static_shape(name, bias.shape))
+
+BIAS_TENSOR = TermTensor("bias", ("batch", "heads", "rows", "keys"), summed=True, taken=_of_four_dimensions)
+BIAS = ScoreTerm("bias", _added, one, _plain, (BIAS_TENSOR,), TermRegisters.SCORES)

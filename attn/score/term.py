@@ -7,6 +7,7 @@ from enum import IntEnum
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, UOp
+from attn.values import FLOATS
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 
@@ -85,15 +86,41 @@ def one(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   """The derivative of what adds to a score: kernels leave the product with it out."""
   return [ops.splat(1.0, ops.length(x)) for x in after]
 
+def tensor_as_given(name:str, t:Tensor) -> Tensor: return t
+
+@dataclass(frozen=True)
+class TermTensor:
+  """An optional tensor of Problem that a term reads.
+
+  axes: those of "batch", "heads", "rows" and "keys" that it may have: a tensor has the last ones, as many as it has dimensions, and where one of them
+    has size 1 it is the same all along
+  summed: whether a kernel sums its gradient, that of the scores after the term over the axes that it lacks: of one tensor that a problem has at most.
+    The gradients of others are by tinygrad
+  taken: a caller's tensor as kernels take it, or a ValueError
+  """
+  name: str
+  axes: tuple[str, ...]
+  dtypes: tuple[str, ...] = tuple(FLOATS)
+  summed: bool = False
+  taken: Callable[[str, Tensor], Tensor] = tensor_as_given
+  def dimension(self, axis:str) -> int|None:
+    """Which dimension of a tensor with all axes is this one."""
+    return self.axes.index(axis) if axis in self.axes else None
+  def names(self, shape:tuple[int, ...]) -> tuple[str|None, ...]:
+    """The axis of each dimension, None where the tensor is the same all along."""
+    return tuple(axis if n > 1 else None for axis, n in zip(self.axes[len(self.axes) - len(shape):], shape))
+
 @dataclass(frozen=True)
 class ScoreTerm:
   """A row: what a term is, for all that computes with it.
 
   derivative: None where the backward kernels have none: then tinygrad differentiates `plain`
+  placed: whether it goes by how far a query and a key are apart in their sequence
   """
   name: str                           # the field of Problem that says whether it is in use
   value: TermValue
   derivative: TermDerivative|None
   plain: PlainTerm
-  tensors: tuple[str, ...] = ()       # the optional tensors that it reads
+  tensors: tuple[TermTensor, ...] = ()
   registers: TermRegisters = TermRegisters.FEW
+  placed: bool = False

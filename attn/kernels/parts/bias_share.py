@@ -1,4 +1,5 @@
-"""How the gradient of a bias is divided over workgroups: which block of it each owns, and what it walks over to sum it."""
+"""How the gradient of a bias, a tensor that a term adds to scores, is divided over workgroups: which block of it each owns, and what it walks over to
+sum it."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from attn.kernels.parts.epilogue import store_row
 from attn.kernels.parts.workgroup import Grid, Workgroup
 from attn.ops.common import flat
 from attn.problem import Problem
+from attn.score.terms import summed_tensor
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
 
@@ -21,10 +23,13 @@ class BiasShare:
   block_n: int
 
   @property
+  def tensor(self) -> tuple[tuple[int, ...], str]:
+    """(shape, dtype) of the bias."""
+    return self.p.extras[summed_tensor(self.p).name]
+  @property
   def broadcast(self) -> tuple[bool, ...]:
     """Of batches, heads, rows and keys: whether they share one bias, and there are several."""
-    assert self.p.bias is not None
-    return tuple(not own and n > 1 for own, n in zip(self.p.bias, (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
+    return tuple(size == 1 and n > 1 for size, n in zip(self.tensor[0], (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
   @property
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
@@ -117,15 +122,14 @@ class BiasPart:
   # ***** the stores *****
   def row_start(self, row:Row) -> UOp:
     """Where a row of the bias begins, or the one that all rows share."""
-    batches, heads, rows, keys = self.share.p.shapes["bias"][0]
+    batches, heads, rows, keys = self.share.tensor[0]
     batch, head = self.grid.head//self.share.owned[1], self.grid.head%self.share.owned[1]
     return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + (0 if self.share.walked[2] > 1 or rows == 1 else row.index))*keys
 
   def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     """Of consecutive elements of that row, in the order of its keys."""
-    p = self.share.p
-    dtype = "float32" if self.parts else p.bias_dtype
-    return store_row(group.arch, flat(group.given["dbias"]), dtype, p.shapes["bias"][0][3], self.row_start(row), column, values, there)
+    (shape, own), gradient = self.share.tensor, flat(group.given[f"d{summed_tensor(self.share.p).name}"])
+    return store_row(group.arch, gradient, "float32" if self.parts else own, shape[3], self.row_start(row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
     """Those, in loops, to the tiles of keys that no query of the block sees: `stores` of each."""

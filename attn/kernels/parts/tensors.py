@@ -1,10 +1,12 @@
 """The tensors that a kernel takes, and which of them it can address."""
 from __future__ import annotations
+import math
 from dataclasses import replace
 from attn.kernels.parts.rows import strides
 from attn.kernels.parts.tiles import BlockTile, heads_of
 from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided
+from attn.score.terms import score_terms, summed_tensor
 
 MAX_D = 256      # the longest row of O that registers hold
 
@@ -40,10 +42,10 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
-  """(shape, dtype) of the tensors that `backward_dbias` takes, by name and in order: dbias, `in_parts`, which it writes; q, k, v,
-  lse, delta, do; the optional tensors."""
-  x = replace(p, return_lse=True).shapes
-  return {"dbias": in_parts(x["bias"], parts), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
+  """(shape, dtype) of the tensors that `backward_dbias` takes, by name and in order: the gradient of the tensor that it is for, `in_parts`, which it
+  writes; q, k, v, lse, delta, do; the optional tensors."""
+  x, name = replace(p, return_lse=True).shapes, summed_tensor(p).name
+  return {f"d{name}": in_parts(x[name], parts), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def too_wide(p:Problem) -> str|None:
@@ -61,7 +63,10 @@ def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
   reads = {"q": of_queries(p.D)*p.itemsize, "k": keys*of_keys(p.D, p.k_view)*p.itemsize}
   if not p.v_in_k: reads["v"] = keys*of_keys(p.Dv, p.v_view)*p.itemsize
   if backward: reads["do"] = of_queries(p.Dv)*p.out_itemsize
-  if p.bias is not None: reads["bias"] = heads*(queries if p.bias[2] else 1)*p.shapes["bias"][0][3]*BYTES[p.bias_dtype]
+  for tensor in (tensor for term in score_terms(p) for tensor in term.tensors if "rows" in tensor.axes):
+    shape, dtype = p.extras[tensor.name]
+    rows = tensor.axes.index("rows")
+    reads[tensor.name] = heads*(queries if shape[rows] > 1 or p.Sq == 1 else 1)*math.prod(shape[rows + 1:])*BYTES[dtype]
   for name, nbytes in reads.items():
     what = f"{keys} keys" if name in ("k", "v") else f"{queries} queries of {heads} heads"
     if nbytes > MAX_RECORDS: raise NotImplementedError(f"{name}: {what} reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
