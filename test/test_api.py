@@ -12,7 +12,8 @@ from attn.calls import gradient
 from attn.api.attention import choice_of
 from attn.choose import dispatch
 from attn.problem import Problem
-from attn.tinygrad_compat import GlobalCounters, Ops, Tensor, codegen, dtypes, realize, schedule
+from attn.tinygrad_compat import GlobalCounters, Ops, Tensor, dtypes
+from attn.tinygrad_compat.caches import codegen, realize, schedule
 from attn.values import MOST_KERNELS
 sys.path.insert(0, os.path.dirname(__file__))
 from api_cases import check_attention, draw, emulated, floats, int32

@@ -10,7 +10,8 @@ from attn.compilers import clang, renderer
 from attn.compilers.choice import probe_source, refusal
 from attn.compilers.clang import assembly
 from attn.compilers.renderer import AMDClangRenderer, AMDHIPCCRenderer, AMDHIPRenderer, ClangCompiler, CompilerByMark
-from attn.tinygrad_compat import (MARK, AxisType, Compiled, Compiler, Context, Device, HIPCCRenderer, HIPRenderer, KernelInfo, Ops, Target, UOp,
+from attn.ops.renderers import MARK
+from attn.tinygrad_compat import (AxisType, Compiled, Compiler, Context, Device, HIPCCRenderer, HIPRenderer, KernelInfo, Ops, Target, UOp,
                                   dtypes, lower)
 sys.path.insert(0, os.path.dirname(__file__))
 import comgr_stand_in as comgr
@@ -194,7 +195,8 @@ def test_a_refusal_has_the_compilers_words():
 COMPILE = """
 import hashlib, sys
 from attn.compilers.renderer import AMDHIPRenderer
-from attn.tinygrad_compat import MARK, Target
+from attn.ops.renderers import MARK
+from attn.tinygrad_compat import Target
 compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
@@ -246,7 +248,7 @@ def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel
 
 # a device as tinygrad's AMD one, for what looks at its renderer
 DEVICE = """
-import attn, attn.api.attention, attn.api.cache, attn.calls.checked_kernel, attn.calls.placement, attn.tinygrad_compat
+import attn, attn.api.attention, attn.api.cache, attn.calls.checked_kernel, attn.calls.placement, attn.tinygrad_compat.devices
 from attn.compilers import renderer
 from attn.tinygrad_compat import Compiled, Device, HIPCCRenderer, HIPRenderer, Tensor, dtypes
 class AMDDevice(Compiled):
@@ -254,7 +256,7 @@ class AMDDevice(Compiled):
 class Devices:
   amd, DEFAULT = AMDDevice(), "AMD"
   def __getitem__(self, name): return self.amd if name.split(":")[0] == "AMD" else Device[name]
-renderer.Device = attn.calls.checked_kernel.Device = attn.api.cache.Device = attn.tinygrad_compat.Device = Devices()
+renderer.Device = attn.calls.checked_kernel.Device = attn.api.cache.Device = attn.tinygrad_compat.devices.Device = Devices()
 q = Tensor.empty(1, 2, 64, 64, dtype=dtypes.half, device="AMD")
 try: {what}
 except Exception as e: print(f"{{type(e).__name__}}: {{e}}")

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import attn
-from attn import tinygrad_compat
 from attn.accuracy import judge
 from attn.api import checked_call
 from attn.calls import checked_kernel
@@ -24,7 +23,7 @@ from attn.parallel import context, context_gradient, shards as dealing
 from attn.parallel.shards import SequenceShards, head_chunks, pieces_of, rows_held
 from attn.problem import ORDERS, Problem
 from attn.reference import rounded, visible
-from attn.tinygrad_compat import Context, Device, Ops, Target, Tensor, TinyJit, UOp, dtypes, lower, with_selected_inputs
+from attn.tinygrad_compat import Context, Device, Ops, Target, Tensor, TinyJit, UOp, cuda, dtypes, lower, with_selected_inputs
 from tinygrad.engine.jit import MultiGraphRunner
 from tinygrad.renderer.cstyle import ClangRenderer
 from api_cases import draw, emulated, extra, floats, whole
@@ -531,7 +530,7 @@ def test_in_a_graph_keys_come_over_while_heads_are_computed(monkeypatch:pytest.M
 
 @pytest.mark.thorough
 def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(tinygrad_compat, "holds", lambda whole, part: True)
+  monkeypatch.setattr(cuda, "holds", lambda whole, part: True)
   with pytest.raises(UninitialisedRead, match="nobody has written"): graph_of_heads(monkeypatch)
 
 # ***** what is copied *****

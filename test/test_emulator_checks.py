@@ -277,6 +277,17 @@ def test_pointers():
     return dword(lanes, p, 0)
   with says(checks.OutOfBounds, "descriptor of 256 bytes from byte 4", "lane 1"): through_pointer("descriptor", descriptor)
 
+def test_buffers_that_begin_between_units():
+  """tinygrad hands a slice over where it lies in its buffer: an access of 16 bytes there is aligned to what its address is, not to its index."""
+  def kernel(o, x):
+    g, t = threads(64)
+    return sink("slice", o[t].store(buffer_load(x[0], UOp.const(256), t*4, 4).bitcast(dtypes.float)), ranges=(g, t))
+  def of_slice(first:int) -> Tensor:
+    x = Tensor(np.zeros(128 + first, np.float16), device="EMU").realize()[first:].contiguous()
+    return Tensor.empty(64, device="EMU").custom_kernel(x, fxn=kernel)[0].realize()
+  of_slice(2)
+  with says(checks.Misaligned, "slice", "4 bytes of data1, which begins at byte 2 of its memory", "lane 0"): of_slice(1)
+
 # ***** parts of offsets *****
 
 def loaded_at(offset):

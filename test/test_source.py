@@ -1,10 +1,13 @@
 """The source that is printed of our kernels can be read: its lines are short, and so is all of it."""
 from __future__ import annotations
+import re
+from collections.abc import Callable
 from typing import Any
 import numpy as np
 import pytest
 from attn.chips import SEARCHED, get_chip
 from attn.choose.dispatch import single_kernel
+from attn.compilers.clang import assembly
 from attn.isa.source import MASKS, Spec, text_of
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import trip_count
@@ -46,11 +49,40 @@ def test_size(chip:str) -> None: assert len(text_of(Spec(chip, 128))) <= SHORT[c
 
 # ***** integers between two bounds *****
 
+def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
+  """The source of a kernel that stores a number made of a range."""
+  store = UOp.placeholder((64,), dtypes.int, 0)[x].store(value(x).cast(dtypes.int))
+  return render(store.end(x).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED), "gfx942")
+
 @pytest.mark.parametrize(("name", "axis", "held"), (("attn_clamped", AxisType.GLOBAL, True), ("attn_clamped", AxisType.WARP, False),
                                                     ("clamped", AxisType.GLOBAL, False)))
-def test_the_lower_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
+def test_the_second_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
   """Of a number that all lanes of a kernel of ours have, so that clang computes it in scalar registers; of no other."""
-  x, out = UOp.range(64, 0, axis), UOp.placeholder((64,), dtypes.int, 0)
-  store = out[x].store((x*3 - 5).maximum(0).minimum(100).cast(dtypes.int))
-  text = render(store.end(x).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED), "gfx942")
-  assert ("not_below(" in text) == held and "?-101:" in text      # the other bound is known: ~100
+  x = UOp.range(64, 0, axis)
+  text = printed_bounds(x, name, lambda x: (x*3 - 5).maximum(0).minimum(100))
+  assert ("= ~not_above(" in text) == held and "?0:" in text
+  text = printed_bounds(x, name, lambda x: (x*3 - 5).minimum(100).maximum(0))
+  assert ("= not_below(" in text) == held and "?-101:" in text      # the other bound is known: ~100
+
+BOUNDED: list[tuple[Callable[[Any], Any], Callable[[int], int]]] = [
+  (lambda x: (x*3 - 5).maximum(0).minimum(100), lambda n: min(max(n*3 - 5, 0), 100)),
+  (lambda x: (x*3 - 5).minimum(100).maximum(0), lambda n: max(min(n*3 - 5, 100), 0)),
+  (lambda x: (x*3 - 5).maximum(0).minimum(100).maximum(7), lambda n: max(min(max(n*3 - 5, 0), 100), 7)),
+  (lambda x: ((x*3 - 5).maximum(0)*-7 + 60).maximum(-90), lambda n: max(max(n*3 - 5, 0)*-7 + 60, -90))]
+
+@pytest.mark.parametrize("value, known", BOUNDED)
+def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], int]) -> None:
+  """What is printed, read as C."""
+  text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", value)
+  statements = [re.sub(r"\(\((.*?)<(.*?)\)\?(.*?):(.*?)\)", r"(\3 if \1<\2 else \4)", x) for x in re.findall(r"(alu\d+ = .*|= .*alu\d.*);", text)]
+  assert re.search(r"= ~?not_(above|below)\(", text)
+  for n in range(64):
+    names: dict[str, Any] = {"gidx0": n, "not_above": min, "not_below": max}
+    for x in statements: exec(f"result {x}" if x.startswith("=") else x, names)
+    assert names["result"] == known(n)
+
+def test_where_a_number_is_known_the_second_bound_is_not() -> None:
+  """In a loop of one trip clang knows the number, and the first bound takes no instruction."""
+  text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", BOUNDED[0][0])
+  code = assembly(re.sub(r"alu0 = .*;", "alu0 = 17;", text), "gfx1201")
+  assert "s_min_i32" in code and "v_med3" not in code

@@ -58,6 +58,9 @@ SPILLED = {
   "wide rows in pieces for one query": ("gfx942", {"B": 8, "H": 8, "Sq": 1, "Sk": 3021, "D": 255, "causal": True, "dtype": "bfloat16"}),
   "dropout beside wide rows in pieces": ("gfx1100", MANY | {"Sq": 1, "Sk": 4096, "D": 250, "lse": False, "dropout_p": 0.1,
                                                            "extras": {"dropout_seed": np.empty(2, np.uint32)}}),
+  **{f"dropout beside long rows in pieces, lse={lse}": ("gfx1100", MANY | {"Sq": 236, "Sk": 4001, "D": 186, "causal": "top-left", "lse": lse,
+                                                                         "dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}})
+     for lse in (False, True)},
   "both masks beside long rows in pieces": ("gfx950", {"B": 8, "H": 32, "Sq": 4280, "Sk": 4280, "D": 182, "window": (138, 169), "lse": False}),
   "slopes beside wide rows": ("gfx950", MANY | {"Sq": 367, "Sk": 1187, "D": 248, "causal": "top-left",
                                                 "extras": {"alibi_slopes": np.empty(32, np.float32)}}),
@@ -156,6 +159,11 @@ SPILLED_BACKWARD = {
   **{f"a bias of D={d} and rows that do not fill a tile": (
     "gfx1100", "dbias", {"B": 2, "H": 8, "Sq": 1000, "Sk": 1033, "D": d, "causal": d == 128, "dtype": "bfloat16", **option("bias", 2, 8, 1000, 1033)})
      for d in (128, 256)},
+  # where they all work on one tile of keys, trips kept the places of their rows of q and dO in registers
+  **{f"a bias that {shared} share, D={d}, Dv={dv} on {arch}": (arch, "dbias", sizes | {"D": d, "Dv": dv, "softcap": 30.0, **option("bias", *bias)})
+     for arch, shared, d, dv, sizes, bias in (
+       ("gfx1100", "heads", 57, 191, {"H": 32, "Hkv": 8, "Sq": 880, "Sk": 2015, "dtype": "bfloat16"}, (1, 1, 880, 2015)),
+       ("gfx1201", "rows", 252, 252, {"B": 8, "H": 32, "Sq": 239, "Sk": 358, "causal": "top-left"}, (8, 32, 1, 358)))},
   # scalar registers, for the results of two comparisons for each score
   **{f"several heads and a mask on {arch}": (arch, "dkdv", {"B": 2, "H": 8, "Hkv": 2, "Sq": 1000, "Sk": 1033, "D": 64, "causal": True})
      for arch in ("gfx90a", "gfx942")},
@@ -164,6 +172,8 @@ SPILLED_BACKWARD = {
      for arch in ("gfx942", "gfx1100") for what, sizes in (
        ("more keys than queries", {"Sq": 2048, "Sk": 4096, "D": 64, "causal": True}), ("4000 rows", {"Sq": 4000, "D": 64, "causal": True}),
        ("uneven rows", {"Sq": 1000, "Sk": 1033, "D": 64, "causal": True}), ("a window of wide rows", {"Sq": 4096, "D": 256, "window": (100, 50)}))},
+  "one trip of uneven rows beside lengths": ("gfx1201", "dkdv", {"H": 8, "Hkv": 2, "Sq": 3585, "Sk": 2740, "D": 192, "causal": "top-left",
+                                                                 **option("kv_lengths", 1)}),
   # clang stopped at these: "illegal VGPR to SGPR copy"
   "one trip for each of several heads": ("gfx1201", "dkdv", GQA | {"Sq": 3, "Sk": 449, "D": 128, "window": (192, -1), "dtype": "bfloat16"}),
   "one trip under a mask": ("gfx950", "dkdv", {"B": 8, "H": 8, "Hkv": 2, "Sq": 32, "Sk": 372, "D": 192, "causal": True, "dtype": "bfloat16"}),

@@ -40,7 +40,7 @@ def test_no_module_only_forwards() -> None:
 # room may be one module, and `__main__` of a package is a room of its own.
 TOOLS = ("isa.__main__", "pictures.__main__", "tune", "measure", "search", "isa.timing", "isa", "pictures", "accuracy", "reference", "extras")
 COMPUTES = ("__init__", "flash_attn", "api", "parallel", "calls", "choose", "compilers", "cache", "kernels", "kernels.parts", "score", "emulator",
-            "ops", "chips", "problem", "values", "tinygrad_compat", "version")
+            "ops", "chips", "problem", "values", "tinygrad_compat")
 ROOMS = TOOLS + COMPUTES
 
 def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -71,7 +71,7 @@ def test_no_circle_of_modules() -> None:
   graphlib.TopologicalSorter({x: {y for y in found if y in of} for x, found in of.items()}).prepare()
 
 def test_few_modules_are_in_no_room() -> None:
-  assert len(list((ROOT/"attn").glob("*.py"))) <= 10
+  assert len(list((ROOT/"attn").glob("*.py"))) <= 8
 
 def test_no_kernel_imports_another() -> None:
   """What two of them need is a part."""

@@ -3,7 +3,7 @@ copied, and a view that is to be written, and cannot be, is refused before anyth
 from __future__ import annotations
 import os, sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ import attn
 from attn import flash_attn
 from attn.accuracy import judge, law_of
 from attn.calls.views import in_buffer
+from attn.reference import rounded
 from attn.tinygrad_compat import Tensor
 sys.path.insert(0, os.path.dirname(__file__))
-from api_cases import emulated
-from cases import array
+from api_cases import emulated, whole
+from cases import array, expected_gradients, floats, hold, normal, problem, tensor
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -264,3 +265,43 @@ def test_many_views(name:str) -> None:
   @given(st.data())
   def check(d:Any) -> None: check_views(name, d)
   check()
+
+# ***** slices that begin between two units *****
+
+def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
+  """A tensor that begins `first` elements into its buffer."""
+  return tensor(np.concatenate([np.full(first, np.nan, np.float32), x.ravel()]), dtype).realize()[first:].reshape(x.shape)
+
+@pytest.mark.parametrize("arch, first", (("gfx942", 1), ("gfx1100", 2), ("sm_80", 1), ("sm_90", 4), ("gfx1030", 3)))
+def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
+  """Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward."""
+  p = problem(H=2, Sq=70, Sk=66, D=24, extras={"bias": floats(1, 1, 1, 66)})
+  x, bias, do = normal(p), floats(1, 1, 1, 66), rounded(floats(1, 2, 70, 24, seed=3), "float16")
+  with emulated(arch):
+    t = {name: slice_at(a, first) for name, a in vars(x).items()} | {"bias": slice_at(bias, first, "float32")}
+    o, lse = attn.attention(**t, return_lse=True)
+    wanted = ("q", "k", "v")
+    found = dict(zip(wanted, o.gradient(*[t[name] for name in wanted], gradient=slice_at(do, first))))
+    hold(p, x, {"bias": bias}, array(o), array(lse))
+    laws = expected_gradients(p, x, {"bias": bias}, do, None)
+    for name, g in found.items(): assert (verdict := judge(array(g), laws[name])).ok, f"d{name}: {verdict}"
+    p = replace(p, bias=None)
+    custom = Tensor.empty(*o.shape, dtype=o.dtype, device="EMU").custom_kernel(t["q"], t["k"], t["v"], fxn=attn.flash_attention)[0]
+    gq, = custom.gradient(t["q"], gradient=slice_at(do, first))
+    hold(p, x, {}, array(custom), None)
+    assert (verdict := judge(array(gq), expected_gradients(p, x, {}, do, None)["q"])).ok, verdict
+
+def test_slices_of_several_devices() -> None:
+  """Each device's part of a sharded tensor begins where its slice does."""
+  p, devices = problem(B=2, H=1, Sq=33, D=24), ("EMU:0", "EMU:1")
+  x = normal(p)
+  def part(a:np.ndarray) -> Tensor:
+    wide = np.concatenate([np.full((p.B, 1), np.nan, np.float32), a.reshape(p.B, -1)], 1)
+    return tensor(wide, "float16").shard(devices, axis=0).realize()[:, 1:].reshape(a.shape)
+  with emulated("gfx942"): hold(p, x, {}, array(whole(attn.attention(*[part(a) for a in vars(x).values()]))), None)
+
+def test_an_output_that_begins_between_units() -> None:
+  with emulated("gfx942"):
+    q, out = slice_at(floats(1, 2, 33, 24), 0), Tensor.empty(2*33*24 + 1, dtype="half", device="EMU")[1:].reshape(1, 2, 33, 24).contiguous()
+    with pytest.raises(ValueError, match="out begins at byte 2 of its buffer: kernels write rows by 16 bytes"): attn.attention(q, q, q, out=out)
+    with pytest.raises(ValueError, match="o begins at byte 2 of its buffer"): out.custom_kernel(q, q, q, fxn=attn.flash_attention)

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import (CCACHE, DEBUG, VIZ, Ops, Renderer, ToProgram, 
 from attn.cache.user_cache import is_kept, kept
 
 KEPT_ON = ("CUDA", "AMD")
-PRINTING = ("chips", "compilers", "ops", "tinygrad_compat.py", "cache/kept_programs.py")    # of attn
+PRINTING = ("chips", "compilers", "ops", "tinygrad_compat", "cache/kept_programs.py")    # of attn
 LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                 # of tinygrad
 
 def files(folder:Path, names:tuple[str, ...]) -> list[Path]:

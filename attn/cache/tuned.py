@@ -18,8 +18,7 @@ from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.lanes import contraction
 from attn.kernels.tiled import TiledTile
 from attn.problem import Problem
-from attn.tinygrad_compat import Device, device_of
-from attn.version import TINYGRAD_VERSION
+from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 
 CLASSES = (64, 128, 192, 256)   # head dimensions: a class goes up to its number
 

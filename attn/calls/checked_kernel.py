@@ -8,12 +8,14 @@ import numpy as np
 from attn import values
 from attn.calls.history import keep_inputs
 from attn.chips import Chip, get_chip, other_chip
+from attn.chips.matrix import UNIT_BYTES
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
 from attn.cache.kept_programs import has_program
 from attn.ops.renderers import adapt
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import AddrSpace, AxisType, Device, Ops, Tensor, UOp, capturing, compile_at_once, device_of, workgroups_of
+from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, begins_at, capturing, compile_at_once, device_of, not_taken,
+                                  workgroups_of)
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
@@ -44,6 +46,16 @@ def whole_buffer(name:str, u:UOp) -> None:
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
+def check_begin(name:str, u:UOp) -> None:
+  """Raises ValueError where an output that kernels write by whole units begins between two of them."""
+  if name not in OF_NUMBERS and (first := begins_at(u)) % UNIT_BYTES:
+    raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
+
+def at_a_whole_unit(u:UOp) -> UOp:
+  """An input, or a copy of it where it is a slice that begins between two units, by which kernels read rows."""
+  return u.clone() if begins_at(u) % UNIT_BYTES else u
+
+OF_NUMBERS = ("lse", "delta")       # outputs that are written number by number
 WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # threads, and workgroups: of AMD's and NVIDIA's chips alike
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 
@@ -69,13 +81,16 @@ class CheckedKernel:
   small: bool = False        # it is compiled as soon as it is called, as every kernel is that needs no lowering
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
+    for name, src in zip(self.outputs, srcs): check_begin(name, src)
     devices = srcs[0].device
     if self.arch is not None:
       for device in (devices,) if isinstance(devices, str) else devices or (): check_device(self.arch, device)
     adapt(devices)
     require(devices)
     gradient, count = grad_fxn or self.gradient, len(self.outputs)
-    called = self.sink.call(*srcs, *self.variables, grad_fxn=gradient, **kwargs)
+    unread = not_taken(self.sink) | set(range(count))
+    read = [src if i in unread else at_a_whole_unit(src) for i, src in enumerate(srcs)]
+    called = self.sink.call(*read, *self.variables, grad_fxn=gradient, **kwargs)
     if self.kept and gradient is not None: keep_inputs(srcs[:count], srcs[count:], gradient)
     if devices:
       first = devices if isinstance(devices, str) else devices[0]

@@ -32,10 +32,12 @@ class Economy(Flag):
   FENCED = auto()         # one tile is worked on before the next one is read from LDS
   NO_PREFETCH = auto()    # no tile is on its way meanwhile
   SPARING = auto()        # and K and V come one after the other
+  ANEW = auto()           # and pieces of them by addresses that are computed anew
   FOUR_WAVES = auto()     # one wave on a SIMD, which has its registers for itself
   SHORT_TRIPS = auto()    # of half as many keys: half of the scores
 
 CROWDED = Economy.FENCED | Economy.NO_PREFETCH
+IN_PIECES = Economy.SPARING | Economy.ANEW
 
 # what takes registers beside matrix tiles and accumulators
 FEW_ROWS = "few queries"       # a wave carries more of K and V
@@ -61,7 +63,7 @@ WHERE_A_WAVE_HAS_ALL = (
   Shortage(WIDE, (WINDOW,), CROWDED),
   *(Shortage(WIDE, (x,), Economy.FOUR_WAVES) for x in (WINDOW, PIECES, EVERY_SCORE)),
   *(Shortage(LONG, x, Economy.FOUR_WAVES) for x in itertools.combinations((WINDOW, PIECES, EVERY_SCORE), 2)),
-  Shortage(WIDE, (PIECES, FEW_ROWS), Economy.NO_PREFETCH | Economy.SPARING),
+  Shortage(WIDE, (PIECES, FEW_ROWS), Economy.NO_PREFETCH | IN_PIECES),
   Shortage(0, (PIECES, TWO_ON_A_SIMD), Economy.NO_PREFETCH),
   Shortage(0, (PIECES, EVERY_SCORE, TWO_ON_A_SIMD), Economy.SHORT_TRIPS),
   Shortage(0, (DROPOUT, TWO_ON_A_SIMD), Economy.FOUR_WAVES | Economy.SHORT_TRIPS))
@@ -72,7 +74,8 @@ WHERE_A_WAVE_HAS_A_PART = (
   *(Shortage(0, (PIECES, x), Economy.NO_PREFETCH) for x in (FEW_ROWS, LSE, ANY_OPTION)),
   Shortage(SHORT, (PIECES,), Economy.SHORT_TRIPS),
   Shortage(LONG, (PIECES,), Economy.NO_PREFETCH),
-  Shortage(WIDE, (PIECES,), Economy.SPARING))
+  Shortage(WIDE, (PIECES,), IN_PIECES),
+  Shortage(LONG, (PIECES, DROPOUT), Economy.SPARING))
 
 def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   in_pieces = any(width % mat.unit for width in (p.D, p.Dv))
@@ -119,7 +122,7 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   if Economy.SHORT_TRIPS in means: block_n = max(least, block_n//2)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
   return Tile(mat, min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles, block_n, c.q_in_lds, c.fenced or Economy.FENCED in means,
-              0 if Economy.NO_PREFETCH in means else c.prefetch, pack, Economy.SPARING in means, 0.0 if few else 8.0)
+              0 if Economy.NO_PREFETCH in means else c.prefetch, pack, Economy.SPARING in means, 0.0 if few else 8.0, Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""

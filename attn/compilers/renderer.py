@@ -1,7 +1,7 @@
 """The renderers of tinygrad's device AMD: what they print for a kernel of attn goes to the compiler that choice.py finds, everything else goes where
 it went before.
 
-A kernel is known as ours by the first line of its source (tinygrad_compat.MARK). A compile worker of tinygrad gets a renderer by its class, and so
+A kernel is known as ours by the first line of its source (ops/renderers.py). A compile worker of tinygrad gets a renderer by its class, and so
 imports this module, and chooses as its parent did.
 """
 from __future__ import annotations
@@ -9,8 +9,8 @@ import functools
 from typing import Any
 from attn.compilers import clang
 from attn.compilers.choice import compiler_for
-from attn.ops.renderers import OperationsHIPCCRenderer, OperationsHIPRenderer
-from attn.tinygrad_compat import (MARK, Compiled, Compiler, HIPCCRenderer, HIPRenderer, Ops, Target, device_of, double_transcendentals,
+from attn.ops.renderers import MARK, OperationsHIPCCRenderer, OperationsHIPRenderer
+from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer, Ops, Target, device_of, double_transcendentals,
                                   opened_devices)
 
 class ClangCompiler(Compiler):

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import Ops, Places, UOp, lowered_with_places, made_wit
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # what emits operations on behalf of the kernel that is to be named
-OURS_INSIDE = ("ops/", "kernels/parts/statements.py", "kernels/parts/layouts.py", "tinygrad_compat.py", "emulator/")
+OURS_INSIDE = ("ops/", "kernels/parts/statements.py", "kernels/parts/layouts.py", "tinygrad_compat/", "emulator/")
 INTERNAL = (tinygrad_folder, *(str(PACKAGE/name) for name in OURS_INSIDE))
 WIDTH = 160             # characters of a statement that are shown
 REMEMBERED = 64         # kernels

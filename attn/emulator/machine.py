@@ -54,7 +54,7 @@ class Frame(Threads):
     self.spaces: dict[UOp, Space] = {}
     self.registers: dict[UOp, Registers] = {}
     for u, view in params.items():
-      self.spaces[u] = Space(self, plan.names[u], view.data, view.size, written=view.written, guarded=view.base.touched)
+      self.spaces[u] = Space(self, plan.names[u], view.data, view.size, written=view.written, guarded=view.base.touched, begin=view.offset)
     for u in plan.buffers:
       name, nbytes = plan.names[u], plan.nbytes(u)
       if u.addrspace is AddrSpace.REG: self.registers[u] = Registers(self, name, u.max_numel(), numpy_dtype(u.dtype), elements(u.dtype))

@@ -86,8 +86,9 @@ class View:
 class Space:
   """A buffer that threads address by index: a PARAM, or a LOCAL buffer with one copy per workgroup (`stride` bytes apart)."""
   def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
-               shadow:LdsShadow|None=None):
+               shadow:LdsShadow|None=None, begin:int=0):
     self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
+    self.begin = begin                                                          # byte of its allocation, which lies as every type wants it
     self.written = written                                                      # the flags that stores set
     self.guarded = guarded and written is not None and not bool(written.all())   # may a load find something that nobody has written?
     self.kind = "LDS" if stride else "global memory"
@@ -103,6 +104,10 @@ class Space:
 
   def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
     """The position of each thread's chunk in the view, bounds-checked for the active threads and 0 for the others."""
+    if self.begin % chunk:
+      bad = np.ones(self.f.T, bool) if active is None else np.broadcast_to(active, self.f.T)
+      if bad.any():
+        raise self.f.error(Misaligned, bad, lambda t: f"{verb} {chunk} bytes of {self.name}, which begins at byte {self.begin} of its memory")
     if active is not None: index = index * active
     limit = self.limit // chunk
     if (index.view(_UNSIGNED[index.dtype.itemsize]).max() if index.shape else index.item() % 2**64) >= limit:

@@ -23,10 +23,9 @@ from attn.kernels.parts.tensors import MAX_D, arguments, dkdv_arguments, dq_argu
 from attn.kernels.parts.tiles import BackwardTile, Tile, heads_of
 from attn.ops.renderers import printer_of, render
 from attn.problem import Problem, Shapes
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
 from attn.cache.user_cache import kept
 from attn.values import FLOATS
-from attn.version import TINYGRAD_VERSION
 
 MASKS = ("full", "causal")
 # which kernel of a problem; decode: of one query for each sequence; mla: of latent attention, whose V is part of K

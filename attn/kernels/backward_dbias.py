@@ -47,6 +47,7 @@ class DbiasState(KeysState):
 class BackwardDbias(OwnQueries[DbiasState]):
   """The kernel of one problem, as a thread sees it in one of the trips over what is summed."""
   bias: BiasPart
+  number: UOp        # of the trip over what is summed
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], parts:int) -> BackwardDbias:
@@ -59,13 +60,17 @@ class BackwardDbias(OwnQueries[DbiasState]):
     state = DbiasState(k, v, new.registers(tile.block_n//mat.M, ops.f32(mat.accumulator)))
     group = Workgroup.of(p, arch, tile, args, bias.first_place, at, dbias_arguments(p, parts))
     q, do = own_rows(group, tile, at, statements)
-    return BackwardDbias(tile, new, statements, state, group, at, q, do, bias)
+    return BackwardDbias(tile, new, statements, state, group, at, q, do, bias, UOp.const(0))
 
   def trip_over(self, i:UOp) -> BackwardDbias:
     """The same in the i-th trip over what is summed."""
     group = self.group.moved(self.bias.place(i))
     q, do = own_rows(group, self.tile, self.at, self.statements)
-    return replace(self, group=group, q=q, do=do)
+    return replace(self, group=group, q=q, do=do, number=i)
+
+  def trip_number(self, t:UOp) -> UOp:
+    """Where keys are owned all trips have the same tile of them."""
+    return self.number if self.bias.share.owns_keys else t
 
   @functools.cached_property
   def exponent(self) -> UOp:

@@ -51,6 +51,8 @@ class MlaTile(SharingTile):
   @property
   def in_turn(self) -> bool: return False
   @property
+  def anew(self) -> bool: return False
+  @property
   def by_item(self) -> bool: return False
   @property
   def buffers(self) -> int: return 1

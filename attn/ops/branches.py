@@ -9,7 +9,7 @@ the branch: a wave that has nothing to store skips that. python -m attn.isa chec
 from __future__ import annotations
 from collections.abc import Iterator
 from attn.ops.operation import Call
-from attn.tinygrad_compat import AddrSpace, Ops, UOp
+from attn.tinygrad_compat import AddrSpace, Ops, UOp, new_uop
 
 ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct", "first_sum", "rounded_sum")    # operations in which lanes meet
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # and those whose result follows from no other value
@@ -37,7 +37,7 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
   """By the IF of a branch, the stored values that have to be made before it. Of branches that follow one another the first has those of all: with
   nothing between them clang makes one branch of those under one condition."""
-  made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), UOp(Ops.NOOP)
+  made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue
     if before.op is not Ops.ENDIF: first = u

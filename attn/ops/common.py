@@ -12,7 +12,7 @@ from attn.ops.language import compound, instruction
 from attn.ops.numerics import words_of
 from attn.ops.operation import Array, Value
 from attn.ops.operation import Body, emit, integer, statement
-from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, vector_dtype
+from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, new_uop, vector_dtype
 
 def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n)
 def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
@@ -56,7 +56,7 @@ def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
 def arithmetic(op:Ops, *xs:UOp) -> UOp:
   """A UOp of tinygrad's. (Its own operators would look for a common type of the operands, which vector types don't have.)"""
   dtype, operands = widest(*xs)
-  return UOp(op, dtype, tuple(operands))
+  return new_uop(op, tuple(operands), dtype)
 def add(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.ADD, x, y)
 def sub(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.SUB, x, y)
 def mul(x:UOp, y:UOp|float) -> UOp: return arithmetic(Ops.MUL, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float))

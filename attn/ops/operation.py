@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 import numpy as np
 from numpy.typing import NDArray
-from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, VectorDType, dtypes
+from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, VectorDType, dtypes, new_uop
 
 Array = NDArray[Any]
 Value = Any            # what a definition computes with: an array, or a Term of the printed text
@@ -133,8 +133,8 @@ def integer(x:UOp) -> UOp:
 
 def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
   """An operation as one UOp with result type `out`; `static` are its compile-time parameters."""
-  return UOp(Ops.CUSTOM, out, sources, Call(name, tuple(static.items())))
+  return new_uop(Ops.CUSTOM, sources, out, Call(name, tuple(static.items())))
 
 def statement(name:str, /, *sources:UOp, **static:Any) -> UOp:
   """An operation that is there for what it does. Its value, 0, is to be stored somewhere: that is what orders it among others."""
-  return UOp(Ops.CUSTOMI, dtypes.float, sources, Call(name, tuple(static.items())))
+  return new_uop(Ops.CUSTOMI, sources, dtypes.float, Call(name, tuple(static.items())))

@@ -9,14 +9,16 @@ from typing import Any, ClassVar
 from attn.chips.matrix import LaneSums, Matrix, Mma
 from attn.ops import amd as amd, common as common, dropout as dropout, hopper as hopper, nvidia as nvidia   # they fill OPERATIONS
 from attn.ops import softmax as softmax
-from attn.ops.bounds import NOT_BELOW, lower_bounds
+from attn.ops.bounds import HELD, is_minimum, second_bounds
 from attn.ops.branches import made_before_branches
 from attn.ops.language import KernelText
 from attn.ops.printer import bare, wrapped
 from attn.ops.operation import Call, is_ours
-from attn.tinygrad_compat import (MARK, VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
+from attn.tinygrad_compat import (VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
                                   NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, adapt_cuda, dtypes,
                                   lower, shared_memory_text, spec_names, without_comgr)
+
+MARK = "// a kernel of attn"   # the first line of a source that is ours: attn/compilers/renderer.py goes by it
 
 # With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what the operations' arguments are made of.
 spec_names.update({x.__name__: x for x in (Call, LaneSums, Matrix, Mma, softmax.RowLanes)})
@@ -80,7 +82,7 @@ print_calls = PatternMatcher([
 GLOBAL, GLOBAL_UNPACKED = "__attribute__((global))", '__attribute__((global, target("no-packed-fp32-ops")))'
 
 print_guards = PatternMatcher([
-  (UPat(Ops.WHERE, name="x"), lambda ctx, x: ctx.not_below(x) if x in ctx.held else None),
+  (UPat(Ops.WHERE, name="x"), lambda ctx, x: ctx.held_text(x) if x in ctx.held else None),
   (UPat(Ops.IF, name="x"), lambda ctx, x: ctx.branch_text(x) if x in ctx.before else None)])
 
 class HipOperations(OperationsPrinter):
@@ -90,11 +92,15 @@ class HipOperations(OperationsPrinter):
     self.string_rewrite, self.held = print_guards + self.string_rewrite, set[UOp]()
   def _render(self, uops:list[UOp]) -> Any:
     name = next((u.arg.function_name for u in uops if u.op is Ops.SINK and u.arg is not None), "")
-    self.held, self.before = lower_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
+    self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
-  def not_below(self, x:UOp) -> str:
-    self.operations.functions.setdefault("not_below", NOT_BELOW)
-    return f"not_below({bare(self[x.src[2]])}, {self[x.src[1]]})"
+  def held_text(self, x:UOp) -> str:
+    """A maximum, or what stands for a minimum, whose bound clang does not know."""
+    bound, of = x.src[1].src[0].arg, x.src[2]
+    least = is_minimum(x)
+    name = "not_above" if least else "not_below"
+    self.operations.functions.setdefault(name, HELD[name])
+    return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
     """The beginning of a branch, behind what has to be made before it. clang takes an assembly text of HIP for one in which lanes meet: it stays out
     of branches, and so does what makes its operand."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.rows import strides
 from attn.problem import BYTES, ORDERS, DealtRows, Problem, Strided
 from attn.score.terms import goes_by_distance, score_terms
@@ -185,8 +186,12 @@ LONG_COPIES = 1 << 27 # bytes of the same from which on a device has two launche
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
   """(first, count) of the key/value heads, over batches, of each launch of a device: equally many, so that it is one kernel, and else as many as may
-  be. While it computes some the keys of the next come over."""
+  be. While it computes some the keys of the next come over. The heads of q and o of each launch begin at a whole unit of their buffers."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
   most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= LONG_COPIES else heads)
-  count = next((n for n in range(most, 1, -1) if heads % n == 0), 1)
+  rows = p.H//p.Hkv*(shards.queries or 0)
+  def whole(n:int) -> bool:
+    return n == heads or all(n*rows*size % UNIT_BYTES == 0 for size in (p.D*BYTES[p.dtype], p.Dv*BYTES[p.out_dtype]))
+  counts = [n for n in range(1, heads + 1) if heads % n == 0 and whole(n)]
+  count = max((n for n in counts if n <= most), default=counts[0])
   return [(first, count) for first in range(0, heads, count)]

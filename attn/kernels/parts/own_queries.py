@@ -50,12 +50,16 @@ class OwnQueries(Pipeline[KS]):
   def delta(self) -> UOp: return self.group.number("delta", self.row)
 
   # ***** a tile of keys *****
+  def trip_number(self, t:UOp) -> UOp:
+    """What differs from trip to trip: by it own rows that are not kept in registers are read anew."""
+    return t
+
   def ds(self, k:LdsTile, v:LdsTile, t:UOp, masked:bool, added:ScoreTerm|None=None) -> list[UOp]:
     """dS^T, a column of C fragments, of raw scores (what it lacks is softmax_scale), or of what the term `added` adds."""
-    mat, n = self.tile.matrix, self.tile.block_n//self.tile.matrix.M
-    scores = self.products.with_rows(k, n, self.q, t, zeros(mat, 1, n))[0]
+    mat, n, trip = self.tile.matrix, self.tile.block_n//self.tile.matrix.M, self.trip_number(t)
+    scores = self.products.with_rows(k, n, self.q, trip, zeros(mat, 1, n))[0]
     kept, minus_delta = kept_scores(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
-    dp = self.products.with_rows(v, n, self.do, t, [dp_start(minus_delta, kept)])[0]
+    dp = self.products.with_rows(v, n, self.do, trip, [dp_start(minus_delta, kept)])[0]
     exponents = [ops.splat(self.exponent, mat.accumulator)]*n
     weights = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
     return gradients_of(weights, dp, kept, minus_delta, added)

@@ -29,6 +29,8 @@ class PipelinedTile(Protocol):
   def in_turn(self) -> bool: """Whether of the tensors that a trip loads for itself one comes after another."""
   @property
   def by_item(self) -> bool: """Whether of those a thread's items do, too."""
+  @property
+  def anew(self) -> bool: """Whether the addresses of their rows in pieces are computed anew."""
 
 @dataclass(frozen=True)
 class Pipeline(Generic[S]):
@@ -58,10 +60,10 @@ class Pipeline(Generic[S]):
 
   def in_turn(self, s:S, t:UOp) -> UOp:
     """The way of tile t to LDS, one of its tensors after another, which takes the registers of the largest alone, or of one item of a thread. Where
-    rows come in pieces, each has an address of its own: they are computed anew."""
+    rows come in pieces, each has an address of its own: a tile may have them computed anew."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
-      tile = self.in_lds(s, t, name) if rows.in_units else self.in_lds(s, t, name).anew(t)
+      tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
       for one in tile.single if self.tile.by_item else [tile]:
         if stores: rows = rows.after(self.statements.do(amd.sched_barrier(), *stores))
         stores += one.store(one.fetch(rows, t))

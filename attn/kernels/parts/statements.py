@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 from attn.kernels.parts.allocator import Allocator
-from attn.tinygrad_compat import Ops, UOp, dtypes
+from attn.tinygrad_compat import Ops, UOp, dtypes, new_uop
 
 class Carried:
   """A dataclass of what a kernel carries from one step to the next: values that have `after`."""
@@ -94,4 +94,4 @@ def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
 
 def workgroup_barrier(after:UOp) -> UOp:
   """A workgroup barrier; tinygrad's own ones go by LOCAL stores that it sees."""
-  return UOp(Ops.BARRIER, dtypes.void, (after,))
+  return new_uop(Ops.BARRIER, (after,), dtypes.void)

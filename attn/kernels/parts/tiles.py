@@ -43,8 +43,9 @@ class Tile:
   fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
   prefetch: int = 1            # K and V tiles are loaded 0: for their own trip, 1: during the one before, 2: so, and stored to a second buffer in LDS
   pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
-  sparing: bool = False        # without prefetch a trip loads K and V one after the other, pieces of rows by new addresses: fewer registers
+  sparing: bool = False        # without prefetch a trip loads K and V one after the other: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
+  anew: bool = False           # a trip that loads one after the other computes the addresses of pieces of rows anew: fewer registers still
 
   kernel: ClassVar[str] = "forward"
 
@@ -70,7 +71,7 @@ class Tile:
   @property
   def options(self) -> str:
     """What is not by default, in words."""
-    said = [name for name in ("q_in_lds", "fenced", "sparing") if getattr(self, name)]
+    said = [name for name in ("q_in_lds", "fenced", "sparing", "anew") if getattr(self, name)]
     return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
@@ -104,6 +105,8 @@ class BackwardTile:
   def in_turn(self) -> bool:
     """Whether of the tensors that a trip loads for itself one comes after another."""
     return self.prefetch == 0 and self.sparing
+  @property
+  def anew(self) -> bool: return True
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
     columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]

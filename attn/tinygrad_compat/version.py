@@ -1,4 +1,4 @@
-"""Which tinygrad this package is written for. Looked at before any of tinygrad is imported, so that another version fails with one sentence."""
+"""The tinygrad that this package is written for. It is looked at here, before any of it is imported, so that another fails with one sentence."""
 from __future__ import annotations
 import importlib.metadata
 
@@ -10,3 +10,5 @@ def check_version() -> None:
   except importlib.metadata.PackageNotFoundError: found = "none"
   if found != TINYGRAD_VERSION:
     raise ImportError(f"attn needs tinygrad=={TINYGRAD_VERSION} but {found} is installed: tinygrad's kernel API is alpha and changes by version")
+
+check_version()

@@ -1,0 +1,38 @@
+"""The one room that imports tinygrad. tinygrad's kernel API is alpha: it is pinned to one version, and test/test_compat.py pins every name and
+signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
+
+The others import from here what they need of tinygrad, as it is or as these modules make it: uops.py constructs UOps, lowering.py lowers kernels,
+caches.py knows what is kept of them, patches.py and cuda.py change what tinygrad does, tensors.py and devices.py ask it, timers.py times kernels.
+"""
+from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, for it looks at tinygrad's version
+from tinygrad import Device, Tensor, TinyJit
+from tinygrad.device import Allocator, Buffer, BufferSpec, CompileError, Compiled, Compiler, Program, TinyELF
+from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.engine.realize import capturing
+from tinygrad.helpers import ALLOW_TF32, CCACHE, Context, DEBUG, DEV, GlobalCounters, TRAINING, Target, VIZ
+from tinygrad.renderer import Estimates, Renderer
+from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
+from tinygrad.runtime.support.elf import elf_loader
+from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
+from attn.tinygrad_compat.caches import forget_oldest_kernels, launch_of, program_key, program_of_launch
+from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
+from attn.tinygrad_compat.devices import (Means, comgr_compiler, comgr_version, decode_instruction, device_of, double_transcendentals,
+                                          opened_devices, without_comgr, workgroups_of)
+from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
+from attn.tinygrad_compat.patches import ToProgram, around_gradients, programs_through, survive_a_damaged_cache, watch_kernels
+from attn.tinygrad_compat.tensors import differentiated, put_into_tensors, written_to
+from attn.tinygrad_compat.timers import compiled, cuda_graph_seconds, cuda_seconds, device_seconds, foreign_cuda_context, make_current, run_alone
+from attn.tinygrad_compat.uops import (VECTORS, VectorDType, begins_at, buffer_under, copy_call, linear_view, new_uop, not_taken, remembered,
+                                       spec_names, vector_dtype, with_outputs, with_params)
+
+__all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CCACHE", "CStyleLanguage", "CUDARenderer", "CompileError",
+           "Compiled", "Compiler", "Context", "DEBUG", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer",
+           "HIPRenderer", "KernelInfo", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer",
+           "TINYGRAD_VERSION", "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ", "VectorDType",
+           "adapt_cuda", "around_gradients", "begins_at", "buffer_under", "capturing", "comgr_compiler", "comgr_version", "compile_at_once",
+           "compiled", "copy_call", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated",
+           "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "forget_oldest_kernels",
+           "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places", "make_current", "new_uop", "not_taken", "opened_devices",
+           "program_key", "program_of_launch", "programs_through", "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names",
+           "statements", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
+           "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]

@@ -1,0 +1,48 @@
+"""What tinygrad keeps of kernels, and what of a PROGRAM another process can be given."""
+from __future__ import annotations
+from dataclasses import replace
+from typing import Any
+from tinygrad import Device, codegen, schedule
+from tinygrad.codegen import to_program_key
+from tinygrad.engine import realize
+from tinygrad.renderer import Estimates, Renderer
+from tinygrad.uop.ops import Ops, ProgramInfo, UOp
+from attn.tinygrad_compat.uops import new_uop
+
+def forget_oldest_kernels(prefix:str, most:int) -> None:
+  """Where this process has lowered more than `most` kernels whose names begin with `prefix`, drops the oldest from what tinygrad keeps of them, until
+  half as many are left. Without that, tinygrad keeps each for ever. Who has captured a kernel, as TinyJit has, keeps it."""
+  if len(codegen.to_program_cache) <= most: return
+  ours = [key for key, program in codegen.to_program_cache.items() if program.src[0].arg.name.startswith(prefix)]
+  if len(ours) <= most: return
+  oldest = ours[:len(ours) - most//2]
+  programs, asts = {codegen.to_program_cache.pop(key).key for key in oldest}, {key[0] for key in oldest}
+  loaded = [key for key in realize.runtime_cache if key[0] in programs]
+  for device in {device for _, device in loaded}: Device[device].synchronize()      # nothing of what is dropped still runs
+  for key in loaded: del realize.runtime_cache[key]
+  launched = [key for key, linear in schedule.schedule_cache.items() if any(call.src[0].key in asts for call in linear.src)]
+  for schedule_key in launched: del schedule.schedule_cache[schedule_key]
+
+def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
+  """What tinygrad has a PROGRAM depend on, for another process to find it by."""
+  key, kind, *rest = to_program_key(ast, renderer)
+  return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
+
+def launch_of(program:UOp) -> dict[str, Any]|None:
+  """A PROGRAM without its UOps and its machine code, as plain numbers and texts; None where they are not all plain, as with a Variable."""
+  info, own = program.arg, program.src[0].arg
+  estimates, sizes = own.estimates, (info.global_size, info.local_size)
+  numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)
+  if info.vars or not all(isinstance(n, int) for n in numbers): return None
+  return {"name": own.name, "source": program.src[2].arg, "estimates": [estimates.ops, estimates.lds, estimates.mem], "sizes": sizes,
+          "slots": [u.arg.slot for u in program.src[1].src if u.op is Ops.PARAM], "globals": info.globals, "outs": info.outs, "ins": info.ins}
+
+def program_of_launch(launch:dict[str, Any], ast:UOp, renderer:Renderer) -> UOp:
+  """The PROGRAM of the AST with its source, from what `launch_of` gave."""
+  params = {u.arg.slot: u for u in ast.toposort() if u.op is Ops.PARAM}
+  sink = new_uop(Ops.SINK, arg=replace(ast.arg, name=launch["name"], estimates=Estimates(*launch["estimates"])))
+  linear = new_uop(Ops.LINEAR, tuple(params[slot] for slot in launch["slots"]))
+  global_size, local_size = (tuple(size) if size is not None else None for size in launch["sizes"])
+  takes = {name: tuple(launch[name]) for name in ("globals", "outs", "ins")}
+  info = ProgramInfo(launch["name"], global_size or (), local_size, **takes, target=renderer.target)
+  return new_uop(Ops.PROGRAM, (sink, linear, new_uop(Ops.SOURCE, arg=launch["source"])), arg=info)

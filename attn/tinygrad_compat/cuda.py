@@ -1,0 +1,112 @@
+"""CUDA devices: kernels with more than 48 KB of shared memory or of machine code, and graphs under TinyJit that take the inputs of each call."""
+from __future__ import annotations
+import ctypes, functools, re
+from collections.abc import Callable
+from typing import Any
+from tinygrad.device import Buffer, MultiBuffer, Program, TinyELF
+from tinygrad.dtype import AddrSpace
+from tinygrad.engine.realize import get_call_arg_uops, resolve_params, unwrap_multi
+from tinygrad.helpers import DEBUG, Context
+from tinygrad.renderer import Renderer
+from tinygrad.uop.ops import Ops, UOp
+from attn.tinygrad_compat.devices import device_of
+from attn.tinygrad_compat.patches import input_of, resolved
+
+# Shared memory must then be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does
+# the latter two given `smem`, which nothing in tinygrad gives it: here the kernel's name carries the number. With DEBUG=5 it prints what it loads as
+# text, for it takes that for PTX, which machine code is not.
+STATIC_SHARED = 49152
+
+def dynamic_shared_name(name:str, nbytes:int) -> str:
+  """The name of a kernel that has `nbytes` of shared memory, in one buffer."""
+  return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
+
+def shared_memory_text(x:UOp, text:str) -> str:
+  """The declaration of a buffer, which makes it dynamic where it has to be."""
+  if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
+  return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle goes by the address
+
+def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
+  from tinygrad.runtime.ops_cuda import CUDAProgram
+  with Context(DEBUG=min(DEBUG.value, 4) if obj.lib.startswith(b"\x7fELF") else DEBUG.value):
+    return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
+
+# **** graphs under TinyJit ****
+def copied_anew(graph:Any, moved:list[int]) -> None:
+  """Makes a CUDA graph copy what the parameters of these nodes say now. The graph is instantiated anew: a copy that is changed in an instance is no
+  longer one of the copy engine's, but of multiprocessors, and waits until a kernel has left some to it (measured on H200s, driver 580)."""
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import check
+  for node, params, _, _ in (graph.nodes[i] for i in moved): check(cuda.cuGraphMemcpyNodeSetParams(node, ctypes.byref(params)))
+  check(cuda.cuGraphExecDestroy(graph.instance))      # one that still runs is freed when it has ended
+  check(cuda.cuGraphInstantiate_v2(ctypes.byref(graph.instance), graph.graph, None, None, 0))
+
+@functools.cache
+def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
+  """A class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does so for an input that a kernel or a
+  copy takes whole, but for one device's part of it, or a region, it keeps the buffers of the first call. What is of an input that lies where it lay
+  in the call before stays as it is: to find a region takes the host a tenth of a millisecond, and to change the graph its time, too. `copy_anew`
+  changes copies of what lies elsewhere."""
+  class SelectedInputs(graph):   # type: ignore[misc, valid-type]
+    def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
+      super().__init__(linear, input_uops)
+      self.selected = list[tuple[int, int, int, UOp]]()     # (node, argument, input, what it takes of that)
+      number = 0
+      for call in self.linear.src:
+        inputs = [(i, slot, u) for i, u in enumerate(get_call_arg_uops(call)) if (slot := input_of(u)) is not None]
+        for _ in unwrap_multi(call, resolve_params(call, input_uops)):
+          is_copy = self.nodes[number][3]
+          self.selected += [(number, *taken) for taken in inputs if (taken[0] < 2 if is_copy else taken[2].op is not Ops.PARAM)]
+          number += 1
+      kernels = {node for node in (*self.updatable, *(node for node, *_ in self.selected)) if not self.nodes[node][3]}
+      self.of_inputs, self.of_variables = sorted(kernels), sorted({*self.var_vals_replace, *self.launch_dims_replace})
+      self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
+      self.lay = [list[Any]() for _ in input_uops]      # where inputs lay in the call before, on each device
+    def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
+      """What a node waits for, by the regions that it has, of which tinygrad names the whole allocations, and a copy by what it has besides its two.
+      A buffer that is given it besides a region of the same, lest the memory planner think it unused, it does not read."""
+      call = self.calls[len(self.nodes)]
+      regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
+      return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)
+    def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
+      lie, moved = [addresses_of(u.buffer) for u in input_uops], list[int]()
+      elsewhere = {slot for slot, (now, before) in enumerate(zip(lie, self.lay)) if now != before}
+      self.lay = lie
+      self.updatable: list[int] = self.of_inputs if elsewhere else self.of_variables   # type: ignore[has-type]
+      for node, i, slot, u in self.selected:
+        if slot not in elsewhere: continue
+        _, params, c_args, is_copy = self.nodes[node]
+        found = resolved(u, input_uops).buffer
+        buffer = (found.bufs[self.calls[node][0]] if isinstance(found, MultiBuffer) else found).ensure_allocated()
+        if not is_copy: setattr(c_args, f"f{i}", buffer._buf)
+        elif self.copied[node, i] != (address := address_of(buffer)):
+          setattr(params, "srcDevice" if i == 1 else "dstDevice", buffer._buf)
+          self.copied[node, i] = address
+          moved.append(node)
+      if moved: copy_anew(self, moved)
+      return super().__call__(input_uops, var_vals, wait)
+  return SelectedInputs
+
+def holds(whole:Buffer, part:Buffer) -> bool:
+  """Whether a buffer is more than a region of the same allocation, which lies in it."""
+  ends = [(b.offset, b.offset + b.nbytes) for b in (whole, part)]
+  return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
+
+def address_of(buffer:Any) -> Any:
+  """What tells whether a buffer lies where another one did."""
+  return getattr(buffer._buf, "value", buffer._buf)
+
+def addresses_of(buffer:Any) -> list[Any]:
+  """The same of a buffer on each of several devices."""
+  return [address_of(b.ensure_allocated()) for b in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
+
+# **** both ****
+def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
+  """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by
+  `dynamic_shared_name`."""
+  for name in (devices,) if isinstance(devices, str) else devices or ():
+    if name.split(":")[0] != "CUDA" or (dev := device_of(name)).runtime_t is dynamic_shared_program: continue
+    dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]
+    if isinstance(dev.graph, type): dev.graph = with_selected_inputs(dev.graph)
+    dev.renderers = [renderers.get(r, r) for r in dev.renderers]
+    dev._renderer_name = lambda r: r.__name__.upper().removesuffix("RENDERER").removeprefix("OPERATIONS").removeprefix("CUDA") or "CUDA"   # type: ignore[method-assign]

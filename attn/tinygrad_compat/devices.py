@@ -1,0 +1,88 @@
+"""Devices and what they have, and AMD's machine code: the compiler comgr, the tables of instructions, doubles (attn/compilers)."""
+from __future__ import annotations
+import contextlib, ctypes, sys, types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from tinygrad import Device
+from tinygrad.codegen.decomp.transcendental import xexp2, xlog2
+from tinygrad.device import Compiled, Compiler
+from tinygrad.dtype import dtypes
+from tinygrad.helpers import Context
+from tinygrad.renderer.cstyle import CStyleLanguage
+from tinygrad.renderer.llvmir import LLVMRenderer
+from tinygrad.uop.ops import Ops, PatternMatcher, UPat
+
+def device_of(name:str) -> Compiled:
+  """A device by name; within a function of tinygrad's `@function`, too, which may not run anything, but what it is called with is on a device."""
+  with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
+
+def opened_devices(name:str) -> list[Compiled]:
+  """The devices of kind `name` that this process has opened."""
+  return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
+
+# **** what a device has for kernels of plain UOps ****
+@dataclass(frozen=True)
+class Means:
+  """Bytes of local memory that a workgroup may have, 0 where threads do better by themselves; `serial` where there are no workgroups at all."""
+  local_memory: int
+  serial: bool = False
+
+def workgroups_of(device:str) -> Means|None:
+  """Of a device that tinygrad renders C or LLVM for; None of another."""
+  opened = Device[device]
+  if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
+  if not renderer.has_local: return Means(0, serial=True)
+  return Means(0 if is_cpu(opened) else renderer.shared_max if renderer.has_shared else 0)
+
+def is_cpu(device:Any) -> bool:
+  """Whether an OpenCL device is a CPU: what a work-group shares is then memory like any other."""
+  if type(device).__name__ != "CLDevice": return False
+  from tinygrad.runtime.autogen import opencl
+  kind = ctypes.c_uint64()
+  opencl.clGetDeviceInfo(device.cl_dev, opencl.CL_DEVICE_TYPE, 8, ctypes.byref(kind), None)
+  return bool(kind.value & opencl.CL_DEVICE_TYPE_CPU)
+
+# **** machine code ****
+# exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)
+double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), expand)
+                                         for op, expand in ((Ops.LOG2, xlog2), (Ops.EXP2, xexp2))])
+
+def decode_instruction(data:bytes, tables:str) -> Any:
+  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: "cdna" (cdna3 with cdna4), "rdna3" or "rdna4".
+  Raises ValueError for one that is not in them."""
+  from tinygrad.renderer.amd import decode_inst
+  from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
+  from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER
+  try: return decode_inst(data, tables)
+  except ValueError:
+    # tinygrad's search leaves out the buffer instructions of RDNA, though it has their tables
+    form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(tables)
+    if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[tables]: raise
+    return form.from_bytes(data)
+
+@contextlib.contextmanager
+def without_comgr() -> Iterator[None]:
+  """While a renderer of HIP is made that only prints: tinygrad's constructor imports its compilers, and with them loads ROCm's comgr. Its LLVM ends
+  the process where another one of the system is loaded already, as Debian's does beside pocl's."""
+  name = "tinygrad.runtime.support.compiler_amd"
+  if name in sys.modules:
+    yield
+    return
+  stand_in = types.ModuleType(name)
+  stand_in.__dict__.update(dict.fromkeys(("HIPCompiler", "HIPCCCompiler"), lambda arch: Compiler()))
+  sys.modules[name] = stand_in
+  try: yield
+  finally: del sys.modules[name]
+
+def comgr_compiler(arch:str) -> Any:
+  """tinygrad's compiler over ROCm's comgr. Raises AssertionError, saying so, where that library doesn't load."""
+  from tinygrad.runtime.support.compiler_amd import HIPCompiler
+  return HIPCompiler(arch)
+
+def comgr_version() -> tuple[int, int]:
+  """Of the interface of the comgr that is loaded, such as (3, 0)."""
+  from tinygrad.runtime.autogen import comgr
+  major, minor = ctypes.c_uint64(), ctypes.c_uint64()
+  comgr.amd_comgr_get_version(ctypes.byref(major), ctypes.byref(minor))
+  return major.value, minor.value

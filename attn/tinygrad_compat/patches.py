@@ -1,0 +1,81 @@
+"""What attn changes of tinygrad within a process, besides its CUDA devices."""
+from __future__ import annotations
+import contextlib, functools, sqlite3, warnings
+from collections.abc import Callable
+from typing import Any
+from tinygrad import Tensor, codegen, helpers
+from tinygrad.engine import realize
+from tinygrad.renderer import Renderer
+from tinygrad.uop.ops import Ops, UOp
+from attn.tinygrad_compat.lowering import without_collections
+from attn.tinygrad_compat.uops import with_outputs
+
+ToProgram = Callable[[UOp, Renderer], UOp]   # a kernel's AST, or its PROGRAM with a source, -> its PROGRAM with machine code
+
+def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
+  """From now on, in this process, tinygrad asks `through` for a kernel's PROGRAM, giving it its own way to one."""
+  own = codegen.do_to_program
+  @functools.wraps(own)
+  def asked(ast:UOp, renderer:Renderer) -> UOp:
+    with without_collections(): return through(own, ast, renderer)
+  codegen.do_to_program = asked   # type: ignore[assignment]
+
+def survive_a_damaged_cache() -> None:
+  """From now on, in this process, tinygrad's cache of compiled kernels is as good as empty, after a warning, where its file is no database or cannot
+  be written. Otherwise every kernel, tinygrad's own as well, ends in an error of sqlite."""
+  own = helpers.db_connection
+  @functools.cache
+  def connection() -> sqlite3.Connection:
+    try:
+      (opened := own()).execute("BEGIN IMMEDIATE")
+      opened.rollback()
+      return opened
+    except (OSError, sqlite3.Error) as e:
+      warnings.warn(f"tinygrad's cache of compiled kernels, {helpers.CACHEDB}, cannot be used: {e}. Nothing is kept there until it is removed; "
+                    "CACHEDB names another file", stacklevel=2)
+      return sqlite3.connect(":memory:", isolation_level="IMMEDIATE")
+  helpers.db_connection = connection
+
+def input_of(u:UOp) -> int|None:
+  """The number of the input of a TinyJit that an argument of a call is, or takes a region or one device's part of, or a region of that."""
+  while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
+  return int(u.arg.slot) if u.op is Ops.PARAM else None
+
+def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
+  """An argument of a call, or what it takes one device's part or a region of, in place of the PARAM that stands for it."""
+  if u.op is Ops.PARAM: return inputs[u.arg.slot]
+  if u.op is Ops.MSTACK: return u.replace(src=tuple(resolved(x, inputs) for x in u.src))
+  return u.replace(src=(resolved(u.src[0], inputs), *u.src[1:])) if input_of(u) is not None else u
+
+# tinygrad's own does so for a part or a region, but not for a region's part
+realize._resolve = resolved   # type: ignore[assignment]
+
+def around_gradients(within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> None:
+  """From now on, in this process, gradients of a Tensor are taken within `within(its UOp)`."""
+  for name in ("gradient", "backward"): setattr(Tensor, name, _around(getattr(Tensor, name), within))
+
+def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
+  @functools.wraps(own)
+  def taken(self:Tensor, *args:Any, **kwargs:Any) -> Any:
+    with within(self.uop): return own(self, *args, **kwargs)
+  return taken
+
+def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
+  """From now on `built(ast, again)` is told of each kernel that `Tensor.custom_kernel` is given for `device`: `again()` makes its AST anew. And the
+  outputs of such a kernel are sources of its SINK, so that one whose stores are all simplified away is still a parameter of the program."""
+  making: list[Callable[[], Any]] = []
+  custom_kernel, call = UOp.custom_kernel, UOp.call
+  @functools.wraps(custom_kernel)
+  def watched_kernel(*srcs:UOp, fxn:Callable[..., Any], **kwargs:Any) -> list[UOp]:
+    def again() -> Any: return fxn(*[UOp.placeholder_like(s, slot=i) for i, s in enumerate(srcs)])
+    on = srcs[0].device or ""
+    if (on if isinstance(on, str) else on[0]).split(":")[0] != device: return custom_kernel(*srcs, fxn=fxn, **kwargs)
+    making.append(again)
+    try: return custom_kernel(*srcs, fxn=fxn, **kwargs)
+    finally: making.pop()
+  @functools.wraps(call)
+  def watched_call(self:UOp, *srcs:UOp, **kwargs:Any) -> UOp:
+    if not making or self.op is not Ops.SINK: return call(self, *srcs, **kwargs)
+    built(ast := with_outputs(self), making[-1])
+    return call(ast, *srcs, **kwargs)
+  UOp.custom_kernel, UOp.call = watched_kernel, watched_call   # type: ignore[method-assign, assignment]

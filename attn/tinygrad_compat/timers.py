@@ -1,0 +1,86 @@
+"""How long kernels take on a device (bench.py, attn/measure)."""
+from __future__ import annotations
+import contextlib, ctypes, math
+from collections.abc import Callable, Iterator
+from typing import Any
+from tinygrad import Device, Tensor
+from tinygrad.engine.realize import compile_linear, get_runtime, run_linear
+from tinygrad.helpers import GlobalCounters
+from tinygrad.uop.ops import Ops, UOp
+from attn.tinygrad_compat.uops import new_uop
+
+def compiled(*outputs:Tensor) -> UOp:
+  """The schedule that computes `outputs` from tensors that are already there, lowered and compiled."""
+  return compile_linear(outputs[0].schedule_linear(*outputs[1:]))
+
+def make_current(device:str) -> None:
+  """A CUDA device's context becomes the current one, where another library may have made its own so: what is launched in a foreign one takes longer.
+  Other devices have none."""
+  if device.split(":")[0] != "CUDA": return
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import check
+  check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
+
+def device_seconds(schedule:UOp) -> float:
+  """Runs a compiled schedule; the time that the device says it took."""
+  before = GlobalCounters.time_sum_s
+  run_linear(schedule, jit=True, wait=True)
+  return GlobalCounters.time_sum_s - before
+
+def run_alone(call:UOp) -> None:
+  """Runs one kernel or copy of a compiled schedule."""
+  run_linear(new_uop(Ops.LINEAR, (call,)), jit=True)
+
+def cuda_seconds(schedule:UOp, count:int) -> float:
+  """Seconds of one launch of the only kernel of a compiled schedule on a CUDA device, by events around `count` launches."""
+  from tinygrad.runtime.ops_cuda import cu_time_execution
+  call, = (u for u in schedule.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM)
+  info, buffers = call.src[0].arg, [call.src[1 + i].buffer for i in call.src[0].arg.globals]
+  program, raw = get_runtime(buffers[0].device, call.src[0]), [b.get_buf(b.device) for b in buffers]
+  def launch() -> None:
+    for _ in range(count): program(*raw, global_size=info.global_size, local_size=info.local_size)
+  make_current(buffers[0].device)     # events belong to a context, and cu_time_execution takes any
+  return (cu_time_execution(launch, True) or math.nan)/count
+
+def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
+  """A graph in which the kernels of a compiled schedule run one after another, `count` times over on the same buffers. What is returned runs it, in
+  the device's context: seconds of one time, by events."""
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import check, cu_time_execution, encode_args
+  calls, nodes = [u for u in schedule.src if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM], list[Any]()
+  graph, instance, kept = cuda.CUgraph(), cuda.CUgraphExec(), list[Any](calls)      # whoever has the calls has their buffers
+  output: Any = calls[0].src[1].buffer
+  device = output.device
+  make_current(device)
+  check(cuda.cuGraphCreate(ctypes.byref(graph), 0))
+  for call in calls*count:
+    info = call.src[0].arg
+    raw = [call.src[1 + i].buffer.get_buf(device) for i in info.globals]
+    program: Any = get_runtime(device, call.src[0])
+    c_args, vargs = encode_args(raw, (), program.signature)
+    params = cuda.CUDA_KERNEL_NODE_PARAMS_v1(program.prg, *info.global_size, *info.local_size, program.smem,
+                                             ctypes.cast(0, ctypes.POINTER(ctypes.c_void_p)), vargs)
+    node, before = cuda.CUgraphNode(), (cuda.CUgraphNode*1)(*nodes[-1:])
+    check(cuda.cuGraphAddKernelNode(ctypes.byref(node), graph, before if nodes else None, len(nodes[-1:]), ctypes.byref(params)))
+    nodes.append(node)
+    kept += [c_args, vargs]
+  check(cuda.cuGraphInstantiate_v2(ctypes.byref(instance), graph, None, None, 0))
+  def seconds() -> float:
+    make_current(device)
+    assert kept
+    return (cu_time_execution(lambda: check(cuda.cuGraphLaunch(instance, None)), True) or math.nan)/count
+  return seconds
+
+@contextlib.contextmanager
+def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
+  """Another library's context is the current one now and will be again; within, what is given turns a function into one that runs in it."""
+  from tinygrad.runtime.autogen import cuda
+  theirs = cuda.CUcontext()
+  cuda.cuCtxGetCurrent(ctypes.byref(theirs))
+  def wrap(fn:Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+      cuda.cuCtxSetCurrent(theirs)
+      return fn()
+    return run
+  try: yield wrap
+  finally: cuda.cuCtxSetCurrent(theirs)

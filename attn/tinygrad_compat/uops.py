@@ -1,0 +1,108 @@
+"""UOps: the one place that constructs them, values of vector types, buffers and their views, and the parameters of a kernel."""
+from __future__ import annotations
+import functools
+from collections.abc import Sequence
+from typing import Any
+from tinygrad.dtype import DType, dtypes, promo_lattice
+from tinygrad.schedule.multi import multi_pm
+from tinygrad.schedule.rangeify import pm_mops
+from tinygrad.uop.ops import GroupOp, Ops, UOp, graph_rewrite
+from tinygrad.uop.spec import glbls as spec_names
+from tinygrad.uop.symbolic import symbolic
+
+def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None) -> UOp:
+  """A UOp of these fields, and of the dtype that tinygrad infers where none is given. It alone names the fields, which tinygrad changes."""
+  return UOp(op, dtype, src, arg)   # type: ignore[arg-type] # its metaclass takes None
+
+# **** vector-typed values ****
+# A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
+# goes with the number of UOps. A dtype's name is printed as it stands, so the C type itself is the name; every pass sees a scalar of a strange dtype.
+class VectorDType(DType):
+  """A class of its own, so that a compile worker that unpickles one imports this module."""
+  def __repr__(self) -> str: return f"VectorDType({self.name!r})"
+
+VECTORS: dict[DType, tuple[str, int]] = {}   # dtype -> (numpy element type, lanes)
+_ELEMENT = {"float32": "float", "uint32": "uint"}
+
+@functools.cache
+def vector_dtype(element:str, n:int) -> DType:
+  """The dtype of a register vector of `n` elements ("float32" or "uint32"), under the name that HIP and CUDA both have for it, such as float4."""
+  dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
+  VECTORS[dtype] = (element, n)
+  promo_lattice[dtype] = []     # it goes with itself alone: tinygrad asks for the type of a sum when SPEC=2 has it print one
+  return dtype
+
+# With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what `VectorDType.__repr__` names.
+spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtype.name == name)
+
+# **** buffers and their views (attn/calls/views.py) ****
+def buffer_under(u:UOp) -> UOp|None:
+  """The buffer that `u` is, or is a view of, with what is still to be written to it; None for a computed value."""
+  while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
+  inner = u
+  while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]
+  return u if inner.has_buffer_identity(after_ok=True) and all(isinstance(n, int) for n in u.shape) else None
+
+def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
+  """The view of `other` that u is of `base`; None where it is none."""
+  views = []
+  while u is not base and u.op in GroupOp.Movement:
+    views.append(u)
+    u = u.src[0]
+  if u is not base: return None
+  for view in reversed(views): other = view.replace(src=(other, *view.src[1:]))
+  return other
+
+def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[UOp, UOp]|None:
+  """(buffer, expression) of an element of a view of a buffer: where it lies in the buffer, as a function of the indices. None for what is no view of
+  one. `instead` is what the view is cut out by instead of its Variables."""
+  if (base := buffer_under(u)) is None: return None
+  stand_in = UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape)     # the rewrite takes apart what it finds
+  view = on_top(u, base, stand_in)
+  assert view is not None
+  found = graph_rewrite(view.substitute(instead or {}).index(*indices), pm_mops + symbolic, name="attn view")
+  return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
+
+def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
+  """The CALL that copies one buffer, or region of one, to another on any device. What is `held` besides, the buffers that they are regions of, is a
+  source of it, no more."""
+  srcs = (to, source, *held)
+  params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
+  copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
+  return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
+
+def remembered(u:UOp) -> UOp:
+  """A buffer after a kernel, which stays that in every expression. When anything that depends on it is computed, tinygrad 0.14.0 puts the bare buffer
+  into its place in all expressions, and what another kernel has written to the buffer since is taken for what this one wrote. But not of what has a
+  tag, an empty one too."""
+  return u.rtag(())
+
+# **** the parameters of a kernel ****
+def output_params(sink:UOp) -> tuple[UOp, ...]:
+  """The PARAMs that a kernel's AST stores to, in the order of their slots."""
+  found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
+  return tuple(sorted(found, key=lambda u: u.arg.slot))
+
+def with_outputs(sink:UOp) -> UOp:
+  """A kernel's AST with its outputs among the sources of its SINK."""
+  return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
+
+def begins_at(u:UOp) -> int:
+  """Byte at which a kernel's argument begins in the buffer of each of its devices. tinygrad hands a slice without gaps over where it lies."""
+  while u.op in (Ops.CONTIGUOUS, Ops.MSELECT): u = u.src[0]
+  under = u.base
+  while under.op in (Ops.BITCAST, Ops.UNSHARD): under = under.src[0].base
+  if u.has_buffer_identity() or under.op is not Ops.BUFFER or not all(isinstance(n, int) for n in u.shape): return 0
+  if not isinstance(u.device, str) and (u := graph_rewrite(u, multi_pm)).op is Ops.UNSHARD: u = u.src[0]
+  view = u.contiguous_view()
+  return 0 if view is None else view[1]*view[0].dtype.itemsize
+
+def not_taken(sink:UOp) -> set[int]:
+  """Numbers of the arguments that a kernel's AST was given by `with_params` and does not use."""
+  return {u.arg.slot for u in sink.src if u.op is Ops.PARAM}
+
+def with_params(sink:UOp, placeholders:Sequence[UOp]) -> UOp:
+  """A kernel's AST that has these placeholders, which it does not use, among its parameters: tinygrad's CUDA graph gives a program every
+  tensor of its call under TinyJit, whichever it takes."""
+  params = tuple(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
+  return sink.replace(src=sink.src + params) if params else sink
