@@ -43,7 +43,10 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
   if kernel == "dq": return found_in_code(dq_of(p, chip, tiles[0]), dq_arguments(p), arch)
   return found_in_code(dkdv_of(p, chip, tiles[1]), dkdv_arguments(p), arch)
 
+def option(name:str, *shape:int) -> dict[str, Any]: return {"extras": {name: np.empty(shape, np.int32 if name == "kv_lengths" else np.float32)}}
+
 MANY: dict[str, Any] = {"B": 8, "H": 32, "dtype": "bfloat16"}
+GQA: dict[str, Any] = {"B": 8, "H": 32, "Hkv": 8}
 SPILLED = {
   "few keys and a mask": ("gfx950", MANY | {"Sq": 300, "Sk": 200, "D": 128, "causal": "top-left", "lse": False}),
   "one trip without a mask": ("gfx950", MANY | {"Sq": 200, "Sk": 330, "D": 128, "causal": True, "lse": False}),
@@ -61,6 +64,9 @@ SPILLED = {
   **{f"dropout beside long rows in pieces, lse={lse}": ("gfx1100", MANY | {"Sq": 236, "Sk": 4001, "D": 186, "causal": "top-left", "lse": lse,
                                                                          "dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}})
      for lse in (False, True)},
+  # how many bytes of the bias there are was in vector registers
+  "a bias beside long rows in pieces": ("gfx1201", GQA | {"Sq": 3442, "Sk": 101, "D": 159, "Dv": 96, "causal": "top-left", "dtype": "bfloat16",
+                                                          "lse": False, **option("bias", 1, 1, 3442, 101)}),
   "both masks beside long rows in pieces": ("gfx950", {"B": 8, "H": 32, "Sq": 4280, "Sk": 4280, "D": 182, "window": (138, 169), "lse": False}),
   "slopes beside wide rows": ("gfx950", MANY | {"Sq": 367, "Sk": 1187, "D": 248, "causal": "top-left",
                                                 "extras": {"alibi_slopes": np.empty(32, np.float32)}}),
@@ -133,9 +139,6 @@ def test_drawn(seed:int) -> None:
 
 # ***** the backward kernels *****
 
-def option(name:str, *shape:int) -> dict[str, Any]: return {"extras": {name: np.empty(shape, np.int32 if name == "kv_lengths" else np.float32)}}
-
-GQA: dict[str, Any] = {"B": 8, "H": 32, "Hkv": 8}
 SPILLED_BACKWARD = {
   "a bias beside wide rows": ("gfx1100", "dq", {"H": 8, "Sq": 1872, "Sk": 3311, "D": 248, "dtype": "bfloat16", **option("bias", 1, 1, 1872, 3311)}),
   "long rows in pieces for one query": ("gfx1100", "dq", {"B": 8, "H": 8, "Hkv": 2, "Sq": 1, "Sk": 4379, "D": 245, "Dv": 80, "softcap": 30.0}),
