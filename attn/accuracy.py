@@ -14,8 +14,9 @@ Where slack < sigma/4, the root of the mean square of error/sigma is at most 1, 
 """
 from __future__ import annotations
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 import numpy as np
 from attn.ops.numerics import ROUNDOFF
@@ -26,6 +27,7 @@ ENOUGH_ELEMENTS = 10**4                  # elements for a root of a mean square
 FP32 = ROUNDOFF["float32"]
 SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # normal number
 VANISHING = 2.0**-96            # fp32 below its normal numbers, 2^-126, times what inputs and their number may be
+MOST = 700.0                    # exponent of e: float64 holds nothing larger
 STEP = 16                       # keys, or elements of a row, that a matrix instruction adds at a time
 SHORT_CAP = 64.0                # up to this softcap kernels of 16-bit inputs take tanh as 1 - 2/(1 + exp(2x)), everywhere
 
@@ -229,7 +231,7 @@ def _steps(w:Array) -> Array:
   return np.ceil((w != 0).sum(-1, keepdims=True)/STEP)
 
 def _added(w:Array, largest:Array) -> Array:
-  """What adding up products with w in fp32 is off by: a unit in the last place of the largest sum on the way, each time."""
+  """Limit of what fp32 makes of a sum of products with w: a unit in the last place of the `largest` sum on the way, in each step."""
   return 2*FP32*_steps(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
@@ -242,15 +244,16 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """What float64 knows of each query and key, (..., H, Sq, Sk): the weights P; the slope of the softcap, and its error; 1/(1 - dropout_p) or 0, as
-  dropout keeps it, or None; and the standard deviation of the error of a score in fp32, `off`. Of each row (..., H, Sq, 1) lse and what it is off by.
-  And `_rounding` of the weights of forward. q, k and v have as many heads all three."""
+  """What float64 knows of each query and key, (..., H, Sq, Sk): the `raw` product of both, scaled; the weights P; the slope of the softcap, and its
+  error; 1/(1 - dropout_p) or 0, as dropout keeps it, or None; and the standard deviation of the error of a score in fp32, `off`. Of each row
+  (..., H, Sq, 1) lse and what it is off by. And `_rounding` of the weights of forward. q, k and v have as many heads all three."""
   dtype: str
   flushes: bool
   scale: float
   q: Array
   k: Array
   v: Array
+  raw: Array
   p: Array
   slope: Array
   slope_off: Array
@@ -283,12 +286,12 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
     size, slope_off = capped, 4*FP32 + 2*capped*off/x.softcap**2
   size = size + np.abs(bare)
   off = np.minimum(off + FP32*((size + np.abs(lse))/2 + 1.5), 1)
-  lse_off = SIGMAS*np.sqrt(np.square(p*off).sum(-1, keepdims=True)) + FP32*(
+  lse_off = SIGMAS*np.sqrt(_grouped(raw, p*off, np.ones((p.shape[-1], 1)))[0]) + FP32*(
     3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + 2*_steps(p))
-  above = np.exp(lse - top)           # weights of forward lie relative to the row's largest score, or to one below it, where they are larger yet
+  above = np.exp(np.minimum(lse - top, MOST))      # forward's weights lie relative to the row's largest score, or to one below: then they are larger
   r, lost = _rounding(p*above, dtype, flushes)
   factor = None if x.kept is None else np.broadcast_to(np.where(x.kept, 1/(1 - x.dropout_p), 0), p.shape)
-  return _Pairs(dtype, flushes, scale, q, k, v, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, lse, lse_off,
+  return _Pairs(dtype, flushes, scale, q, k, v, raw, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, lse, lse_off,
                 (r/above, None if lost is None else lost/above))
 
 # ***** forward *****
@@ -319,10 +322,11 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
     for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """What fp32 makes of each score, what adding up does, and what happens to those before a new reference but not to those after it; what is lost."""
+  """What fp32 makes of each score, which is the same for keys of equal products, what adding up does, and what happens to those before a new reference
+  but not to those after it; what is lost."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
-  found = SIGMAS*np.sqrt(_squares(t.p*t.off, t.v, t.factor, o)) + _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
+  found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0]) + _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
   if (lost := t.rounding[1]) is not None:
     mass = lost.sum(-1, keepdims=True)
     found += (t.kept(lost) @ np.abs(t.v) + mass*np.abs(o))/np.maximum(1 - mass, FP32)
@@ -331,13 +335,13 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 # ***** backward *****
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
-                     options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """The laws of the gradients of `reference.exact_backward`, whose arguments these are, of inputs of this `dtype` and a bias of that one; `do` is of
-  an o of `out_dtype`, and has the values of `dtype`."""
+                     options:Options=PLAIN, *, dtype:str, out_dtype:str, stored:Mapping[str, str]=MappingProxyType({}), flushes:bool=False) -> Laws:
+  """Laws of the gradients of `reference.exact_backward`, whose arguments these are, of inputs of this `dtype`. `stored` has the dtypes of the bias,
+  the sinks and the slopes that are not float32, by name. `do` is of an o of `out_dtype`, and has the values of `dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
-  types = {"q": dtype, "k": dtype, "v": dtype, "bias": bias_dtype, "sinks": "float32", "alibi_slopes": "float32"}
+  types = dict.fromkeys("qkv", dtype) | dict.fromkeys(("bias", "sinks", "alibi_slopes"), "float32") | dict(stored)
   results = {n: a for n in types if (a := getattr(want, n)) is not None}
   total = {n: _Moments.none(a.shape) for n, a in results.items()}
   for one, n, shift, x in _batches(k, options):

@@ -53,9 +53,10 @@ class Case:
   def arch(self) -> str: return TILED_ON if self.unit == "tiled" else self.unit
   @property
   def kernel(self) -> str:
-    """What ATTN_KERNEL asks for. A split problem has too few queries for wgmma: dispatch decides."""
-    names = (KERNELS.get(self.unit, ""), BACKWARD.get(self.unit, "") if self.gradients else "")
-    return "" if "splits" in self.shape else ",".join(filter(None, names))
+    """What ATTN_KERNEL asks for. A split problem has too few queries for wgmma, whose backward kernels take no dO of float32: dispatch decides."""
+    if "splits" in self.shape: return ""
+    backward = BACKWARD.get(self.unit, "") if self.gradients and (self.unit != "sm_90" or self.out_dtype == self.dtype) else ""
+    return ",".join(filter(None, (KERNELS.get(self.unit, ""), backward)))
   @property
   def key(self) -> tuple[str, ...]: return (self.shape, self.unit, self.dtype, self.out_dtype, self.kind)
 

@@ -9,7 +9,7 @@ from attn.accuracy import Law, Verdict, judge, law_of, law_of_gradients, without
 from attn.ops.numerics import ROUNDOFF
 from attn.problem import Problem
 from attn.reference import Options, exact, rounded, same, same_backward
-from cases import Inputs, drawn, floats, kept_mask, problem
+from cases import Inputs, drawn, floats, kept_mask, normal, problem
 from kinds import KINDS, LARGE
 
 both_types = pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
@@ -22,8 +22,9 @@ def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarra
   of = (p.softmax_scale, p.window, p.offset, options)
   found = {n: judge(got, law) for n, got, law in zip(("o", "lse"), same(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype),
                                                      law_of(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype), strict=True)}
-  how = dict(dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
-  got, laws = (f(x.q, x.k, x.v, do, dlse, *of, **how) for f in (same_backward, law_of_gradients))
+  how = dict(dtype=p.dtype, out_dtype=p.out_dtype)
+  got = same_backward(x.q, x.k, x.v, do, dlse, *of, **how, bias_dtype=p.bias_dtype)
+  laws = law_of_gradients(x.q, x.k, x.v, do, dlse, *of, **how, stored={"bias": p.bias_dtype})
   return found | {n: judge(a, getattr(laws, n)) for n, a in vars(got).items() if a is not None}
 
 def check(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> None:
@@ -55,6 +56,36 @@ def test_fair_with_options(name:str, dtype:str) -> None:
   parameters, options = OPTIONS[name]()
   p = problem(B=3, H=4, Hkv=2, Sq=50, Sk=70, D=32, dtype=dtype, **parameters)
   check(p, KINDS["normal"](p, 0), gradient_of_o(p, 3), options, floats(3, 4, 50, seed=5))
+
+def test_errors_that_scores_share() -> None:
+  """All keys are alike, so one rounding error moves all of their scores; beside a sink that has most of P it does not cancel."""
+  p = problem(B=50, H=1, Sq=4, Sk=18, D=118, dtype="float32")
+  x = replace(normal(p), q=np.full((50, 1, 4, 118), 0.3, np.float32), k=np.full((50, 1, 18, 118), -2.0, np.float32))
+  dot = np.zeros((), np.float32)
+  for a, b in zip(x.q[0, 0, 0], x.k[0, 0, 0]): dot += a*b         # one product after another, each sum rounded
+  weights, sink = np.exp(np.float64(dot)*p.softmax_scale), 1.0
+  o = weights*x.v.astype(np.float64).sum(2, keepdims=True)/(18*weights + sink)
+  lse = np.full((50, 1, 4), np.log(18*weights + sink))
+  for got, law in zip((np.broadcast_to(o, x.q.shape[:3] + x.v.shape[3:]), lse), law_of(
+      x.q, x.k, x.v, p.softmax_scale, options=Options(sinks=np.zeros(1)), dtype="float32", out_dtype="float32")):
+    assert (verdict := judge(got, law)).ok, verdict
+
+def test_weights_that_a_sink_leaves_nothing_of() -> None:
+  """Scores of -10000 beside a sink of 0: every limit is a number."""
+  p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
+  options = Options(bias=np.full((1, 1, 1, 3), -10000.0), sinks=np.zeros(1))
+  laws = law_of_gradients(*vars(normal(p)).values(), gradient_of_o(p, 3), None, 1.0, options=options, dtype="float16", out_dtype="float16")
+  assert all(np.isfinite(law.limit).all() for law in vars(laws).values() if law is not None)
+
+@pytest.mark.parametrize("name", ("sinks", "alibi_slopes"))
+def test_gradients_are_stored_in_the_type_of_their_input(name:str) -> None:
+  p, extra = problem(B=1, H=4, Sq=60, Sk=70, D=32, dtype="float32"), np.float32([0.5, 0.25, 0.1, 0.05])
+  x, do = normal(p), gradient_of_o(p, 3)
+  def law(**stored:str) -> Law:
+    found = law_of_gradients(x.q, x.k, x.v, do, None, p.softmax_scale, options=Options(**{name: extra}), dtype=p.dtype, out_dtype=p.out_dtype, stored=stored)
+    return getattr(found, name)
+  rounded_once = rounded(law().exact.astype(np.float32), "bfloat16")
+  assert judge(rounded_once, law(**{name: "bfloat16"})).ok and not judge(rounded_once, law()).ok
 
 def test_float32() -> None:
   """Nothing but fp32 itself, in every kind, with a dO of both sizes."""
