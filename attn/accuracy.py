@@ -14,9 +14,8 @@ Where slack < sigma/4, the root of the mean square of error/sigma is at most 1, 
 """
 from __future__ import annotations
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any
 import numpy as np
 from attn.ops.numerics import ROUNDOFF
@@ -322,8 +321,8 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
     for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """What fp32 makes of each score, which is the same for keys of equal products, what adding up does, and what happens to those before a new reference
-  but not to those after it; what is lost."""
+  """What fp32 makes of each score, one error for all keys of equal products; what adding up does; what happens to keys before a new reference but not
+  to those after it; and what is lost."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0]) + _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
@@ -335,13 +334,13 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 # ***** backward *****
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
-                     options:Options=PLAIN, *, dtype:str, out_dtype:str, stored:Mapping[str, str]=MappingProxyType({}), flushes:bool=False) -> Laws:
-  """Laws of the gradients of `reference.exact_backward`, whose arguments these are, of inputs of this `dtype`. `stored` has the dtypes of the bias,
-  the sinks and the slopes that are not float32, by name. `do` is of an o of `out_dtype`, and has the values of `dtype`."""
+                     options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
+  """Laws of the gradients of `reference.exact_backward`, whose arguments these are, of inputs of this `dtype` and a bias of that one; `do` is of an o
+  of `out_dtype`, and has the values of `dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
-  types = dict.fromkeys("qkv", dtype) | dict.fromkeys(("bias", "sinks", "alibi_slopes"), "float32") | dict(stored)
+  types = {"q": dtype, "k": dtype, "v": dtype, "bias": bias_dtype, "sinks": "float32", "alibi_slopes": "float32"}
   results = {n: a for n in types if (a := getattr(want, n)) is not None}
   total = {n: _Moments.none(a.shape) for n, a in results.items()}
   for one, n, shift, x in _batches(k, options):

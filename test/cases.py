@@ -222,7 +222,7 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
     o = Options(softcap=p.softcap, top_left=p.top_left, **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
-    found = law_of_gradients(q, k, v, *at, dtype=p.dtype, out_dtype=p.out_dtype, stored={"bias": p.bias_dtype})
+    found = law_of_gradients(q, k, v, *at, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
     return {n: law for n, law in vars(found).items() if law is not None}
   if not p.varlen: return laws(x.q, x.k, x.v, slice(None), p.offset)
   total = {n: without_error(a.shape) for n, a in (*vars(x).items(), *((n, extras[n]) for n in ("sinks", "alibi_slopes") if n in extras))}

@@ -106,7 +106,7 @@ class Posed:
     """Of what kind q, k and v are. What has NaN or inf in v goes without masks: docs/attention.md says how far it reaches."""
     hard = [{"q": "positive", "k": "rising"}, {"q": "positive", "k": "falling"}, {"q": "large"}, {"k": "large"}, {"v": "large"}, {"k": "huge"},
             {"q": "constant", "k": "constant"}, {"k": "zero"}, {"q": "small", "v": "small"}, {"v": "constant"}]
-    odd = [{"q": "nan"}, {"k": "nan"}, {"q": "positive", "k": "-inf"}, {"q": "positive", "k": "inf"}]
+    odd = [{"q": "nan"}, *([] if self.facts.get("v_dim") else [{"k": "nan"}, {"q": "positive", "k": "-inf"}, {"q": "positive", "k": "inf"}])]
     if self.chance(.6): return {}
     return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
 
@@ -250,6 +250,7 @@ class Posed:
     batch, terms = 1 if self.layout == "thd" else self.B, []
     if "o" in through:
       self.values("do", self.one("normal", "normal", "large"), (batch, self.H, self.Sq, self.Dv), self.out_dtype)
+      if self.dtype != self.out_dtype: self.arrays["do"] = f"rounded({self.arrays['do']}, {self.dtype!r})"     # as a factor, which the law has it as
       self.outside["do"] = f"tensor(arrange(x['do'], {self.layout!r}), {self.out_dtype!r}, {self.device!r})" + self.of_shards("do")
       terms.append("(o*do).float().sum()")
     if "lse" in through:

@@ -84,7 +84,7 @@ def backward(x:Arrays, f:Facts) -> dict[str, Law]:
     at, rows = slice(s.batch, s.batch + 1), (slice(s.batch, s.batch + 1), slice(None), s.rows)
     do = rounded(x["do"][rows], f.dtype) if "do" in x else None
     laws = law_of_gradients(*part(x, s), do, x["dlse"][rows] if "dlse" in x else None, f.scale, f.window, s.offset(f), options_of(x, f, s),
-                            dtype=f.dtype, out_dtype=f.out_dtype, stored={n: dtype for n, dtype in f.types if n in ("bias", "sinks", "alibi_slopes")})
+                            dtype=f.dtype, out_dtype=f.out_dtype, bias_dtype=f.type_of("bias"))
     places = {"q": rows, "k": (at, slice(None), s.keys), "v": (at, slice(None), s.keys)}
     for name, law in vars(laws).items():
       if name in places and name in total: total[name].add(places[name], law)

@@ -14,7 +14,8 @@ from cases import DTYPES, array, tensor
 from guarded import guarded
 
 __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "array", "attn", "base", "bools", "by_attn", "dtypes", "entries",
-           "flash_attn", "integers", "np", "on", "paged", "read", "restore", "rows_of_steps", "tensor", "unseen", "until", "values", "view"]
+           "flash_attn", "integers", "np", "on", "paged", "read", "restore", "rounded", "rows_of_steps", "tensor", "unseen",
+           "until", "values", "view"]
 
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:

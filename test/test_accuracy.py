@@ -22,9 +22,8 @@ def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarra
   of = (p.softmax_scale, p.window, p.offset, options)
   found = {n: judge(got, law) for n, got, law in zip(("o", "lse"), same(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype),
                                                      law_of(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype), strict=True)}
-  how = dict(dtype=p.dtype, out_dtype=p.out_dtype)
-  got = same_backward(x.q, x.k, x.v, do, dlse, *of, **how, bias_dtype=p.bias_dtype)
-  laws = law_of_gradients(x.q, x.k, x.v, do, dlse, *of, **how, stored={"bias": p.bias_dtype})
+  how = dict(dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
+  got, laws = (f(x.q, x.k, x.v, do, dlse, *of, **how) for f in (same_backward, law_of_gradients))
   return found | {n: judge(a, getattr(laws, n)) for n, a in vars(got).items() if a is not None}
 
 def check(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> None:
@@ -76,16 +75,6 @@ def test_weights_that_a_sink_leaves_nothing_of() -> None:
   options = Options(bias=np.full((1, 1, 1, 3), -10000.0), sinks=np.zeros(1))
   laws = law_of_gradients(*vars(normal(p)).values(), gradient_of_o(p, 3), None, 1.0, options=options, dtype="float16", out_dtype="float16")
   assert all(np.isfinite(law.limit).all() for law in vars(laws).values() if law is not None)
-
-@pytest.mark.parametrize("name", ("sinks", "alibi_slopes"))
-def test_gradients_are_stored_in_the_type_of_their_input(name:str) -> None:
-  p, extra = problem(B=1, H=4, Sq=60, Sk=70, D=32, dtype="float32"), np.float32([0.5, 0.25, 0.1, 0.05])
-  x, do = normal(p), gradient_of_o(p, 3)
-  def law(**stored:str) -> Law:
-    found = law_of_gradients(x.q, x.k, x.v, do, None, p.softmax_scale, options=Options(**{name: extra}), dtype=p.dtype, out_dtype=p.out_dtype, stored=stored)
-    return getattr(found, name)
-  rounded_once = rounded(law().exact.astype(np.float32), "bfloat16")
-  assert judge(rounded_once, law(**{name: "bfloat16"})).ok and not judge(rounded_once, law()).ok
 
 def test_float32() -> None:
   """Nothing but fp32 itself, in every kind, with a dO of both sizes."""
