@@ -456,7 +456,7 @@ def main() -> int:
     shapes_of = [] if todo_with.compare else SWEEP if todo_with.sweep else [{}]      # COMPARE=1 has shapes of its own
     todo = [settings({**default, **x}) for x in shapes_of]
     for s in todo: check_verified(s)
-    if todo_with.isa and device_arch().family == "nvidia":
+    if todo_with.isa and device_arch().unit.mma:
       raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {device_arch()}")
     if todo_with.tune:
       tune_all(todo)

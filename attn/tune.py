@@ -1,10 +1,10 @@
-"""`python -m attn.tune`: the search that makes attn/choose/tiles_table.py, as a command.
+"""`python -m attn.tune`: the search that makes the tables of forward's tiles in attn/chips, as a command.
 
     python -m attn.tune                        prints what it would choose, and what the table has not
     python -m attn.tune --check                the same, and fails where the table has something else
-    python -m attn.tune --write                rewrites the table
+    python -m attn.tune --write                rewrites the tables
     python -m attn.tune --arch gfx942 --d 128  one class only; with --all also every tile that compiles, best first
-    python -m attn.tune --gradient dkdv        the tiles of a backward kernel, beside those of attn/choose/backward_tiles.py, which is written by hand
+    python -m attn.tune --gradient dkdv        the tiles of a backward kernel, beside those in attn/chips, which are written by hand
 """
 from __future__ import annotations
 import multiprocessing, os
@@ -16,7 +16,7 @@ with needs("isa", "python -m attn.tune", __name__):
   from rich.console import Console
   from rich.table import Table
   from attn.search.backward import ranked_backward
-  from attn.search.forward import TABLE_FILE, Class, differences, merged_rows, search, table_rows_in, table_text
+  from attn.search.forward import Class, all_tables, differences, file_of, merged_rows, search, with_table
 from attn.chips import SEARCHED, get_chip
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.tiles import amd_tile
@@ -63,7 +63,7 @@ def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bo
   """Choose the tiles of the forward kernel by a search over predictions from machine code. Nothing is measured, and no GPU is needed."""
   if write and check: raise click.UsageError("--write or --check: one of them")
   if gradient is not None:
-    if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: attn/choose/backward_tiles.py is written by hand")
+    if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: the tiles of the backward are written by hand")
     tables = [backward_table(arch, int(d), gradient, jobs, everything) for arch in archs or SEARCHED for d in classes or map(str, CLASSES)]
     for table in tables: Console(width=None if Console().is_terminal else 160).print(table)
     return
@@ -71,11 +71,11 @@ def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bo
   Console(width=None if Console().is_terminal else 160).print(bounds_table(found, everything))
   if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:
     raise click.ClickException(f"no tile compiles without spills: {', '.join(empty)}")
-  old = table_rows_in(TABLE_FILE.read_text())
-  changes = differences(old, new := merged_rows(old, found, toolchain().llvm))
-  click.echo("\n".join(changes) if changes else f"{TABLE_FILE.name} has these tiles")
-  if write: TABLE_FILE.write_text(table_text(new))
-  elif check and changes: raise click.ClickException(f"{TABLE_FILE.name} has other tiles: python -m attn.tune --write")
+  changes = differences(old := all_tables(), new := merged_rows(old, found, toolchain().llvm))
+  click.echo("\n".join(changes) if changes else "attn/chips has these tiles")
+  if write:
+    for family, rows in new.items(): file_of(family).write_text(with_table(file_of(family).read_text(), rows))
+  elif check and changes: raise click.ClickException("attn/chips has other tiles: python -m attn.tune --write")
 
 if __name__ == "__main__":
   try: main(prog_name="python -m attn.tune")

@@ -18,7 +18,7 @@ class Unit:
   call: str
 
 def _unit(x:Matrix) -> Unit:
-  return Unit(x.M, x.K, "half", x.operand, x.accumulator, x.wave, f"__builtin_amdgcn_{x.name}({{a}}, {{b}}, {{c}}{x.tail})")
+  return Unit(x.M, x.K, "half", x.operand, x.accumulator, x.wave, x.call("{a}", "{b}", "{c}"))
 
 UNITS = {name: _unit(CHIPS[name].matrix["float16"][0]) for name in MODELLED}
 KEYS, WAVES = 64, 4

@@ -10,7 +10,7 @@ import pytest
 from attn.accuracy import judge
 from attn.chips import get_chip
 from attn.choose.backward import can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
-from attn.choose.backward_tiles import PLAIN_DKDV, PLAIN_DQ, amd_backward_tile, backward_fits, backward_tile
+from attn.choose.backward_tiles import amd_backward_tile, backward_fits, backward_tile
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
@@ -183,8 +183,8 @@ def test_tiles_of_mma(fields:str) -> None:
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
 
-ROWS_OF_PLAIN = [(arch, c, table is PLAIN_DKDV) for arch in ("gfx90a", *ARCHS) for table in (PLAIN_DQ, PLAIN_DKDV)
-                 for c in table.get(get_chip(arch).family, ())]
+ROWS_OF_PLAIN = [(arch, c, keys) for arch in ("gfx90a", *ARCHS) for keys in (False, True)
+                 for c in (get_chip(arch).unit.plain_dkdv if keys else get_chip(arch).unit.plain_dq)]
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from attn.chips import get_chip
 from attn.chips.candidates import Candidate
-from attn.choose.tiles import CANDIDATES, amd_tile, dual_wave_tile
+from attn.choose.tiles import amd_tile, dual_wave_tile
 from attn.emulator import last_run
 from attn.emulator.banks import phases
 from attn.kernels.dual_wave import dual_wave
@@ -40,7 +40,7 @@ def test_dual_wave(monkeypatch) -> None:
   check_kernel(dual_wave(p, chip, dual_wave_tile(p, chip)), p, normal(p), "gfx950")
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
-@pytest.mark.parametrize(("arch", "c"), [(arch, c) for arch in ARCHS for c in CANDIDATES[get_chip(arch).family]], ids=str)
+@pytest.mark.parametrize(("arch", "c"), [(arch, c) for arch in ARCHS for c in get_chip(arch).unit.forward], ids=str)
 def test_table(monkeypatch, arch:str, c:Candidate) -> None:
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
   p = problem(H=1, Sq=256, Sk=128, D=c.up_to)

@@ -3,8 +3,10 @@ what one would be made of, on an instruction of gfx942 that no kernel has."""
 from __future__ import annotations
 import numpy as np
 import pytest
-from attn.chips.families import CDNA3, CDNA4, RDNA3
+from attn.chips.cdna3 import CDNA3
+from attn.chips.cdna4 import CDNA4
 from attn.chips.matrix import Matrix
+from attn.chips.rdna3 import RDNA3
 from attn.compilers.clang import assembly
 from attn.emulator.matrix import MatrixUnit, to_float32
 from attn.kernels.parts.allocator import Allocator
@@ -18,7 +20,7 @@ from attn.ops.common import extract, flat, splat
 from attn.ops.renderers import render
 from attn.tinygrad_compat import AxisType, Context, KernelInfo, Tensor, UOp, dtypes
 
-FP8 = Matrix("mfma_f32_32x32x16_fp8_fp8", 32, 32, 16, 64, 8, 4, "long", ", 0, 0, 0", size=1)
+FP8 = Matrix("mfma_f32_32x32x16_fp8_fp8", 32, 32, 16, 64, 8, 4, "long", "{a}, {b}, {c}, 0, 0, 0", size=1)
 
 def encoded(x:np.ndarray) -> np.ndarray:
   """Whole numbers up to 15 as FP8 of CDNA3: sign, exponent + 8, three bits of mantissa."""

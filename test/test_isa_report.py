@@ -13,7 +13,7 @@ from attn.isa.flow import blocks_of, loops_of, matrix_loops, usual_path
 from attn.isa.instruction import Instruction, access_bytes, kind_of, matrix_shape
 from attn.isa.parse import parse
 from attn.isa.report import analyse, waves_by_lds, waves_by_registers
-from attn.isa.waits import COUNTERS, raised_by, waited_for, waits_of
+from attn.isa.waits import raised_by, waited_for, waits_of
 from attn.tinygrad_compat import CompileError
 sys.path.insert(0, os.path.dirname(__file__))
 from isa_sample import KEYS, UNITS, sample
@@ -136,7 +136,7 @@ LOAD = "buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen\n"
   ("gfx1201", "s_wait_alu depctr_va_vcc(0)", {})])
 def test_counters_of_a_wait(arch, text, waited):
   op, _, args = text.partition(" ")
-  assert waited_for(Instruction(op, args, text), COUNTERS[CHIPS[arch].family]) == waited
+  assert waited_for(Instruction(op, args, text), CHIPS[arch].counters) == waited
 
 @pytest.mark.parametrize("arch, text, counters", [
   ("gfx942", "global_store_dwordx4 v[0:1], v[2:5], off", {"vmcnt"}), ("gfx1100", "global_store_b128 v[0:1], v[2:5], off", {"vscnt"}),
@@ -147,7 +147,7 @@ def test_counters_of_a_wait(arch, text, waited):
   ("gfx1100", "scratch_store_b32 off, v0, s0", {"vscnt"}), ("gfx942", "buffer_inv sc1", set()), ("gfx942", "v_add_f32_e32 v0, v1, v2", set())])
 def test_counters_that_an_access_raises(arch, text, counters):
   op, _, args = text.partition(" ")
-  assert raised_by(Instruction(op, args, text), COUNTERS[CHIPS[arch].family]) == counters
+  assert raised_by(Instruction(op, args, text), CHIPS[arch].counters) == counters
 
 def test_a_wait_lasts_for_what_came_before_those_it_leaves():
   found = stops("gfx942", f"{LOAD*3}{MFMA*2}ds_read_b128 v[0:3], v4\ns_waitcnt vmcnt(1) lgkmcnt(0)\ns_barrier\n{MFMA}s_waitcnt vmcnt(0)")

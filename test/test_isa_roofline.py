@@ -2,7 +2,7 @@
 import itertools
 import pytest
 from attn.chips import MODELLED
-from attn.chips.families import CDNA3
+from attn.chips.cdna3 import CDNA3
 from attn.isa.report import Report, analyse
 from attn.isa.roofline import PUBLISHED, RATED, makespan, published, rated, roofline, trips
 from attn.isa.table import bounds

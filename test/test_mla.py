@@ -307,5 +307,5 @@ def test_what_the_kernels_refuse_goes_to_another() -> None:
     assert choice.kernel == "three_pass" and what in (choice.why_not("mla") or ""), choice
   p = problem(H=128, Hkv=1, Sq=1, Sk=4096, D=576, Dv=512, v_in_k=True, lse=False)
   for name, chip in CHIPS.items():
-    if chip.matrix or chip.family == "nvidia": assert choose(replace(p, num_splits=1), chip).kernel in ("mla", "mla_mma"), name
+    if chip.matrix or chip.unit.mma: assert choose(replace(p, num_splits=1), chip).kernel in ("mla", "mla_mma"), name
   assert choose(replace(p, num_splits=0), get_chip("gfx942")).work.splits > 1 and {"mla", "mla_mma"} < KERNELS.keys()

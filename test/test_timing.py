@@ -6,14 +6,14 @@ from dataclasses import replace
 import xml.etree.ElementTree as ElementTree
 import pytest
 from click.testing import CliRunner
-from attn.chips import CHIPS, get_chip
+from attn.chips import CHIPS, MODELLED, get_chip
 from attn.isa import source
 from attn.isa.__main__ import main
 from attn.isa.parse import parse
 from attn.isa.timing.drawing import svg_of
 from attn.isa.source import Shape
 from attn.isa.timing.kernels import of_spec
-from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
+from attn.chips.machine import ASSUMED, ORIGINS, figures_of
 from attn.isa.timing.predict import Division, blocks_of_grid, fed_by_l2, predict, trips_of_blocks, walked_in_a_trip
 from attn.isa.operands import uses
 from attn.isa.timing.steps import TripStep, trip_steps, unknown
@@ -223,9 +223,9 @@ def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
 # ***** data and errors *****
 
 def test_each_figure_has_a_source() -> None:
-  for machine in MACHINE_OF.values():
+  for machine in (CHIPS[name].latencies for name in MODELLED):
     assert all(figure.origin in (*ORIGINS, ASSUMED) for figure in figures_of(machine).values())
-  assert {chip.family for chip in CHIPS.values() if chip.unit.pipes is not None} == set(MACHINE_OF)
+  assert all((chip.unit.pipes is None) == (chip.unit.machine is None) == (chip.unit.counters is None) for chip in CHIPS.values())
 
 def test_an_instruction_that_is_not_known_is_named() -> None:
   text = "x_strange_thing v0, v1\nv_mfma_f32_8x8x99_f16 v[0:3], v[4:5], v[6:7], 0\nv_add_f32 v0, v1, v2"

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from tinygrad import Context
 import bench
 from attn import tune
-from attn.chips import Chip, get_chip
-from attn.chips.families import FAMILIES
+from attn.chips import FAMILIES, Chip, get_chip
 from attn.cache import tuned
 from attn.choose import tiled_tiles
 from attn.search import backward as backward_search, forward as search
@@ -21,7 +20,7 @@ from attn.chips.candidates import EVERY, BackwardCandidate, Candidate
 from attn.choose.dispatch import choose, choose_tile
 from attn.search.forward import Bound, RankedTile, best
 from attn.choose.tiled_tiles import tiled_backward_space, tiled_backward_tile, tiled_space, tiled_tile
-from attn.choose.tiles import CANDIDATES, amd_tile, rows_for
+from attn.choose.tiles import amd_tile, rows_for
 from attn.isa.source import Spec, problem_of_spec
 from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.tiles import BackwardTile, Tile
@@ -131,16 +130,16 @@ def test_the_table_is_what_the_search_finds() -> None:
   """The smallest class: all of them take minutes, `python -m attn.tune --check`."""
   pytest.importorskip("ziglang")
   result = CliRunner().invoke(tune.main, ["--arch", "gfx1100", "--d", "256", "--jobs", "1", "--check"])
-  assert result.exit_code == 0 and "tiles_table.py has these tiles" in result.output and "bounds, not measured" in result.output, result.output
+  assert result.exit_code == 0 and "attn/chips has these tiles" in result.output and "bounds, not measured" in result.output, result.output
 
 # ***** the table *****
 
 def test_the_table_is_whole() -> None:
-  rows = search.table_rows_in(search.TABLE_FILE.read_text())
-  assert search.table_text(rows) == search.TABLE_FILE.read_text()
-  assert list(rows) == list(CANDIDATES) == [get_chip(a).family for a in search.SEARCHED]
+  rows = search.all_tables()
+  for family, own in rows.items(): assert search.with_table(text := search.file_of(family).read_text(), own) == text
+  assert list(rows) == [name for name, family in FAMILIES.items() if family.forward]
   for arch in map(get_chip, search.SEARCHED):
-    found = CANDIDATES[arch.family]
+    found = arch.unit.forward
     assert [(c.up_to, -c.llvm) for c in found] == sorted((c.up_to, -c.llvm) for c in found)
     assert {(d, -EVERY) for d in tuned.CLASSES} <= set(rows[arch.family])
     for d, up_to in rows[arch.family]:
@@ -152,12 +151,12 @@ def searched(*tiles:Candidate) -> search.Class: return search.Class("gfx942", 64
 
 def test_rows_are_merged_by_class() -> None:
   found = searched(Candidate(64, 8, 2, 32, fenced=True, fills=256), Candidate(64, 4, 1, 32))
-  old = search.table_rows_in(search.TABLE_FILE.read_text())
+  old = search.all_tables()
   new = search.merged_rows(old, [found], 22)
   large, small = new["cdna3"][64, -EVERY]
-  assert large.startswith("    Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and small.endswith("waves 2")
+  assert large.startswith("  Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and small.endswith("waves 2")
   assert search.differences(old, old) == [] and f"cdna3: + {large.partition('#')[0].strip()}" in search.differences(old, new)
-  assert search.table_rows_in(search.table_text(new)) == new
+  assert search.table_rows_in(search.with_table(search.file_of("cdna3").read_text(), new["cdna3"])) == new["cdna3"]
   assert {f: {k: v for k, v in rows.items() if (f, k) != ("cdna3", (64, -EVERY))} for f, rows in new.items()} == \
          {f: {k: v for k, v in rows.items() if (f, k) != ("cdna3", (64, -EVERY))} for f, rows in old.items()}
 
@@ -168,18 +167,17 @@ def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
   new = search.merged_rows(old, [searched(other, same)], 21)
   assert [line.partition("#")[0].strip() for line in new["cdna3"][64, -21]] == [
     "Candidate(64, 8, 1, 64, fills=256, llvm=21),", "Candidate(64, 4, 1, 64, llvm=21),"] and new["cdna3"][64, -EVERY] == old["cdna3"][64, -EVERY]
-  assert search.table_rows_in(search.table_text(new)) == new and len(search.differences(old, new)) == 2
+  assert search.table_rows_in(search.with_table(search.file_of("cdna3").read_text(), new["cdna3"])) == new["cdna3"]
+  assert len(search.differences(old, new)) == 2
   assert search.merged_rows(new, [searched(other, same)], 20) == new                     # what 21 has
   assert search.merged_rows(new, [searched(same)], 21) == old                            # no longer another
   assert list(search.merged_rows(new, [searched(same)], 20)["cdna3"]) == [(64, -EVERY), (64, -21), (64, -20)]
 
 @pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
-def test_rows_for_a_compiler(monkeypatch:pytest.MonkeyPatch, llvm:int, tiles:tuple[int, ...]) -> None:
+def test_rows_for_a_compiler(llvm:int, tiles:tuple[int, ...]) -> None:
   """Of each class those for the oldest release that is no older; a class without such rows has those for every release."""
   table = (Candidate(64, 4, 1, 32), Candidate(64, 4, 1, 32, llvm=21), Candidate(64, 4, 1, 32, llvm=20), Candidate(128, 4, 1, 16))
-  monkeypatch.setitem(CANDIDATES, "of this test", table)
-  assert [c.llvm if c.up_to == 64 else c.block_n for c in rows_for("of this test", llvm)] == list(tiles)
-  rows_for.cache_clear()
+  assert [c.llvm if c.up_to == 64 else c.block_n for c in rows_for(table, llvm)] == list(tiles)
 
 def test_dispatch_takes_the_tiles_of_the_compiler() -> None:
   p, arch = problem(D=64, Dv=64), get_chip("gfx942")

@@ -7,7 +7,7 @@ import pytest
 import cases, test_features as features
 from attn.chips import get_chip
 from attn.chips.candidates import WgmmaCandidate
-from attn.choose.nvidia_table import WGMMA_CANDIDATES
+from attn.chips.nvidia import WGMMA_CANDIDATES
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.emulator.machine import Frame

@@ -15,7 +15,6 @@ from attn.cache import user_cache
 from attn.chips import Chip
 from attn.chips.candidates import EVERY, BackwardCandidate, Candidate, MlaCandidate, MlaMmaCandidate
 from attn.kernels.backward_tiled import TiledBackwardTile
-from attn.kernels.parts.lanes import contraction
 from attn.kernels.tiled import TiledTile
 from attn.problem import Problem
 from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
@@ -93,7 +92,7 @@ def tile_of(found:Any, arch:Chip, p:Problem, kind:type[B], limits:Mapping[str, t
   matrices = arch.matrix.get(p.dtype, ())
   if c.matrix >= len(matrices): raise ValueError(f"matrix={c.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat = matrices[c.matrix]
-  if c.block_n % mat.M or c.block_n % contraction(mat, 1): raise ValueError(f"block_n={c.block_n}: no tiles of {mat.M} keys")
+  if c.block_n % mat.M or c.block_n % mat.span: raise ValueError(f"block_n={c.block_n}: no tiles of {mat.M} keys")
   return c
 
 def check_stamp(found:Any) -> None:

@@ -2,12 +2,13 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
+from attn.chips.matrix import Matrix
 
 EVERY = 1000    # a release of LLVM that is newer than all: what is for it and older ones is for every release
 
 @dataclass(frozen=True)
 class Candidate:
-  """A tile of the AMD kernel for head dimensions up to `up_to`: a row of attn/choose/tiles_table.py."""
+  """A tile of the AMD kernel for head dimensions up to `up_to`."""
   up_to: int
   waves: int
   q_tiles: int
@@ -18,6 +19,8 @@ class Candidate:
   matrix: int = 0        # index into Chip.matrix of the dtype
   fills: int = 0         # workgroups there must be at least, lest a large tile leave compute units idle
   llvm: int = EVERY      # the newest release of LLVM that it is for: of a class those rows count that have the least such number for the compiler
+
+BOTH = (True, True)     # of own rows in LDS
 
 @dataclass(frozen=True)
 class BackwardCandidate:
@@ -97,3 +100,42 @@ class MlaMmaCandidate:
   row_tiles: int
   block_n: int
   key_parts: int
+
+@dataclass(frozen=True)
+class MmaBackwardCandidate:
+  """A tile of a backward kernel on mma.sync for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers, as
+  it does on the chips `spills_on`; the other fields are those of MmaBackwardTile."""
+  up_to: int
+  row_tiles: int
+  block_n: int
+  part_n: int
+  waves: int = 4
+  passes: int = 1
+  burden: Burden = Burden.BIAS
+  spills_on: tuple[str, ...] = ()
+
+@dataclass(frozen=True)
+class WgmmaBackwardCandidate:
+  """A tile of a backward kernel on wgmma for head dimensions up to `up_to`; the other fields are those of WgmmaBackwardTile, measured on an H200
+  (docs/nvidia.md)."""
+  up_to: int
+  groups: int
+  block_n: int
+  passes: int = 1
+  varied: bool = True      # whether there are registers for the derivative of a term that is not 1
+  few: int|None = None     # for at most so many queries: of one head, or where keys are owned of all heads that share them
+
+# ***** of a family that has no tiles yet: the fewest registers that a kernel gets by with *****
+
+def cautious(mat:Matrix) -> tuple[Candidate, ...]:
+  """Of the forward kernel, for the preferred matrix instruction."""
+  return (Candidate(256, 4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0),)
+
+def cautious_backward(mat:Matrix, keys:bool) -> tuple[BackwardCandidate, ...]:
+  """Of a backward kernel that owns queries, or `keys`."""
+  return (BackwardCandidate(256, 2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
+                            by_item=True),)
+
+def cautious_latent(mat:Matrix) -> tuple[MlaCandidate, ...]:
+  """Of mla."""
+  return (MlaCandidate(0, 0, 2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0),)

@@ -31,15 +31,26 @@ class Matrix:
   operand: int       # elements of A (and of B) in a lane
   block: int         # consecutive rows of C in a lane
   operand_type: str  # of the builtin's A and B: of an element, as in ops.renderers.VECTOR_ELEMENTS, or "long" for all of them
-  tail: str = ""     # further arguments of the builtin
+  arguments: str = "{a}, {b}, {c}"   # of the builtin
   exchange: str = "bpermute"   # how lane groups exchange values: see ops.amd.pair
   duplicated: bool = False
   size: int = 2      # bytes of an element of A and B
 
+  def call(self, a:str, b:str, c:str) -> str:
+    """Its text, of the text of its operands."""
+    return f"__builtin_amdgcn_{self.name}({self.arguments.format(a=a, b=b, c=c)})"
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size             # elements of a unit
   @property
   def operand_words(self) -> int: return self.operand*self.size//4
+  @property
+  def span(self) -> int:
+    """Elements of a contraction of which each lane has whole units, and the instruction whole operands."""
+    return max(self.K, self.unit*self.groups)
+  @property
+  def least_keys(self) -> int:
+    """Keys of which both products, of their rows and over them, have whole operands."""
+    return max(self.M, self.span)
   @property
   def groups(self) -> int: return self.wave // self.N             # lane groups
   @property
@@ -67,14 +78,6 @@ class Matrix:
     tile, r = row//self.M*self.M, row%self.M
     return tile + r//self.block%self.groups*self.accumulator + r//(self.block*self.groups)*self.block + r%self.block
 
-def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
-  """MFMA of CDNA."""
-  return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, ", 0, 0, 0", exchange)
-
-def wmma(suffix:str, operand_type:str, operand:int, block:int) -> Matrix:
-  """WMMA of RDNA."""
-  return Matrix(f"wmma_f32_16x16x16_{suffix}", 16, 16, 16, 32, operand, block, operand_type, exchange="permlanex16", duplicated=operand == 16)
-
 @dataclass(frozen=True)
 class LaneSums:
   """A matrix instruction of small blocks (v_mfma_f32_4x4x4_16b: MI300 ISA section 7.1), for the sums of what each lane has: a column of a block of B,
@@ -83,7 +86,10 @@ class LaneSums:
   operand_type: str     # of the builtin's A and B
   dots: bool = False    # whether dot products add all but the first elements: the product begins from zeros, for which a dot product needs a move
   operand_words: int = 2
-  tail: str = ", 0, 0, 0"
+  arguments: str = "{a}, {b}, {c}, 0, 0, 0"
+  def call(self, a:str, b:str, c:str) -> str:
+    """As of Matrix."""
+    return f"__builtin_amdgcn_{self.name}({self.arguments.format(a=a, b=b, c=c)})"
   def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
     """(A, B) of the product that sums P."""
     return ones, p

@@ -4,11 +4,11 @@ AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those t
 """
 from __future__ import annotations
 from collections.abc import Iterator
-from dataclasses import dataclass
 from attn.chips import Chip
+from attn.chips.candidates import BOTH, BackwardCandidate, Burden, MmaBackwardCandidate, cautious_backward
 from attn.chips.matrix import MMA
+from attn.chips.nvidia import DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
 from attn.cache import tuned
-from attn.chips.candidates import BackwardCandidate, Burden
 from attn.choose.tiles import burden
 from attn.choose.dispatch import wgmma_refuses
 from attn.kernels.backward_tiled import TiledBackwardTile
@@ -20,111 +20,23 @@ from attn.ops import hopper as wgmma
 from attn.problem import Problem
 from attn.score.terms import varies
 
-BOTH = (True, True)
-
-DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, whole=True),
-              BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True))
-DKDV_OF_256_ON_CDNA = (BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2, read_ahead=1, whole=True),
-                       BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True, passes=2))
-DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32, fenced=2), BackwardCandidate(128, 4, 32, fenced=4), *DKDV_OF_256_ON_CDNA)
-
-DQ: dict[str, tuple[BackwardCandidate, ...]] = {
-  "cdna2": DQ_ON_CDNA, "cdna3": DQ_ON_CDNA, "cdna4": DQ_ON_CDNA,
-  "rdna3": (
-    BackwardCandidate(64, 4, 16),
-    BackwardCandidate(128, 4, 16, (True, False), fenced=2, whole=True),
-    BackwardCandidate(128, 4, 16, (True, False), fenced=2, prefetch=0, sparing=True),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)),
-  "rdna4": (
-    BackwardCandidate(64, 4, 32, fenced=8),
-    BackwardCandidate(128, 4, 16, fenced=2, whole=True), BackwardCandidate(128, 4, 16, fenced=2, prefetch=0, sparing=True),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)),
-}
-DKDV: dict[str, tuple[BackwardCandidate, ...]] = {
-  "cdna2": DKDV_ON_CDNA, "cdna3": DKDV_ON_CDNA, "cdna4": (DKDV_ON_CDNA[0], BackwardCandidate(128, 4, 32), *DKDV_OF_256_ON_CDNA),
-  "rdna3": (
-    BackwardCandidate(64, 4, 16, whole=True), BackwardCandidate(64, 4, 16, fenced=2, prefetch=0),
-    BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True),
-    BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3, whole=True),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
-  "rdna4": (
-    BackwardCandidate(64, 4, 16, fenced=2),
-    BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True), BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3, whole=True),
-    BackwardCandidate(256, 2, 16, BOTH, fenced=1, prefetch=0, sparing=True, passes=2)),
-}
-
-# Tried before those, each for its class of head dimensions alone, for problems without options whose rows are whole units, where their workgroups
-# fill the chip: chosen by the time that is predicted of the code of this release of LLVM, and by the registers that it needs
+# Rows of plain problems are tried before the others, each for its class of head dimensions alone, for problems without options whose rows are whole
+# units, where their workgroups fill the chip: chosen by the time that is predicted of the code of this release of LLVM, and by the registers that it
+# needs.
 PLAIN_LLVM = 22
 FEWEST_WAVES = 2     # of a workgroup in the tables: their tiles are for small grids as well
-PLAIN_DQ_128 = BackwardCandidate(128, 8, 32, fenced=2)
-PLAIN_DQ: dict[str, tuple[BackwardCandidate, ...]] = {
-  "cdna2": (BackwardCandidate(64, 8, 64, fenced=8, prefetch=2), PLAIN_DQ_128),
-  "cdna3": (BackwardCandidate(64, 4, 64, fenced=2), PLAIN_DQ_128),
-  "cdna4": (BackwardCandidate(64, 4, 64, prefetch=2), PLAIN_DQ_128),
-  "rdna3": (BackwardCandidate(64, 4, 32, fenced=2),
-            *(BackwardCandidate(d, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3) for d in (192, 256))),
-  "rdna4": (BackwardCandidate(64, 8, 32, prefetch=2),
-            BackwardCandidate(192, 2, 16, BOTH, fenced=2, sparing=True, read_ahead=3),
-            BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)),
-}
-PLAIN_DKDV: dict[str, tuple[BackwardCandidate, ...]] = {"cdna4": (BackwardCandidate(128, 4, 64, fenced=8, prefetch=2),)}
-
-@dataclass(frozen=True)
-class MmaBackwardCandidate:
-  """A tile of a backward kernel on mma.sync for head dimensions up to `up_to` and a burden of at most `burden`, beyond which it spills registers, as
-  it does on the chips `spills_on`; the other fields are those of MmaBackwardTile."""
-  up_to: int
-  row_tiles: int
-  block_n: int
-  part_n: int
-  waves: int = 4
-  passes: int = 1
-  burden: Burden = Burden.BIAS
-  spills_on: tuple[str, ...] = ()
-
-DQ_MMA = (
-  MmaBackwardCandidate(64, 2, 32, 32),
-  MmaBackwardCandidate(128, 1, 32, 32),
-  MmaBackwardCandidate(256, 1, 16, 16))
-DKDV_MMA = (
-  MmaBackwardCandidate(64, 2, 32, 16, burden=Burden.OPTIONS, spills_on=("sm_120",)),
-  MmaBackwardCandidate(64, 1, 32, 32, waves=8),
-  MmaBackwardCandidate(128, 1, 32, 16),
-  MmaBackwardCandidate(256, 1, 16, 16, passes=2))
-DBIAS_MMA = (
-  MmaBackwardCandidate(128, 1, 64, 32),
-  MmaBackwardCandidate(256, 1, 16, 16))
-
-@dataclass(frozen=True)
-class WgmmaBackwardCandidate:
-  """A tile of a backward kernel on wgmma for head dimensions up to `up_to`; the other fields are those of WgmmaBackwardTile, measured on an H200
-  (docs/nvidia.md)."""
-  up_to: int
-  groups: int
-  block_n: int
-  passes: int = 1
-  varied: bool = True      # whether there are registers for the derivative of a term that is not 1
-  few: int|None = None     # for at most so many queries: of one head, or where keys are owned of all heads that share them
-
-DQ_WGMMA = (WgmmaBackwardCandidate(64, 3, 80, varied=False), WgmmaBackwardCandidate(64, 3, 64),
-            WgmmaBackwardCandidate(128, 1, 96, few=64), WgmmaBackwardCandidate(128, 2, 64),
-            WgmmaBackwardCandidate(192, 2, 48), WgmmaBackwardCandidate(256, 2, 32))
-DKDV_WGMMA = (WgmmaBackwardCandidate(64, 2, 96), WgmmaBackwardCandidate(128, 1, 32, few=64), WgmmaBackwardCandidate(128, 2, 64),
-              WgmmaBackwardCandidate(192, 2, 48, passes=2), WgmmaBackwardCandidate(256, 2, 32, passes=2))
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
 
 # ***** the tile of a kernel that owns queries, that of dq, or of one that owns `keys`, that of dk and dv *****
 
 def amd_backward_tile(p:Problem, arch:Chip, keys:bool) -> BackwardTile:
-  return _chosen("backward_dkdv", p, arch, DKDV, True, PLAIN_DKDV) if keys else _chosen("backward_dq", p, arch, DQ, False, PLAIN_DQ)
+  if keys: return _chosen("backward_dkdv", p, arch, arch.unit.dkdv, True, arch.unit.plain_dkdv)
+  return _chosen("backward_dq", p, arch, arch.unit.dq, False, arch.unit.plain_dq)
 
 def amd_bias_tile(p:Problem, arch:Chip) -> BackwardTile:
   """The tile of the kernel of dbias: that of the kernel of dq."""
-  return _chosen("backward_dq", p, arch, DQ, False)
+  return _chosen("backward_dq", p, arch, arch.unit.dq, False)
 
 def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
   if keys: return _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
@@ -177,19 +89,18 @@ def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) 
   if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 
-def _plain(p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool) -> Iterator[BackwardCandidate]:
+def _plain(p:Problem, arch:Chip, table:tuple[BackwardCandidate, ...], keys:bool) -> Iterator[BackwardCandidate]:
   """Those of a table of plain problems that are for this one: dk's and dv's without a mask, with which moves between registers take over."""
   if p.options or arch.llvm < PLAIN_LLVM or (keys and p.window != (-1, -1)): return
-  for c in (x for x in table.get(arch.family, ()) if x.up_to == tuned.head_class(p)):
+  for c in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, c, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
     if in_units(p, tile) and tile.waves == c.waves and (workgroups >= arch.cus or c.waves == FEWEST_WAVES): yield c
 
-def _chosen(kernel:str, p:Problem, arch:Chip, table:dict[str, tuple[BackwardCandidate, ...]], keys:bool,
-            plain:dict[str, tuple[BackwardCandidate, ...]]|None=None) -> BackwardTile:
-  if arch.family not in table: raise NotImplementedError(f"{kernel}: {arch} has none of the matrix units {', '.join(table)}")
+def _chosen(kernel:str, p:Problem, arch:Chip, table:tuple[BackwardCandidate, ...], keys:bool,
+            plain:tuple[BackwardCandidate, ...]=()) -> BackwardTile:
   reasons, found = [], tuned.backward_winner(p, arch, kernel)
-  for c in (*([found] if found is not None else []), *_plain(p, arch, plain or {}, keys), *table[arch.family]):
+  for c in (*([found] if found is not None else []), *_plain(p, arch, plain, keys), *(table or cautious_backward(arch.matrix[p.dtype][0], keys))):
     if (reason := backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c)) is None: return tile
     reasons.append(reason)
   raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")

@@ -5,16 +5,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
-from attn.chips import CHIPS, Chip
+from attn.chips import CHIPS, FAMILIES, Chip
 from attn.chips.matrix import MMA
 from attn.cache import tuned
 from attn.choose import splits
 from attn.choose.forced import Forced, forced
 from attn.choose.splits import AnyTile
-from attn.choose.mla_tiles import MLA_CANDIDATES, latent_refuses, mla_mma_tile, mla_tile
+from attn.choose.mla_tiles import latent_refuses, mla_mma_tile, mla_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
 from attn.choose.tiled_tiles import tiled_tile
-from attn.choose.tiles_table import CANDIDATES
 from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, mla_mma, staggered, tiled
 from attn.kernels.combine import combine
 from attn.kernels.forward_wgmma import WgmmaTile
@@ -28,6 +27,7 @@ from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
 MATRIX_DTYPES = ("float16", "bfloat16")
+WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
 
 DUAL_WAVE_LLVM = 22    # the release from which on no register of dual_wave is spilled
 STAGGERED_UP_TO = 128  # head dimension: three tiles of K and of V fill LDS
@@ -63,15 +63,14 @@ class Choice:
 # ***** what a kernel cannot compute: what it is made of and a chip has not, and which problems it refuses on a chip that has *****
 
 def no_tiles(arch:Chip) -> str|None:
-  if arch.family in CANDIDATES: return None
-  return f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(CANDIDATES)}"
+  return None if arch.matrix else f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(WITH_TILES)}"
 
-def no_mma(arch:Chip) -> str|None: return None if arch.family == "nvidia" else f"{arch.name} has no mma.sync"
+def no_mma(arch:Chip) -> str|None: return None if arch.unit.mma else f"{arch.name} has no mma.sync"
 
 def no_wgmma(arch:Chip) -> str|None: return None if arch.wgmma else f"{arch.name} has no wgmma"
 
 def no_latent_tiles(arch:Chip) -> str|None:
-  return None if arch.family in MLA_CANDIDATES else f"{arch.name}: it has tiles for {', '.join(MLA_CANDIDATES)}"
+  return None if arch.matrix else f"{arch.name}: it has tiles for {', '.join(WITH_TILES)}"
 
 def amd_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
@@ -84,7 +83,7 @@ def plain_only(p:Problem, *but:str) -> str|None:
 
 def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
-  if arch.family != "cdna4": return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
+  if not arch.unit.loads_to_lds: return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
   if (p.D, p.Dv) != (dual_wave.HEAD, dual_wave.HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {dual_wave.HEAD}"
   if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
   return plain_only(p)

@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 from attn.chips import Chip
+from attn.chips.candidates import MlaCandidate, MlaMmaCandidate, cautious_latent
 from attn.chips.matrix import MMA
+from attn.chips.nvidia import MLA_MMA_CANDIDATES
 from attn.cache import tuned
-from attn.chips.candidates import MlaCandidate, MlaMmaCandidate
 from attn.kernels.mla import MlaTile
 from attn.kernels.mla_mma import MlaMmaTile
 from attn.kernels.parts.lanes import contraction
@@ -16,15 +17,6 @@ from attn.problem import Problem
 from attn.score.terms import score_terms
 
 UP_TO = {"D": 576, "Dv": 512}      # the rows of K and of O that the tiles have registers for
-
-# No register is spilled in any. On CDNA a wave keeps Q, and 64 rows wait for K in memory; of RDNA neither registers nor LDS have room for Q.
-OF_CDNA = (MlaCandidate(0, 1, 4, 32, 1),)
-OF_RDNA = (MlaCandidate(32, 0, 4, 32, 2, q_anew=True, weight_parts=2), MlaCandidate(0, 0, 2, 32, 2, q_anew=True, weight_parts=2, prefetch=0))
-MLA_CANDIDATES: Mapping[str, tuple[MlaCandidate, ...]] = {"cdna2": OF_CDNA, "cdna3": OF_CDNA, "cdna4": OF_CDNA, "rdna3": OF_RDNA, "rdna4": OF_RDNA}
-
-# the first that shared memory has room for
-MLA_MMA_CANDIDATES = (MlaMmaCandidate(32, 4, 64, 2), MlaMmaCandidate(32, 4, 32, 2), MlaMmaCandidate(16, 2, 64, 4), MlaMmaCandidate(16, 2, 32, 2),
-                      MlaMmaCandidate(0, 1, 64, 4), MlaMmaCandidate(0, 1, 32, 2))
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
   """Why neither kernel takes `p` on any chip, or None."""
@@ -40,7 +32,7 @@ def mla_tile_of(p:Problem, arch:Chip, c:MlaCandidate) -> MlaTile:
   if c.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={c.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(matrices[c.matrix], c.row_tiles, c.block_n, c.key_parts, c.q_anew, c.fenced, c.weight_parts, c.prefetch)
   for name, parts in (("key_parts", c.key_parts), ("weight_parts", c.weight_parts)):
-    if c.block_n//parts % max(tile.matrix.M, contraction(tile.matrix, 1)): raise ValueError(f"{name}={parts}: no parts of {c.block_n} keys")
+    if c.block_n//parts % tile.matrix.least_keys: raise ValueError(f"{name}={parts}: no parts of {c.block_n} keys")
   return tile
 
 def mla_mma_tile_of(p:Problem, arch:Chip, c:MlaMmaCandidate) -> MlaMmaTile:
@@ -55,7 +47,7 @@ def mla_tile(p:Problem, arch:Chip) -> MlaTile:
   kept = tuned.kept_tile(p, arch, ENTRY, lambda found, arch, p: read(found, arch, p, MlaCandidate, MLA_LIMITS, mla_tile_of))
   if kept is not None: return kept
   rows = p.Sq*(p.H//p.Hkv)
-  tile = mla_tile_of(p, arch, next(c for c in MLA_CANDIDATES[arch.family] if rows > c.beyond))
+  tile = mla_tile_of(p, arch, next(c for c in arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0]) if rows > c.beyond))
   if (need := tile.lds_bytes(p)) > arch.lds: raise NotImplementedError(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
   return tile
 
@@ -95,7 +87,7 @@ def numbers(p:Problem, tile:MlaTile|MlaMmaTile) -> int:
 
 def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, MlaCandidate|MlaMmaCandidate]:
   """The tiles that TUNE=1 times: all that LDS and registers have room for, with no more rows than there are but for the last tile."""
-  nvidia, found = arch.family == "nvidia", dict[Any, Any]()
+  nvidia, found = bool(arch.unit.mma), dict[Any, Any]()
   kind, limits, tile_of = (MlaMmaCandidate, MLA_MMA_LIMITS, mla_mma_tile_of) if nvidia else (MlaCandidate, MLA_LIMITS, mla_tile_of)
   for values in itertools.product(*limits.values()):
     c: Any = kind(*values)

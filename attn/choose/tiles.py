@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from enum import Flag, auto
 from attn.chips import Chip
 from attn.chips.matrix import MMA, Matrix
+from attn.chips.nvidia import FEW_QUERIES, MMA_CANDIDATES, WGMMA_CANDIDATES
 from attn.cache import tuned
-from attn.chips.candidates import Burden, Candidate, WgmmaCandidate
-from attn.choose.nvidia_table import FEW_QUERIES, MMA_CANDIDATES, WGMMA_CANDIDATES
+from attn.chips.candidates import cautious, Burden, Candidate, WgmmaCandidate
 from attn.choose.splits import workgroups
-from attn.choose.tiles_table import CANDIDATES
 from attn.kernels import dual_wave, staggered
 from attn.kernels.forward_mma import MmaTile
 from attn.kernels.forward_wgmma import WgmmaTile
@@ -97,9 +96,9 @@ def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
   return None
 
 @functools.cache
-def rows_for(family:str, llvm:int) -> tuple[Candidate, ...]:
-  """The rows of the table that count for a release of LLVM: of each class those for the oldest release that is no older."""
-  rows = [c for c in CANDIDATES[family] if c.llvm >= llvm]
+def rows_for(table:tuple[Candidate, ...], llvm:int) -> tuple[Candidate, ...]:
+  """The rows of a family's table that count for a release of LLVM: of each class those for the oldest release that is no older."""
+  rows = [c for c in table if c.llvm >= llvm]
   return tuple(c for c in rows if c.llvm == min(x.llvm for x in rows if x.up_to == c.up_to))
 
 def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
@@ -111,7 +110,7 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 32) if crowded(p) else c.block_n
   if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
-  least = max(mat.M, contraction(mat, 1))                              # keys that both products have whole operands of
+  least = mat.least_keys
   if p.Sk < 2*block_n and round_up(p.Sk, least) < round_up(p.Sk, block_n): block_n = least     # few keys: smaller tiles have fewer rows of none
   staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane that would carry K and V on its own
   of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
@@ -128,7 +127,7 @@ def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
   reasons = []
   found = tuned.winner(p, arch)
-  for c in (*([found] if found is not None else []), *rows_for(arch.family, arch.llvm)):
+  for c in (*([found] if found is not None else []), *(rows_for(arch.unit.forward, arch.llvm) or cautious(arch.matrix[p.dtype][0]))):
     tile = amd_tile(p, arch, c)
     if (reason := fits(p, arch, tile, c)) is None: return tile
     reasons.append(reason)

@@ -25,7 +25,7 @@ def _multiplies(i:int, m:Matrix) -> str:
   typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
   operand{i} a{i} = ((operand{i}*)q)[lane];
   accumulator{i} c{i} = ((accumulator{i}*)o)[lane];
-  ((accumulator{i}*)o)[lane] = __builtin_amdgcn_{m.name}(a{i}, a{i}, c{i}{m.tail});
+  ((accumulator{i}*)o)[lane] = {m.call(f"a{i}", f"a{i}", f"c{i}")};
 """
 
 def probe_source(arch:str) -> str:

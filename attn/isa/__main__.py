@@ -199,7 +199,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
     return
   shown = [tables.trips_table(found.timing), *([tables.problem_table(found.title, predictions)] if predictions else []),
            *(tables.stalls_table(x, top, found.lines) for x in found.timing.loops if top),
-           *([tables.machine_table(found.timing.chip.family)] if machine else [])]
+           *([tables.machine_table(found.timing.chip)] if machine else [])]
   Console(width=None if Console().is_terminal else 200).print(*shown)
   for line in found.timing.unknown: click.echo(line, err=True)
 

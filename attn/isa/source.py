@@ -30,7 +30,7 @@ from attn.values import FLOATS
 MASKS = ("full", "causal")
 # which kernel of a problem; decode: of one query for each sequence; mla: of latent attention, whose V is part of K
 FORWARD, DECODE, BACKWARD, LATENT = "forward", "decode", ("dq", "dkdv"), "mla"
-KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.family == "nvidia"))   # NVIDIA's have a source, and no report
+KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   # NVIDIA's have a source, and no report
 
 @dataclass(frozen=True, order=True)
 class Spec:

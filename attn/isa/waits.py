@@ -6,28 +6,21 @@ lasts until at most n are left. Only scalar loads come in any order: a wait besi
 """
 from __future__ import annotations
 import re
-from dataclasses import dataclass, field
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from collections.abc import Sequence
 from attn.chips import Chip
+from attn.chips.family import Counters
 from attn.isa.flow import Block, Loop, way_inside
 from attn.isa.instruction import Instruction
 
-@dataclass(frozen=True)
-class Counters:
-  """The counters of a generation, by what they count."""
-  load: str
-  store: str
-  lds: str
-  scalar: str
-  decode: Callable[[int], dict[str, int]] = lambda encoded: {}    # what s_waitcnt's number says, where there is one
-  most: dict[str, int] = field(default_factory=dict)              # what stands there for no wait
-
-# LLVM, AMDGPUBaseInfo.cpp: decodeVmcnt, decodeLgkmcnt
-_CDNA = Counters("vmcnt", "vmcnt", "lgkmcnt", "lgkmcnt", lambda x: {"vmcnt": x & 15 | x >> 14 << 4, "lgkmcnt": x >> 8 & 15},
-                 {"vmcnt": 63, "lgkmcnt": 15})
-_RDNA3 = Counters("vmcnt", "vscnt", "lgkmcnt", "lgkmcnt", lambda x: {"vmcnt": x >> 10 & 63, "lgkmcnt": x >> 4 & 63}, {"vmcnt": 63, "lgkmcnt": 63})
-_RDNA4 = Counters("loadcnt", "storecnt", "dscnt", "kmcnt")
-COUNTERS = {"cdna2": _CDNA, "cdna3": _CDNA, "cdna4": _CDNA, "rdna3": _RDNA3, "rdna4": _RDNA4}
+def counters_in(number:int, counters:Counters) -> dict[str, int]:
+  """What s_waitcnt's number says: of each counter that it waits for how many accesses are left."""
+  found = {}
+  for name, fields in counters.number.items():
+    value = shift = 0
+    for first, bits in fields: value, shift = value | (number >> first & (1 << bits) - 1) << shift, shift + bits
+    if value < counters.most(name): found[name] = value
+  return found
 
 @dataclass(frozen=True)
 class Awaited:
@@ -65,7 +58,7 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   number = re.search(r"(?:^|\s)(0x[0-9a-f]+|\d+)$", x.args)
   if named or number is None: return named
   value = int(number[1], 0)
-  if x.op == "s_waitcnt": return {name: n for name, n in counters.decode(value).items() if n < counters.most[name]}
+  if x.op == "s_waitcnt": return counters_in(value, counters)
   if (both := re.fullmatch(r"s_wait_(\w+cnt)_dscnt", x.op)) is not None: return {both[1]: value >> 8 & 63, "dscnt": value & 63}
   one = re.fullmatch(r"s_wait(?:cnt)?_(\w+cnt)", x.op)
   return {one[1]: value} if one is not None else {}
@@ -93,7 +86,7 @@ def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
 
 def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   """The waits and barriers of a trip that is not among the first."""
-  counters, stops = COUNTERS[chip.family], list[Stop]()
+  counters, stops = chip.counters, list[Stop]()
   under_way = {name: list[_Access]() for name in (counters.load, counters.store, counters.lds, counters.scalar)}
   now = matrix = 0
   for _ in range(TRIPS):

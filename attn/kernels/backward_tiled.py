@@ -122,7 +122,7 @@ class TiledBackward(Rectangle):
     stores += [x for acc, name in zip(done.sums, done.wanted) for x in done.gradient(name, acc)]
     kind, names = ("backward_dkdv_tiled", ("dk", "dv")) if self.keys else ("backward_dq_tiled", ("dq", "delta"))
     flops = 2*self.p.flops if self.keys else self.p.flops//(self.p.D + self.p.Dv)*(2*self.p.D + self.p.Dv)
-    return group.gradient_kernel(kind, names, stores, flops, tile.lds_bytes(self.p) if group.arch.family == "nvidia" else 0)
+    return group.gradient_kernel(kind, names, stores, flops, tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0)
 
   def after(self, *deps:UOp) -> TiledBackward:
     registers = {name: getattr(self, name).after(*deps) for name in ("references", "minus_deltas")}

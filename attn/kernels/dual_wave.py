@@ -16,7 +16,7 @@ import functools, itertools
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
-from attn.chips.families import CDNA4
+from attn.chips.matrix import UNIT_BYTES
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import bounded
@@ -36,7 +36,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 HEAD, BLOCK_N, WAVES = 128, 64, 8
 TRIP_KEYS = 2*BLOCK_N                            # two tiles
-ROW_UNITS = HEAD//CDNA4.matrix["float16"][0].unit   # of a row of K or V, the same in both input types
+ROW_UNITS = 2*HEAD//UNIT_BYTES                   # of a row of K or V, the same in both input types
 LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # direct loads of a wave per tile
 BEHIND = 2*LOADS                                 # loads issued after the one that is waited for
 

@@ -86,7 +86,7 @@ class Tiled(Rectangle):
     if (count := trip_count(group.walked.end - group.walked.begin)) is not None:
       trip = self.new.range(count, AxisType.LOOP)
       state = state.after(self.trip(state.after(trip), group.walked.begin + trip, [*ready, trip]).end(trip))
-    return group.kernel("tiled", self.outputs(state), tile.lds_bytes(self.p) if group.arch.family == "nvidia" else 0)
+    return group.kernel("tiled", self.outputs(state), tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0)
 
   def first_of(self, tensor:str, t:UOp) -> Portion:
     """What comes first to local memory of the t-th tile of K or V."""

@@ -200,7 +200,7 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
   """A cast between vectors of the same size keeps the bits; from a vector to a number it takes the builtin."""
   if matrix.operand_type == "long": a, b = (f"__builtin_bit_cast(long, {{{i}}})" for i in range(2))
   else: a, b = (f"({matrix.operand_type}{matrix.operand}){{{i}}}" for i in range(2))
-  return f"__builtin_amdgcn_{matrix.name}({a}, {b}, {{2}}{matrix.tail})"
+  return str(matrix.call(a, b, "{2}"))
 
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 

@@ -148,9 +148,9 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Where dwords of x have other uses, clang packs those of RDNA4 once more for each, by an instruction of their own. (Elsewhere the hint costs
+    """Where clang would pack dwords of x that have other uses once more for each, by an instruction of their own. (Elsewhere the hint costs
     registers.)"""
-    if get_chip(self.arch).family == "rdna4": self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
+    if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
     """By a function, whose argument is a number: of an element v[1] of a vector clang's __builtin_bit_cast takes v[0]."""
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
@@ -162,7 +162,7 @@ class Hip(Printer):
     kind, n = f"{matrix.operand_type}{2*matrix.operand_words}", matrix.operand_words
     ones = self.vector(*[Term(self, f"0x{TWO_ONES[dtype]:08x}u", "unsigned")]*n)
     a, b = (f"__builtin_bit_cast({kind}, {bare(x.text)})" for x in matrix.with_ones(p, ones))
-    return Term(self, f"__builtin_amdgcn_{matrix.name}({a}, {b}, {bare(self.term(c).text)}{matrix.tail})", "float4")
+    return Term(self, matrix.call(a, b, bare(self.term(c).text)), "float4")
 
 QUAD_PERM = {1: 0xb1, 2: 0x4e}     # of v_mov_b32_dpp: within four lanes, those whose number differs by this
 

@@ -2,7 +2,10 @@
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
-from attn.chips.families import CDNA3, CDNA4, RDNA3, RDNA4
+from attn.chips.cdna3 import CDNA3
+from attn.chips.cdna4 import CDNA4
+from attn.chips.rdna3 import RDNA3
+from attn.chips.rdna4 import RDNA4
 from attn.chips.matrix import MMA, Matrix, Mma
 from attn.kernels.parts.lanes import contraction, units_of
 from attn.pictures.svg import FAINT, INK, STRONG, TINTS, Drawing

@@ -2,8 +2,11 @@
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
-from attn.chips.families import CDNA3, CDNA4, RDNA4
+from attn.chips.cdna3 import CDNA3
+from attn.chips.cdna4 import CDNA4
+from attn.chips.family import Family
 from attn.chips.matrix import MMA, Matrix
+from attn.chips.rdna4 import RDNA4
 from attn.emulator.banks import phases
 from attn.kernels.dual_wave import HEAD, K_LAYOUT, V_LAYOUT
 from attn.kernels.parts.layouts import PaddedRows, SwizzledRows
@@ -41,18 +44,22 @@ def constant(x:UOp) -> int: return int(x.simplify().vmin)
 
 # ***** the AMD kernel *****
 
-def forward_k(family:str, mat:Matrix, chip:str) -> Panel:
-  lanes = [int(lane) for lane in phases(family, mat.wave, True, 16)[1][0]]
+def first_matrix(family:Family) -> Matrix: return family.matrix["float16"][0]
+
+def forward_k(family:Family, chip:str) -> Panel:
+  mat = first_matrix(family)
+  lanes = [int(lane) for lane in phases(family.name, mat.wave, True, 16)[1][0]]
   layout = PaddedRows(64, 8)
   return Panel("K, D = 64", ("A row is 8 units and one left free:", "an odd stride."), 32, 8, 8,
                lambda row, unit: layout.place(UOp.const(row), UOp.const(unit)),
                (Access(f"read in one phase ({chip})", [(lane % mat.N, lane//mat.N) for lane in lanes]),))
 
-def forward_v(family:str, mat:Matrix, chip:str, block_n:int=32) -> Panel:
+def forward_v(family:Family, chip:str, block_n:int=32) -> Panel:
+  mat = first_matrix(family)
   columns, units = v_columns(block_n), HEAD//UNIT
   layout = PaddedRows(HEAD, block_n//UNIT, v_skew(mat, block_n))
   pieces = []
-  for lane in phases(family, mat.wave, False, 8)[1][0]:
+  for lane in phases(family.name, mat.wave, False, 8)[1][0]:
     quad, unit, _ = Staging(block_n, units, 4*mat.wave, UOp.const(int(lane)), 4, columns, 2).item(0)
     pieces.append((mat.row_of(constant(unit)*UNIT), constant(quad)))
   gap = f"A gap of {layout.skew} units after every 16 rows." if layout.skew else "An odd stride, here of 5 units."
@@ -62,7 +69,7 @@ def forward_v(family:str, mat:Matrix, chip:str, block_n:int=32) -> Panel:
 # ***** dual_wave *****
 
 def dual_wave_k(mat:Matrix) -> Panel:
-  lanes = [int(lane) for lane in phases("cdna4", mat.wave, True, 16)[1][0]]
+  lanes = [int(lane) for lane in phases(CDNA4.name, mat.wave, True, 16)[1][0]]
   return Panel("K", ("Chunks of four rows, a gap after each;", "units exchanged by xor with the row's number in its chunk."), 32, 16, 16,
                lambda row, unit: K_LAYOUT.place(UOp.const(row), UOp.const(unit)),
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
@@ -74,7 +81,7 @@ def dual_wave_v(mat:Matrix) -> Panel:
     m = lane//16%2*16 + lane%4*4
     d = next(d for d in range(mat.M) if mat.row_of(d) == m)
     return mat.key_of(lane//mat.N, 0) + lane%16//4, d//4
-  lanes = [int(lane) for lane in phases("cdna4", mat.wave, True, 8)[1][0]]
+  lanes = [int(lane) for lane in phases(CDNA4.name, mat.wave, True, 8)[1][0]]
   return Panel("V", ("A cell is half a unit. The same, but xor with four times", "the row's number in its chunk."), 8, 32, 32,
                lambda row, half: V_LAYOUT.place(UOp.const(row), UOp.const(half//2))*2 + half % 2,
                (Access("read in one phase, transposed", [piece(lane) for lane in lanes]),), 14.5)
@@ -114,12 +121,11 @@ def draw_page(title:str, words:str, panels:list[Panel], apart:float) -> Drawing:
   return d
 
 NUMBERS = "The number is that of its banks: within a phase all must differ."
-MFMA, MFMA950, WMMA = (family.matrix["float16"][0] for family in (CDNA3, CDNA4, RDNA4))
 PAGES: dict[str, tuple[str, str, list[Panel], float]] = {
   "lds_forward": ("K and Vᵀ in LDS: forward", f"A cell of K is a unit of 16 bytes, of Vᵀ half a unit. {NUMBERS}",
-                  [forward_k("cdna3", MFMA, "gfx942"), forward_v("cdna3", MFMA, "gfx942"), forward_v("rdna4", WMMA, "RDNA4")], 290),
+                  [forward_k(CDNA3, "gfx942"), forward_v(CDNA3, "gfx942"), forward_v(RDNA4, "RDNA4")], 290),
   "lds_dual_wave": ("K and V in LDS: dual_wave on gfx950, whose 64 banks serve 256 bytes at a time", f"A cell is a piece of a row. {NUMBERS}",
-                    [dual_wave_k(MFMA950), dual_wave_v(MFMA950)], 366),
+                    [dual_wave_k(first_matrix(CDNA4)), dual_wave_v(first_matrix(CDNA4))], 366),
   "lds_nvidia": ("Q, K and V in shared memory: mma.sync", f"A cell is a unit of 16 bytes. {NUMBERS}", [swizzled(64), swizzled(128)], 330),
 }
 

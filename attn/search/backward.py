@@ -1,5 +1,5 @@
 """The tiles that the backward kernels might have, and their bounds from machine code: what `python -m attn.tune --gradient dq` ranks, and what TUNE=1
-with BWD=1 of bench.py times. The tables of attn/choose/backward_tiles.py are written by hand, from such a list."""
+with BWD=1 of bench.py times. The tables of the backward in attn/chips are written by hand, from such a list."""
 from __future__ import annotations
 import itertools
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[BackwardCandidate]:
     if c.matrix >= len(arch.matrix[MATRIX_DTYPES[0]]) or (c.passes > 1 and not keys) or c.fenced in NOT_LOOKED_AT[arch.wave]: continue
     tile = backward_tile(p, arch, c, keys)
     mat = tile.matrix
-    divides = c.block_n%mat.M == 0 and c.block_n%contraction(mat, 1) == 0
+    divides = c.block_n%mat.M == 0 and c.block_n%mat.span == 0
     plain = backward_tile(p, arch, BackwardCandidate(d, c.waves, c.block_n, matrix=c.matrix), keys)
     needed = backward_held(plain, d) > MOST_HELD[arch.wave]*3//4 or not (any(c.own_in_lds) or c.sparing or c.passes > 1)
     smooth = not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), c.block_n))

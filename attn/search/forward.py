@@ -1,4 +1,5 @@
-"""The search that makes attn/choose/tiles_table.py: by predictions from machine code, not by measurements. The command is attn/tune.py.
+"""The search that makes the tables of forward's tiles in attn/chips: by predictions from machine code, not by measurements. The command is
+attn/tune.py.
 
 A row is for one family of matrix units and for head dimensions up to one of CLASSES. Its tiles are those of `candidates` that do not spill; the best
 has the greatest `Bound`, of which what attn.isa.timing predicts comes first, its figures being the worst over fp16 and bf16, full and causal. Where
@@ -9,12 +10,13 @@ it and those before, and stand in the table only where their tiles are others. O
 """
 from __future__ import annotations
 import functools, itertools, multiprocessing, re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
+from attn import chips
 from attn.chips import LLVM, SEARCHED, Chip, get_chip
 from attn.chips.matrix import Matrix
 from attn.chips.candidates import EVERY, Candidate
@@ -46,7 +48,6 @@ AHEAD = 3       # a part of a trip's matrix work, at least: while so much is don
 ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # of instruction.KINDS
 LEADING = 3     # tiles with the greatest bounds that are tried with two buffers in LDS as well
 RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel gets by with fewer
-TABLE_FILE = Path(__file__).parent.parent/"choose"/"tiles_table.py"
 Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
 
 class Bound(NamedTuple):
@@ -90,7 +91,7 @@ def candidates(arch:Chip, d:int) -> list[Candidate]:
     c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of_spec(Spec(arch.name, d))   # type: ignore[arg-type]
     if c.matrix >= len(matrices): continue
     tile = amd_tile(p, arch, c)
-    divides = c.block_n%tile.matrix.M == 0 and c.block_n%contraction(tile.matrix, 1) == 0
+    divides = c.block_n%tile.matrix.M == 0 and c.block_n%tile.matrix.span == 0
     crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
     smooth = not any(conflict(arch.family, tile.matrix, n//tile.matrix.unit | 1) for n in (contraction(tile.matrix, d), c.block_n))
     room = fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs
@@ -200,36 +201,35 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 
 # ***** the table *****
 
-TABLE_HEADER = '''"""The tiles that the forward kernel may have on each family of matrix units, best first: the first one that fits is taken.
-
-Made by a search by predictions from machine code; none of it was measured. Rewritten by: python -m attn.tune --write
-Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it, and waves per SIMD.
-Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
-"""
-from attn.chips.candidates import Candidate
-
-CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-'''
-
 def row_of(x:RankedTile, llvm:int=EVERY) -> str:
   """A line of the table, for releases of LLVM up to this one."""
   c = replace(x.candidate, llvm=llvm)
   options = [f"{f.name}={getattr(c, f.name)}" for f in fields(c)[4:] if getattr(c, f.name) != f.default]
-  text = f"    Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
+  text = f"  Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
   uses = ", ".join(f"{name} {getattr(x.bound, name)/2}%" for name in ("predicted", "serial", "issued", "overlap"))
-  return f"{text:<72}# {uses}, waves {x.bound.waves}"
+  return f"{text:<70}# {uses}, waves {x.bound.waves}"
 
 RowsKey = tuple[int, int]   # class, and minus the newest release of LLVM that its rows are for: in the order of the table
 TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines
 
-def table_rows_in(text:str) -> TableRows:
-  """The lines of a table's text."""
-  found: TableRows = {}
-  for line in text.splitlines():
-    if (family := re.match(r'  "(\w+)": \(', line)) is not None: rows = found.setdefault(family[1], {})
-    elif (row := re.match(r"    Candidate\((\d+),(?:.* llvm=(\d+))?", line)) is not None:
-      rows.setdefault((int(row[1]), -int(row[2] or EVERY)), []).append(line)
-  return found
+TABLE = re.compile(r"^(FORWARD_ON_\w+: tuple\[Candidate, \.\.\.\] = \(\n)(.*?)^\)$", re.MULTILINE | re.DOTALL)
+
+def file_of(family:str) -> Path:
+  """The file that has a family's table."""
+  return Path(chips.__file__).parent/f"{family}.py"
+
+def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
+  """The lines of the table in a family's text. Raises ValueError where there is none."""
+  if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[Candidate, ...] = (")
+  rows: dict[RowsKey, list[str]] = {}
+  for line in table[2].splitlines():
+    if (row := re.match(r"  Candidate\((\d+),(?:.* llvm=(\d+))?", line)) is None: raise ValueError(f"no row of a table: {line!r}")
+    rows.setdefault((int(row[1]), -int(row[2] or EVERY)), []).append(line)
+  return rows
+
+def all_tables() -> TableRows:
+  """Those of all families that have a chip to search for."""
+  return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
   """The tiles of some lines, without figures and releases."""
@@ -248,12 +248,10 @@ def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
     else: own[key] = lines
   return rows
 
-def table_text(rows:TableRows) -> str:
-  """The table's text."""
-  lines = []
-  for family in (get_chip(a).family for a in SEARCHED):
-    if family in rows: lines += [f'  "{family}": (', *(line for key in sorted(rows[family]) for line in rows[family][key]), "  ),"]
-  return TABLE_HEADER + "\n".join([*lines, "}"]) + "\n"
+def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
+  """A family's text with these rows in place of its own."""
+  lines = "".join(f"{line}\n" for key in sorted(rows) for line in rows[key])
+  return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
   """What `new` has other than `old`: other tiles, not figures."""

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from attn.chips import Chip
+from attn.chips.machine import Machine
 from attn.isa.instruction import Instruction, access_bytes, matrix_shape
 from attn.isa.operands import registers, uses, written_operands
-from attn.isa.timing.machine import MACHINE_OF, Machine
-from attn.isa.waits import COUNTERS, raised_by, waited_for
+from attn.isa.waits import raised_by, waited_for
 
 class Pipe(IntEnum):
   """What issues an instruction: each one a turn at most."""
@@ -81,7 +81,7 @@ def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
   """What each instruction of a trip that is not the first waits for: for each register that it reads the last instruction that wrote it."""
-  machine, written = MACHINE_OF[chip.family], dict[str, int]()
+  machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
   used = [uses(x) for x in trip]
   for now in range(2*len(trip)):
@@ -104,11 +104,11 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
   """For each instruction of a trip that is not among the first, how many instructions earlier the accesses are that it waits for: those of s_waitcnt,
   and of an access those without which its counter would overflow."""
-  counters, found = COUNTERS[chip.family], list[list[int]]()
+  counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):
     x, waits = trip[now % len(trip)], list[int]()
-    limits = waited_for(x, counters) if x.kind == "wait" else {name: counters.most.get(name, 63) - 1 for name in raised_by(x, counters)}
+    limits = waited_for(x, counters) if x.kind == "wait" else {name: counters.most(name) - 1 for name in raised_by(x, counters)}
     for name, most in limits.items():
       pending = under_way.get(name, [])
       left = max(0, len(pending) - most)
@@ -158,7 +158,7 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
   """The steps of a trip. `bank_cycles` are those of LDS for each instruction, None where its addresses are not known; `taken` says of each whether it
   is a branch that is taken."""
-  machine, steps = MACHINE_OF[chip.family], list[TripStep]()
+  machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):
     step = _step(x, chip, machine, banks)
     step.needs, step.awaits = needs, waits

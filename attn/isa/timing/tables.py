@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from rich.table import Table
 from attn.isa.source import PythonLine
-from attn.isa.timing.machine import ASSUMED, MACHINE_OF, ORIGINS, figures_of
+from attn.chips import Chip
+from attn.chips.machine import ASSUMED, ORIGINS, figures_of
 from attn.isa.timing.predict import Prediction
 from attn.isa.timing.trips import LoopTiming, Timing
 
@@ -50,10 +51,10 @@ def python_place(line:int|None, lines:Mapping[int, PythonLine]) -> str:
   if line is None: return ""
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
 
-def machine_table(family:str) -> Table:
+def machine_table(chip:Chip) -> Table:
   """The figures of a family, each with its source."""
-  table = Table("figure", "value", "source", title=f"{family}: cycles, or bytes a cycle")
-  for name, (value, origin) in figures_of(MACHINE_OF[family]).items(): table.add_row(name, str(value), ORIGINS.get(origin, ASSUMED))
+  table = Table("figure", "value", "source", title=f"{chip.family}: cycles, or bytes a cycle")
+  for name, (value, origin) in figures_of(chip.latencies).items(): table.add_row(name, str(value), ORIGINS.get(origin, ASSUMED))
   return table
 
 def timing_json(timing:Timing, found:Sequence[Prediction], lines:Mapping[int, PythonLine]) -> dict[str, Any]:

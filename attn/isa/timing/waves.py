@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from attn.chips import Chip
-from attn.isa.timing.machine import MACHINE_OF
 from attn.isa.timing.steps import Pipe, TripStep
 
 SHARED = (Pipe.LDS, Pipe.MEMORY)     # units of a compute unit
@@ -72,7 +71,7 @@ class _Groups:
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
   """Steps the waves until they have made so many trips in the mean, or with `every` each of them; what happens after the first `first` ones is kept.
   Workgroups begin `apart` cycles after another."""
-  m, cu = MACHINE_OF[chip.family], chip.pipes
+  m, cu = chip.latencies, chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
   beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value
   vector, matrix, slow = [0]*simds, [0]*simds, [0]*simds     # when each SIMD's units are free

@@ -22,7 +22,6 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 APART_UP_TO = 64     # head dimension: up to it vector instructions are what a trip is short of
-FP32_APART = {("cdna2", "float16"), ("cdna2", "bfloat16"), ("cdna3", "float16"), ("cdna4", "float16"), ("cdna4", "bfloat16")}   # docs/timing.md
 
 @dataclass(frozen=True)
 class ForwardState(TripState):
@@ -53,7 +52,7 @@ class Attending(Pipeline[ForwardState]):
     sums = Sums.of(arch, p.dtype, p.writes_lse)
     softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, sums, new)
     group = Workgroup.of(p, arch, tile, args, grid, at)
-    apart = (arch.family, p.dtype) in FP32_APART and max(p.D, p.Dv) <= APART_UP_TO
+    apart = p.dtype in arch.unit.apart and max(p.D, p.Dv) <= APART_UP_TO
     return cls(tile, new, statements, ForwardState(softmax, k, v), group, at, sums, arch.unit.dual_issue, apart, q_lds)
 
   # ***** sizes *****

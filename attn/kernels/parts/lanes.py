@@ -99,17 +99,17 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   held, words = UNIT_BYTES//4, matrix.operand_words
   if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
   if words == held: return units
-  return [ops.concat(lo, hi) for lo, hi in zip(units[0::2], units[1::2])]
+  return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """`length` rounded up to what whole units of every lane group cover."""
-  return round_up(length, matrix.unit*(2 if matrix.duplicated else matrix.groups))
+  """`length` rounded up to whole operands, and whole units of every lane group."""
+  return round_up(length, matrix.span)
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
   """A column of C fragments, packed to the inputs' dtype -> the B operands of a product that contracts over their rows, in the order of
   `staging.key_rows`. `renewed`: which lanes are the low ones is told anew, see `amd.low_lanes`."""
   mat, words = at.matrix, UNIT_BYTES//4
-  if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
+  if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]
   if not mat.duplicated: return operands(mat, units)
   return [amd.share_halves(u, amd.low_lanes(u) if renewed else at.h.eq(0)) for u in units]

@@ -1,9 +1,10 @@
-"""The units of a compute unit, their rates and latencies, one row a family. Beside each figure stands the source that it is from, or "assumed".
+"""The units of a compute unit as stepping through machine code sees them: their rates and latencies. Beside each figure stands the source that it is
+from, or "assumed".
 
-Cycles are of the shader clock. What instructions of the matrix unit take, and widths of SIMDs and LDS, are in attn.chips.families.
+Cycles are of the shader clock.
 """
 from __future__ import annotations
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 ASSUMED = "assumed"
@@ -59,37 +60,6 @@ class Machine:
   memory_bytes: Figure       # bytes a cycle that a compute unit gets
   memory_queue: Figure       # loads of a compute unit that are issued before the first one's transfer ends
   lds_load: Figure           # what a load to LDS takes beyond one to registers
-
-# The latencies of MFMA are wait states of software on CDNA: compiled code has them, and s_nop where there is no other work.
-CDNA3_MACHINE = Machine(
-  turn=Figure(4, "profiler"), step=Figure(4, "profiler"), vector=Figure(4, "coissue"), vector_to_matrix=Figure(12, "hazard"),
-  vector_to_scalar=Figure(16, "clrx"), dot=Figure(16, "hazard"), slow=Figure(16, ASSUMED), transcendental=Figure(20, "hazard"),
-  beside=Figure(0, "coissue"), matrix=Figure(16, "hazard"), matrix_sum=Figure(8, "hazard"), packed_drain=Figure(8, "coissue"),
-  packed_alone=Figure(1, "coissue"), scalar=Figure(4, "schedule"), scalar_load=Figure(200, ASSUMED), taken=Figure(32, "schedule"),
-  passed=Figure(8, ASSUMED), barrier=Figure(8, ASSUMED),
-  lds=Figure(48, "latency"), lds_ports=Figure(2, "profiler"), lds_queue=Figure(64, ASSUMED),
-  lds_address=Figure(4, "profiler"), permute=Figure(48, ASSUMED), memory=Figure(650, "latency"), memory_bytes=Figure(64, "fifo"),
-  memory_queue=Figure(16, "fifo"), lds_load=Figure(48, ASSUMED))
-
-CDNA2_MACHINE = replace(CDNA3_MACHINE, memory=Figure(650, ASSUMED), memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED),
-                        packed_alone=Figure(1, ASSUMED), packed_drain=Figure(8, ASSUMED), lds=Figure(48, ASSUMED))
-
-CDNA4_MACHINE = replace(CDNA3_MACHINE, transcendental=Figure(12, "cdna4"), matrix=Figure(20, "hazard"), memory=Figure(650, ASSUMED),
-                        memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds=Figure(48, ASSUMED))
-
-RDNA3_MACHINE = Machine(
-  turn=Figure(1, "isa"), step=Figure(1, "isa"), vector=Figure(5, "schedule"), vector_to_matrix=Figure(5, ASSUMED),
-  vector_to_scalar=Figure(16, ASSUMED),
-  dot=Figure(5, ASSUMED), slow=Figure(4, "schedule"), transcendental=Figure(10, "schedule"), beside=Figure(1, "isa"), matrix=Figure(5, ASSUMED),
-  matrix_sum=Figure(0, ASSUMED), packed_drain=Figure(0, "isa"), packed_alone=Figure(0, "isa"), scalar=Figure(2, "schedule"),
-  scalar_load=Figure(100, ASSUMED), taken=Figure(32, "schedule"), passed=Figure(4, ASSUMED), barrier=Figure(8, ASSUMED),
-  lds=Figure(60, ASSUMED),
-  lds_ports=Figure(1, ASSUMED), lds_queue=Figure(64, ASSUMED), lds_address=Figure(1, ASSUMED), permute=Figure(60, ASSUMED),
-  memory=Figure(376, "chips"), memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds_load=Figure(0, "isa"))
-
-RDNA4_MACHINE = replace(RDNA3_MACHINE, memory=Figure(446, ASSUMED))     # the same time as RDNA3's at a clock of 2.97 GHz
-
-MACHINE_OF = {"cdna2": CDNA2_MACHINE, "cdna3": CDNA3_MACHINE, "cdna4": CDNA4_MACHINE, "rdna3": RDNA3_MACHINE, "rdna4": RDNA4_MACHINE}
 
 def figures_of(machine:Machine) -> dict[str, Figure]:
   """The figures of a row by name."""

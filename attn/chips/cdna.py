@@ -1,0 +1,26 @@
+"""What CDNA's families share: MFMA, waves of 64 lanes, accumulation registers."""
+from __future__ import annotations
+from attn.chips.candidates import BackwardCandidate, MlaCandidate
+from attn.chips.family import Counters
+from attn.chips.matrix import LaneSums, Matrix
+
+def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
+  """MFMA of CDNA."""
+  return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange)
+
+# CDNA2 and CDNA3 have no dot product of bf16
+SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half", dots=True), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}
+
+# LLVM, AMDGPUBaseInfo.cpp: decodeVmcnt, decodeLgkmcnt
+COUNTERS_ON_CDNA = Counters("vmcnt", "vmcnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((0, 4), (14, 2)), "lgkmcnt": ((8, 4),)})
+
+# AMD's backward tiles are chosen by the registers that clang 22 needs, and not measured
+DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, whole=True),
+              BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True))
+DKDV_OF_256_ON_CDNA = (BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2, read_ahead=1, whole=True),
+                       BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True, passes=2))
+DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32, fenced=2), BackwardCandidate(128, 4, 32, fenced=4), *DKDV_OF_256_ON_CDNA)
+PLAIN_DQ_128 = BackwardCandidate(128, 8, 32, fenced=2)
+
+# no register is spilled; a wave keeps Q, and 64 rows wait for K in memory
+LATENT_ON_CDNA = (MlaCandidate(0, 1, 4, 32, 1),)

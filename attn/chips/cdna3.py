@@ -1,0 +1,47 @@
+"""CDNA3: MI300."""
+from __future__ import annotations
+from attn.chips.candidates import BackwardCandidate, Candidate
+from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma
+from attn.chips.family import Card, Chip, Family, Pipes
+from attn.chips.machine import ASSUMED, Figure, Machine
+
+# The latencies of MFMA are wait states of software on CDNA: compiled code has them, and s_nop where there is no other work.
+CDNA3_MACHINE = Machine(
+  turn=Figure(4, "profiler"), step=Figure(4, "profiler"), vector=Figure(4, "coissue"), vector_to_matrix=Figure(12, "hazard"),
+  vector_to_scalar=Figure(16, "clrx"), dot=Figure(16, "hazard"), slow=Figure(16, ASSUMED), transcendental=Figure(20, "hazard"),
+  beside=Figure(0, "coissue"), matrix=Figure(16, "hazard"), matrix_sum=Figure(8, "hazard"), packed_drain=Figure(8, "coissue"),
+  packed_alone=Figure(1, "coissue"), scalar=Figure(4, "schedule"), scalar_load=Figure(200, ASSUMED), taken=Figure(32, "schedule"),
+  passed=Figure(8, ASSUMED), barrier=Figure(8, ASSUMED),
+  lds=Figure(48, "latency"), lds_ports=Figure(2, "profiler"), lds_queue=Figure(64, ASSUMED),
+  lds_address=Figure(4, "profiler"), permute=Figure(48, ASSUMED), memory=Figure(650, "latency"), memory_bytes=Figure(64, "fifo"),
+  memory_queue=Figure(16, "fifo"), lds_load=Figure(48, ASSUMED))
+
+# Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
+# python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
+# and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
+FORWARD_ON_CDNA3: tuple[Candidate, ...] = (
+  Candidate(64, 4, 1, 64, fenced=True),                               # predicted 56.5%, serial 51.0%, issued 48.5%, overlap 94.0%, waves 3
+  Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
+  Candidate(64, 4, 1, 64, llvm=21),                                   # serial 48.0%, issued 46.0%, overlap 83.0%, waves 2
+  Candidate(128, 8, 1, 64, fenced=True, fills=256),                   # predicted 62.0%, serial 67.5%, issued 64.0%, overlap 97.0%, waves 2
+  Candidate(128, 4, 1, 32, fenced=True),                              # predicted 57.5%, serial 67.5%, issued 63.5%, overlap 97.0%, waves 2
+  Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 68.0%, issued 64.5%, overlap 100.0%, waves 2
+  Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 55.5%, issued 53.0%, overlap 100.0%, waves 2
+  Candidate(192, 4, 1, 32, fenced=True),                              # predicted 67.0%, serial 76.0%, issued 71.0%, overlap 98.0%, waves 2
+  Candidate(256, 4, 1, 32, fenced=True),                              # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
+  Candidate(256, 4, 1, 32, llvm=21),                                  # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
+)
+
+# the last two shapes of CDNA3 and of CDNA4 are of 8-bit inputs
+CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
+    "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
+    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, sums=SUMS,
+  pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
+    "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16": 32, "16x16x32": 16}),
+  apart=("float16",), forward=FORWARD_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
+  plain_dq=(BackwardCandidate(64, 4, 64, fenced=2), PLAIN_DQ_128), latent=LATENT_ON_CDNA,
+  counters=COUNTERS_ON_CDNA, machine=CDNA3_MACHINE)
+
+CHIPS_OF_CDNA3 = (
+  Chip("gfx942", CDNA3, 65536, (Card("MI300X", 304, 2.1, 5300, 16384), Card("MI308X", 0), Card("MI325X", 304, 2.1, 6000, 16384)),
+       machine=0x4c, searched=True),)

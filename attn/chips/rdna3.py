@@ -1,0 +1,59 @@
+"""RDNA3: RX 7000, Strix."""
+from __future__ import annotations
+from attn.chips.candidates import BOTH, BackwardCandidate, Candidate
+from attn.chips.family import Card, Chip, Counters, Family, Pipes
+from attn.chips.machine import ASSUMED, Figure, Machine
+from attn.chips.rdna import LATENT_ON_RDNA, wmma
+
+RDNA3_MACHINE = Machine(
+  turn=Figure(1, "isa"), step=Figure(1, "isa"), vector=Figure(5, "schedule"), vector_to_matrix=Figure(5, ASSUMED),
+  vector_to_scalar=Figure(16, ASSUMED),
+  dot=Figure(5, ASSUMED), slow=Figure(4, "schedule"), transcendental=Figure(10, "schedule"), beside=Figure(1, "isa"), matrix=Figure(5, ASSUMED),
+  matrix_sum=Figure(0, ASSUMED), packed_drain=Figure(0, "isa"), packed_alone=Figure(0, "isa"), scalar=Figure(2, "schedule"),
+  scalar_load=Figure(100, ASSUMED), taken=Figure(32, "schedule"), passed=Figure(4, ASSUMED), barrier=Figure(8, ASSUMED),
+  lds=Figure(60, ASSUMED),
+  lds_ports=Figure(1, ASSUMED), lds_queue=Figure(64, ASSUMED), lds_address=Figure(1, ASSUMED), permute=Figure(60, ASSUMED),
+  memory=Figure(376, "chips"), memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds_load=Figure(0, "isa"))
+
+# Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
+# python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
+# and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
+FORWARD_ON_RDNA3: tuple[Candidate, ...] = (
+  Candidate(64, 8, 1, 32, fenced=True),                               # predicted 78.5%, serial 80.5%, issued 75.5%, overlap 87.0%, waves 8
+  Candidate(128, 8, 1, 32, fenced=True),                              # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4
+  Candidate(192, 4, 1, 16, q_in_lds=True, fenced=True),               # serial 90.0%, issued 82.0%, overlap 93.0%, waves 2
+  Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True, prefetch=0),   # predicted 63.0%, serial 91.5%, issued 83.0%, overlap 93.5%, waves 2
+)
+
+# chosen by the registers that clang 22 needs, and not measured
+DQ_ON_RDNA3 = (
+  BackwardCandidate(64, 4, 16),
+  BackwardCandidate(128, 4, 16, (True, False), fenced=2, whole=True),
+  BackwardCandidate(128, 4, 16, (True, False), fenced=2, prefetch=0, sparing=True),
+  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True))
+DKDV_ON_RDNA3 = (
+  BackwardCandidate(64, 4, 16, whole=True), BackwardCandidate(64, 4, 16, fenced=2, prefetch=0),
+  BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True),
+  BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2),
+  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3, whole=True),
+  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2))
+PLAIN_DQ_ON_RDNA3 = (
+  BackwardCandidate(64, 4, 32, fenced=2),
+  *(BackwardCandidate(d, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3) for d in (192, 256)))
+
+RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_dots=("float16",), descriptor=0x31004000, tables="rdna3", matrix={
+    "float16": (wmma("f16_w32", "half", 1, duplicated=True),), "bfloat16": (wmma("bf16_w32", "short", 1, duplicated=True),)},
+  pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=512,
+              matrix={"16x16x16": 32}),
+  forward=FORWARD_ON_RDNA3, dq=DQ_ON_RDNA3, dkdv=DKDV_ON_RDNA3, plain_dq=PLAIN_DQ_ON_RDNA3, latent=LATENT_ON_RDNA,
+  counters=Counters("vmcnt", "vscnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((10, 6),), "lgkmcnt": ((4, 6),)}), machine=RDNA3_MACHINE)
+
+CHIPS_OF_RDNA3 = (
+  Chip("gfx1100", RDNA3, 65536, (Card("RX 7900 XTX", 96, 2.5, 960, 1536), Card("RX 7900 XT", 84), Card("W7900", 96)), registers=1536, granule=24,
+       machine=0x41, searched=True),
+  Chip("gfx1101", RDNA3, 65536, (Card("RX 7800 XT", 60, 2.43, 624, 1024), Card("RX 7700 XT", 54)), registers=1536, granule=24, machine=0x46),
+  Chip("gfx1102", RDNA3, 65536, (Card("RX 7600", 32, 2.655, 288, 512),), registers=1024, granule=16, machine=0x47),
+  Chip("gfx1103", RDNA3, 65536, (Card("Radeon 780M", 12, 2.7, 120),), registers=1024, granule=16, machine=0x44),
+  Chip("gfx1150", RDNA3, 65536, (Card("Radeon 890M (Strix Point)", 16, 2.9, 120),), registers=1024, granule=16, machine=0x43),
+  Chip("gfx1151", RDNA3, 65536, (Card("Ryzen AI Max (Strix Halo)", 40, 2.9, 256),), registers=1536, granule=24, machine=0x4a),
+  Chip("gfx1152", RDNA3, 65536, (Card("Radeon 860M (Krackan Point)", 8, 3.0, 128),), registers=1024, granule=16, machine=0x55),)
