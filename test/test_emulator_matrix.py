@@ -6,7 +6,8 @@ from tinygrad.uop.ops import AxisType, KernelInfo, UOp
 from attn.emulator.alu import float_to_bf16
 from attn.emulator.checks import EmulatorError
 from attn.emulator.device import register
-from attn.emulator.matrix import INSTRUCTIONS, MatrixUnit
+from attn.emulator.chips import INSTRUCTIONS
+from attn.emulator.matrix import MatrixUnit
 
 register()
 

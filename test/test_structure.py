@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast, graphlib, json, os, subprocess, sys
 from collections import defaultdict
 from pathlib import Path
+from attn.chips import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT/"attn").rglob("*.py"))
@@ -103,3 +104,17 @@ def test_import_loads_no_tools() -> None:
   assert {"attn.api.attention", "attn.emulator.device"} <= loaded
   tools = {x for x in loaded if x.split(".")[0] in ("rich", "click", "platformdirs", "ziglang", "hypothesis", "matplotlib")}
   assert not tools | {x for x in loaded if x.startswith("attn.") and room_of(x) in TOOLS}
+
+# ***** what is known of a family of chips *****
+
+def family_names_in(tree:ast.AST) -> list[str]:
+  """The constants that are names of families."""
+  return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES]
+
+def test_a_family_is_known_in_its_own_file() -> None:
+  """Nothing outside attn/chips goes by the name of a family, but for the emulator, which knows them from the documents by itself, and for tinygrad's
+  tables of instructions, which have such names."""
+  assert family_names_in(ast.parse('if arch.family == "rdna4": x = {"cdna3": 1}')) == ["rdna4", "cdna3"]
+  for path in MODULES:
+    if path.parent.name in ("chips", "emulator", "tinygrad_compat"): continue
+    assert not family_names_in(ast.parse(path.read_text())), path

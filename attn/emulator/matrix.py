@@ -1,11 +1,4 @@
-"""The matrix instructions: how each lays its tiles out over (element, lane), written down from the vendors' documents and not from attn/chips.
-
-Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
-chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16), AMD Matrix Instruction Calculator.
-
-A layout is data: the element index of a lane and the lane index are each split into named factors, the major one first, and the row and column of
-the matrix are concatenations of such factors. The layout of C in MFMA 32x32 is "ab hn -> ahb n": element 4a+b of lane 32h+n is row 8a+4h+b, column
-n.
+"""The matrix instructions on the registers of waves: what emulator/chips.py says of their layouts, and their arithmetic.
 
 Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32; they are summed in fp32 and then C is added. Hardware sums in an order that the
 ISA does not promise: a kernel must not depend on the last bit. NaN and inf go where a dot product takes them. CDNA2 takes denormals for zero, in its
@@ -16,102 +9,13 @@ MFMA_BF16_1K).
 from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Callable
-import math, re
 import numpy as np
 from numpy.typing import NDArray
 from attn.emulator.alu import bf16_to_float, float_to_bf16
 from attn.emulator.checks import BadOperand
+from attn.emulator.chips import DOTS, FLUSHING, INSTRUCTIONS, Layout, MatrixInstruction
 
 Array = NDArray[Any]
-
-class Layout:
-  """`spec` = "element-factors lane-factors -> row-factors column-factors"; a lane factor that is named neither in row nor column is a duplicate."""
-  def __init__(self, spec:str, **size:int):
-    e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
-    self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
-    self.split = [size[x] for x in e], [size[x] for x in l]     # registers as an array: these factors of the element, the wave, those of the lane
-    self.matrix_split = [size[x] for x in rows + cols]
-    duplicate = "".join(x for x in l if x not in rows + cols)
-    self.duplicated = len(e) + 1 + l.index(duplicate) if duplicate else None          # the axis of what is there twice
-    kept = l.replace(duplicate, "") if duplicate else l
-    place = {x: i for i, x in enumerate(e)} | {x: len(e)+1+i for i, x in enumerate(kept)}
-    self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
-
-  def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Registers (registers, T) -> (waves, columns, rows). `unpack` makes of them the elements (elements, T), as the numbers to compute with.
-    Duplicates must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
-    e, l = self.split
-    if self.duplicated is not None:
-      axis = self.duplicated - len(e) + 1
-      each = np.ascontiguousarray(x).reshape(len(x), -1, *l)
-      first, second = each.take(0, axis), each.take(1, axis)
-      if (differ := first.view(np.uint64) != second.view(np.uint64)).any():        # fewer to compare
-        raise BadOperand("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
-                         f"{int(np.argwhere(differ)[0][1])} of those that run")
-      x, l = first, [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
-    m = unpack(x).reshape(*e, -1, *l).transpose(self.by_columns)
-    return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
-
-  def add_matrices(self, c:Array, m:Array) -> Array:
-    """c (elements, T) + the elements of m (waves, rows, columns)."""
-    order = np.argsort(self.by_rows)
-    found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
-    return np.add(found, c, out=found)
-
-@dataclass(frozen=True)
-class MatrixInstruction:
-  """D = A B + C on one wave; a is M x K, b is given transposed (N x K) so that both put the contraction last."""
-  a: Layout
-  b: Layout
-  c: Layout
-  dtype: str                       # of A and B: a key of _WIDEN
-  families: tuple[str, ...]
-  @property
-  def dims(self) -> tuple[int, int, int]:   # (N, M, K), as in the arg of Ops.WMMA
-    return self.c.columns, self.c.rows, self.a.columns
-
-def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
-  """Lane (h, i) holds row i of A, k = E*h + e; D: blocks of 4 rows dealt to the lane groups in turn."""
-  groups = 64//M
-  ab = Layout("e hi -> i he", e=E, h=groups, i=M)
-  return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
-
-def _blocks(dtype:str, *families:str) -> MatrixInstruction:
-  """MFMA 4x4x4 of 16 blocks. Block b, which is here like a wave by itself, lies in lanes 4b to 4b + 3, of which lane i has row i of A with all four
-  k, and column i of B and D."""
-  ab = Layout("k i -> i k", k=4, i=4)
-  return MatrixInstruction(ab, ab, Layout("r n -> r n", r=4, n=4), dtype, families)
-
-def _wmma3(dtype:str) -> MatrixInstruction:
-  """A lane holds all 16 k of a row of A, lanes 16-31 repeat it; D: even rows in lanes 0-15, odd rows in lanes 16-31."""
-  ab = Layout("k di -> i k", k=16, d=2, i=16)
-  return MatrixInstruction(ab, ab, Layout("r hn -> rh n", r=8, h=2, n=16), dtype, ("rdna3",))
-
-def _wmma4(dtype:str) -> MatrixInstruction:
-  """Lane half h holds k = 8h + e (e < 8) of A and B, and rows 8h + r of D."""
-  ab = Layout("e hi -> i he", e=8, h=2, i=16)
-  return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
-
-def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
-  """PTX fragments of m16n8: groupID g = lane/4, t = lane%4; element (c, r, p) of A: row 8r+g, k = (c, t, p); B: column g; C: (8r+g, 2t+p)."""
-  c = K//(4*pack)
-  return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
-                     Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))
-
-INSTRUCTIONS: dict[str, MatrixInstruction] = {
-  "mfma_f32_32x32x8f16": _mfma(32, 4, "float16", "cdna2", "cdna3", "cdna4"),
-  "mfma_f32_32x32x8bf16_1k": _mfma(32, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
-  "mfma_f32_16x16x16f16": _mfma(16, 4, "float16", "cdna2", "cdna3", "cdna4"),
-  "mfma_f32_16x16x16bf16_1k": _mfma(16, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
-  "mfma_f32_4x4x4f16": _blocks("float16", "cdna2", "cdna3", "cdna4"), "mfma_f32_4x4x4bf16_1k": _blocks("bfloat16", "cdna2", "cdna3", "cdna4"),
-  "mfma_f32_32x32x16_fp8_fp8": _mfma(32, 8, "fp8e4m3fnuz", "cdna3"), "mfma_f32_16x16x32_fp8_fp8": _mfma(16, 8, "fp8e4m3fnuz", "cdna3"),
-  "mfma_f32_32x32x16_f16": _mfma(32, 8, "float16", "cdna4"), "mfma_f32_32x32x16_bf16": _mfma(32, 8, "bfloat16", "cdna4"),
-  "mfma_f32_16x16x32_f16": _mfma(16, 8, "float16", "cdna4"), "mfma_f32_16x16x32_bf16": _mfma(16, 8, "bfloat16", "cdna4"),
-  "wmma_f32_16x16x16_f16_w32": _wmma3("float16"), "wmma_f32_16x16x16_bf16_w32": _wmma3("bfloat16"), "wmma_i32_16x16x16_iu8_w32": _wmma3("int8"),
-  "wmma_f32_16x16x16_f16_w32_gfx12": _wmma4("float16"), "wmma_f32_16x16x16_bf16_w32_gfx12": _wmma4("bfloat16"),
-  "mma_m16n8k16_f16": _mma(16, 2, "float16"), "mma_m16n8k16_bf16": _mma(16, 2, "bfloat16"), "mma_m16n8k8_f16": _mma(8, 2, "float16"),
-  "mma_m16n8k8_tf32": _mma(8, 1, "tfloat32"),
-}
 
 # wgmma.mma_async (PTX ISA 9.7.15.5): warp w of a warpgroup has rows 16w on, as in m16n8k16
 WARPGROUP = 128
@@ -189,16 +93,12 @@ _ACCUMULATOR: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]
   "bfloat16": (bf16_to_float, float_to_bf16), "int32": (lambda x: x.astype(np.float64), lambda x: x.astype(np.int64).astype(np.int32)),
 }
 
-FLUSHING = ("cdna2",)                                                                          # families that take denormals for zero
 _SMALLEST = {"float16": np.float32(2.0**-14), "bfloat16": np.float32(2.0**-126), "float32": np.float32(2.0**-126)}   # normal number
 
 def flushed(x:Array, dtype:str) -> Array:
   """fp32 values with those that are denormal in `dtype` set to zero."""
   return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
 
-# The families that have v_dot2_f32_f16 and v_dot2_f32_bf16 (LLVM, AMDGPU.td: features dot10-insts and dot12-insts). All of them take a denormal fp32
-# accumulator for zero, and a denormal result likewise, whatever the mode of the wave (LLVM, SIISelLowering.cpp, performFMACombine).
-DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("cdna4", "rdna3", "rdna4")}
 
 @dataclass
 class MatrixUnit:
