@@ -79,6 +79,13 @@ def test_no_kernel_imports_another() -> None:
   for path in (ROOT/"attn/kernels").glob("*.py"):
     assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
+def test_forward_knows_nothing_of_backward() -> None:
+  """No kernel but those of gradients takes what is named for gradients, however far down."""
+  of = {module_of(path): imports(path) for path in MODULES}
+  taken = {x for x in of if x.startswith("attn.kernels.") and x.count(".") == 2 and "backward" not in x}
+  while more := set().union(*(of[x] for x in taken)) - taken: taken |= more
+  assert not [x for x in taken if "backward" in x or "gradient" in x]
+
 # ***** functions that fit on a screen *****
 
 LONGEST = 60     # lines of a function of a kernel, with those in it
