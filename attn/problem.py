@@ -1,7 +1,7 @@
 """Problem: what attention is to be computed, validated. Everything a kernel specialises on stands here and nowhere else."""
 from __future__ import annotations
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Sequence
 from attn import values
 
@@ -61,6 +61,10 @@ def check_dropout_p(name:str, x:Any) -> float:
 def check_splits(name:str, x:Any) -> int:
   supported = f"0 (chosen by a heuristic), 1 (no split) or the number of splits, at most {MAX_SPLITS}"
   return values.whole_number(name, x, 0, MAX_SPLITS, supported)
+
+def of_term(default:Any, check:values.Check|None=None) -> Any:
+  """A field of Problem by whose name a term of attn/score goes: whether there is one, or its number."""
+  return field(default=default, metadata={"check": check})
 
 @dataclass(frozen=True)
 class Count:
@@ -181,10 +185,10 @@ class Problem:
   softmax_scale: float = field(default=0.0)
   return_lse: bool = False
   top_left: bool = False
-  softcap: float = 0.0
-  alibi: bool = False
+  softcap: float = of_term(0.0, check_softcap)
+  alibi: bool = of_term(False, values.truth)
   alibi_batched: bool = False
-  bias: tuple[bool, bool, bool, bool]|None = None
+  bias: tuple[bool, bool, bool, bool]|None = of_term(None)
   bias_dtype: str = "float32"
   sinks: bool = False
   kv_lengths: bool = False
@@ -222,9 +226,8 @@ class Problem:
   @property
   def options(self) -> tuple[str, ...]:
     """Those of the options that a kernel has to be written for which are in use, by name."""
-    names = ("softcap", "alibi", "bias", "sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen",
-             "dropout_p", "dealt")
-    return tuple(x for x in names if getattr(self, x))
+    names = ("sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt")
+    return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
   def kept(self) -> float:
     """The probability with which dropout keeps an element of P."""
@@ -318,6 +321,8 @@ class Problem:
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
+OF_TERMS = tuple(f.name for f in fields(Problem) if f.metadata)     # the fields by which terms go
+
 def held_sum(end:int, most:int) -> int:
   """The sum of the whole numbers before `end`, each held within 0..`most`."""
   rising, more = max(0, min(end, most + 1)), max(0, end - most - 1)
@@ -343,10 +348,11 @@ def check_offset(name:str, x:Any) -> int:
 FIELD_CHECKS: dict[str, values.Check] = {
   **dict.fromkeys(("B", "H", "Hkv", "D", "Dv"), check_size), **dict.fromkeys(("Sq", "Sk"), check_rows),
   **dict.fromkeys(("total_q", "total_k"), check_total),
-  **dict.fromkeys(("return_lse", "top_left", "alibi", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
+  **dict.fromkeys(("return_lse", "top_left", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
   **dict.fromkeys(("dropout_start", "batch_invariant", "v_in_k"), values.truth),
-  "layout": check_layout, "window": check_window, "softmax_scale": check_softmax_scale, "softcap": check_softcap,
-  "num_splits": check_splits, "dropout_p": check_dropout_p, "offset": check_offset}
+  "layout": check_layout, "window": check_window, "softmax_scale": check_softmax_scale,
+  "num_splits": check_splits, "dropout_p": check_dropout_p, "offset": check_offset,
+  **{f.name: check for f in fields(Problem) if (check := f.metadata.get("check")) is not None}}
 
 def check_heads_and_types(p:Problem) -> None:
   if p.H % p.Hkv: raise ValueError(f"H={p.H} query heads are not a multiple of Hkv={p.Hkv} key/value heads")
@@ -418,16 +424,16 @@ def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int
 
 def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int], *, dtypes:Sequence[str],
                lse:Sequence[int]|None=None, causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None,
-               layout:str="bhsd", softcap:float=0.0, extras:GivenExtras|None=None, sk_variable:Count|None=None,
-               max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0,
-               views:tuple[Strided, Strided]|None=None, pages:Pages|None=None, v_in_k:bool=False) -> Problem:
+               layout:str="bhsd", extras:GivenExtras|None=None, sk_variable:Count|None=None, max_seqlen_q:int|None=None,
+               max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0, views:tuple[Strided, Strided]|None=None,
+               pages:Pages|None=None, v_in_k:bool=False, **terms:Any) -> Problem:
   """The Problem that the shapes of o, q, k, v (and lse) pose; `dtypes` are the dtype names of (o, q, k, v[, lse]).
 
   `extras`: (shape, dtype name) of each optional tensor there is, by its name in `EXTRAS`. `max_seqlen_q` and `max_seqlen_k`: the
   longest sequence of layout "thd" (by default as long as all of them together: right, but with workgroups that find nothing to
   do). `views` are Problem's k_view and v_view; with `pages` k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv,
-  pages.rows, Dv), whatever the layout; with `v_in_k` v is the shape that the first columns of k have. The other options are
-  Problem's.
+  pages.rows, Dv), whatever the layout; with `v_in_k` v is the shape that the first columns of k have. `terms` are the numbers
+  that Problem has of terms, such as softcap. The other options are Problem's.
 
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported.
   """
@@ -452,8 +458,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   if views is not None: options |= {"k_view": views[0], "v_view": None if v_in_k else views[1]}
   p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout,
               window=(window[0], 0) if causal else window, top_left=top_left, offset=0 if top_left else Sk - Sq,
-              softmax_scale=1/math.sqrt(max(D, 1)) if softmax_scale is None else softmax_scale, softcap=softcap, dropout_p=dropout_p,
-              return_lse=lse is not None, num_splits=num_splits, sk_variable=sk_variable, pages=pages, v_in_k=v_in_k, **options)
+              softmax_scale=1/math.sqrt(max(D, 1)) if softmax_scale is None else softmax_scale, dropout_p=dropout_p,
+              return_lse=lse is not None, num_splits=num_splits, sk_variable=sk_variable, pages=pages, v_in_k=v_in_k, **options, **terms)
   for name, (shape, dtype) in extras.items(): _check_extra(p, name, tuple(shape), dtype)
   return p
 

@@ -9,6 +9,7 @@ from attn.calls.options import AttentionOptions, options_of
 from attn.choose.backward import BackwardChoice, choose_backward
 from attn.choose.dispatch import Choice
 from attn.compilers.choice import in_use
+from attn.score.terms import check_differentiable
 from attn.tinygrad_compat import DType, Tensor, UOp
 
 def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd",
@@ -65,13 +66,8 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
   device: o and lse are exchanged once, and merged (docs/sharding.md).
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
-  options = AttentionOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, v_dim=v_dim,
-                             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch, alibi_slopes=alibi_slopes,
-                             bias=bias, sinks=sinks, kv_lengths=kv_lengths, kv_starts=kv_starts, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
-                             cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, num_splits=num_splits,
-                             batch_invariant=batch_invariant, sequence_order=sequence_order, sequence_lengths=sequence_lengths, out=out,
-                             out_dtype=out_dtype)
-  return attend(prepare(q, k, v, options))
+  options = {name: x for name, x in locals().items() if name not in ("q", "k", "v")}
+  return attend(prepare(q, k, v, AttentionOptions(**options)))
 
 def attend(c:CheckedCall) -> Any:
   """o, or (o, lse)."""
@@ -84,8 +80,10 @@ def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:
-  """What computes the gradients of `attention` with these arguments, and why not the backward kernels."""
+  """What computes the gradients of `attention` with these arguments, and why not the backward kernels. Raises NotImplementedError, with its name,
+  for a term that has no derivative."""
   call = prepare(q, k, v, options_of("attention", options))
+  check_differentiable(call.problem)
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
   return choose_backward(of, call.arch, call.choice().kernel)
 

@@ -183,9 +183,8 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
   extras = optional_tensors(x, options, lengths_name)
   check_out(q, x.shapes["v"][-1], options)
   p = problem_of((*x.shapes["q"][:-1], x.shapes["v"][-1]), x.shapes["q"], x.shapes["k"], x.shapes["v"],
-                 dtypes=[out_dtype_of(x, options), *x.types], causal=options.causal, window=options.window, softmax_scale=options.softmax_scale,
-                 layout=options.layout, softcap=options.softcap, max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
-                 num_splits=options.num_splits, dropout_p=options.dropout_p, views=x.views, pages=x.pages, v_in_k="v" not in x.tensors,
+                 dtypes=[out_dtype_of(x, options), *x.types], num_splits=options.num_splits, views=x.views, pages=x.pages,
+                 v_in_k="v" not in x.tensors, **options.posed,
                  extras={name: (extra_shape(name, t, x.shards, x.shapes["q"][AXES[x.layout].index("rows")]), dtype_of(name, t))
                          for name, t in extras.items()})
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")

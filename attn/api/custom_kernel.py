@@ -29,8 +29,7 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
   q, k, v and o: float16, bfloat16 or float32, q, k and v the same. Rows that see no key give o = 0 and lse = -inf.
   Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
   """
-  options = KernelOptions(causal=causal, softmax_scale=softmax_scale, layout=layout, window=window, softcap=softcap, dropout_p=dropout_p,
-                          max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, arch=arch)
+  options = KernelOptions(**{name: x for name, x in locals().items() if name != "extras"})
   if not isinstance(extras, (tuple, list)) or list(extras) != [*(names := tuple(name for name in EXTRAS if name in extras))]:
     raise values.wrong("extras", extras, f"some of {', '.join(EXTRAS)}, in this order")
   if options.dropout_p and "dropout_seed" not in names:
@@ -47,9 +46,7 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
     shapes = {name: static_shape(name, u.shape) for name, u in t.items()}
     found = named_chip(options.arch) if options.arch is not None else device_arch()
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_of(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
-                   lse=shapes["lse"] if options.return_lse else None, causal=options.causal, window=options.window,
-                   softmax_scale=options.softmax_scale, layout=options.layout, softcap=options.softcap, dropout_p=options.dropout_p,
-                   max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k, extras={n: (shapes[n], dtype_of(n, t[n])) for n in extras})
+                   lse=shapes["lse"] if options.return_lse else None, extras={n: (shapes[n], dtype_of(n, t[n])) for n in extras}, **options.posed)
     sink = single_kernel(p, found)[0](*placeholders)
     check_means(sink, found)
     return CheckedKernel(sink, outputs, options.arch, gradient_of(p, found, names), kept=True)

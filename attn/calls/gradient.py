@@ -19,7 +19,7 @@ from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.problem import EXTRAS, Problem
-from attn.score.terms import TERM_TENSORS, has_sum, summed_tensor
+from attn.score.terms import TERM_TENSORS, check_differentiable, has_sum, summed_tensor
 from attn.tinygrad_compat import Tensor, UOp, differentiated
 from attn.values import FLOATS, cache_of_kernels
 
@@ -151,6 +151,7 @@ class AttentionGradient:
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
     """The gradient of each source of the call, None for outputs and for what is not a float; `args` are the gradients of the outputs that have one,
     and the call where it is not given by name."""
+    check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))
     inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, OUTPUTS))

@@ -60,6 +60,11 @@ class KernelOptions:
   def __post_init__(self) -> None:
     for f in fields(self): object.__setattr__(self, f.name, f.metadata["check"](f.name, getattr(self, f.name)))
 
+  @property
+  def posed(self) -> dict[str, Any]:
+    """Those that `problem_of` takes, by name."""
+    return {f.name: getattr(self, f.name) for f in fields(KernelOptions) if f.name not in ("return_lse", "arch")}
+
 @dataclass(frozen=True, eq=False)
 class AttentionOptions(KernelOptions):
   """The options of `attention`, checked as far as they can be without q, k and v."""

@@ -1,9 +1,10 @@
 """Attention of a problem in tensor operations, `three_pass`, in the problem's own layout and types."""
 from __future__ import annotations
+from typing import Any
 from attn.kernels.three_pass import three_pass
 from attn.problem import EXTRAS, Problem
-from attn.score.terms import TERM_TENSORS, plain_terms
-from attn.tinygrad_compat import Tensor
+from attn.score.terms import TERM_TENSORS, check_differentiable, plain_terms, score_terms
+from attn.tinygrad_compat import Tensor, UOp
 from attn.values import FLOATS
 
 BATCHED = ("bhsd", "bshd")               # layouts whose lse is (B, H, S)
@@ -30,4 +31,12 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
   o, lse = three_pass(*(bhsd(tensors[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window,
                       top_left=p.top_left, offset=p.offset, terms=plain_terms(p, given), longest=(p.Sq, p.Sk) if p.varlen else None,
                       dropout_p=p.dropout_p, **others)
-  return from_bhsd(o, p.layout).cast(FLOATS[p.out_dtype]), from_bhs(lse, p.layout)
+  outputs = from_bhsd(o, p.layout).cast(FLOATS[p.out_dtype]), from_bhs(lse, p.layout)
+  return outputs if all(term.differentiable for term in score_terms(p)) else refusing(p, *outputs, [tensors[name] for name in ("q", "k", "v")])
+
+def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
+  """Outputs through which no gradient goes: who asks for one gets the error of `check_differentiable`."""
+  def refuse(*args:UOp, **kwargs:Any) -> Any: check_differentiable(p)
+  outputs = [x.detach().uop for x in (o, lse)]
+  call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # of nothing, which has the gradient
+  return Tensor(outputs[0].after(call)), Tensor(outputs[1].after(call))

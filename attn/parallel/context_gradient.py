@@ -14,7 +14,7 @@ from attn.calls.plain import bhsd, from_bhs
 from attn.parallel.sequence import in_order, shard_sequence
 from attn.choose.backward import can_differentiate, choose_parts
 from attn.parallel.shards import ContextLaunch, PieceRun
-from attn.score.terms import TERM_TENSORS
+from attn.score.terms import TERM_TENSORS, check_differentiable
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, cache_of_kernels
 
@@ -143,6 +143,7 @@ class ContextGradient:
   names: tuple[str, ...]
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
     """The gradient of each source of the call, as AttentionGradient has it."""
+    check_differentiable(self.shared.problem)
     c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))
     given = {name: lying_as(g, t[name]) for name, g in of_outputs(gradients, {name: t[name] for name in OUTPUTS}).items()}

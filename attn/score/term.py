@@ -115,6 +115,7 @@ class ScoreTerm:
   """A row: what a term is, for all that computes with it.
 
   derivative: None where the backward kernels have none: then tinygrad differentiates `plain`
+  differentiable: whether there is a derivative at all; where there is none, who asks for a gradient gets an error with the term's name
   placed: whether it goes by how far a query and a key are apart in their sequence
   """
   name: str                           # the field of Problem that says whether it is in use
@@ -124,3 +125,4 @@ class ScoreTerm:
   tensors: tuple[TermTensor, ...] = ()
   registers: TermRegisters = TermRegisters.FEW
   placed: bool = False
+  differentiable: bool = True

@@ -33,6 +33,17 @@ def varies(p:Problem) -> bool:
   """Whether the derivative of any term is not 1 everywhere."""
   return any(term.derivative is not one for term in score_terms(p))
 
+def check_differentiable(p:Problem) -> None:
+  """Raises NotImplementedError for a term that has no derivative."""
+  for term in score_terms(p):
+    if not term.differentiable: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: it has no derivative, so attention has no gradient")
+
+def check_derivatives(p:Problem) -> None:
+  """Raises NotImplementedError for a term whose derivative the backward kernels don't have."""
+  check_differentiable(p)
+  for term in score_terms(p):
+    if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels have no derivative of it")
+
 def has_sum(p:Problem) -> bool:
   """Whether a term has a tensor whose gradient a kernel sums."""
   return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)

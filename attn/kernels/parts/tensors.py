@@ -6,7 +6,7 @@ from attn.kernels.parts.rows import strides
 from attn.kernels.parts.tiles import BlockTile, heads_of
 from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided
-from attn.score.terms import score_terms, summed_tensor
+from attn.score.terms import check_derivatives, score_terms, summed_tensor
 
 MAX_D = 256      # the longest row of O that registers hold
 
@@ -78,11 +78,12 @@ def check_problem(p:Problem, tile:BlockTile) -> None:
 
 def check_backward(p:Problem, tile:BlockTile) -> None:
   """Raises NotImplementedError where there is no gradient of the problem by the backward kernels: splits, values that are part of the keys, a number
-  of keys that only a Variable knows, and tensors beyond what a buffer descriptor addresses."""
+  of keys that only a Variable knows, terms without a derivative, and tensors beyond what a buffer descriptor addresses."""
   if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels have keys and values apart")
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the gradient is of the whole, whatever the splits of forward")
   for name in ("k_view", "kv_starts"):
     if getattr(p, name): raise NotImplementedError(f"{name}: the backward kernels know no parts of a cache")
   if p.sk_variable is not None:
     raise NotImplementedError(f"sk_variable={p.sk_variable}: the backward kernels have no Variable for the number of keys, but a tensor, kv_lengths")
+  check_derivatives(p)
   check_range(p, tile, backward=True)
