@@ -110,15 +110,19 @@ class Posed:
     if self.chance(.6): return {}
     return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
 
-  def inputs(self, may_be_same:bool=False) -> None:
+  def inputs(self, may_be_same:bool=False, kinds:dict[str, str]|None=None) -> None:
     """q, k and v; perhaps all batches, or all heads, of k and v are `same`, and views of one."""
-    kinds, shapes = self.profile(), {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D),
-                                     "v": (self.B, self.Hkv, self.Sk, self.Dv)}
+    if kinds is None: kinds = self.profile()
+    shapes = {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D), "v": (self.B, self.Hkv, self.Sk, self.Dv)}
     same = self.one(0, 1) if may_be_same and self.chance(.08) else None
     for name, shape in shapes.items():
       if name == "v" and self.facts.get("v_dim"): self.arrays["v"] = f"x['k'][..., :{self.facts['v_dim']}]"
       else: self.values(name, kinds.get(name, "normal"), shape, self.dtype, same if name != "q" else None)
     if same is not None: self.settings["same"] = same
+
+  def far_reaching(self) -> dict[str, str]:
+    """A row of no numbers, which reaches other rows: of V, whose NaN and inf go to all that see it, or of any input of a gradient."""
+    return {self.one("q", "k", "v"): "nan"} if self.backward else {"v": self.one("nan", "inf", "-inf")}
 
   def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
 
@@ -293,9 +297,10 @@ class Posed:
     self.layout = self.one("bhsd", "bhsd", "bshd", "nsd")
     if self.layout == "nsd": self.B = 1
     self.held_to_work()
-    self.inputs(may_be_same=not self.backward)
+    far = self.far_reaching() if self.chance(.06) else None
+    self.inputs(may_be_same=not self.backward, kinds=far)
     self.three()
-    self.score_options()
+    if far is None: self.score_options()
     self.splits()
     if self.chance(.05) and self.turns == 1:
       shape = self.shape_in(self.layout, self.H, self.Sq, self.Dv)
@@ -432,9 +437,17 @@ class Posed:
         self.outside["bias"] = f"Tensor(x['bias'] == 0, device={self.device!r})" + (".realize()" if self.jit else "")
     scale = self.chance(.2)
     if scale: options["scale"] = repr(self.facts.setdefault("scale", 0.3))
+    ranks = [4, 4, 4, 5, *[3]*(self.B == 1), *[2]*(self.B == self.H == self.Hkv == 1)]
+    rank = self.one(*ranks)
+    three, back = "q, k, v", ""
+    if rank != 4:
+      change = "unsqueeze(0)" if rank > 4 else ".".join(["squeeze(0)"]*(4 - rank))
+      self.inside.append(f"ranked = [t.{change} for t in (q, k, v)]")
+      three, back = "*ranked", f"o = o.reshape({(self.B, self.H, self.Sq, self.Dv)})"
+      if "attn_mask" in options: options["attn_mask"] = f"bias.{change}"
     given = "".join(f", {name}={value}" for name, value in options.items())
-    if self.chance(.5): self.call(f"attn.scaled_dot_product_attention(q, k, v{given})", False)
-    else: self.call(f"by_attn(q, k, v{given})", False)
+    function = self.one("attn.scaled_dot_product_attention", "by_attn")
+    self.call(f"{function}({three}{given})", False, between=back)
 
   def custom(self) -> None:
     """A kernel for Tensor.custom_kernel."""
@@ -542,6 +555,8 @@ class Posed:
     self.layout = "bshd" if form == "flash" else self.one("bhsd", "bshd")
     self.turns, self.jit = self.one(1, 2, 3, 4), self.chance(.4)
     if self.jit: self.turns = 4
+    rotary, indexed, padded = (form == "flash" and self.chance(.4) for _ in range(3))
+    indexed &= not paged
     each = [self.one(1, 1, 2, 5)]*4 if self.jit else [self.one(1, 1, 3, 7, 20) for _ in range(4)]
     begin = [self.rng.randint(0, 70) for _ in range(self.B)]
     lengths = self.one("tensor", "tensor", "int", "variable") if not self.jit else self.one("tensor", "variable")
@@ -562,6 +577,12 @@ class Posed:
                       f"k_cache, v_cache = ({self.tensor(f'paged(filled[n], table, {size}, {count})')} for n in 'kv')",
                       f"block_table = Tensor(table, device={self.device!r}).realize()"]
       self.options["block_table"] = "block_table"
+    elif indexed:
+      batches = self.B + self.one(0, 2)
+      self.before += [f"batches = np.array({self.rng.sample(range(batches), self.B)}, np.int32)",
+                      f"k_cache, v_cache = ({self.tensor(f'indexed(arrange(filled[n], {self.layout!r}), batches, {batches})')} for n in 'kv')",
+                      f"cache_batch_idx = Tensor(batches, device={self.device!r}).realize()"]
+      self.options["cache_batch_idx"] = "cache_batch_idx"
     elif self.Dv == self.D and self.chance(.4):
       both = self.tensor(f"np.stack([arrange(filled[n], {self.layout!r}) for n in 'kv'], 1)")
       self.before += [f"both = {both}", "k_cache, v_cache = both[:, 0], both[:, 1]"]
@@ -575,8 +596,14 @@ class Posed:
     self.each += ["at, new = begin + counted, each[turn]", "counted += new"]
     self.values("q", self.one("normal", "normal", "large"), f"({self.B}, {self.H}, new, {self.D})", self.dtype)
     self.arrays |= {"k": "rows['k']", "v": "rows['v']", "kv_lengths": "at + new"}
+    if padded:
+      starts = [self.rng.randint(0, n) for n in begin]
+      self.arrays["kv_starts"] = f"integers(np.int32, {', '.join(map(str, starts))})"
+      self.before.append(f"cache_leftpad = Tensor(np.array({starts}, np.int32), device={self.device!r}).realize()")
+      self.options["cache_leftpad"] = "cache_leftpad"
     for name in "kv": self.outside[f"{name}_new"] = self.tensor(f"arrange(rows_of_steps(rows[{name!r}], at, new), {self.layout!r})")
     self.outside["q"] = self.tensor(f"arrange(x['q'], {self.layout!r})")
+    if rotary: self.turned(capacity)
     self.outside["n"] = {"tensor": f"Tensor(at, device={self.device!r}).realize()", "int": "int(at[0])",
                          "variable": f"Variable('n', 0, {capacity}).bind(int(at[0]))"}[lengths]
     lse = self.chance(.5)
@@ -599,7 +626,20 @@ class Posed:
                      "lse": f"found['lse'].reshape({self.B}, {self.H}, new)"}
     self.call(text, lse)
     want = f"paged(until(rows[name], at + new), table, {size}, {count})" if paged else f"arrange(until(rows[name], at + new), {self.layout!r})"
+    if indexed: want = f"indexed({want}, batches, {batches})"
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
+
+  def turned(self, positions:int) -> None:
+    """Rows of q and new ones of k come before their rotation, which is by quarters of a circle: exact in every type."""
+    half, interleaved = self.rng.randint(1, max(self.D//2, 1)), self.one(True, False)
+    moving = "causal" in self.options or "window" in self.options
+    if self.D < 2: return
+    self.before += [f"quarters = np.random.default_rng({self.rng.randrange(10**6)}).integers(4, size=({positions}, {half}))",
+                    "rotary_cos, rotary_sin = (tensor(np.float32(of)[quarters], "
+                    f"{self.dtype!r}, {self.device!r}).realize() for of in ((1, 0, -1, 0), (0, 1, 0, -1)))"]
+    for name, rows, moves in (("q", "x['q']", moving), ("k_new", "rows_of_steps(rows['k'], at, new)", True)):
+      self.outside[name] = self.tensor(f"arrange(turned_back({rows}, quarters, at, {interleaved}, {moves}), {self.layout!r})")
+    self.options |= {"rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin", "rotary_interleaved": repr(interleaved)}
 
   def pages(self) -> None:
     """Keys in pages, of tables with entries that nobody may read; packed queries, too."""

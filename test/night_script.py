@@ -14,7 +14,7 @@ from cases import DTYPES, array, tensor
 from guarded import guarded
 
 __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "array", "attn", "base", "bools", "by_attn", "dtypes", "entries",
-           "flash_attn", "integers", "np", "on", "paged", "read", "restore", "rounded", "rows_of_steps", "tensor", "unseen",
+           "flash_attn", "indexed", "integers", "np", "on", "paged", "read", "restore", "rounded", "rows_of_steps", "tensor", "turned_back", "unseen",
            "until", "values", "view"]
 
 @contextlib.contextmanager
@@ -137,6 +137,25 @@ def until(a:np.ndarray, ends:Sequence[int]) -> np.ndarray:
 def rows_of_steps(a:np.ndarray, start:Sequence[int], count:int) -> np.ndarray:
   """So many rows of each batch, from where it is on."""
   return np.stack([a[b, :, at:at + count] for b, at in enumerate(start)])
+
+def indexed(a:np.ndarray, batches:np.ndarray, count:int) -> np.ndarray:
+  """A cache of so many batches, of which these are the ones of an array in turn, and the others NaN."""
+  found = np.full((count, *a.shape[1:]), np.nan, np.float32)
+  found[batches] = a
+  return found
+
+def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved:bool, moving:bool) -> np.ndarray:
+  """The rows (B, H, S, D) that a rotary embedding makes `a` of: pair i of row j of batch b is turned by quarters[at[b] + j, i] quarters of a circle,
+  or by quarters[at[b], i] where rows are not `moving`. Pairs are neighbours where they are interleaved, else half of the turned columns apart."""
+  found, half = a.copy(), quarters.shape[1]
+  first, second = (slice(0, 2*half, 2), slice(1, 2*half, 2)) if interleaved else (slice(0, half), slice(half, 2*half))
+  for b, start in enumerate(at):
+    for j in range(a.shape[2]):
+      angle = quarters[start + j*moving]
+      x, y = a[b, :, j, first], a[b, :, j, second]
+      found[b, :, j, first] = np.choose(angle, (x, y, -x, -y))
+      found[b, :, j, second] = np.choose(angle, (y, -x, -y, x))
+  return found
 
 # ***** calls and results *****
 

@@ -8,7 +8,7 @@ import pytest
 import night
 from night import Outcome, drawn, run
 from night_draw import CHIPS, Posed
-from night_script import base, on, view
+from night_script import base, on, turned_back, view
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
 
 def emulated_seeds(first:int, count:int) -> list[int]:
@@ -31,6 +31,18 @@ def test_views_have_the_numbers_of_their_array() -> None:
     p, a = Posed(random.Random(seed), "CPU", False), np.random.default_rng(seed).standard_normal((2, 3, 4, 5)).astype(np.float32)
     steps = p.steps("q", a.shape, "float32")
     np.testing.assert_array_equal(view(Tensor(base(a, *steps), device="PYTHON"), *steps).numpy(), a, err_msg=str(steps))
+
+def test_rows_before_a_rotary_embedding() -> None:
+  """Turned by the angles they are the rows again: column pairs as complex numbers."""
+  rng = np.random.default_rng(0)
+  a, quarters, at = rng.standard_normal((2, 3, 4, 8)).astype(np.float32), rng.integers(4, size=(9, 3)), (5, 2)
+  for interleaved, moving in ((True, True), (False, True), (True, False)):
+    back = turned_back(a, quarters, at, interleaved, moving)
+    first, second = ([0, 2, 4], [1, 3, 5]) if interleaved else ([0, 1, 2], [3, 4, 5])
+    places = np.array([[start + j*moving for j in range(4)] for start in at])
+    turned = (back[..., first] + 1j*back[..., second])*1j**quarters[places][:, None]
+    np.testing.assert_allclose(turned, a[..., first] + 1j*a[..., second], atol=1e-6)
+    np.testing.assert_array_equal(back[..., 6:], a[..., 6:])
 
 # ***** what a night notices *****
 
