@@ -15,7 +15,7 @@ from attn.isa.__main__ import main
 from attn.isa.buffer_offsets import KnownRegisters
 from attn.isa.check import findings
 from attn.isa.instruction import Instruction
-from attn.isa.source import Spec
+from attn.isa.source import Shape, Spec, problem_of_spec, uneven_shape
 from attn.kernels.parts.tensors import dbias_arguments
 from attn.ops import renderers
 from attn.ops.renderers import render
@@ -220,11 +220,12 @@ def run(*args:object) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def ours(monkeypatch:pytest.MonkeyPatch) -> list[Spec]:
-  """Samples in the place of our kernels, and two specs in the place of all; in the one for gfx1100 some lanes leave before the end."""
-  specs = [Spec("gfx942", 64), Spec("gfx1100", 64)]
-  def kernel_source(spec:Spec, llvm:int) -> source.Source:
+  """Samples in the place of our kernels, and three specs in the place of all; in the one for gfx1100 some lanes leave before the end, and in the one
+  for gfx1201 where rows are uneven."""
+  specs = [Spec("gfx942", 64), Spec("gfx1100", 64), Spec("gfx1201", 64)]
+  def kernel_source(spec:Spec, llvm:int, shape:Shape|None) -> source.Source:
     text, leave = sample(spec.arch, spec.d), "  if (t&1) return;\n  l = __builtin_amdgcn_update_dpp(0.0f, l, 0xb1, 15, 15, true);\n"
-    if spec.arch == "gfx1100": text = text.replace("  float r = ", leave + "  float r = ")
+    if spec.arch == "gfx1100" or (spec.arch == "gfx1201" and shape is not None): text = text.replace("  float r = ", leave + "  float r = ")
     return source.Source(text, spec.d, spec.d, 32, 128)
   monkeypatch.setattr(source, "kernel_source", kernel_source)
   monkeypatch.setattr(costs, "SPECS", specs)
@@ -232,8 +233,16 @@ def ours(monkeypatch:pytest.MonkeyPatch) -> list[Spec]:
 
 def test_the_command_looks_at_every_kernel(ours:list[Spec]) -> None:
   status, lines = run()
-  assert status == 1 and lines and all(re.match(r"gfx1100/64/float16/full under clang \d+: across lanes: ", x) for x in lines)
-  assert run("--arch", "gfx942") == (0, []) and run("gfx942/64") == (0, []) and run("gfx1100/64") == (1, lines)
+  kernels = [re.fullmatch(r"gfx(\w+)/64/float16/full(.*) under clang \d+: across lanes: .*", x) for x in lines]
+  assert status == 1 and [x and x.groups() for x in kernels] == [("1100", ""), ("1100", " of uneven rows"), ("1201", " of uneven rows")]
+  assert run("--arch", "gfx942") == (0, []) and run("gfx942/64") == (0, []) and run("gfx1100/64") == (1, lines[:2])
+
+def test_uneven_rows() -> None:
+  """They are such that no tile but one of a few rows divides them, and a causal mask ends at the last query and key."""
+  p = problem_of_spec(spec := Spec("gfx942", 64, mask="causal"), uneven_shape(spec))
+  assert (p.Sq, p.Sk, p.H, p.Hkv, p.offset, p.window) == (4000, 4133, 32, 8, 133, (-1, 0)) and p.Sq % 128 and p.Sk % 16
+  latent = problem_of_spec(spec := Spec("gfx942", 576, kernel="mla"), uneven_shape(spec))
+  assert (latent.Sq, latent.Sk, latent.offset) == (2, 4133, 4131)
 
 def test_the_command_looks_at_files(tmp_path:Path) -> None:
   (file := tmp_path/"kernel.s").write_text(f"k:\nv_cmpx_gt_i32_e32 v0, v1\n{WMMA}\ns_endpgm")

@@ -224,7 +224,10 @@ def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[s
 @click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only kernels of these chips; of a disassembly its chip.")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")
 def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) -> None:
-  """Look for what would be wrong in the machine code of WHAT: kernels by word, or files. [default: every kernel of docs/costs.txt]"""
+  """Look for what would be wrong in the machine code of WHAT: kernels by word, or files. [default: every kernel of docs/costs.txt]
+
+  Kernels are compiled for whole tiles, and for numbers of queries and keys that are no powers of two.
+  """
   files = [word for word in what if Path(word).is_file()]
   found = [f"{word}: {x}" for word in files for x in check.findings(_text_of(Path(word)), *arch[:1])]
   words = [word for word in what if word not in files]
@@ -232,7 +235,7 @@ def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) ->
   if other := next((s for s in specs if s.arch not in MODELLED), None): raise ValueError(f"{other}: checks are of AMD's chips, {', '.join(MODELLED)}")
   for tools in [toolchain_of(llvm) for llvm in OLDER] if compilers else [clang.toolchain()]:
     known = [s for s in specs if costs.knows(tools, s.arch)]
-    found += [f"{spec} under clang {tools.llvm}: {x}" for spec, lines in check.findings_of(known, tools) for x in lines]
+    found += [f"{kernel}: {x}" for kernel, lines in check.findings_of(known, tools) for x in lines]
   for line in found: click.echo(line)
   if found: raise SystemExit(1)
 

@@ -47,10 +47,11 @@ def findings(text:str, arch:str|None=None) -> list[str]:
   chip = modelled(re.split(r"[:+-]", functions[0].arch)[0])
   return [f"{name}: {found}" for kernel in functions for name, check in CHECKS.items() for found in check(Function(kernel, chip))]
 
-def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[Spec, list[str]]]:
-  """Each kernel of ours with what the checks find in it under a compiler. Kernels are printed here, one after the other, while clang compiles on
-  every core."""
+def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[str, list[str]]]:
+  """Each kernel of ours in words with what the checks find in it under a compiler, for a problem of whole tiles and for an uneven one. Kernels are
+  printed here, one after the other, while clang compiles on every core."""
   def checked(spec:Spec, text:str) -> list[str]: return findings(assembly(text, spec.arch, tools=tools), spec.arch)
   with ThreadPoolExecutor(os.cpu_count()) as pool:
-    jobs = {spec: pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm).text) for spec in specs}
-    for spec, job in jobs.items(): yield spec, job.result()
+    jobs = {f"{spec}{words}": pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm, shape=shape).text)
+            for spec in specs for words, shape in (("", None), (" of uneven rows", source.uneven_shape(spec)))}
+    for words, job in jobs.items(): yield f"{words} under clang {tools.llvm}", job.result()

@@ -80,27 +80,36 @@ class Source:
 
 @dataclass(frozen=True)
 class Shape:
-  """How large a problem is: batch, query heads, heads of keys and values, and keys. There are as many queries; of decode one for each sequence."""
+  """How large a problem is: batch, query heads, heads of keys and values, keys, and queries. Of these there are mostly as many, and of decode one for
+  each sequence."""
   b: int
   h: int
   hkv: int
   n: int
+  queries: int|None = None
 
 # whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
 SHAPE = Shape(1, 32, 32, 4096)
 SHAPE_OF_DECODE = Shape(8, 32, 8, 16384)
 SHAPE_OF_LATENT = Shape(32, 128, 1, 4096)
+# tiles that are not whole, of queries and of keys
+UNEVEN = Shape(1, 32, 8, 4133, 4000)
 ROTARY, DECODED = 64, 2     # of K of latent attention the columns that are not V, and the queries that decode a token and a draft of the next one
 
+def usual_shape(spec:Spec) -> Shape: return {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
+def uneven_shape(spec:Spec) -> Shape:
+  """The shape of a problem of the kernel whose numbers of rows are no powers of two; where its queries are given, that is its keys."""
+  return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (DECODE, LATENT) else UNEVEN
+
 def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
-  x = shape or {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
+  x = shape or usual_shape(spec)
   window = (-1, 0 if spec.mask == "causal" else -1)
   if spec.kernel == LATENT:
     return Problem(x.b, x.h, x.hkv, DECODED, x.n, spec.d, spec.d - ROTARY, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
                    offset=x.n - DECODED, softmax_scale=spec.d**-0.5, v_in_k=True)
-  queries, splits = (1, 0) if spec.kernel == DECODE else (x.n, 1)
-  return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype, window=window, softmax_scale=spec.d**-0.5,
-                 num_splits=splits)
+  queries, splits = (1, 0) if spec.kernel == DECODE else (x.queries or x.n, 1)
+  return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
+                 offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits)
 
 def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
