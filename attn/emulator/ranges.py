@@ -19,13 +19,13 @@ THE_SAME = ("uniform", "opaque_uniform", "opaque", "page_number", "alone", "warp
 WRAPPING = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL, Ops.NEG)
 
 def held_by(dtype:DType) -> Range:
-  """What an integer type holds."""
+  """Range of an integer type."""
   return (0, 1) if dtype == dtypes.bool else (int(dtype.min), int(dtype.max))
 
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
 
 def must_fit(u:UOp) -> bool:
-  """Whether the result is meant as the exact one."""
+  """Tells whether the result is meant as the exact one."""
   if u.dtype not in dtypes.ints: return False
   if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
   source = u.src[0].dtype if u.op is Ops.CAST else u.dtype
@@ -72,7 +72,7 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """`of`: the range of each integer of a program. `beyond`: of those that are not proven to fit into their type, the range that they would have."""
+  """Ranges of a program's integers: `of` has that of each, `beyond` the range that an integer would have which is not proven to fit into its type."""
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
     # uses of a number, but for those where what does not fit is left out: by a choice, or by the gate of an access
@@ -84,7 +84,7 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Its range, from that of the exact result. Of a number that is a sum, or a part of one, it is the narrower one of two."""
+    """Range of a number, from that of the exact result. A number that is a sum, or a part of one, has the narrower one of two."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)
@@ -97,7 +97,7 @@ class Ranges:
     return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
-    """None where nothing is known of it."""
+    """Range of a number; None where nothing is known."""
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
@@ -113,7 +113,7 @@ class Ranges:
 
   # ***** sums, in which what is added and taken away again cancels *****
   def _sum(self, u:UOp) -> Sum:
-    """What an integer is the sum of, each times a factor: itself where it is none."""
+    """Terms of which an integer is the sum, each with its factor: the integer itself where it is no sum."""
     parts, found = [self.sums.get(s) for s in u.src], None
     if u.op is Ops.CAST and parts[0] is not None: found = parts[0]
     elif len(parts) == 2 and (x := parts[0]) is not None and (y := parts[1]) is not None:
@@ -135,14 +135,14 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Of a choice by x < y both branches know that: a maximum or a minimum is printed so, and its branches may be x or y of another type."""
+    """Range of a choice by x < y, which both branches know: a maximum or a minimum is printed so, and its branches may be x or y of another type."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # it may be that one never is
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """What is known of numbers where a condition holds, and where it does not."""
+    """Ranges of numbers where a condition holds, and where it does not."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
@@ -152,7 +152,7 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """The range of a branch where it is taken. It is no matter what becomes of it elsewhere."""
+    """Range of a branch where it is taken: what becomes of it elsewhere does not matter."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)
@@ -167,10 +167,10 @@ def gated(uops:list[UOp]) -> set[UOp]:
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
 def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
-  """What is known where x and y hold."""
+  """Ranges of numbers where each of two sets of bounds holds."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:
-  """x + factor*y."""
+  """Returns x + factor*y."""
   found = {key: x.get(key, 0) + factor*y.get(key, 0) for key in (*x, *y)}
   return {key: n for key, n in found.items() if n or key is None}

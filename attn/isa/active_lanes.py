@@ -92,7 +92,7 @@ def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """What is known at the beginning of each block; None where no path leads."""
+  """Facts at the beginning of each block; None where no path leads."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:
@@ -111,7 +111,7 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
   return known
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
-  """For each instruction of each block whether all lanes of a wave are known to be active; None for a block that no path leads to."""
+  """Tells for each instruction of each block whether all lanes of a wave are known to be active; None for a block that no path leads to."""
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()
   for block, facts in zip(blocks, facts_of(blocks, whole)):
@@ -124,7 +124,7 @@ def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
   return found
 
 def across_lanes(blocks:Sequence[Block], wave:int) -> list[str]:
-  """Each instruction that needs every lane of a wave, where one may be switched off."""
+  """Finds each instruction that needs every lane of a wave, where one may be switched off."""
   found, label = [], "the entry"
   for block, whole in zip(blocks, whole_waves(blocks, wave)):
     label = block.labels[-1] if block.labels else label

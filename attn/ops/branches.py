@@ -15,12 +15,12 @@ ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # and those whose result follows from no other value
 
 def _made_of(u:UOp) -> tuple[UOp, ...]:
-  """What a value follows from; of one that is loaded the array, of which registers alone are ever looked at."""
+  """Operands that a value follows from. A value that is loaded follows from the array, and of arrays only registers are ever looked at."""
   if u.op in (Ops.LOAD, Ops.INDEX, Ops.AFTER): return u.src[:1]
   return () if isinstance(u.arg, Call) and u.arg.name in FROM_MEMORY else u.src
 
 def _written(u:UOp) -> Iterator[UOp]:
-  """The registers that a store writes; or an operation, which may write any that it is given."""
+  """Registers that a store writes, or that an operation may write: any that it is given."""
   for s in u.src[:1] if u.op is Ops.STORE else u.src if isinstance(u.arg, Call) else ():
     if s.op is Ops.INDEX and s.addrspace is AddrSpace.REG: yield s.buf_uop
 
@@ -35,8 +35,8 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """By the IF of a branch, the stored values that have to be made before it. Of branches that follow one another the first has those of all: with
-  nothing between them clang makes one branch of those under one condition."""
+  """Stored values that have to be made before a branch, by its IF. Where branches follow one another the first has those of all: clang makes one
+  branch of those under one condition, with nothing between them."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue

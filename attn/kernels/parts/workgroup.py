@@ -23,7 +23,7 @@ CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time shoul
 
 @dataclass(frozen=True)
 class Grid:
-  """Who works on what: heads and blocks of queries over the grid, lanes and waves over a workgroup's threads."""
+  """Division of the work: heads and blocks of queries over the grid, lanes and waves over a workgroup's threads."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # those of the grid and of the threads
   head: UOp                   # the workgroup's number among all heads that are computed, or groups of heads
@@ -37,7 +37,7 @@ def head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
   return _heads_fastest(math.prod(blocks_of_queries(p, tile)), p.all_heads//heads, tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
-  """The same over blocks of keys and key/value heads."""
+  """AMD's grid over blocks of keys and key/value heads: these vary fastest, too."""
   return _heads_fastest(ceildiv(p.Sk, tile.block_m), p.B*p.Hkv, tile, mat)
 
 def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
@@ -57,7 +57,7 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """The same over blocks of keys and key/value heads, of whose queries the cache holds as many."""
+  """NVIDIA's grid over blocks of keys and key/value heads: the blocks of as many heads run together as the cache holds queries of."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if p.window[1] >= 0 else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
@@ -96,7 +96,7 @@ class BlockRows:
   further: int|UOp
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Those of the block of queries that starts as the `number`-th: under a causal mask the long ones start first. `buffers`: the first row becomes a
+  """Rows of the block of queries that starts as the `number`-th: under a causal mask the long ones start first. `buffers`: the first row becomes a
   part of the offsets of buffer instructions."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = pieces*blocks - 1 - number if p.window[1] >= 0 else number, x.n_q*heads, UOp.const(0)
@@ -156,8 +156,8 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
               parts:int=0) -> Workgroup:
-    """The same of one that owns keys of a key/value head, and walks over the queries of those that share them. The first of these is `first_head`.
-    What it walks over is divided into `parts`, heads first."""
+    """The part of a workgroup that owns keys of a key/value head, and walks over the queries of the heads that share them. The first of these is
+    `first_head`. The walk is divided into `parts`, heads first."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     of_heads = math.gcd(group, max(parts, 1))
@@ -171,7 +171,7 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """The same of one that owns queries, at another place of the grid, and walks over all keys."""
+    """The part of a workgroup that owns queries, at another place of the grid, and walks over all keys."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
@@ -214,28 +214,28 @@ class Workgroup:
                      table, begin)
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
-    """The same, in the dtype of the matrix unit's inputs."""
+    """The rows of a tensor as `rows` has them, in the dtype of the matrix unit's inputs."""
     rows, dtype = self.rows(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def numbers(self, name:str, head:UOp) -> GlobalRows:
-    """Those of lse and its like: one fp32 number for each query of a head."""
+    """The numbers of lse and its like: one in fp32 for each query of a head."""
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   def number(self, name:str, row:Row) -> UOp:
-    """That of a query; of one that there is not, none is read."""
+    """The number of a query; for a query beyond the last none is read."""
     rows = self.numbers(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
   # ***** O and LSE *****
   @property
   def out_dtype(self) -> str:
-    """Of O as it is stored: a part of the keys leaves its own in fp32."""
+    """The dtype of O as it is stored: a part of the keys leaves its own in fp32."""
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, UOp]:
-    """(what O of a row is to be multiplied by, its LSE), of its reference and sums: of P as it is rounded, and as the LSE has it."""
+    """Returns (the factor of a row's O, its LSE), from its reference and its sums: of P as it is rounded, and as the LSE has it."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
@@ -252,7 +252,7 @@ class Workgroup:
     return stores
 
   def cleared(self) -> list[UOp]:
-    """Of packed sequences: the stores to the workgroup's share of the rows that are of none."""
+    """The stores to the workgroup's share of the rows that are of no sequence, where sequences are packed."""
     blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
@@ -272,7 +272,7 @@ class Workgroup:
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Where its part of a gradient begins."""
+    """The place where the workgroup's part of a gradient begins."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
@@ -288,7 +288,7 @@ class Workgroup:
 
   @property
   def is_first_part(self) -> UOp:
-    """What all parts know the first one stores."""
+    """Whether this part stores what all parts know: the first one does."""
     return UOp.const(True) if self.part is None else self.part.eq(0)
 
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:
