@@ -179,13 +179,15 @@ TO_LANES, FROM_LANES = "v_writelane_b32 v40, s2, 1", "v_readlane_b32 s2, v40, 1"
   ("gfx90a", TRIPS % "buffer_load_dword v3, off, s[0:3], 0 offset:8", ["scratch: 1 in the loop at .LBB0_9"]),
   ("gfx942", f"{TO_LANES}; {TRIPS % FROM_LANES}", ["scalar spills: 1 in the loop at .LBB0_9"]),
   ("gfx942", TRIPS.replace("9", "8") % f"{TO_LANES}; {TRIPS % FROM_LANES}; {FROM_LANES}",
-   ["scalar spills: 2 in the loop at .LBB0_8", "scalar spills: 1 in the loop at .LBB0_9"])])
+   ["scalar spills: 2 in the loop at .LBB0_8", "scalar spills: 1 in the loop at .LBB0_9"]),
+  ("gfx942", TRIPS.replace("9", "8") % f"{TO_LANES}; {TRIPS % f'{MFMA}; {FROM_LANES}'}", ["scalar spills: 1 in the loop at .LBB0_9"])])
 def test_what_a_loop_should_not_have_is_found(arch:str, text:str, found:list[str]) -> None: assert of(text, arch) == found
 
 @pytest.mark.parametrize("arch, text", [
   ("gfx1100", TRIPS % (WATERFALL % ("s_nop 0", TILE))), ("gfx1100", TRIPS % f"v_readfirstlane_b32 s4, v0; {TILE}"),
   ("gfx1100", f"{TO_SCRATCH}; {TRIPS % TILE}; {FROM_SCRATCH}"), ("gfx90a", TRIPS % "buffer_load_dword v3, v1, s[0:3], 0 offen"),
   ("gfx942", f"{TO_LANES}; {TRIPS % TILE}; {FROM_LANES}"), ("gfx942", TRIPS % "v_readlane_b32 s2, v41, 1"), ("gfx950", LOOP % (TILE, "s_nop 0")),
+  ("gfx942", TRIPS.replace("9", "8") % f"{FROM_LANES}; {TRIPS % MFMA}; {TO_LANES}"),                                # once for a whole loop of work
   ("gfx942", f".LBB0_9:; {MFMA}; s_cbranch_vccz .LBB0_8; {FROM_SCRATCH}; .LBB0_8:; s_cbranch_scc1 .LBB0_9")])      # a rescale that few trips need
 def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 # ***** kernels *****

@@ -7,7 +7,7 @@ they load, and the other lanes go round again (a waterfall). Registers that ther
 """
 from __future__ import annotations
 from collections.abc import Iterable, Sequence
-from attn.isa.flow import Block, Loop, loops_of, usual_path
+from attn.isa.flow import Block, Loop, loops_of, matrix_loops, usual_path
 from attn.isa.instruction import Instruction
 from attn.isa.waits import path_of_waits
 
@@ -56,8 +56,10 @@ def scratch_accesses(blocks:Sequence[Block]) -> list[str]:
   return [f"{n} in {_at(blocks, loop)}" for loop, n in _per_loop(blocks, wanted)]
 
 def scalar_spills(blocks:Sequence[Block]) -> list[str]:
-  """Moves of scalar registers to and from the lanes of vector registers that they are put aside into, loop by loop."""
+  """Moves of scalar registers to and from the lanes of vector registers that they are put aside into, loop by loop. A move is one instruction: around
+  a loop with matrix work, as once for each head, it is of no account."""
   code = [x for block in blocks for x in block.instructions]
   aside = {x.args.split(",")[0] for x in code if x.op.startswith("v_writelane")}
   wanted = {id(x) for x in code if x.op.startswith("v_writelane") or (x.op.startswith("v_readlane") and x.args.split(",")[1].strip() in aside)}
-  return [f"{n} in {_at(blocks, loop)}" for loop, n in _per_loop(blocks, wanted)]
+  working = [loop.body for loop in matrix_loops(blocks)]
+  return [f"{n} in {_at(blocks, loop)}" for loop, n in _per_loop(blocks, wanted) if not any(body < loop.body for body in working)]
