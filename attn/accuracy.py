@@ -19,7 +19,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 import numpy as np
 from attn.ops.numerics import ROUNDOFF
-from attn.reference import PLAIN, Array, Options, with_heads, batch_options, finished_scores, softmax_of, summed_to, exact, exact_backward
+from attn.reference import (PLAIN, Array, Options, TermStep, with_heads, batch_options, finished_scores, slope_of, softmax_of, summed_to, term_steps,
+                            exact, exact_backward)
 
 SIGMAS = 6.0                    # of what is random, an element may be off by so many standard deviations
 ENOUGH_ELEMENTS = 10**4                  # elements for a root of a mean square
@@ -243,7 +244,7 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """What float64 knows of each query and key, (..., H, Sq, Sk): the `raw` product of both, scaled; the weights P; the slope of the softcap, and its
+  """What float64 knows of each query and key, (..., H, Sq, Sk): the `raw` product of both, scaled; the weights P; the slope of the terms, and its
   error; 1/(1 - dropout_p) or 0, as dropout keeps it, or None; and the standard deviation of the error of a score in fp32, `off`. Of each row
   (..., H, Sq, 1) lse and what it is off by. And `_rounding` of the weights of forward. q, k and v have as many heads all three."""
   dtype: str
@@ -265,6 +266,15 @@ class _Pairs:
     """What dropout leaves of it."""
     return a if self.factor is None else a*self.factor
 
+def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
+  capped = np.abs(step.after)
+  off = off*step.slope + 4*FP32*capped + (0 if dtype == "float32" else 2*FP32*min(x.softcap, SHORT_CAP))
+  return off, 4*FP32 + 2*capped*off/x.softcap**2
+
+# terms that don't add, by the option that each goes by: of the standard deviation of the scores' error before one it makes that after it, and the
+# error of its slope, at most
+BENT: dict[str, Callable[[Array, TermStep, Options, str], tuple[Array, Array]]] = {"softcap": _off_by_the_cap}
+
 def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, x:Options, dtype:str, flushes:bool) -> _Pairs:
   given_q, given_k, v = with_heads(q, k, _clean(v), np.float64)
   q, k = _finite(given_q), _finite(given_k)
@@ -272,17 +282,18 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   turned = k.swapaxes(-1, -2)
   raw = (q @ turned)*scale
   with np.errstate(all="ignore"):
-    s, slope = finished_scores(raw if q is given_q and k is given_k else (given_q @ given_k.swapaxes(-1, -2))*scale, window, offset, x)
-    slope = _finite(np.asarray(slope))
+    s, steps = finished_scores(raw if q is given_q and k is given_k else (given_q @ given_k.swapaxes(-1, -2))*scale, window, offset, x)
+    slope = _finite(np.asarray(slope_of(steps), np.float64))
     p, lse = (_finite(a) for a in softmax_of(s, x))
     top = _finite(np.fmax.reduce(s, axis=-1, initial=-np.inf))[..., None]
-    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, softcap=0.0))[0])     # what is added to scores
+    none_bent: dict[str, Any] = dict.fromkeys(BENT, 0.0)
+    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])     # what is added to scores
   lse = lse[..., None]
   off, size, slope_off = scale*_dot_error(q.shape[-1], raw/scale, (q*q) @ (turned*turned)), np.abs(raw), np.zeros_like(raw)
-  if x.softcap:
-    capped = np.abs(x.softcap*np.tanh(raw/x.softcap))
-    off = off*slope + 4*FP32*capped + (0 if dtype == "float32" else 2*FP32*min(x.softcap, SHORT_CAP))
-    size, slope_off = capped, 4*FP32 + 2*capped*off/x.softcap**2
+  for step in term_steps(raw, offset, x):
+    if step.name not in BENT: continue
+    off, more = BENT[step.name](off, step, x, dtype)
+    size, slope_off = np.abs(step.after), slope_off + more
   size = size + np.abs(bare)
   off = np.minimum(off + FP32*((size + np.abs(lse))/2 + 1.5), 1)
   lse_off = SIGMAS*np.sqrt(_grouped(raw, p*off, np.ones((p.shape[-1], 1)))[0]) + FP32*(
@@ -363,7 +374,7 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """What float64 knows of the gradients: of each pair (..., H, Sq, Sk) dS before and after the softcap's slope, and the variances of their errors in
+  """What float64 knows of the gradients: of each pair (..., H, Sq, Sk) dS before and after the terms' slope, and the variances of their errors in
   fp32; of each row (..., H, Sq, 1) delta, the variance of its error, and that of fp32 alone."""
   t: _Pairs
   do: Array

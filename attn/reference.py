@@ -6,6 +6,8 @@ where kernels cannot have that, docs/attention.md says how far a NaN reaches. Gr
 it is rounded to the dtype of q, k and v, in which it is a factor.
 """
 from __future__ import annotations
+import functools, operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
@@ -113,19 +115,56 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
     total += np.where(seen[:, j:j + 1], weights[..., j:j + 1]*row, nothing)
   return total
 
-def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, Array]:
+# ***** what happens to a score *****
+
+@dataclass(frozen=True)
+class TermStep:
+  """A term by the textbook, taken: the scores before it and after it, and its slope at each, None where that is 1."""
+  name: str
+  before: Array
+  after: Array
+  slope: Array|None
+
+def _capped(s:Array, x:Options, offset:int) -> tuple[Array, Array|None]:
+  cap = s.dtype.type(x.softcap)
+  t = np.tanh(s/cap)
+  return cap*t, 1 - t*t
+
+def _moved(s:Array, x:Options, offset:int) -> tuple[Array, Array|None]:
+  assert x.alibi_slopes is not None
+  work, (Sq, Sk) = s.dtype.type, s.shape[-2:]
+  return s - x.alibi_slopes.astype(work)[..., None, None]*np.abs(np.arange(Sq)[:, None] + offset - np.arange(Sk)).astype(work), None
+
+def _biased(s:Array, x:Options, offset:int) -> tuple[Array, Array|None]:
+  assert x.bias is not None
+  return s + x.bias.astype(s.dtype.type), None
+
+# in their order, by the option that each goes by: of scores, the options and the offset, the scores after it, and its slope
+TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] = {"softcap": _capped, "alibi_slopes": _moved, "bias": _biased}
+
+def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
+  """The terms that raw scores go through."""
+  found = list[TermStep]()
+  for name, value in TEXTBOOK.items():
+    if isinstance(given := getattr(x, name), np.ndarray) or given:
+      found.append(TermStep(name, s, *value(s, x, offset)))
+      s = found[-1].after
+  return found
+
+def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
+  """The slope of all terms together, or of those after one, at each score."""
+  names = [step.name for step in steps]
+  some = steps if after is None else steps[names.index(after) + 1:]
+  slopes: list[Any] = [step.slope for step in some if step.slope is not None]
+  return functools.reduce(operator.mul, slopes) if slopes else 1
+
+def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
-def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, Array]:
-  """The scores that the softmax takes, of raw ones: -inf where a query does not see a key; and the slope of the softcap at each."""
-  work, (Sq, Sk), slope = s.dtype.type, s.shape[-2:], s.dtype.type(1)
-  if x.softcap:
-    t = np.tanh(s/work(x.softcap))
-    s, slope = work(x.softcap)*t, 1 - t*t
-  if x.alibi_slopes is not None:
-    s = s - x.alibi_slopes.astype(work)[..., None, None]*np.abs(np.arange(Sq)[:, None] + offset - np.arange(Sk)).astype(work)
-  if x.bias is not None: s = s + x.bias.astype(work)
-  return np.where(visible(Sq, Sk, window, offset), s, work(-np.inf)), slope
+def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
+  """The scores that the softmax takes, of raw ones: -inf where a query does not see a key; and the terms that they went through."""
+  steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
+  return np.where(visible(Sq, Sk, window, offset), steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   """(P before it is divided, the sink's, what both are relative to) of scores."""
@@ -186,7 +225,7 @@ def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:f
   def operand(a:Array) -> Array: return a if types is None else rounded(a, types[0])
   def of_group(a:Array) -> Array: return a.reshape(*a.shape[:-3], *groups, *a.shape[-2:]).sum(-3)
   with np.errstate(all="ignore"):
-    s, slope = _scores(q, k, scale, window, offset, x)
+    s, steps = _scores(q, k, scale, window, offset, x)
     o, lse = _output(s, v, seen, x, types), softmax_of(s, x)[1]
     if types is not None: o = rounded(o, types[1])
     safe = np.where(lse == -np.inf, work(0), lse)        # of a row that sees no key: all its scores are -inf
@@ -194,11 +233,12 @@ def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:f
     delta = (do*o).sum(-1) - np.where(lse == -np.inf, work(0), dlse)
     ds = np.where(s == -np.inf, work(0), p*(_dropped(do @ v.swapaxes(-1, -2), x) - delta[..., None]))
     dsinks = None if x.sinks is None else summed_to(-np.exp(x.sinks.astype(work)[:, None] - lse)*delta, (x.sinks.shape[0], 1))[:, 0]
-    dscores = operand(ds*slope)
+    dscores = operand(ds*slope_of(steps))
     dq, dk = _of_visible(dscores, k, seen)*work(scale), of_group(_of_visible(dscores.swapaxes(-1, -2), q, seen.T)*work(scale))
     dv = of_group(_of_visible(operand(_dropped(p, x)).swapaxes(-1, -2), do, seen.T))
-    dslopes = None if x.alibi_slopes is None else _of_slopes(ds, offset, x.alibi_slopes.shape)
-  return Gradients(dq, dk, dv, None if x.bias is None else summed_to(ds, x.bias.shape), dsinks, dslopes)
+    dslopes = None if x.alibi_slopes is None else _of_slopes(ds*slope_of(steps, "alibi_slopes"), offset, x.alibi_slopes.shape)
+    dbias = None if x.bias is None else summed_to(ds*slope_of(steps, "bias"), x.bias.shape)
+  return Gradients(dq, dk, dv, dbias, dsinks, dslopes)
 
 def _of_slopes(ds:Array, offset:int, shape:tuple[int, ...]) -> Array:
   away = np.abs(np.arange(ds.shape[-2])[:, None] + offset - np.arange(ds.shape[-1])).astype(ds.dtype)
