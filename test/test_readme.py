@@ -47,7 +47,7 @@ def test_install_names_an_extra_that_exists(tmp_path:Path) -> None:
 
 def test_the_test_commands_collect(tmp_path:Path) -> None:
   assert "test_readme.py" in run(TESTS.replace("-n 2", "--collect-only test/test_readme.py"), tmp_path)
-  assert GPU_TESTS in COMMANDS and "test_nvidia.py" in run(f"{GPU_TESTS} --collect-only test/test_nvidia.py", tmp_path)
+  assert GPU_TESTS in COMMANDS and "test_nvidia.py" in run(f"{GPU_TESTS} --collect-only test/kernels/test_nvidia.py", tmp_path)
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "COMPARE=1" in c])
 def test_a_comparison_needs_a_gpu(command:str, tmp_path:Path) -> None:

@@ -1,5 +1,5 @@
 """The options of attention, each declared once: its default, its check and what it means. The signatures of `attention`, `flash_attention_fn` and
-`attention_with_kv_cache` and the tables of README.md are held to these records by test/test_options.py."""
+`attention_with_kv_cache` and the tables of README.md are held to these records by test/calls/test_options.py."""
 from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any

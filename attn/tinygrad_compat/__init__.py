@@ -1,5 +1,5 @@
-"""The one room that imports tinygrad. tinygrad's kernel API is alpha: it is pinned to one version, and test/test_compat.py pins every name and
-signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
+"""The one room that imports tinygrad. tinygrad's kernel API is alpha: it is pinned to one version, and test/tinygrad_compat/test_compat.py pins every
+name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
 
 The others import from here what they need of tinygrad, as it is or as these modules make it: uops.py constructs UOps, lowering.py lowers kernels,
 caches.py knows what is kept of them, patches.py and cuda.py change what tinygrad does, tensors.py and devices.py ask it, timers.py times kernels.

@@ -1,0 +1,290 @@
+"""FlashAttention's functions: every argument of each is run, and the table of docs/flash_attention.md is made of what is run here."""
+from __future__ import annotations
+import inspect, sys
+from pathlib import Path
+from typing import Any, Callable
+import numpy as np
+import pytest
+import attn
+from attn import flash_attn
+from attn.accuracy import judge, law_of
+from attn.tinygrad_compat import Tensor
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # where it is run as a program
+from api_cases import draw, emulated
+from api_cases import whole as whole_tensor
+from cases import array, tensor
+
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
+B, SQ, SK, H, HKV, D = 2, 4, 12, 4, 2, 16
+DOCUMENT = Path(__file__).resolve().parent.parent.parent/"docs/flash_attention.md"
+
+def int32(*x:Any) -> Tensor: return Tensor(np.array(x, np.int32), device="EMU").realize()
+def numbers(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+Q, K, V = (numbers(B, n, h, D, seed=i).astype(np.float16) for i, (n, h) in enumerate(((SQ, H), (SK, HKV), (SK, HKV))))
+SLOPES = np.array([.5, .25, .125, .0625], np.float32)
+
+def half(x:np.ndarray) -> Tensor: return tensor(x, "float16").realize()
+def qkv() -> list[Tensor]: return [half(x) for x in (Q, K, V)]
+def packed_rows(x:np.ndarray) -> np.ndarray: return x.reshape(-1, *x.shape[2:])
+CU_Q, CU_K = [(0, n, 2*n) for n in (SQ, SK)]
+
+# ***** the functions on the same numbers: each returns out (B, SQ, H, D), and lse where wanted *****
+
+def whole(function:str, **more:Any) -> Any:
+  """The call of a function that has whole keys, with these arguments, and what `attention` says to ours."""
+  q, k, v = qkv()
+  if function == "flash_attn_func": return flash_attn.flash_attn_func(q, k, v, **more)
+  if function == "flash_attn_kvpacked_func": return flash_attn.flash_attn_kvpacked_func(q, half(np.stack([K, V], 2)), **more)
+  three = [Q, K[:, :SQ].repeat(2, 2), V[:, :SQ].repeat(2, 2)]
+  if function == "flash_attn_qkvpacked_func": return flash_attn.flash_attn_qkvpacked_func(half(np.stack(three, 2)), **more)
+  lens = {"max_seqlen_q": SQ, "max_seqlen_k": SK} | {n: more.pop(n) for n in ("max_seqlen_q", "max_seqlen_k") if n in more}
+  q, k, v = (half(packed_rows(x)) for x in (Q, K, V))
+  cu = int32(*CU_Q), int32(*CU_K)
+  if function == "flash_attn_varlen_func": return flash_attn.flash_attn_varlen_func(q, k, v, *cu, **lens, **more)
+  if function == "flash_attn_varlen_kvpacked_func":
+    return flash_attn.flash_attn_varlen_kvpacked_func(q, half(np.stack([packed_rows(x) for x in (K, V)], 1)), *cu, **lens, **more)
+  qkv_rows = half(np.stack(list(map(packed_rows, three)), 1))
+  return flash_attn.flash_attn_varlen_qkvpacked_func(qkv_rows, cu[0], more.pop("max_seqlen", SQ), **more)
+
+def ours(function:str, **options:Any) -> Any:
+  q, k, v = qkv()
+  if "qkvpacked" in function: k, v = (half(x[:, :SQ].repeat(2, 2)) for x in (K, V))
+  return attn.attention(q, k, v, layout="bshd", **options)
+
+def same_numbers(x:Tensor, y:Tensor) -> None: np.testing.assert_array_equal(array(x).reshape(array(y).shape), array(y))
+
+def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
+  def run(function:str) -> None: same_numbers(whole(function, **theirs), ours(function, **ours_))
+  return run
+
+def close_packed(function:str) -> None:
+  """By the law: packed sequences may get another tile."""
+  o = array(whole(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
+  k, v = (x[:, :SQ].repeat(2, 2) if "qkvpacked" in function else x for x in (K, V))
+  x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, k, v)]
+  args = D**-.5, (-1, 0), k.shape[1] - SQ
+  assert judge(o, law_of(*x, *args, dtype="float16", out_dtype="float16")[0]).ok
+
+def with_lse(function:str) -> None:
+  _, lse, nothing = whole(function, return_attn_probs=True)
+  assert nothing is None and lse.shape == ((H, B*SQ) if "varlen" in function else (B, H, SQ))
+  want = array(ours(function, return_lse=True)[1])
+  np.testing.assert_allclose(array(lse).reshape(H, B, SQ).swapaxes(0, 1) if "varlen" in function else array(lse), want, rtol=1e-5)
+
+def dropped(function:str) -> None:
+  Tensor.manual_seed(3)
+  first = array(whole(function, dropout_p=.5))
+  assert np.abs(first - array(whole(function))).max() > .1
+  Tensor.manual_seed(3)
+  np.testing.assert_array_equal(array(whole(function, dropout_p=.5)), first)
+
+def window(function:str) -> None:
+  agrees({"window": (2, 1)}, window_size=[2, 1])(function)
+  agrees({"causal": True, "window": (2, 0)}, window_size=(2, 5), causal=True)(function)
+  agrees({}, window_size=(-7, -2))(function)
+
+def softcap(function:str) -> None:
+  agrees({"softcap": 5.0}, softcap=5.0)(function)
+  agrees({}, softcap=-1.0)(function)
+
+def longest(function:str) -> None:
+  """Beyond the rows that there are it is no bound."""
+  q = function == "flash_attn_varlen_qkvpacked_func"
+  agrees({}, **({"max_seqlen": 99} if q else {"max_seqlen_q": 99, "max_seqlen_k": 999}))(function)
+
+def in_pages(function:str) -> None:
+  """Of pages of 6 rows, in another order."""
+  pages = [half(x.reshape(2*B, 6, HKV, D)[[3, 0, 1, 2]]) for x in (K, V)]
+  o = flash_attn.flash_attn_varlen_func(half(packed_rows(Q)), *pages, int32(*CU_Q), int32(*CU_K), SQ, SK, block_table=int32([1, 2], [3, 0]))
+  x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, K, V)]
+  args = D**-.5, (-1, -1), SK - SQ
+  got = array(o).reshape(B, SQ, H, D).swapaxes(1, 2)
+  assert judge(got, law_of(*x, *args, dtype="float16", out_dtype="float16")[0]).ok
+
+MAIN = agrees({})
+OF_ALL: dict[str, tuple[str, Callable[[str], None]]] = {
+  "dropout_p": ("drops whenever it is not 0, by a seed from tinygrad's generator", dropped),
+  "softmax_scale": ("1/sqrt(D) by default", agrees({"softmax_scale": .5}, softmax_scale=.5)),
+  "causal": ("bottom-right", close_packed), "softcap": ("off up to 0", softcap),
+  "window_size": ("a tuple or a list, no bound below 0; with causal what it says of the right is 0", window),
+  "alibi_slopes": ("(H) or (B, H)", lambda f: agrees({"alibi_slopes": Tensor(SLOPES, device="EMU")}, alibi_slopes=Tensor(SLOPES, device="EMU"))(f)),
+  "deterministic": ("always, whatever it says", agrees({}, deterministic=True)),
+  "return_attn_probs": ("gives (out, softmax_lse, None); lse of a row that sees no key is -inf, FlashAttention's +inf", with_lse)}
+TABLE: dict[tuple[str, str], tuple[str, Callable[[str], None]]] = {}
+for name, tensors in (("flash_attn_func", {"q": "(B, Sq, H, D)", "k": "(B, Sk, Hkv, D)", "v": "(B, Sk, Hkv, Dv)"}),
+                      ("flash_attn_kvpacked_func", {"q": "(B, Sq, H, D)", "kv": "(B, Sk, 2, Hkv, D)"}),
+                      ("flash_attn_qkvpacked_func", {"qkv": "(B, S, 3, H, D)"}),
+                      ("flash_attn_varlen_func", {"q": "(total_q, H, D)", "k": "(total_k, Hkv, D)", "v": "(total_k, Hkv, Dv)",
+                                                  "cu_seqlens_q": "int32 (B + 1)", "cu_seqlens_k": "int32 (B + 1)"}),
+                      ("flash_attn_varlen_kvpacked_func", {"q": "(total_q, H, D)", "kv": "(total_k, 2, Hkv, D)", "cu_seqlens_q": "int32 (B + 1)",
+                                                           "cu_seqlens_k": "int32 (B + 1)"}),
+                      ("flash_attn_varlen_qkvpacked_func", {"qkv": "(total, 3, H, D)", "cu_seqlens": "int32 (B + 1)"})):
+  TABLE |= {(name, argument): (text, MAIN) for argument, text in tensors.items()}
+  if "varlen" in name:
+    names = ("max_seqlen",) if "qkvpacked" in name else ("max_seqlen_q", "max_seqlen_k")
+    TABLE |= {(name, argument): ("the longest sequence; more than there are rows is no bound", longest) for argument in names}
+  TABLE |= {(name, argument): x for argument, x in OF_ALL.items()}
+TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D)", in_pages)
+
+# ***** a cache *****
+
+START = (5, 8)       # rows that are there
+
+def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=None, new:int=2, **more:Any) -> Tensor:
+  """`flash_attn_with_kvcache` of two new rows."""
+  k_cache, v_cache = caches or [half(x) for x in (K, V)]
+  at = int32(*START) if start is None else start
+  return flash_attn.flash_attn_with_kvcache(half(Q[:, :new]), k_cache, v_cache, half(Q[:, :new, :HKV]), half(Q[:, :new, 2:]), cache_seqlens=at,
+                                            causal=causal, **more)
+
+def appended(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
+  """The caches as they are afterwards."""
+  out = []
+  for cache, rows in ((K, Q[:, :new, :HKV] if k_new is None else k_new), (V, Q[:, :new, 2:])):
+    full = cache.copy()
+    for b, n in enumerate(start): full[b, n:n + new] = rows[b]
+    out.append(full)
+  return out
+
+def judged(o:Tensor, q:np.ndarray, k:np.ndarray, v:np.ndarray, ends:tuple[int, ...], window_:tuple[int, int]=(-1, 0),
+           starts:tuple[int, ...]=(0, 0)) -> None:
+  for b, (first, n) in enumerate(zip(starts, ends)):
+    x = [a.astype(np.float32).swapaxes(1, 2) for a in (q[b:b+1], k[b:b+1, first:n], v[b:b+1, first:n])]
+    args = D**-.5, window_, n - first - q.shape[1]
+    verdict = judge(array(o)[b:b+1].swapaxes(1, 2), law_of(*x, *args, dtype="float16", out_dtype="float16")[0])
+    assert verdict.ok, verdict
+
+ENDS = tuple(n + 2 for n in START)
+
+def cache_main(_:str) -> None: judged(cached(), Q[:, :2], *appended(), ENDS)
+def cache_of_an_int(_:str) -> None: judged(cached(start=6), Q[:, :2], *appended((6, 6)), (8, 8))
+def cache_full(_:str) -> None:
+  o = flash_attn.flash_attn_with_kvcache(*qkv(), causal=True)
+  judged(o, Q, K, V, (SK, SK))
+def cache_more_batches(_:str) -> None:
+  """The caches have three batches, of which the queries are about two, in another order, or the first ones."""
+  larger = [np.concatenate([x[1:], numbers(1, SK, HKV, D, seed=9).astype(np.float16), x[:1]]) for x in (K, V)]
+  caches = [half(x) for x in larger]
+  judged(cached(caches=(caches[0], caches[1]), cache_batch_idx=int32(2, 0)), Q[:, :2], *appended(), ENDS)
+  np.testing.assert_array_equal(array(caches[0]), np.stack([appended()[0][1], larger[0][1], appended()[0][0]]).astype(np.float32))
+  caches = [half(np.concatenate([x, x[:1]])) for x in (K, V)]
+  judged(cached(caches=(caches[0], caches[1])), Q[:, :2], *appended(), ENDS)
+  np.testing.assert_array_equal(array(caches[0])[:2], appended()[0].astype(np.float32))
+def cache_leftpad(_:str) -> None: judged(cached(cache_leftpad=int32(2, 5)), Q[:, :2], *appended(), ENDS, starts=(2, 5))
+def cache_in_pages(_:str) -> None:
+  k_pages, v_pages = (half(x.reshape(2*B, 6, HKV, D)[[3, 0, 1, 2]]) for x in (K, V))
+  judged(cached(caches=(k_pages, v_pages), block_table=int32([1, 2], [3, 0])), Q[:, :2], *appended(), ENDS)
+
+def turned(x:np.ndarray, places:np.ndarray, cos:np.ndarray, sin:np.ndarray, interleaved:bool) -> np.ndarray:
+  """RoPE by complex numbers: a pair of columns is one, which is multiplied by e^(i*angle)."""
+  half_, y = cos.shape[1], x.astype(np.float64)
+  a, b = (y[..., 0:2*half_:2], y[..., 1:2*half_:2]) if interleaved else (y[..., :half_], y[..., half_:2*half_])
+  z = (a + 1j*b)*(cos + 1j*sin)[places][:, :, None]
+  if interleaved: y[..., 0:2*half_:2], y[..., 1:2*half_:2] = z.real, z.imag
+  else: y[..., :half_], y[..., half_:2*half_] = z.real, z.imag
+  return y.astype(np.float16)
+
+def rotary(interleaved:bool, causal:bool=True) -> Callable[[str], None]:
+  def run(_:str) -> None:
+    angles = np.arange(16)[:, None]*np.array([1., .3, .1, .03])      # of the first 8 of 16 columns
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    caches = [half(x) for x in (K, V)]
+    o = cached(causal, caches=(caches[0], caches[1]), rotary_cos=Tensor(cos, device="EMU"), rotary_sin=Tensor(sin, device="EMU"),
+               rotary_interleaved=interleaved)
+    at = np.array(START)[:, None] + np.arange(2)
+    k_new, q = turned(Q[:, :2, :HKV], at, cos, sin, interleaved), turned(Q[:, :2], at if causal else at[:, :1].repeat(2, 1), cos, sin, interleaved)
+    got, (k, v) = array(caches[0]), appended(k_new=k_new)
+    np.testing.assert_allclose(got, k.astype(np.float32), rtol=2e-3, atol=2e-3)      # an ulp of half: the angles are in fp32
+    judged(o, q, got.astype(np.float16), v, ENDS, (-1, 0) if causal else (-1, -1))
+  return run
+
+def cache_lse(_:str) -> None:
+  _, lse = cached(return_softmax_lse=True)
+  assert lse.shape == (B, H, 2) and np.isfinite(array(lse)).all()
+
+def like_ours(theirs:dict[str, Any], options:dict[str, Any]) -> Callable[[str], None]:
+  def run(_:str) -> None:
+    k_cache, v_cache = (half(x) for x in (K, V))
+    new = half(Q[:, :2]), half(Q[:, :2, :HKV]), half(Q[:, :2, 2:])
+    want = attn.attention_with_kv_cache(*new, k_cache, v_cache, int32(*START), layout="bshd", **options)
+    same_numbers(cached(**theirs), want)
+  return run
+
+OF_A_CACHE = {
+  "q": ("(B, Sq, H, D)", cache_main), "k_cache": ("(B or more, capacity, Hkv, D), views of larger buffers too, or pages", cache_main),
+  "v_cache": ("the same", cache_main), "k": ("(B, new, Hkv, D): appended in place, before anything is read", cache_main),
+  "v": ("the same", cache_main),
+  "rotary_cos": ("(positions, rotary_dim/2), any even rotary_dim up to D: turns q and k; as many positions as the cache has rows", rotary(True)),
+  "rotary_sin": ("the same", rotary(True, False)),
+  "cache_seqlens": ("an int, a Variable or int32 (B); without it the caches are full", cache_of_an_int),
+  "cache_batch_idx": ("int32 (B); without it the first batches", cache_more_batches),
+  "cache_leftpad": ("int32 (B); with block_table, too", cache_leftpad), "block_table": ("int32 (B, max_blocks), pages of any size", cache_in_pages),
+  "softmax_scale": ("1/sqrt(D) by default", like_ours({"softmax_scale": .5}, {"softmax_scale": .5})),
+  "causal": ("bottom-right", like_ours({"causal": False}, {"causal": False})),
+  "window_size": ("as above", like_ours({"window_size": [3, 4]}, {"window": (3, 0)})),
+  "softcap": ("off up to 0", like_ours({"softcap": -2}, {})), "rotary_interleaved": ("pairs of neighbours, or of halves", rotary(False)),
+  "alibi_slopes": ("(H) or (B, H)", lambda f: like_ours(*[{"alibi_slopes": Tensor(SLOPES, device="EMU")}]*2)(f)),
+  "num_splits": ("0 as a heuristic finds", like_ours({"num_splits": 1}, {"num_splits": 1})),
+  "return_softmax_lse": ("gives (out, softmax_lse); -inf where FlashAttention has +inf, of a row that sees no key", cache_lse)}
+TABLE |= {("flash_attn_with_kvcache", argument): x for argument, x in OF_A_CACHE.items()}
+
+BY_DEFAULT = {("flash_attn_func", "window_size"), ("flash_attn_varlen_qkvpacked_func", "max_seqlen"), ("flash_attn_varlen_kvpacked_func", "causal"),
+              ("flash_attn_with_kvcache", "cache_batch_idx"), ("flash_attn_with_kvcache", "cache_leftpad"), ("flash_attn_with_kvcache", "rotary_sin"),
+              ("flash_attn_with_kvcache", "rotary_interleaved"), ("flash_attn_with_kvcache", "block_table")}
+
+@pytest.mark.parametrize("function, argument", [pytest.param(*x, marks=() if x in BY_DEFAULT else pytest.mark.thorough) for x in TABLE])
+def test_argument(function:str, argument:str) -> None:
+  with emulated("gfx942"): TABLE[function, argument][1](function)
+
+def table() -> str:
+  """What docs/flash_attention.md says of the arguments."""
+  lines = ["| function | argument | here |", "|---|---|---|"]
+  return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
+
+def test_the_table_has_every_argument_and_is_in_the_document() -> None:
+  """To write it anew: python test/api/test_flash_attn.py."""
+  functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
+  for name, f in functions.items():
+    given = set(inspect.signature(f).parameters)
+    if "args" in given: given = given - {"args", "kwargs"} | set(OF_ALL) | ({"max_seqlen_q", "max_seqlen_k", "cu_seqlens_q", "cu_seqlens_k"}
+                                                                            if name == "flash_attn_varlen_kvpacked_func" else set())
+    assert {argument for function, argument in TABLE if function == name} == given, name
+  assert table() in DOCUMENT.read_text()
+
+def test_positions_are_on_every_device_that_shares_the_heads() -> None:
+  angles = [Tensor(numbers(16, 4), device="EMU").realize()]*2
+  def call(place:Callable[[Tensor], Tensor]) -> Tensor:
+    q, k, v, *caches = (place(half(x)).realize() for x in (Q[:, :2], K[:, :2], V[:, :2], K, V))
+    o = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, rotary_cos=angles[0], rotary_sin=angles[1], cache_seqlens=int32(*START), causal=True)
+    return whole_tensor(o)
+  with emulated("gfx942"): same_numbers(call(lambda t: t.shard(("EMU:0", "EMU:1"), 2)), call(lambda t: t))
+
+def test_refused() -> None:
+  with emulated("gfx942"):
+    q, cache, n = draw(B, 2, H, D), [draw(B, SK, HKV, D).contiguous() for _ in range(2)], int32(*START)
+    new, cos = draw(B, 2, HKV, D), draw(16, 4, dtype="float32")
+    def call(**more:Any) -> Any: return lambda: flash_attn.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=n, **more)
+    varlen, wide, short = flash_attn.flash_attn_varlen_func, draw(SK, 9, dtype="float32"), cos[:SK - 1]
+    for what, text in (
+      (call(rotary_cos=cos), "rotary_sin=None: one is given without the other"),
+      (call(rotary_cos=cos, rotary_sin=cos[:3]), r"shapes \(16, 4\) and \(3, 4\)"),
+      (call(rotary_cos=cos[:, :0], rotary_sin=cos[:, :0]), r"rotary_cos has shape \(16, 0\): both dimensions must be at least 1"),
+      (call(rotary_cos=cos.to("EMU:1"), rotary_sin=cos), "rotary_cos is on EMU:1 but q on EMU"),
+      (call(rotary_cos=short, rotary_sin=short), rf"rotary_cos has {SK - 1} positions: must have at least {SK}"),
+      (call(rotary_cos=wide, rotary_sin=wide), r"q has 16 columns, which are fewer than 18"),
+      (lambda: flash_attn.flash_attn_with_kvcache(q, *cache, cache_seqlens=n, rotary_cos=cos, rotary_sin=cos), "rotary_cos without new rows"),
+      (call(cache_batch_idx=int32(0)), r"cache_batch_idx has shape \(1,\): must be \(2,\)"),
+      (call(cache_batch_idx=int32(0, 5)), r"cache_batch_idx=\[0, 5\]: must lie in 0..1, the batches of k_cache"),
+      (call(cache_batch_idx=int32(-1, 1)), r"cache_batch_idx=\[-1, 1\]: must lie in 0..1"),
+      (lambda: flash_attn.flash_attn_with_kvcache(q, *cache, new, new, cos, cos, int32(1, 2, 3)), r"cache_seqlens has shape \(3,\): must be \(2,\)"),
+      (lambda: flash_attn.flash_attn_with_kvcache(q, *cache, new, new, cos, cos, n.float()), "cache_seqlens has dtype float32"),
+      (call(cache_leftpad=cos), "cache_leftpad has dtype float32"), (call(window_size=(1, 2, 3)), r"window_size=\(1, 2, 3\)"),
+      (call(cache_batch_idx=n, block_table=int32([0], [1])), "cache_batch_idx with block_table"),
+      (lambda: flash_attn.flash_attn_varlen_qkvpacked_func(q, n, 3), r"qkv has shape \(2, 2, 4, 16\): must be \(total, 3, H, D\)"),
+      (lambda: varlen(q[0], *cache, int32(0, 2), n.float(), 2, 3, block_table=int32([0])), "cu_seqlens_k has dtype float32")):
+      with pytest.raises((ValueError, NotImplementedError), match=text): what()
+
+if __name__ == "__main__":
+  head, tail = DOCUMENT.read_text().split("| function | argument | here |")
+  DOCUMENT.write_text(head + table() + tail[tail.index("\n\n") + 1:])

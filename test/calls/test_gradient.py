@@ -1,0 +1,484 @@
+"""Gradients of attention: through every way to call it, with every option, against float64 by the law of attn/accuracy.py."""
+from __future__ import annotations
+import itertools, re
+from typing import Any, Callable
+import numpy as np
+import pytest
+from tinygrad import TinyJit
+from tinygrad.device import Buffer
+import attn
+from attn import flash_attn
+from attn.accuracy import Law, judge, without_error
+from attn.calls import gradient
+from attn.calls.history import made
+from attn.calls.placement import AXES
+from attn.chips import get_chip
+from attn.choose.backward import Parts, can_differentiate, choose_parts, memory_of
+from attn.kernels.backward_tiled import TiledBackwardTile
+from attn.problem import Problem
+from attn.reference import arrange, restore, rounded
+from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
+from api_cases import draw, emulated, extra, floats, int32, whole
+from cases import DTYPES, Inputs, array, expected_gradients, normal, problem, tensor
+
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
+SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
+
+def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
+                    through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
+                    **parameters:Any) -> dict[str, np.ndarray]:
+  """Poses the problem to `attention`, with a loss that is a weighted sum of o, of lse, or of both; holds the gradient of every input to the law
+  and returns them in the shape of the inputs, those of q, k and v as (B, H, S, D)."""
+  extras = extras or {}
+  p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
+  x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
+  rng = np.random.default_rng(11)
+  do = rounded(rng.standard_normal((B, p.H, rows, p.Dv), dtype=np.float32), p.out_dtype) if "o" in through else None
+  dlse = rng.standard_normal((B, p.H, rows), dtype=np.float32) if "lse" in through else None
+  call = {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
+  with emulated(arch, kernel), Context(TRAINING=training):
+    given = {name: place(name, tensor(arrange(a, p.layout), p.dtype)) for name, a in vars(x).items()}
+    given |= {name: place(name, extra(name, a, p.bias_dtype)) for name, a in extras.items()}
+    o, *lse = values if isinstance(values := attn.attention(**given, out_dtype=DTYPES[p.out_dtype], return_lse=p.return_lse, **call), tuple) \
+      else (values,)
+    loss = Tensor(0.0, device=o.device)
+    if do is not None: loss = loss + (o*place("o", tensor(arrange(do, p.layout), p.out_dtype))).float().sum()
+    if dlse is not None: loss = loss + (lse[0].isinf().where(0.0, lse[0])*place("lse", tensor(dlse, "float32").reshape(lse[0].shape))).sum()
+    names = [name for name in given if name in ("q", "k", "v", "bias", "sinks")]
+    gradients = dict(zip(names, loss.gradient(*[given[name] for name in names])))
+    assert all(g.shape == given[name].shape and g.dtype == given[name].dtype for name, g in gradients.items())
+    got = {name: array(whole(g)) if g.device is not None else np.zeros(g.shape) for name, g in gradients.items()}   # no gradient is a constant 0
+  for name in ("q", "k", "v"): got[name] = restore(got[name], p.layout, getattr(x, name).shape)
+  for name, law in expected_gradients(p, x, extras, do, dlse).items():
+    if name == "alibi_slopes": continue
+    assert (verdict := judge(got[name], law)).ok, f"d{name}: {verdict}"
+  return got
+
+# ***** options *****
+
+OPTIONS: dict[str, dict[str, Any]] = {
+  "bfloat16, another width": dict(dtype="bfloat16", D=24, Dv=8), "float32 output": dict(out_dtype="float32"),
+  "GQA, causal": dict(B=2, H=6, Hkv=2, causal=True), "MQA, top-left": dict(H=4, Hkv=1, causal="top-left"),
+  "window, scale": dict(window=(5, 3), softmax_scale=0.7), "softcap": dict(softcap=2.0),
+  "alibi": dict(extras=dict(alibi_slopes=np.abs(floats(2))/4)),
+  "bias": dict(B=2, Sq=8, Sk=12, extras=dict(bias=floats(2, 2, 8, 12))),
+  "bias of heads": dict(B=2, H=4, Hkv=2, Sq=8, Sk=12, softcap=2.0, extras=dict(bias=floats(1, 4, 1, 1))),
+  "bias of keys": dict(B=2, H=4, Hkv=2, Sq=8, Sk=12, bias_dtype="float16", extras=dict(bias=rounded(floats(1, 4, 1, 12), "float16"))),
+  "sinks": dict(extras=dict(sinks=floats(2))), "kv_lengths, causal": dict(B=2, causal=True, extras=dict(kv_lengths=int32(25, 0))),
+  "all of the scores": dict(B=2, H=4, Hkv=2, Sq=8, Sk=12, causal=True, softcap=3.0, extras=dict(
+    alibi_slopes=np.abs(floats(4))/4, bias=floats(2, 4, 8, 12), sinks=floats(4), kv_lengths=int32(12, 7))),
+  "splits": dict(Sk=150, num_splits=2),
+  "bshd": dict(B=2, layout="bshd", causal=True), "nsd": dict(layout="nsd", window=(9, -1))}
+
+# what others, such as all of the scores, or the tests of the kernels, have nearly the same of
+THOROUGH = ("MQA, top-left", "softcap", "alibi", "bias", "sinks", "nsd")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in OPTIONS])
+def test_options(name:str) -> None: check_gradients(**OPTIONS[name])
+
+@pytest.mark.parametrize("through", [("lse",), ("o", "lse")])
+@pytest.mark.parametrize("name", ["GQA, causal", "splits"])
+def test_through_lse(name:str, through:tuple[str, ...]) -> None: check_gradients(through=through, **OPTIONS[name])
+
+def test_splits_with_sinks() -> None: check_gradients(through=("o", "lse"), Sk=150, num_splits=2, extras=dict(sinks=floats(2)))
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "sm_80", pytest.param("sm_90", marks=pytest.mark.thorough)])
+def test_every_kind_of_chip(arch:str) -> None: check_gradients(arch, through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=12, Sk=16)
+
+def test_warpgroups() -> None:
+  check_gradients("sm_90", through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=66, Sk=70, extras=dict(bias=floats(1, 4, 1, 70)))
+
+@pytest.mark.parametrize("dtype, D", [("float32", 16), pytest.param("float16", 264, marks=pytest.mark.thorough)])
+def test_where_no_matrix_kernel_takes_it(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
+
+def hidden_keys(p:Problem, seed:int=0) -> Inputs:
+  """Keys of -inf with values of NaN that no query sees."""
+  x = normal(p, seed)
+  x.k[:, :, :p.Sk - p.Sq], x.v[:, :, :p.Sk - p.Sq] = -np.inf, np.nan
+  return x
+
+def keys_of_minus_inf(p:Problem, seed:int=0) -> Inputs:
+  """One that all queries see, and whose score a softcap makes finite."""
+  x = normal(p, seed)
+  x.k[:, :, 1] = -np.inf
+  return Inputs(np.abs(x.q), x.k, x.v)
+
+@pytest.mark.parametrize("make, options", [(hidden_keys, dict(window=(0, -1))), (keys_of_minus_inf, dict(softcap=2.0))])
+def test_infinite_keys_without_kernels(make:Callable[..., Inputs], options:dict[str, Any]) -> None:
+  check_gradients(kernel="three_pass", make=make, dtype="float32", H=1, D=4, Sq=3, Sk=5, extras=dict(bias=floats(1, 1, 3, 5)), **options)
+
+def test_long_rows_are_for_the_kernels_of_plain_uops() -> None:
+  """Both types that matrix kernels take, and both kernels."""
+  for dtype, D in itertools.product(("float16", "bfloat16"), (257, 264, 512)):
+    tiles = can_differentiate(problem(dtype=dtype, D=D), get_chip("gfx942"))
+    assert not isinstance(tiles, str) and {type(tile) for tile in tiles} == {TiledBackwardTile}, (dtype, D)
+
+PACKED = dict(layout="thd", H=4, Hkv=2, Sq=30, Sk=44, D=16)
+ENDS = {"plain": (int32(0, 9, 30), int32(0, 20, 44)), "an empty one": (int32(0, 9, 9, 30), int32(0, 20, 30, 44)),
+        "no keys": (int32(0, 9, 14, 30), int32(0, 20, 20, 44)), "rows of none": (int32(2, 9, 24), int32(3, 20, 40))}
+
+@pytest.mark.parametrize("name, causal", [("plain", True), pytest.param("an empty one", False, marks=pytest.mark.thorough), ("no keys", True),
+                                          ("rows of none", False)])
+def test_packed_sequences(name:str, causal:bool) -> None:
+  q_ends, k_ends = ENDS[name]
+  got = check_gradients(**PACKED, causal=causal, through=("o", "lse"), extras=dict(sinks=floats(4), cu_seqlens_q=q_ends, cu_seqlens_k=k_ends))
+  for n, ends in (("q", q_ends), ("k", k_ends), ("v", k_ends)):     # rows of no sequence: exactly 0
+    assert not got[n][:, :, :ends[0]].any() and not got[n][:, :, ends[-1]:].any(), n
+
+def test_rows_that_see_no_key_get_exactly_0() -> None:
+  got = check_gradients(Sq=40, Sk=20, causal=True, through=("o", "lse"))
+  assert not got["q"][:, :, :20].any() and got["q"][:, :, 21:].any(-1).all()
+  got = check_gradients(B=2, extras=dict(kv_lengths=int32(0, 17)))
+  assert not got["q"][0].any() and not got["k"][0].any() and not got["v"][1, :, 17:].any() and got["v"][1, :, :17].all()
+
+# ***** ways to call *****
+
+def laws_of_three(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
+  """The laws of the gradients of sum(o)."""
+  p = problem(**options)
+  return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
+
+def hold(gradients:Any, laws:Any) -> None:
+  for g, law in zip(gradients, laws, strict=True): assert (verdict := judge(array(g), law)).ok, verdict
+
+def three() -> tuple[Tensor, Tensor, Tensor]: return draw(1, 2, 32, 16), draw(1, 2, 32, 16, seed=1), draw(1, 2, 32, 16, seed=2)
+
+def test_the_first_snippet() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    o = Tensor.empty(*q.shape, dtype=q.dtype)
+    o = Tensor.custom_kernel(o, q, k, v, fxn=attn.flash_attention)[0]
+    o.float().sum().backward()
+    hold((q.grad, k.grad, v.grad), laws_of_three(q, k, v, Sq=32, D=16))
+
+def test_a_function_with_options_and_lse() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    fxn = attn.flash_attention_fn(causal=True, return_lse=True)
+    o, lse = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), Tensor.empty(1, 2, 32, dtype=dtypes.float), q, k, v, fxn=fxn)[:2]
+    of_o, of_lse = o.float().sum().gradient(q, k, v), lse.sum().gradient(q, k)     # before anything is realized: tinygrad forgets what it was made of
+    hold(of_o, laws_of_three(q, k, v, Sq=32, D=16, causal=True))
+    want = expected_gradients(problem(Sq=32, D=16, causal=True), Inputs(*map(array, (q, k, v))), {}, None, np.ones((1, 2, 32), np.float32))
+    hold(of_lse, (want["q"], want["k"]))
+
+def test_a_grad_fxn_of_the_users_wins() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    def mine(g:Any, call:Any) -> Any: return None, g*2, None, None
+    o = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), q, k, v, fxn=attn.flash_attention, grad_fxn=mine)[0]
+    np.testing.assert_array_equal(array(o.float().sum().gradient(q)[0]), 2)
+
+def test_the_inputs_that_custom_kernel_returns_have_no_gradient_of_their_own() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    o, after = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), q, k, v, fxn=attn.flash_attention)[:2]
+    with pytest.raises(NotImplementedError, match="returns for an input"): (o.float().sum() + after.float().sum()).gradient(q)
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attn(deterministic:bool) -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    rows = lambda t: t.transpose(1, 2)
+    want = laws_of_three(q, k, v, Sq=32, D=16, causal=True)
+    o = flash_attn.flash_attn_func(rows(q), rows(k), rows(v), causal=True, deterministic=deterministic)
+    hold(o.float().sum().gradient(q, k, v), want)
+    packed = Tensor.stack(*map(rows, (q, k, v)), dim=2).contiguous().realize()
+    g, = flash_attn.flash_attn_qkvpacked_func(packed, causal=True, deterministic=deterministic).float().sum().gradient(packed)
+    hold([rows(g[:, :, i]).contiguous() for i in range(3)], want)
+
+def test_sdpa_by_itself_and_installed() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    want = laws_of_three(q, k, v, Sq=32, D=16, causal="top-left")
+    hold(attn.scaled_dot_product_attention(q, k, v, is_causal=True).float().sum().gradient(q, k, v), want)
+    with Context(TRAINING=1), attn.installed() as decisions:
+      hold(q.scaled_dot_product_attention(k, v, is_causal=True).float().sum().gradient(q, k, v), want)
+    assert decisions[-1].kernel == "forward"
+
+def test_a_model_in_training_calls_as_berts_and_llamas_do() -> None:
+  """BERT: an additive mask (B, 1, 1, S), dropout off. LLaMA: causal, grouped heads, bfloat16. tinygrad's own is the reference."""
+  with emulated("gfx942"), Context(TRAINING=1):
+    mask = Tensor(np.where(np.arange(12) < 9, 0, -10000.0).astype(np.float32).reshape(1, 1, 1, 12)).cast(dtypes.half)
+    for dtype, heads, call in (("float16", 4, {"attn_mask": mask}), ("bfloat16", 2, {"is_causal": True, "enable_gqa": True})):
+      q, k, v = draw(1, 4, 12, 16, dtype=dtype), draw(1, heads, 12, 16, dtype=dtype, seed=1), draw(1, heads, 12, 16, dtype=dtype, seed=2)
+      weight = draw(1, 4, 12, 16, dtype=dtype, seed=3)
+      def gradients(t:tuple[Tensor, ...], w:Tensor) -> list[np.ndarray]:
+        return [array(g) for g in (t[0].scaled_dot_product_attention(*t[1:], **call)*w).float().sum().gradient(*t)]
+      own, fine = gradients((q, k, v), weight), gradients(tuple(t.float().realize() for t in (q, k, v)), weight.float())
+      with attn.installed() as decisions: ours = gradients((q, k, v), weight)
+      assert decisions[-1].kernel is not None, decisions[-1].reason
+      for got, theirs, want in zip(ours, own, fine): assert np.abs(got - want).max() <= 2*np.abs(theirs - want).max() + 1e-5
+
+def test_jit() -> None:
+  with emulated("gfx942"):
+    @TinyJit
+    def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
+      return [g.realize() for g in attn.attention(q, k, v, causal=True).float().sum().gradient(q, k, v)]
+    for seed in range(4):
+      q, k, v = (draw(1, 2, 32, 16, seed=seed*3 + i) for i in range(3))
+      hold(step(q, k, v), laws_of_three(q, k, v, Sq=32, D=16, causal=True))
+
+def test_views_and_one_tensor_in_several_places() -> None:
+  """x is q, k and v at once; its gradient is the sum of all three."""
+  with emulated("gfx942"):
+    x = draw(1, 2, 32, 16)
+    want = laws_of_three(x, x, x, Sq=32, D=16)
+    g, = attn.attention(x, x, x).float().sum().gradient(x)
+    total = without_error(want[0].exact.shape)
+    for law in want: total.add(..., law)
+    assert (verdict := judge(array(g), total)).ok, verdict
+    halves = draw(1, 2, 64, 16)
+    g, = attn.attention(halves[:, :, ::2], halves[:, :, 1::2], halves[:, :, 1::2]).float().sum().gradient(halves)
+    even, odd = halves[:, :, ::2].contiguous(), halves[:, :, 1::2].contiguous()
+    law, *_ = laws_of_three(even, odd, odd, Sq=32, D=16)
+    assert judge(array(g)[:, :, ::2], law).ok
+
+def test_out() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    out = Tensor.empty(*q.shape, dtype=q.dtype, device="EMU")
+    assert attn.attention(q, k, v, out=out) is out
+    hold(out.float().sum().gradient(q, k, v), laws_of_three(q, k, v, Sq=32, D=16))
+
+READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
+  "nothing": lambda o, loss: None, "the loss": lambda o, loss: loss.item(), "o": lambda o, loss: o.numpy(), "o by name": lambda o, loss: o.realize()}
+
+@pytest.mark.parametrize("what, training, splits", [
+  ("the loss", 1, 1), ("the loss", 0, 1), ("o by name", 0, 1),
+  *[pytest.param(*x, marks=pytest.mark.thorough) for x in (("o", 1, 1), ("o", 0, 2), ("o by name", 1, 2), ("the loss", 1, 2), ("the loss", 0, 2))]])
+def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:int, splits:int) -> None:
+  """Of two layers, by the same steps and to the last bit; twice; and what is realized by name is a buffer of its own."""
+  def gradient_of(read:str) -> list[np.ndarray]:
+    x = draw(1, 2, 12, 16) @ (w := draw(16, 16, seed=3))
+    first, lse = attn.attention(x + x, x, x, num_splits=splits, return_lse=True)
+    o, more = attn.attention(x + first, first, first, num_splits=splits, return_lse=True)
+    loss = o.float().square().mean() + lse.mean() + more.mean()
+    READ[read](o, loss)
+    if read == "o by name": loss = o.float().square().mean() + lse.mean() + more.mean()     # of what is there
+    loss.backward()
+    assert w.grad is not None, "what the loss is made of is forgotten"
+    return [w.grad.numpy(), *(x.numpy() for x in loss.gradient(w, first))]
+  with emulated("gfx942"), Context(TRAINING=training):
+    for x, y in zip(gradient_of("nothing"), gradient_of(what)):
+      assert x.any()
+      np.testing.assert_array_equal(x, y)
+    q = draw(1, 1, 12, 16).contiguous().realize()
+    before = (o := attn.attention(q, q, q).realize()).numpy()
+    q.assign(q*0).realize()
+    np.testing.assert_array_equal(o.numpy(), before)
+
+def test_lse_alone_after_it_was_read() -> None:
+  """Nobody has o any more: forward runs again. It does not where devices share rows: that is an error."""
+  def gradient_of(read:bool) -> np.ndarray:
+    q, k, v = three()
+    lse = attn.attention(q, k, v, return_lse=True)[1]
+    if read: lse.realize()
+    return array(lse.square().sum().gradient(q)[0])
+  with emulated("gfx942"):
+    np.testing.assert_array_equal(gradient_of(True), gradient_of(False))
+    q, k, v = (t.shard(("EMU", "EMU:1"), 2).realize() for t in three())
+    o, lse = attn.attention(q, k, v, return_lse=True)
+    lse.realize()
+    del o
+    with pytest.raises(RuntimeError, match="a gradient through lse, which was computed before, needs o, which nobody has kept"):
+      lse.square().sum().gradient(q)
+
+def test_a_kernel_function_and_what_nobody_wants_the_gradient_of() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    o = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype, device="EMU"), q, k, v, fxn=attn.flash_attention)[0].realize()
+    hold(o.float().sum().gradient(q, k, v), laws_of_three(q, k, v, Sq=32, D=16))
+    w = draw(16, 16, seed=3)
+    (o.detach() @ w).sum().backward()
+    assert w.grad is not None and q.grad is None
+    assert len([x for x in made if x is o.uop.base]) == 1
+
+def test_a_gradient_through_what_tinyjit_has_captured_is_an_error() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    @TinyJit
+    def step(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
+      o = attn.attention(q, k, v).realize()
+      return o.float().sum().gradient(q)[0].realize()
+    step(q, k, v)
+    with pytest.raises(RuntimeError, match=r"a gradient through an output of attention that TinyJit has captured and that was computed before"):
+      step(q, k, v)
+
+# ***** devices *****
+
+TWO = ("EMU", "EMU:1")
+
+@pytest.mark.parametrize("of_q, of_k, heads, layout", [
+  ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
+  *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])
+def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
+  """The one head of keys that query heads of two devices share gets the sum over both."""
+  axes = {"q": of_q, "k": of_k, "v": of_k, "o": of_q, "lse": of_q}
+  def place(name:str, t:Tensor) -> Tensor:
+    if name == "sinks": return t.shard(TWO, 0 if of_q == "heads" else None)
+    return t.shard(TWO, None if (axis := axes[name]) is None else AXES["bhsd" if name == "lse" else layout].index(axis))
+  check_gradients(B=2, H=4, Hkv=heads, Sq=12, Sk=16, layout=layout, through=("o", "lse"), place=place, extras=dict(sinks=floats(4)))
+
+@pytest.mark.parametrize("shape, shared, axis", [((1, 4, 1, 16), "batch", None), ((1, 4, 12, 16), "heads", 1)])
+def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) -> None:
+  """One bias of several devices gets the sum over them."""
+  def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, axis if name == "bias" else ("batch", "heads").index(shared))
+  check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
+
+def test_shards_of_what_lies_on_one_device() -> None:
+  """Attention shards it: each device has the gradient of its part."""
+  def place(name:str, t:Tensor) -> Tensor: return t if name in ("bias", "sinks") else t.shard(TWO, 1)
+  check_gradients(H=4, Sq=6, Sk=8, place=place, extras=dict(bias=floats(1, 4, 6, 8), sinks=floats(4)))
+
+# ***** ATTN_KERNEL *****
+
+BOTH = ("backward_dq", "backward_dkdv")
+
+@pytest.mark.parametrize("kernel, names", [("forward,backward_dq", BOTH), ("backward_dkdv", BOTH), ("backward_three_pass", ()), ("three_pass", ()),
+                                           ("backward_three_pass, forward", ())])
+def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
+  with emulated("gfx942", kernel):
+    choice = attn.explain(*three(), backward=True)
+    assert choice.kernels == names
+    if kernel.startswith("backward_t"): assert choice.refused == "ATTN_KERNEL=backward_three_pass forces another"
+
+@pytest.mark.parametrize("arch, kernel, unit", [("sm_90", "backward_dq", "_wgmma"), ("sm_90", "backward_dkdv_wgmma,backward_dbias_mma", "_wgmma"),
+                                                ("sm_90", "backward_dbias_mma,backward_dq_mma", "_mma"), ("sm_80", "backward_dbias_mma", "_mma")])
+def test_named_units(arch:str, kernel:str, unit:str) -> None:
+  """Each name that `explain` shows asks for the kernels of that unit, and stands beside those that it shows together with it."""
+  with emulated(arch, kernel):
+    q, bias = draw(1, 1, 64, 16), draw(1, 1, 64, 64)
+    shown = attn.explain(q, q, q, bias=bias, backward=True).kernels
+    assert shown == (f"backward_dq{unit}", f"backward_dkdv{unit}", "backward_dbias_mma")
+  with emulated(arch, ",".join(shown)): assert attn.explain(q, q, q, bias=bias, backward=True).kernels == shown
+
+def test_named_kernels_are_those_that_run() -> None: check_gradients("gfx942", "backward_three_pass", Sq=8, Sk=8, training=0)
+
+def test_launches_of_named_kernels() -> None:
+  assert launches("v", kernel="backward_dq") == 3 < launches("q", "k", "v", kernel="backward_three_pass")
+
+def test_backward_kernels_that_cannot_be_forced() -> None:
+  with emulated("gfx942", "backward_dq"), pytest.raises(NotImplementedError, match=r"ATTN_KERNEL=backward_dq: dtype float32.*; bias: there is no"):
+    attn.attention(*[t.float() for t in three()], bias=draw(1, 1, 1, 32))
+  for arch, kernel, reason in (("gfx942", "backward_dkdv_mma", "gfx942 has no mma.sync"), ("gfx942", "backward_dq_wgmma", "gfx942 has no wgmma"),
+                               ("sm_80", "backward_dkdv_wgmma", "sm_80 has no wgmma"), ("sm_90", "backward_dq_wgmma", "Sq=32, Sk=32: a warpgroup")):
+    with emulated(arch, kernel), pytest.raises(NotImplementedError, match=f"ATTN_KERNEL={kernel}: {reason}"): attn.explain(*three(), backward=True)
+  with emulated("gfx942", "backward_dkdv"):
+    rows = draw(1, 4, 12, 16, dtype="float32").shard(TWO), *[draw(1, 1, 12, 16, dtype="float32").shard(TWO, 2)]*2
+    bias = draw(1, 1, 1, 12).shard(TWO)
+    with pytest.raises(NotImplementedError, match=r"ATTN_KERNEL=backward_dkdv: dtype float32.*bias"): attn.attention(*rows, bias=bias)
+
+@pytest.mark.parametrize("kernel, said", [("backward_dx", "'backward_dx': must be one of split_kv,.*or of the backward.*backward_dq, backward_dkdv, "
+                                                       "backward_dbias, backward_dq_mma.*backward_dkdv_tiled, backward_dbias_mma, backward_three"),
+  ("forward,", "'' must be one of"), ("forward,three_pass", "forward and three_pass exclude each other"),
+  ("backward_dq,backward_three_pass", "backward_dq and backward_three_pass exclude each other"),
+  ("backward_dq_mma,backward_dkdv_wgmma", "backward_dq_mma and backward_dkdv_wgmma exclude each other")])
+def test_words_that_name_no_kernel(kernel:str, said:str) -> None:
+  with emulated("gfx942", kernel), pytest.raises(ValueError, match=said): attn.attention(*three())
+
+# ***** what it costs, and what there is not *****
+
+def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **more:Tensor) -> int:
+  """Kernels that the gradients of sum(o * dO) take, forward among them."""
+  with emulated(arch, kernel), Context(TRAINING=training):
+    t = dict(zip("qkv", three())) | {name: x.realize() for name, x in more.items()}
+    gradients = attn.attention(**t).gradient(*[t[name] for name in names], gradient=draw(1, 2, 32, 16, seed=9))
+    GlobalCounters.reset()
+    Tensor.realize(*gradients)
+    return GlobalCounters.kernel_count
+
+def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
+  """Forward and backward_dq; with backward_dkdv, which needs the delta of that; dsinks and dbias only where they are asked for."""
+  assert launches("q") == 2 and launches("k") == launches("v") == launches("q", "k", "v") == 3
+  with emulated("gfx942"): sinks, bias = Tensor(floats(2), device="EMU"), draw(1, 2, 32, 32, seed=4)
+  assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
+  assert launches("q", "bias", arch="sm_80", bias=bias) == 3
+
+# ***** in parts *****
+
+def in_parts(monkeypatch:pytest.MonkeyPatch, *parts:int) -> None: monkeypatch.setattr(gradient, "choose_parts", lambda p, arch: Parts(*parts))
+
+@pytest.mark.parametrize("parts, parameters", [
+  ((2, 4, 0), dict(H=4, Hkv=1, Sk=70, causal=True)), ((2, 0, 2), dict(B=2, extras=dict(bias=floats(1, 2, 20, 40))))])
+def test_parts_are_added(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...], parameters:dict[str, Any]) -> None:
+  in_parts(monkeypatch, *parts)
+  check_gradients(through=("o", "lse"), **parameters)
+
+def test_each_sum_of_parts_is_one_kernel_more(monkeypatch:pytest.MonkeyPatch) -> None:
+  in_parts(monkeypatch, 2, 2, 0)
+  assert launches("q") == 3 and launches("v") == 4 and launches("q", "k", "v") == 6
+
+@pytest.mark.parametrize("parts", [(0, 0, 0), (2, 4, 0)])
+def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
+  """Beside inputs and outputs: lse and delta, 8 bytes a row, and the parts; as `explain` says."""
+  in_parts(monkeypatch, *parts)
+  found, allocate = list[int](), Buffer.allocate
+  def counted(self:Buffer, *args:Any, **more:Any) -> Buffer:
+    if self._base is None: found.append(self.nbytes)
+    return allocate(self, *args, **more)
+  with emulated("gfx942"), Context(TRAINING=1):
+    q, k, v, do = (draw(1, heads, 256, 32, seed=i) for i, heads in enumerate((4, 1, 1, 4)))
+    gradients = attn.attention(q, k, v).gradient(q, k, v, gradient=do)
+    monkeypatch.setattr(Buffer, "allocate", counted)
+    Tensor.realize(*gradients)
+    monkeypatch.setattr(Buffer, "allocate", allocate)
+  p, outputs = problem(H=4, Hkv=1, Sq=256, D=32), 2*(2*q.numel() + 2*k.numel())       # bytes of o, dq, dk and dv
+  assert memory_of(p, Parts(*parts)) == 8*4*256 + 4*(parts[0]*q.numel() + parts[1]*2*k.numel())
+  assert sum(found) == outputs + memory_of(p, Parts(*parts))
+
+def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str]) -> None:
+  """MQA, and few queries against many keys; a large grid has none."""
+  def chosen(B:int, H:int, Hkv:int, Sq:int, Sk:int, arch:str="gfx942") -> Parts:
+    return choose_parts(problem(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=128), get_chip(arch))
+  for arch in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
+    mqa, few, large = chosen(1, 32, 1, 4096, 2048, arch), chosen(1, 8, 8, 64, 65536, arch), chosen(4, 16, 16, 4096, 4096, arch)
+    assert mqa.dkdv > 1 and few.dq > 1 and large == Parts(0, 0, 0)
+    own = get_chip(arch).cus*256*4*256*4            # bytes: of 256 rows of dK and dV, or fewer, of as many workgroups as fill the chip
+    assert memory_of(problem(H=32, Hkv=1, Sq=4096, Sk=2048, D=128), mqa) - 8*32*4096 <= 5*own
+  with emulated("gfx942"):
+    q, k = Tensor.empty(1, 32, 4096, 128, dtype=dtypes.half), Tensor.empty(1, 1, 4096, 128, dtype=dtypes.half)
+    choice = attn.explain(q, k, k, backward=True)
+  text = capsys.readouterr().out
+  assert f"in {choice.parts[1]} parts" in text and f"memory beside inputs and outputs: {choice.memory} bytes" in text and choice.parts[1] > 1
+
+def test_forward_runs_again_for_its_lse_outside_of_training() -> None: assert launches("q", "k", "v", training=0) == 4
+
+def test_by_three_pass_forward_does_not_run_and_each_gradient_stands_alone() -> None:
+  assert launches("v", kernel="three_pass") < launches("q", "k", "v", kernel="three_pass")
+
+def test_no_second_derivative() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    g, = attn.attention(q, k, v).float().sum().gradient(q)
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*ATTN_KERNEL=three_pass"): g.float().square().sum().gradient(k)
+  with emulated("gfx942", "three_pass"):
+    g, = attn.attention(q, k, v).float().sum().gradient(q)
+    assert np.isfinite(array(g.float().square().sum().gradient(k)[0])).all()
+
+def test_appending_to_a_cache_has_no_gradient() -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    caches = attn.empty_kv_cache(1, 2, 64, 16, device="EMU")
+    o = attn.attention_with_kv_cache(q, k, v, *caches, 0)
+    with pytest.raises(NotImplementedError, match="k_cache: appending to a cache has no gradient"): o.float().sum().gradient(k)
+    assert array(o.float().sum().gradient(q)[0]).any()
+
+def test_explain_tells_what_computes_the_gradient(capsys:pytest.CaptureFixture[str]) -> None:
+  with emulated("gfx942"):
+    q, k, v = three()
+    choice = attn.explain(q, k, v, backward=True)
+    assert choice.kernels == ("backward_dq", "backward_dkdv") and "forward on gfx942" in (text := capsys.readouterr().out)
+    assert re.search(r"gradient on gfx942.*: backward_dq tile \d+x\d+ .*, backward_dkdv tile \d+x\d+ ", text)
+    assert attn.explain(q.float(), k.float(), v.float(), backward=True).kernels == ("backward_dq_tiled", "backward_dkdv_tiled")
+    assert attn.explain(q, k, v, arch="sm_80", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma")
+    bias = draw(1, 2, 32, 32)
+    assert attn.explain(q, k, v, bias=bias, arch="sm_90", backward=True).kernels == ("backward_dq_mma", "backward_dkdv_mma", "backward_dbias_mma")
+    capsys.readouterr()
+    choice = attn.explain(q.float(), k.float(), v.float(), bias=bias, arch="sm_80", backward=True)
+    text = capsys.readouterr().out
+    assert choice.kernels == () and "three_pass, computed again" in text and f"not backward_dq and backward_dkdv: {choice.refused}" in text
+    one, bias = draw(1, 1, 32, 16), draw(1, 1, 32, 32)
+    shared = q.shard(TWO, 1), one.shard(TWO, None), one.shard(TWO, None)
+    assert attn.explain(*shared, bias=bias, backward=True).kernels == (*BOTH, "backward_dbias")
+    assert attn.explain(q.shard(TWO), k.shard(TWO, 2), v.shard(TWO, 2), backward=True).kernels == BOTH
+    with pytest.raises(ValueError, match="backward='nonsense'"): attn.explain(q, k, v, backward="nonsense")

@@ -1,0 +1,310 @@
+"""Values that are the first columns of the keys: the kernels whose waves share them, mla and mla_mma, and attention and caches of one tensor."""
+from __future__ import annotations
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable
+import numpy as np
+import pytest
+import attn
+from attn.accuracy import judge, law_of
+from attn.api.attention import backward_choice_of, choice_of
+from attn.chips import CHIPS, get_chip
+from attn.cache import tuned
+from attn.choose.dispatch import KERNELS, choose, choose_tile
+from attn.choose.mla_tiles import UP_TO, latent_space, mla_mma_tile, mla_tile
+from attn.emulator import plan
+from attn.emulator.checks import LdsRace, UninitialisedRead
+from attn.emulator.matrix import Layout
+from attn.emulator.plan import Plan
+from attn.kernels import mla, mla_mma
+from attn.kernels.mla import Mla, MlaTile
+from attn.kernels.mla_mma import MlaMma, MlaMmaTile
+from attn.kernels.parts.products import LdsColumns
+from attn.kernels.parts.scores import Scores
+from attn.kernels.parts.shared_rows import Told
+from attn.measure import decode
+from attn.ops.operation import statement
+from attn.problem import Problem
+from attn.tinygrad_compat import Ops, Tensor, UOp
+from api_cases import draw, emulated
+from cases import Inputs, array, check_kernels, floats, in_turn, ints, normal, problem, tensor
+from kinds import KINDS
+
+UNITS = ("gfx1100", "sm_80", "gfx942", "gfx1201", "sm_90", "gfx950")
+NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # what lowers fast; more rows than half a tile for many of them
+Maker = Callable[[Problem], Inputs]
+
+def latent(make:Maker) -> Maker:
+  """V is part of K."""
+  def made(p:Problem) -> Inputs:
+    x = make(p)
+    return Inputs(x.q, x.k, x.k[..., :p.Dv])
+  return made
+
+def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
+
+def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> None:
+  """A problem held to the law, by the tile that is for as many rows, whatever the head dimension."""
+  parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
+  check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)
+
+# ***** the kernels *****
+
+OPTIONS:dict[str, dict[str, Any]] = {
+  "softcap, few heads": dict(H=3, Sk=70, softcap=2.0),
+  "causal, float32": dict(Sq=5, Sk=70, causal=True, out_dtype="float32"),
+  "lengths, sinks": dict(B=3, Sq=2, Sk=100, causal=True, extras=dict(kv_lengths=ints(33, 0, 100), sinks=floats(40))),
+  "window, ALiBi, odd rows": dict(Sq=2, Sk=130, window=(40, 3), D=45, Dv=37, dtype="bfloat16", extras=dict(alibi_slopes=np.abs(floats(40))/4)),
+  "packed sequences": dict(layout="thd", Sq=9, Sk=200, causal=True, extras=dict(cu_seqlens_q=ints(0, 2, 5, 9), cu_seqlens_k=ints(0, 100, 101, 200))),
+  "more queries than keys": dict(H=20, Sq=9, Sk=5, causal=True, layout="bshd"),
+  "splits": dict(B=2, Sk=300, num_splits=3, extras=dict(kv_lengths=ints(133, 300))),
+  "without lse": dict(Sk=170, lse=False, dtype="bfloat16"),
+  "top-left": dict(Sq=5, Sk=100, causal="top-left"),
+  "one column": dict(Sk=70, Dv=1), "all columns": dict(Sk=70, Dv=48),
+  "two key heads": dict(H=40, Hkv=2, Sk=70, layout="bshd"), "16 heads": dict(H=16, Sk=70, layout="nsd"), "one key": dict(Sk=1),
+  "tiny scale": dict(Sk=70, softmax_scale=1.3e-38), "large scale": dict(Sk=70, softmax_scale=1e3),
+}
+BY_DEFAULT = 3
+
+@in_turn("option, arch", list(OPTIONS)[:BY_DEFAULT], UNITS)
+def test_option(option:str, arch:str) -> None: check_mla(arch, **OPTIONS[option])
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", UNITS)
+@pytest.mark.parametrize("option", list(OPTIONS)[BY_DEFAULT:])
+def test_further_option(option:str, arch:str) -> None: check_mla(arch, **OPTIONS[option])
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("heads, arch", [(heads, UNITS[i%len(UNITS)]) for i, heads in enumerate((32, 64, 32, 64, 128, 16))])
+def test_whole_rows(heads:int, arch:str) -> None:
+  """576 and 512 columns, as DeepSeek's models have them, two queries of each head: 32 to 256 rows on one key/value head."""
+  check_mla(arch, H=heads, Sq=2, Sk=70, D=576, Dv=512, causal=True, dtype="bfloat16" if heads == 64 else "float16")
+
+@pytest.mark.parametrize("kind, arch", [pytest.param(kind, arch, marks=() if (kind, arch) == ("rising", "gfx950") else pytest.mark.thorough)
+                                        for kind in KINDS for arch in UNITS])
+def test_hard_inputs(kind:str, arch:str) -> None: check_mla(arch, lambda p: KINDS[kind](p, 3), Sq=2, Sk=150)
+
+def not_a_number(p:Problem) -> Inputs:
+  """A query of NaN, and one that is inf."""
+  x = normal(p)
+  x.q[0, 3, 0], x.q[0, 7, 0, 0] = np.nan, np.inf
+  return x
+
+@in_turn("arch, make", UNITS, [not_a_number], among=len(UNITS), turn=3)
+def test_a_nan_stays_in_its_row(arch:str, make:Maker) -> None: check_mla(arch, make, Sk=90)
+
+def wrong(m:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: m.setattr(of, name, make(getattr(of, name)))
+
+def sums_cut_off(m:pytest.MonkeyPatch) -> None:
+  """The matrix unit cuts off, towards 0, what fp32 has no room for, as an H200's does."""
+  def cut(add:Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    def added(self:Any, c:np.ndarray, product:np.ndarray) -> np.ndarray:
+      exactly = add(self, c.astype(np.float64), product.astype(np.float64))
+      found = exactly.astype(np.float32)
+      return np.where(np.abs(found) > np.abs(exactly), np.nextafter(found, np.float32(0)), found)
+    return added
+  wrong(m, Layout, "add_matrices", cut)
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("added_up", (mla_mma.ADDED_UP, 36))
+def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch, added_up:int) -> None:
+  """The LSE of peaked rows holds, but would not if all of a row's products went to one sum."""
+  sums_cut_off(monkeypatch)
+  monkeypatch.setattr(mla_mma, "ADDED_UP", added_up)
+  with contextlib.nullcontext() if added_up < 36 else pytest.raises(AssertionError, match="lse: "):
+    check_mla("sm_80", lambda p: KINDS["q times 8"](p, 1), H=128, Sk=500, D=576)
+
+# ***** planted faults: each is caught *****
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+def first_columns_only(m:pytest.MonkeyPatch) -> None:
+  """Every wave reads the columns of V that the first one has."""
+  m.setattr(mla, "LdsColumns", lambda tile, mat, first: LdsColumns(tile, mat, UOp.const(0)))
+  wrong(m, MlaMma, "v_rows", lambda rows: lambda self, t, line: self.k_rows(t))
+def weights_of_another_wave(m:pytest.MonkeyPatch) -> None:
+  """P goes to the rows of the next tile of queries."""
+  def of_next(x:Any) -> Any:
+    wave, tiles = x.share.wave, x.share.row_tiles
+    return replace(x, share=replace(x.share, wave=wave//tiles*tiles + (wave + 1)%tiles))
+  def elsewhere(put:Any) -> Any: return lambda self, *x: put(of_next(self), *x)
+  for of, name in ((Mla, "store_weights"), (MlaMma, "put_weights")): wrong(m, of, name, elsewhere)
+def never_rescaled(m:pytest.MonkeyPatch) -> None:
+  def of_none(acc:UOp, factors:UOp, *done:UOp) -> UOp: return statement("rescale", acc[0], factors[0], *done, rows=1, tiles=1, accs=0)
+  for of in (mla, mla_mma): m.setattr(of, "rescale", of_none)
+def unmasked(m:pytest.MonkeyPatch) -> None: m.setattr(Scores, "mask", lambda self, x, row, tile: x)
+def own_keys_alone(m:pytest.MonkeyPatch) -> None:
+  """The largest score of a row is that of the wave's part of the keys."""
+  def alone(highest:Any) -> Any: return lambda self, *x: highest(replace(self, share=replace(self.share, key_parts=1)), *x)
+  for of in (Mla, MlaMma): wrong(m, of, "highest", alone)
+def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
+  """O is divided by the sum of P over the first part of the keys, so many times as there are parts."""
+  wrong(m, Told, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
+
+AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))
+FAULTS:dict[Plant, tuple[str, ...]] = {     # the units on which each shows, of which the first has it by default
+  first_columns_only: ("sm_80", *AMD, "sm_90"), weights_of_another_wave: ("gfx942", *UNITS), never_rescaled: ("gfx950", *UNITS),
+  unmasked: ("gfx1201", *UNITS), own_keys_alone: ("gfx1100", "sm_80", "gfx1201", "sm_90"),
+  first_part_of_sums: ("gfx1201", "sm_90", "gfx1100", "sm_80")}
+
+@pytest.mark.parametrize("plant, arch", [
+  pytest.param(plant, arch, marks=() if arch == units[0] and plant is not first_part_of_sums else pytest.mark.thorough)
+  for plant, units in FAULTS.items() for arch in dict.fromkeys(units)])
+def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Plant, arch:str) -> None:
+  plant(monkeypatch)
+  make = KINDS["normal" if plant is unmasked else "rising"]       # of rows that rise the last keys outweigh those that there are not
+  with pytest.raises(AssertionError, match="o: "): check_mla(arch, lambda p: make(p, 0), Sk=139, D=80, Dv=72, lse=False)
+
+def barriers_but(m:pytest.MonkeyPatch, left_out:int) -> Callable[[], int]:
+  """Leaves out one of a program's barriers; tells how many there were."""
+  seen, barrier = [0], Plan.barrier
+  def some(self:Plan, u:UOp) -> None:
+    if seen[0] != left_out: barrier(self, u)
+    seen[0] += 1
+  m.setattr(Plan, "barrier", some)
+  m.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: some})
+  return lambda: seen[0]
+
+# How many there are of each unit, and the number of one that tinygrad puts before the loop's end once more.
+BARRIERS:dict[str, tuple[int, int|None]] = {"gfx942": (8, 6), "gfx1201": (10, 8), "sm_80": (7, None)}
+
+@pytest.mark.parametrize("arch, left_out", [pytest.param(arch, i, marks=() if i == 2 and arch == "gfx942" else pytest.mark.thorough)
+                                            for arch, (n, spare) in BARRIERS.items() for i in range(n) if i != spare])
+@pytest.mark.usefixtures("without_places")
+def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:int) -> None:
+  """Each of the others is needed. (A problem of its own: a program stays in tinygrad's cache.)"""
+  count = barriers_but(monkeypatch, left_out)
+  with pytest.raises((LdsRace, UninitialisedRead)): check_mla(arch, Sk=129 + left_out, lse=False)
+  assert count() == BARRIERS[arch][0]
+
+# ***** attention and caches *****
+
+def check_against_exact(o:np.ndarray, q:np.ndarray, k:np.ndarray, Dv:int, **options:Any) -> None:
+  """o (B, H, Sq, Dv) of q, and k (B, 1, Sk, D), bottom-right causal."""
+  args = q.astype(np.float32), k.astype(np.float32), k[..., :Dv].astype(np.float32), q.shape[-1]**-0.5, (-1, 0), k.shape[-2] - q.shape[-2]
+  assert (verdict := judge(o, law_of(*args, dtype="float16", out_dtype="float16")[0])).ok, verdict
+
+def drawn(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", UNITS)
+def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
+  """Rows too long for forward, in a view of a larger tensor, of which nothing is copied."""
+  q, whole = drawn(1, 8, 2, D), drawn(2, 1, 40, D, seed=1)
+  with emulated(arch):
+    k = tensor(whole, "float16").realize()[1:]
+    o = attn.attention(tensor(q, "float16"), k, None, v_dim=257, causal=True)
+    assert choice_of(tensor(q, "float16"), k, None, v_dim=257, causal=True).kernel == ("mla_mma" if arch.startswith("sm") else "mla")
+    check_against_exact(array(o), q, whole[1:], 257)
+
+@pytest.mark.parametrize("arch, Dv", [pytest.param(arch, Dv, marks=() if arch == "gfx1201" else pytest.mark.thorough)
+                                      for arch, Dv in (("gfx1201", 24), ("sm_90", 24), ("sm_80", 20), ("gfx942", 20), ("gfx950", 32))])
+def test_other_kernels_read_v_in_k(arch:str, Dv:int) -> None:
+  """Shorter rows go to the kernels that there are for them."""
+  q, k = drawn(1, 4, 70, 32), drawn(1, 1, 80, 32, seed=1)
+  with emulated(arch): check_against_exact(array(attn.attention(tensor(q, "float16"), tensor(k, "float16"), None, v_dim=Dv, causal=True)), q, k, Dv)
+
+def test_no_kernel_has_its_gradient() -> None:
+  """Of short rows neither, nor of float32: that was a KeyError."""
+  for arch, dtype, D in (("gfx942", "float16", 32), ("sm_80", "float32", 32), ("sm_90", "float16", 576)):
+    with emulated(arch):
+      choice = backward_choice_of(draw(1, 4, 3, D, dtype=dtype), draw(1, 1, 40, D, dtype=dtype), None, v_dim=20)
+      assert choice.kernels == () and ("v_dim: the backward kernels have keys and values apart" in str(choice) or D > 512), choice
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch, D, Dv", (("gfx942", 32, 20), ("sm_80", 264, 257)))
+def test_gradient(arch:str, D:int, Dv:int) -> None:
+  """Of K as keys and as values."""
+  with emulated(arch):
+    q, k = (tensor(x, "float16").realize() for x in (drawn(1, 4, 3, D), drawn(1, 1, 40, D, seed=1)))
+    found, want = (attn.attention(q, k, v, causal=True, **options).float().square().sum().gradient(q, k)
+                   for v, options in ((None, {"v_dim": Dv}), (k[..., :Dv], {})))
+    for x, y in zip(found, want): np.testing.assert_allclose(x.numpy(), y.numpy(), atol=2e-2)
+
+@pytest.mark.parametrize("arch, page", [pytest.param(arch, page, marks=() if (arch, page) == ("gfx942", 4) else pytest.mark.thorough)
+                                        for arch in ("gfx942", "sm_80", "gfx1201", "sm_90") for page in (0, 1, 4, 32)])
+def test_cache(arch:str, page:int) -> None:
+  """One cache, of keys alone, whole or in pages; what lies beyond its length is NaN."""
+  D, Dv, capacity, filled = 264, 257, 64, 33
+  q, k = drawn(1, 4, 2, D), drawn(1, 1, filled + 2, D, seed=1)
+  held = np.full((1, 1, capacity, D), np.nan, np.float16)
+  held[:, :, :filled] = k[:, :, :filled]
+  with emulated(arch):
+    options:dict[str, Any] = {}
+    if page:
+      order = np.random.default_rng(2).permutation(capacity//page)
+      held = held.reshape(capacity//page, page, 1, D)[np.argsort(order)]
+      options["block_table"] = Tensor(order[None].astype(np.int32), device="EMU").realize()
+    cache = tensor(held, "float16").contiguous().realize()
+    o = attn.attention_with_kv_cache(tensor(q, "float16"), tensor(k[:, :, filled:], "float16"), None, cache, None, filled, v_dim=Dv, **options)
+    check_against_exact(array(o), q, k, Dv)
+    rows = array(cache).reshape(-1, page or capacity, D)
+    rows = rows[order].reshape(capacity, D) if page else rows[0]
+    np.testing.assert_array_equal(rows[:filled + 2], k[0, 0].astype(np.float32))
+
+# ***** tiles *****
+
+def latent_problem(arch:str, **sizes:int) -> Problem:
+  return problem(**{**dict(B=2, H=128, Hkv=1, Sq=1, Sk=4000, D=576, Dv=512), **sizes}, v_in_k=True, lse=False)
+
+SPACES = [(arch, tile) for arch in UNITS for tile in latent_space(latent_problem(arch), get_chip(arch))]
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch, tile", SPACES, ids=lambda x: str(x) + getattr(x, "options", ""))
+def test_every_tile_that_is_timed(arch:str, tile:MlaTile|MlaMmaTile) -> None:
+  """With shorter rows."""
+  check_kernels(arch, latent(normal), tile=lambda _: tile, **NARROW, Sq=2, Sk=139, v_in_k=True, causal=True)
+
+@pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
+def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_path:Path, recwarn:pytest.WarningsRecorder) -> None:
+  """The fastest is kept for problems of the class with caches and without; what is no tile of the chip is ignored, with a warning."""
+  monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
+  monkeypatch.setattr(tuned, "stamp", lambda: {"attn": "0"})
+  row, chip, seen = decode.DecodeStep(2, 128, 1, 4000, 576, v_dim=512), get_chip(arch), list[Any]()
+  real = replace(chip, tuned=True)
+  space = list(latent_space(latent_problem(arch), chip))
+  fastest = space[3]
+  def seconds(call:Any, work:Any) -> float:
+    seen.append((work.tile, work.splits))
+    return 1e-3 if work.tile == fastest else 2e-3
+  with emulated(arch): table = decode.tune(row, seconds)
+  own = tile_for(arch, p := latent_problem(arch))
+  assert table[0]["tile"] == str(fastest) and table[0]["chosen by"] == "" and [x for x, _ in seen] == [own, *(x for x in space if x != own)]
+  assert all(parts > 1 for _, parts in seen)
+  for like in (p, latent_problem(arch, Sk=3000), replace(p, kv_lengths=True)): assert choose_tile(like, real) == fastest != choose_tile(like, chip)
+  for other in (latent_problem(arch, H=16), latent_problem(arch, Dv=500), latent_problem(arch, Sk=5000), replace(p, softcap=2.0)):
+    assert choose_tile(other, real) == choose_tile(other, chip)
+  assert not recwarn.list
+  tuned.warn.cache_clear()
+  (tmp_path/"tune.json").write_text((tmp_path/"tune.json").read_text().replace('"row_tiles": ', '"row_tiles": 7'))
+  assert choose_tile(p, real) == own and "row_tiles=7" in str(recwarn.list[0].message) and len(recwarn.list) == 1
+
+def test_rows_of_the_measurement() -> None:
+  assert decode.decode_steps(["576", "B=8", "page=16", "H=16"]) == [decode.DecodeStep(8, 16, 1, 4096, 576, 16, v_dim=512)]
+  for word, text in (("C=8", "C=8: must be NAME=NUMBER, of B, H"), ("B=x", "B=x: must be a whole number"), ("keys=0", "keys=0: must be a whole")):
+    with pytest.raises(ValueError, match=text): decode.decode_steps([word])
+  with emulated("sm_90"), pytest.raises(ValueError, match="it is for latent attention"): decode.tune(decode.DecodeStep(1, 2, 2, 64))
+
+# ***** what is refused *****
+
+def test_bad_arguments() -> None:
+  with emulated("gfx942"):
+    q, k, v = draw(1, 4, 1, 32), draw(1, 1, 40, 32), draw(1, 1, 40, 24)
+    for arguments, options, text in (((q, k, None), {}, "v=None with v_dim=None"), ((q, k, v), {"v_dim": 24}, "v_dim=24 with v"),
+                                     ((q, k, None), {"v_dim": 33}, "v_dim=33: must lie in 1..32"), ((q, k, None), {"v_dim": 0}, "v_dim=0"),
+                                     ((q, k, None), {"v_dim": 2.5}, "v_dim=2.5")):
+      with pytest.raises(ValueError, match=text): attn.attention(*arguments, **options)
+    with pytest.raises(ValueError, match="v_cache=None with v_new"): attn.append_kv(draw(1, 1, 1, 32), draw(1, 1, 1, 24), k, None, 3)
+    with pytest.raises(ValueError, match="v=None with v_dim=None"):
+      attn.attention_with_kv_cache(q, draw(1, 1, 1, 32), None, draw(1, 1, 40, 32), None, 3)
+
+def test_what_the_kernels_refuse_goes_to_another() -> None:
+  longest, bias = UP_TO["D"], dict(extras=dict(bias=floats(1, 1, 1, 40)))
+  for what, parameters in (("bias", bias), (f"D={longest + 8}", dict(D=longest + 8)), ("float32", dict(dtype="float32"))):
+    p = problem(**{**dict(H=4, Hkv=1, Sq=1, Sk=40, D=longest, Dv=300, v_in_k=True, lse=False), **parameters})
+    choice = choose(p, get_chip("gfx942"))
+    assert choice.kernel == "three_pass" and what in (choice.why_not("mla") or ""), choice
+  p = problem(H=128, Hkv=1, Sq=1, Sk=4096, D=576, Dv=512, v_in_k=True, lse=False)
+  for name, chip in CHIPS.items():
+    if chip.matrix or chip.unit.mma: assert choose(replace(p, num_splits=1), chip).kernel in ("mla", "mla_mma"), name
+  assert choose(replace(p, num_splits=0), get_chip("gfx942")).work.splits > 1 and {"mla", "mla_mma"} < KERNELS.keys()

@@ -1,0 +1,323 @@
+"""The kernel of plain UOps: on chips without a matrix unit, in every type, with many threads and with one, and on real devices of this machine."""
+from __future__ import annotations
+import contextlib, functools, os, subprocess, sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+import numpy as np
+import pytest
+import attn
+import attn.api.checked_call
+import attn.calls.checked_kernel
+import attn.choose.dispatch
+import attn.kernels.tiled
+from attn.accuracy import judge
+from attn.api.attention import choice_of
+from attn.api.launch import kernels, launched
+from attn.chips import get_chip, other_chip
+from attn.choose.dispatch import KERNELS, _choose, choose
+from attn.choose.tiled_tiles import ALONE, TILED, tiled_tile
+from attn.emulator.checks import LdsRace
+from attn.kernels.combine import combine, combine_arguments
+from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts import dropout as kept
+from attn.kernels.parts.rectangle import Sections
+from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiled import Tiled, TiledTile, tiled
+from attn.ops import common as ops, dropout
+from attn.ops.plain import plain
+from attn.problem import Problem
+from attn.reference import exact
+from attn.tinygrad_compat import VECTORS, AxisType, Context, KernelInfo, Ops, Tensor, UOp, dtypes
+from attn.values import FLOATS
+from api_cases import check_attention, draw, emulated, floats, int32
+from cases import Inputs, array, expected, in_turn, normal, problem, tensor
+from test_forward import ADVERSARIAL, large_rows, rising
+
+PLAIN_CHIPS = ("gfx1030", "gfx1010", "sm_80", "gfx942")
+SMALL = TiledTile(4, 4, 4, 4, 16, 8, keeps_own=False)     # 16 threads, with everything in several parts
+AHEAD = replace(SMALL, depth=8, keeps_own=True, ahead=True)
+ONE_THREAD = replace(ALONE, walked=4, own=4, parts=2, columns=4)
+
+@contextlib.contextmanager
+def with_tile(tile:TiledTile|None, patch:pytest.MonkeyPatch) -> Iterator[None]:
+  """Every problem gets this tile, where one is given."""
+  if tile is not None: patch.setitem(KERNELS, "tiled", replace(KERNELS["tiled"], tile=lambda p, arch: tile))
+  _choose.cache_clear(), kernels.cache_clear()
+  try: yield
+  finally:
+    patch.undo()
+    _choose.cache_clear(), kernels.cache_clear()
+
+def check(arch:str="gfx1030", make=normal, tile:TiledTile|None=None, **parameters) -> tuple[np.ndarray, np.ndarray]:
+  with with_tile(tile, pytest.MonkeyPatch()): return check_attention(arch, "tiled", make, **parameters)
+
+# ***** the law *****
+
+@in_turn("dtype, arch", ("float32", "float16", "bfloat16"), PLAIN_CHIPS)
+def test_every_type(dtype:str, arch:str) -> None: check(arch, B=1, H=4, Hkv=2, Sq=70, Sk=100, D=40, Dv=24, dtype=dtype, causal=dtype != "float16")
+
+def test_float32_is_exact_to_its_own_rounding() -> None:
+  """By the textbook's own steps in float64, and not by the law."""
+  p = problem(H=1, Sq=64, Sk=200, D=64, dtype="float32")
+  x, got = normal(p), check(H=1, Sq=64, Sk=200, D=64, dtype="float32")
+  s = (x.q.astype(np.float64) @ x.k.swapaxes(-1, -2).astype(np.float64))*p.softmax_scale
+  weights = np.exp(s - s.max(-1, keepdims=True))
+  assert np.abs(got[0] - weights/weights.sum(-1, keepdims=True) @ x.v.astype(np.float64)).max() < 2e-6
+
+@in_turn("make, dtype", ADVERSARIAL, ("float32", "bfloat16", "float16"), among=12)
+def test_adversarial(make, dtype:str) -> None:
+  dtype = "bfloat16" if make.__name__ == "huge_key" and dtype == "float16" else dtype
+  check("gfx1010", make, tile=SMALL, H=2, Sq=40, Sk=90, D=32, dtype=dtype)
+
+@pytest.mark.parametrize("D, Dv", [(1, 3), pytest.param(512, 300, marks=pytest.mark.thorough), pytest.param(260, 512, marks=pytest.mark.thorough)])
+def test_head_dimensions(D:int, Dv:int) -> None: check(tile=SMALL if D < 100 else None, H=1, Sq=20, Sk=40, D=D, Dv=Dv, dtype="float32")
+
+def test_long_sums_are_taken_in_parts() -> None:
+  """Scores near 1e4: an lse is within 4 units in the last place of the largest. By one sum of 512 products, one after another, it is 9 off."""
+  parameters:dict[str, Any] = dict(H=2, Sq=70, Sk=90, D=512, Dv=8, dtype="float32")
+  _, lse = check(make=large_rows, tile=replace(SMALL, down=8, across=8, depth=32, ahead=True), **parameters)
+  _, law = expected(p := problem(**parameters), large_rows(p), {})
+  assert np.abs(lse - law.exact).max() < 4*np.spacing(np.float32(np.abs(law.exact).max()))
+
+def test_softcap_is_as_exact_as_float32() -> None:
+  """Within 6e-7 of the size of the values. By the short formula it is 15e-7."""
+  def large_values(p:Problem) -> Inputs:
+    x = normal(p)
+    return replace(x, v=x.v*1000)
+  parameters:dict[str, Any] = dict(Sq=30, Sk=40, D=16, dtype="float32", softcap=30.0)
+  o, _ = check(make=large_values, tile=SMALL, **parameters)
+  law, _ = expected(p := problem(**parameters), large_values(p), {})
+  assert np.abs(o - law.exact).max() < 1000*6e-7
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("candidate", TILED, ids=lambda c: str(c.tile))
+def test_every_tile(candidate) -> None:
+  check("sm_90", tile=candidate.tile, H=1, Sq=candidate.tile.block_m + 3, Sk=candidate.tile.block_n + 5, D=min(candidate.up_to, 264), dtype="float32")
+
+# ***** options *****
+
+MASKED = {"window": (9, 3), "softcap": 2.0, "layout": "bshd",
+          "extras": {"alibi_slopes": np.float32([.5, .25, .1, .03]), "bias": floats(2, 1, 20, 50), "sinks": floats(4), "kv_lengths": int32(31, 50)}}
+PACKED = {"layout": "thd", "causal": True, "extras": {"cu_seqlens_q": int32(0, 0, 4, 9, 11), "cu_seqlens_k": int32(0, 3, 3, 10, 13)}}
+
+@pytest.mark.parametrize("dtype, tile", [("float32", AHEAD), *(pytest.param("float16", x, marks=pytest.mark.thorough) for x in (ONE_THREAD, ALONE))])
+def test_options(dtype:str, tile:TiledTile) -> None: check(tile=tile, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype=dtype, **MASKED)
+
+def test_options_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
+  """The loops of a CPU's grid, on the emulator."""
+  monkeypatch.setattr(attn.api.checked_call, "arch_of", serial := lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
+  monkeypatch.setattr(attn.calls.checked_kernel, "arch_of", serial)
+  check(tile=ONE_THREAD, H=2, Hkv=1, Sq=11, Sk=13, D=16, dtype="float32", **PACKED)
+  check(tile=ONE_THREAD, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype="float32", **MASKED)
+
+def test_packed_sequences() -> None: check(tile=SMALL, H=2, Hkv=1, Sq=11, Sk=13, D=16, dtype="float32", **PACKED)
+
+def test_key_ranges() -> None: check(tile=SMALL, H=2, Sq=20, Sk=70, D=16, Dv=8, dtype="float32", causal=True, num_splits=3)
+
+def test_nan_beyond_the_lengths_has_no_effect() -> None:
+  def poisoned(p:Problem):
+    x = normal(p)
+    x.k[:, :, 21:], x.v[:, :, 21:] = np.nan, np.nan
+    return x
+  for tile in (SMALL, ONE_THREAD):
+    o, lse = check(make=poisoned, tile=tile, B=1, H=1, Sq=9, Sk=50, D=16, dtype="float32", extras={"kv_lengths": int32(21)})
+    assert np.isfinite(o).all() and np.isfinite(lse).all()
+
+def test_one_thread_where_there_are_no_workgroups() -> None:
+  """The grid of a CPU, on the emulator: parts in the order of the grid, and a loop over the heads of each."""
+  serial = replace(get_chip("gfx1030"), lds=0, serial=True)
+  p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
+  kernel = tiled(p, serial, ONE_THREAD)
+  sink = kernel(*placeholders(p))
+  kinds = sorted((u.arg[-1].name, int(u.vmax) + 1) for u in sink.toposort() if u.op is Ops.RANGE and u.arg[-1] is not AxisType.LOOP)
+  assert kinds == [("GLOBAL", 5)]
+  x = normal(p)
+  with Context(DEV="EMU::gfx1030"):
+    o = Tensor.empty(2, 2, 20, 16)
+    got = o.custom_kernel(*map(Tensor, (x.q, x.k, x.v)), fxn=kernel)[0].numpy()
+  np.testing.assert_allclose(got, exact(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset)[0], atol=2e-6)
+
+DROPOUT = dict(H=2, Hkv=1, Sq=9, Sk=50, D=16, dtype="float32", causal=True, dropout_p=0.3, extras={"dropout_seed": np.array([3, 5], np.uint32)})
+
+@pytest.mark.parametrize("tile", (SMALL, pytest.param(ONE_THREAD, marks=pytest.mark.thorough)))
+def test_dropout(tile:TiledTile) -> None: check(tile=tile, **DROPOUT)
+
+HALF, NORMALISED = kept._kept_half, Workgroup.normalised
+FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
+  "bits of the wrong keys": (kept, "_kept_half", lambda scores, row, query, key: HALF(scores, row, query, key//8*8)),
+  "O of all P": (kept.KeptHere, "numbers", lambda self, x: x),
+  "O without 1/(1 - p)": (Workgroup, "normalised", lambda self, *args: NORMALISED(replace(self, p=replace(self.p, dropout_p=0.0)), *args))}
+
+@pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])
+def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  """In a problem of its own: a program stays in tinygrad's cache."""
+  monkeypatch.setattr(*FAULTS_OF_DROPOUT[fault])
+  with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10 + list(FAULTS_OF_DROPOUT).index(fault)})
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("D", (1, 6, 130))
+def test_rows_that_are_no_quads(D:int) -> None:
+  """One thread summed elements that nobody had written."""
+  check(tile=ONE_THREAD, H=1, Sq=9, Sk=20, D=D, Dv=5, dtype="float32")
+
+# ***** faults that must show *****
+
+def fault(name:str, change) -> None:
+  """The kernel with a method changed."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(Tiled, name, change(getattr(Tiled, name)))
+    check(make=rising, tile=SMALL, H=1, Sq=20, Sk=70, D=16, dtype="float32", causal=True)
+
+def test_sums_that_are_not_rescaled_show() -> None:
+  with pytest.raises(AssertionError, match="o: "):
+    fault("summed", lambda old: lambda self, *args: old(self, *args[:6], [ops.splat(1.0, 4)]*len(args[6]), *args[7:]))
+
+def test_keys_that_are_not_masked_show() -> None:
+  with pytest.raises(AssertionError, match="o: "): fault("masked", lambda old: property(lambda self: False))
+
+@pytest.mark.usefixtures("without_places")
+def test_sections_of_local_memory_that_overlap_show(monkeypatch:pytest.MonkeyPatch) -> None:
+  places = Sections.places.fget
+  monkeypatch.setattr(Sections, "places", property(lambda self: {**places(self), "p": places(self)["walked"]}))
+  with pytest.raises(LdsRace): check(tile=replace(SMALL, down=16), H=1, Sq=20, Sk=70, D=16, dtype="float32")
+
+def test_a_maximum_that_not_all_threads_share_shows() -> None:
+  with pytest.raises(AssertionError, match="o: "):
+    fault("over_threads", lambda old: lambda self, parts, join, ready, *done: (parts, old(self, parts, join, ready, *done)[1]))
+
+# ***** plain UOps *****
+
+def placeholders(p:Problem) -> list[UOp]:
+  return [UOp.placeholder(shape, {**FLOATS, "int32": dtypes.int}[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
+
+def customs(sink:UOp) -> list[UOp]: return [u for u in sink.toposort() if u.op in (Ops.CUSTOM, Ops.CUSTOMI)]
+
+def test_nothing_is_left_that_a_renderer_has_to_know() -> None:
+  p = problem(H=2, Sq=20, Sk=50, D=16, softcap=2.0, window=(9, 3), extras={"bias": floats(1, 1, 20, 50), "kv_lengths": int32(31)})
+  program = tiled(p, get_chip("gfx1030"), SMALL)(*placeholders(p))
+  q = replace(p, num_splits=2)
+  args = [UOp.placeholder(shape, FLOATS[dtype], i) for i, (shape, dtype) in enumerate(combine_arguments(q).values())]
+  merge = combine(q, get_chip("gfx1030"), 2)(*args)
+  assert customs(merge) and not customs(plain(merge)) and not customs(program)
+  assert not {u.dtype for u in program.toposort()} & set(VECTORS)
+
+def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
+  """One value of each operation that kernels may have in plain UOps."""
+  four = ops.build(x, y, ops.mul(x, 3.0), ops.add(x, y))
+  bits = dropout.kept_octet((word, word), place, place, place, word, 0.3)
+  return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),
+          ops.extract(ops.softcap(four, 0.5, 2.0, terms={"float16": 4}.get(dtype, 10)), 2),
+          ops.extract(ops.alibi(four, y, place, (0, 1, 4, 5)), 3), ops.extract(ops.mask_above(four, place, (0, 1, 4, 5)), 2),
+          ops.extract(ops.mask_beyond(four, place - 3, place, (0, 1, 4, 5)), 1), ops.extract(ops.weights(four, ops.build(x, y), 0.5), 3),
+          ops.extract(ops.widen_to_float(ops.pack(four, dtype), 4, dtype), 3), ops.as_float(word),
+          ops.extract(dropout.drop_numbers(four, bits, ((0, 0), (0, 16), (0, 1), (0, 17)), 0), 1), bits.cast(dtypes.float)]
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_an_operation_means_the_same_in_plain_uops(dtype:str) -> None:
+  """Of each one as a kernel on the emulator, by its meaning in numpy and by the interpreter that gives UOps."""
+  n, rng = 64, np.random.default_rng(0)
+  given = rng.standard_normal((2, n)).astype(np.float32), rng.integers(0, 2**31, n).astype(np.uint32)
+  count = len(operations(*[UOp.const(1.0, dtypes.float)]*2, *[UOp.const(1, t) for t in (dtypes.uint, dtypes.int)], dtype))
+  def kernel(way, o:UOp, x:UOp, words:UOp) -> UOp:
+    i = UOp.range(n, 0, AxisType.WARP)
+    found = operations(x.flatten()[i].load(), x.flatten()[i + n].load(), words[i].load(), i.cast(dtypes.int)//9, dtype)
+    stores = [o.flatten()[j*n + i].store(value) for j, value in enumerate(found)]
+    return way(UOp.group(*stores).end(i).sink(arg=KernelInfo("attn_operations", opts_to_apply=()), tag="attn"))
+  with Context(DEV="EMU::gfx1030"):
+    got = [Tensor.empty(count, n).custom_kernel(*map(Tensor, given), fxn=functools.partial(kernel, way))[0].numpy() for way in (lambda x: x, plain)]
+  np.testing.assert_allclose(got[1], got[0], rtol=1e-6, atol=1e-7)
+  assert (np.abs(got[0]).max(1) > 0).all()
+
+def test_an_instruction_without_plain_uops_is_named() -> None:
+  from attn.ops import amd
+  x = UOp.placeholder((1,), dtypes.uint, 0)
+  with pytest.raises(NotImplementedError, match="is an instruction that has no plain UOps"):
+    plain(x[0].store(amd.byte_perm(x[0].load(), x[0].load(), 1)).sink())
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_a_program_takes_every_tensor_of_its_call(dtype:str) -> None:
+  """combine is called with q, k and v for the gradient's sake alone. A CUDA graph refused that of `tiled` ("invalid argument", on an H200)
+  when it did not take them."""
+  p, chip = problem(H=2, Sq=1, Sk=4096, D=64, dtype=dtype, num_splits=4), get_chip("sm_90")
+  choice, shapes = choose(p, chip), arguments(p) | combine_arguments(p) | p.shapes
+  assert choice.kernel == {"float16": "split_kv", "float32": "tiled"}[dtype]
+  for names, kernel in zip(launched(p), kernels(p, choice), strict=True):
+    given = [UOp.placeholder(shapes[name][0], FLOATS[shapes[name][1]], i) for i, name in enumerate(names)]
+    assert {u.arg.slot for u in kernel(*given).sink.toposort() if u.op is Ops.PARAM} == set(range(len(names)))
+
+# ***** dispatch *****
+
+def test_what_it_takes_and_why_not() -> None:
+  with emulated("gfx942"):
+    q, wide, half = draw(1, 1, 8, 64, dtype="float32"), draw(1, 1, 8, 300), draw(1, 1, 8, 64)
+    assert [choice_of(x, x, x).kernel for x in (q, wide, half)] == ["tiled", "tiled", "forward"]
+    assert choice_of(*[draw(1, 1, 8, 513)]*3).why_not("tiled") == "D=513: a row is held in local memory and registers, up to 512"
+  with emulated("gfx1030"):
+    choice = choice_of(half, half, half)
+    assert choice.kernel == "tiled" and "gfx1030: AMD's kernels have no tile" in choice.why_not("forward")
+    assert attn.explain(half, half, half, backward=True).kernels == ("backward_dq_tiled", "backward_dkdv_tiled")
+
+def test_memory_of_each_is_told() -> None:
+  with emulated("gfx1030"):
+    q, k = draw(1, 2, 1, 64), draw(1, 2, 3000, 64)
+    choice = choice_of(q, k, k)
+    assert choice.work.splits > 1 and dict(choice.memory) == {"tiled": 4*2*65*choice.work.splits, "three_pass": 4*2*3000}
+
+def test_local_memory_that_has_no_room() -> None:
+  p = problem(H=1, Sq=8, D=512, dtype="float32")
+  assert tiled_tile(p, other_chip("CL", 49152)).lds_bytes(p) <= 49152
+  with pytest.raises(NotImplementedError, match="in the 1024 bytes of local memory of CL"): tiled_tile(p, other_chip("CL", 1024))
+
+# ***** real devices *****
+
+SCRIPT = """
+import numpy as np, attn
+from attn.accuracy import judge, law_of
+from attn.tinygrad_compat import Tensor, dtypes
+rng = np.random.default_rng(0)
+for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
+  q, k, v = (rng.standard_normal((2, 2, n, 24)).astype(kind) for n in (37, 70, 70))
+  choice = attn.explain(*map(Tensor, (q, k, v)), causal=True)
+  assert choice.kernel == "tiled", choice
+  got = attn.attention(*map(Tensor, (q, k, v)), causal=True, out_dtype=dtypes.float).numpy()
+  work = (q, k, v, 24**-0.5, (-1, 0), 33)
+  verdict = judge(got, law_of(*work, dtype=dtype, out_dtype="float32")[0])
+  assert verdict.ok, verdict
+  print(dtype, verdict)
+"""
+
+def on(device:str, types:int, script:str=SCRIPT, **settings:str) -> None:
+  """Runs a script on a device of this machine, for float32 or for so many `types`."""
+  root = Path(__file__).resolve().parent.parent.parent
+  environment = {**os.environ, "DEV": device, "PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings}
+  done = subprocess.run([sys.executable, "-c", script.replace("{types}", str(types))], capture_output=True, text=True, env=environment, timeout=600)
+  assert done.returncode == 0, done.stderr[-2000:]
+
+@pytest.mark.parametrize("types", (1, pytest.param(2, marks=pytest.mark.thorough)))
+def test_a_cpu_with_the_clang_of_zig(types:int) -> None:
+  pytest.importorskip("ziglang")
+  on("CPU", types, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+@pytest.mark.parametrize("make", (normal, *ADVERSARIAL), ids=lambda f: f.__name__)
+def test_on_a_gpu(make, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  if make.__name__ == "huge_key" and dtype == "float16": pytest.skip("float16 holds no such scores")
+  monkeypatch.setenv("ATTN_KERNEL", "tiled")
+  for shape in ({"Sq": 40, "Sk": 200, "D": 64}, {"Sq": 150, "Sk": 170, "D": 40, "Dv": 136, "causal": True}, {"Sq": 70, "Sk": 90, "D": 512}):
+    p = problem(H=2, dtype=dtype, **shape)
+    x, extras = make(p), dict[str, np.ndarray]()
+    with Context(DEV="CUDA"):
+      given = (tensor(a, dtype, "CUDA") for a in (x.q, x.k, x.v))
+      o, lse = (array(t) for t in attn.attention(*given, causal="causal" in shape, return_lse=True))
+    law, of_lse = expected(p, x, extras)
+    assert (verdict := judge(o, law)).ok, f"o: {verdict}"
+    assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
+
+@pytest.mark.thorough
+def test_opencl_on_a_cpu() -> None:
+  """With Debian's pocl-opencl-icd."""
+  if not any(Path("/etc/OpenCL/vendors").glob("pocl*.icd")): pytest.skip("apt-get install pocl-opencl-icd ocl-icd-libopencl1")
+  on("CL", 2)

@@ -1,0 +1,132 @@
+"""The pictures of docs/algorithm.md and docs/sharding.md are what the kernels' tables say today, and show what the text beside them claims."""
+from __future__ import annotations
+import functools, itertools, re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+import numpy as np
+import pytest
+from attn.emulator.chips import INSTRUCTIONS
+from attn.kernels.parts.lanes import contraction
+from attn.pictures import key_ranges, matrices, shared_memory, zigzag
+from attn.pictures import __main__ as command
+from attn.reference import visible
+
+pictures = functools.cache(command.pictures)
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT/"docs"/"pictures"
+AMD = {name: mat for name, (mat, _) in matrices.DRAWN.items()}
+PANELS = {f"{page}: {panel.title}": panel for page, (_, _, panels, _) in shared_memory.PAGES.items() for panel in panels}
+
+def test_the_committed_pictures_are_current() -> None:
+  drawn = pictures()
+  assert {path.name for path in FOLDER.glob("*.svg")} == set(drawn)
+  stale = [name for name, text in drawn.items() if (FOLDER/name).read_text(encoding="utf-8") != text]
+  assert not stale, f"{', '.join(stale)}: run python -m attn.pictures"
+
+def test_they_are_all_shown() -> None:
+  pages = [(ROOT/"docs"/name).read_text() for name in ("algorithm.md", "sharding.md")]
+  shown = [name for page in pages for name in re.findall(r"!\[[^\]]+\]\(pictures/([\w.]+)\)", page)]
+  assert sorted(shown) == sorted(pictures())
+
+def test_the_command_writes_them(tmp_path:Path) -> None:
+  assert command.main([str(tmp_path)]) == 0 and {path.name for path in tmp_path.iterdir()} == set(pictures())
+
+def test_a_folder_that_is_not_there_is_an_error(capsys:pytest.CaptureFixture[str]) -> None:
+  with pytest.raises(SystemExit): command.main(["no such folder"])
+  assert "no such folder is not a folder" in capsys.readouterr().err
+
+@pytest.mark.parametrize("name", pictures())
+def test_nothing_lies_outside(name:str) -> None:
+  """It is XML, and words and cells lie within the picture. A letter is taken to be 0.6 of its size wide, which is more than a wide face has."""
+  root = ElementTree.fromstring(pictures()[name])
+  width, height = float(root.attrib["width"]), float(root.attrib["height"])
+  for shape in root.iter("{http://www.w3.org/2000/svg}rect"):
+    x, y, w, h = (float(shape.attrib[key]) for key in ("x", "y", "width", "height"))
+    assert 0 <= x <= x + w <= width and 0 <= y <= y + h <= height
+  for path in root.iter("{http://www.w3.org/2000/svg}path"):
+    for x, y, w, h in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)", path.attrib["d"]):
+      assert float(x) + float(w) <= width and float(y) + float(h) <= height
+  for text in root.iter("{http://www.w3.org/2000/svg}text"):
+    long = 0.6*float(text.attrib["font-size"])*len(text.text or "")
+    left = float(text.attrib["x"]) - {"middle": long/2, "end": long}.get(text.attrib.get("text-anchor", ""), 0)
+    assert left >= 0 and left + long <= width and float(text.attrib["y"]) <= height, text.text
+
+# ***** lane and element *****
+
+@pytest.mark.parametrize("name", AMD)
+def test_each_lane_holds_as_many_elements_as_it_has_registers_for(name:str) -> None:
+  mat = AMD[name]
+  a, c = matrices.operand_cells(mat), matrices.accumulator_cells(mat)
+  assert len(a) == mat.M*contraction(mat, 1) and {len(x) for x in a.values()} == {mat.groups if mat.duplicated else 1}
+  assert len(c) == mat.M*mat.N
+  for lane in range(mat.wave):
+    held = sorted((x.step, x.element) for holders in a.values() for x in holders if x.lane == lane)
+    steps = contraction(mat, 1)//mat.K
+    assert held == list(itertools.product(range(steps), range(mat.operand)))
+    assert sorted(x.element for holders in c.values() for x in holders if x.lane == lane) == list(range(mat.accumulator))
+
+@pytest.mark.parametrize("name", AMD)
+def test_c_is_where_the_emulator_has_it(name:str) -> None:
+  """The emulator's layouts are written from the ISA documents, and know nothing of the kernels' tables."""
+  mat = AMD[name]
+  numbers = np.arange(mat.accumulator*mat.wave).reshape(mat.accumulator, mat.wave)
+  columns, = INSTRUCTIONS[mat.name].c.to_matrices(numbers, lambda x: x)
+  for (row, column), (holder,) in matrices.accumulator_cells(mat).items():
+    assert columns[column, row] == numbers[holder.element, holder.lane]
+
+@pytest.mark.parametrize("name", AMD)
+def test_every_key_is_once_in_the_order_of_p(name:str) -> None:
+  mat = AMD[name]
+  order = matrices.key_order(mat)
+  assert sorted(key for _, key in order) == list(range(contraction(mat, mat.M)))
+  c = matrices.accumulator_cells(mat)
+  for n, (h, key) in enumerate(order):      # the lane that is to have a key for the second product has it from the first
+    assert c[key % mat.M, 0][0].lane == h*mat.N, n
+
+def test_mma_fragments() -> None:
+  """PTX ISA 9.7.14.5.8, figures of m16n8k16: groupID = lane/4, threadID_in_group = lane%4."""
+  mat = matrices.MMA["float16"]
+  for lane, i in itertools.product(range(32), range(8)):
+    row, column = lane//4 + 8*(i//2 % 2), lane%4*2 + i%2 + 8*(i//4)
+    assert matrices.mma_a(mat)[row, column] == [matrices.Holder(lane, 0, i)]
+  for lane, i in itertools.product(range(32), range(4)):
+    assert matrices.mma_b(mat)[lane%4*2 + i%2 + 8*(i//2), lane//4] == [matrices.Holder(lane, 0, i)]
+    assert matrices.mma_c(mat)[lane//4 + 8*(i//2), lane%4*2 + i%2] == [matrices.Holder(lane, 0, i)]
+
+# ***** key ranges *****
+
+@pytest.mark.parametrize("name", key_ranges.CASES)
+def test_key_ranges_hold_what_is_seen(name:str) -> None:
+  p = key_ranges.CASES[name]
+  seen = visible(p.Sq, p.Sk, p.window, p.offset)
+  for block in range(-(-p.Sq//key_ranges.QUERY_BLOCK)):
+    r, rows = key_ranges.range_of(p, block), seen[block*key_ranges.QUERY_BLOCK:(block + 1)*key_ranges.QUERY_BLOCK]
+    for tile in range(-(-p.Sk//key_ranges.KEY_TILE)):
+      part = rows[:, tile*key_ranges.KEY_TILE:(tile + 1)*key_ranges.KEY_TILE]
+      assert (r.begin <= tile < r.end) == part.any()
+      assert (r.full_begin <= tile < r.full_end) == (part.all() and part.shape[1] == key_ranges.KEY_TILE)
+
+# ***** banks *****
+
+@pytest.mark.parametrize("name", PANELS)
+def test_no_access_meets_itself_in_a_bank(name:str) -> None:
+  panel = PANELS[name]
+  for access in panel.accesses:
+    assert len({panel.group(piece) for piece in access.pieces}) == len(access.pieces) == panel.groups, access.words
+
+def test_a_stride_without_its_odd_unit_would_meet() -> None:
+  panel = PANELS["lds_forward: K, D = 64"]
+  packed = replace(panel, place=lambda row, unit: row*8 + unit)
+  assert len({packed.group(piece) for piece in packed.accesses[0].pieces}) == 1
+
+# ***** a sequence on several devices *****
+
+def test_the_zigzag_computes_each_visible_pair_once_and_shares_the_work() -> None:
+  seen = visible(zigzag.LENGTH, zigzag.LENGTH, (-1, 0), 0)
+  for order in ("contiguous", "zigzag"):
+    owner, pairs = zigzag.computed(order)
+    assert ((owner >= 0) == seen).all() and sum(pairs) == seen.sum()
+    rows = seen.sum(1).reshape(zigzag.DEVICES, -1) if order == "contiguous" else seen.sum(1).reshape(2, zigzag.DEVICES, -1)
+    assert pairs == list((rows if order == "contiguous" else np.concatenate([rows[0], rows[1][::-1]], 1)).sum(1))
+  assert min(pairs) == max(pairs)
