@@ -86,6 +86,8 @@ def test_the_table_of_chips_is_the_one_in_code() -> None:
 def test_links_and_files_exist() -> None:
   for name in re.findall(r"(?<![\w/])((?:attn|docs|test|examples)/[\w/]+\.(?:py|md|txt))", README + (ROOT/"CONTRIBUTING.md").read_text()):
     assert (ROOT/name).exists(), name
+  for page in (ROOT/"docs").glob("*.md"):
+    for name in re.findall(r"(?<![\w/])((?:attn|test)/[\w/]+\.\w+)", page.read_text()): assert (ROOT/name).exists(), f"{page.name}: {name}"
 
 def test_what_the_algorithm_names_is_in_code() -> None:
   """Functions, classes and fields of them: each part of a name in backticks is a word of some module of attn."""

@@ -1,1 +1,1 @@
-"""The machine code of kernels without ROCm: compiling it (compiler), reading it (parse, flow), what it costs (report, roofline, costs)."""
+"""The machine code of kernels without ROCm: which source is whose (source), reading it (parse, flow), what it costs (report, roofline, costs)."""
