@@ -19,7 +19,7 @@ from attn.isa.instruction import Instruction
 Fact = frozenset[str]
 Facts = frozenset[Fact]
 
-LARGEST = 4      # registers of a fact: a larger one is of no use
+LARGEST = 8      # registers of a fact: one for each of the branches that lie one inside another, and EXEC
 EXEC = ("exec_lo", "exec_hi")
 NEED_ALL_LANES = re.compile(r"v_(permlane|mfma|smfmac|wmma|swmmac)|ds_(b?permute|swizzle|read_b\d+_tr|load_tr)|global_load_(b\d+_)?tr")
 

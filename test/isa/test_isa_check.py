@@ -75,6 +75,17 @@ def test_what_needs_all_lanes_is_found_where_some_are_off(arch:str, text:str) ->
              f"s_xor_b64 exec, exec, s[6:7]; s_or_b64 exec, exec, s[6:7]; .LBB0_2:; {MEET}; {SWAP}")])
 def test_whole_waves_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
+def branches(depth:int, inside:str, i:int=0) -> str:
+  """An if and its else, with such ones in both of them, as clang has it; `inside` stands in the innermost ones."""
+  own, (then, other) = f"s{10 + i}", (branches(depth - 1, inside, i + 1) if depth > 1 else inside for _ in range(2))
+  return (f"s_and_saveexec_b32 {own}, s{20 + i}; s_xor_b32 {own}, exec_lo, {own}; {then}; s_and_not1_saveexec_b32 {own}, {own}; {other}; "
+          f"s_or_b32 exec_lo, exec_lo, {own}")
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_behind_branches_inside_branches_waves_are_whole(depth:int) -> None:
+  assert of(f"{branches(depth, 's_nop 0')}; {WMMA}", "gfx1100") == []
+  assert len(of(f"{branches(depth, WMMA)}; {WMMA}", "gfx1100")) == 2**depth
+
 def test_each_function_of_a_text_is_looked_at() -> None:
   text = f"one:\ns_nop 0\ns_endpgm\ntwo:\ns_and_saveexec_b32 s2, vcc_lo\n{WMMA}\ns_endpgm\nthree:\n{WMMA}\ns_endpgm"
   assert findings(text, "gfx1100") == [f"across lanes: behind two, where lanes may be off: {WMMA}"]
