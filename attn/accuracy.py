@@ -245,8 +245,9 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 @dataclass(frozen=True)
 class _Pairs:
   """What float64 knows of each query and key, (..., H, Sq, Sk): the `raw` product of both, scaled; the weights P; the slope of the terms, and its
-  error; 1/(1 - dropout_p) or 0, as dropout keeps it, or None; and the standard deviation of the error of a score in fp32, `off`. Of each row
-  (..., H, Sq, 1) lse and what it is off by. And `_rounding` of the weights of forward. q, k and v have as many heads all three."""
+  error; 1/(1 - dropout_p) or 0, as dropout keeps it, or None; and the standard deviation of the error of a score in fp32, `off`, and that of what
+  comes after the product, its `own`. Of each row (..., H, Sq, 1) lse and what it is off by. And `_rounding` of the weights of forward. q, k and v
+  have as many heads all three."""
   dtype: str
   flushes: bool
   scale: float
@@ -259,6 +260,7 @@ class _Pairs:
   slope_off: Array
   factor: Array|None
   off: Array
+  own: Array
   lse: Array
   lse_off: Array
   rounding: tuple[Array, Array|None]
@@ -295,13 +297,14 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
     off, more = BENT[step.name](off, step, x, dtype)
     size, slope_off = np.abs(step.after), slope_off + more
   size = size + np.abs(bare)
-  off = np.minimum(off + FP32*((size + np.abs(lse))/2 + 1.5), 1)
+  own = FP32*((size + np.abs(lse))/2 + 1.5)
+  off = np.minimum(off + own, 1)
   lse_off = SIGMAS*np.sqrt(_grouped(raw, p*off, np.ones((p.shape[-1], 1)))[0]) + FP32*(
     3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + 2*_steps(p))
   above = np.exp(np.minimum(lse - top, MOST))      # forward's weights lie relative to the row's largest score, or to one below: then they are larger
   r, lost = _rounding(p*above, dtype, flushes)
   factor = None if x.kept is None else np.broadcast_to(np.where(x.kept, 1/(1 - x.dropout_p), 0), p.shape)
-  return _Pairs(dtype, flushes, scale, q, k, v, raw, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, lse, lse_off,
+  return _Pairs(dtype, flushes, scale, q, k, v, raw, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, own, lse, lse_off,
                 (r/above, None if lost is None else lost/above))
 
 # ***** forward *****
@@ -332,11 +335,12 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
     for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """What fp32 makes of each score, one error for all keys of equal products; what adding up does; what happens to keys before a new reference but not
-  to those after it; and what is lost."""
+  """What fp32 makes of each score, one error for all keys of equal products, and another for those of equal weights; what adding up does; what
+  happens to keys before a new reference but not to those after it; and what is lost."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
-  found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0]) + _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
+  found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0] + _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)[0])
+  found += _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
   if (lost := t.rounding[1]) is not None:
     mass = lost.sum(-1, keepdims=True)
     found += (t.kept(lost) @ np.abs(t.v) + mass*np.abs(o))/np.maximum(1 - mass, FP32)

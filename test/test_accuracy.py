@@ -69,6 +69,18 @@ def test_errors_that_scores_share() -> None:
       x.q, x.k, x.v, p.softmax_scale, options=Options(sinks=np.zeros(1)), dtype="float32", out_dtype="float32")):
     assert (verdict := judge(got, law)).ok, verdict
 
+def test_errors_that_scores_do_not_share() -> None:
+  """All products are alike, and a bias makes scores of them that are rounded each by itself: those errors do not cancel, whatever V is."""
+  p, bias = problem(B=50, H=1, Sq=1, Sk=18, D=128, dtype="float32"), floats(50, 1, 1, 18, seed=1)
+  x = replace(normal(p), q=np.full((50, 1, 1, 128), 0.25, np.float32), k=np.full((50, 1, 18, 128), -2.0, np.float32))
+  up_or_down = np.where(floats(50, 1, 1, 18, seed=2) > 0, 1, -1)
+  exact_scores = -64*p.softmax_scale + bias.astype(np.float64)
+  scores = exact_scores + up_or_down*2.0**-22           # half a unit in the last place of what lies between 4 and 8
+  law, _ = law_of(x.q, x.k, x.v, p.softmax_scale, options=Options(bias=bias, sinks=np.ones(1)), dtype="float32", out_dtype="float32")
+  for of, ok in ((exact_scores, True), (scores, True), (exact_scores + up_or_down*2.0**-16, False)):
+    verdict = judge(np.exp(of) @ x.v.astype(np.float64)/(np.exp(of).sum(-1, keepdims=True) + np.exp(1)), law)
+    assert verdict.ok is ok, verdict
+
 def test_weights_that_a_sink_leaves_nothing_of() -> None:
   """Scores of -10000 beside a sink of 0: every limit is a number."""
   p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
