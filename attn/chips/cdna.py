@@ -8,8 +8,7 @@ def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") ->
   """MFMA of CDNA."""
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange)
 
-# CDNA2 and CDNA3 have no dot product of bf16
-SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half", dots=True), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}
+SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}
 
 # LLVM, AMDGPUBaseInfo.cpp: decodeVmcnt, decodeLgkmcnt
 COUNTERS_ON_CDNA = Counters("vmcnt", "vmcnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((0, 4), (14, 2)), "lgkmcnt": ((8, 4),)})

@@ -30,7 +30,7 @@ FORWARD_ON_CDNA2: tuple[Candidate, ...] = (
 # its machine code differs from CDNA3's: what is a bf16 MFMA here is a sparse one there
 CDNA2 = Family("cdna2", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
-    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, sums=SUMS,
+    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, dots=("float16",), sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=1024,
               matrix={"32x32x8": 64, "16x16x16": 32, "4x4x4_16b": 8}),
   apart=("float16", "bfloat16"), forward=FORWARD_ON_CDNA2, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,

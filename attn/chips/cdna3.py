@@ -35,7 +35,7 @@ FORWARD_ON_CDNA3: tuple[Candidate, ...] = (
 # the last two shapes of CDNA3 and of CDNA4 are of 8-bit inputs
 CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
-    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, sums=SUMS,
+    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, dots=("float16",), sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
     "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16": 32, "16x16x32": 16}),
   apart=("float16",), forward=FORWARD_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,

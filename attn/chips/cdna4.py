@@ -7,8 +7,6 @@ from attn.chips.cdna3 import CDNA3_MACHINE
 from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
 
-SUMS_ON_CDNA4 = {dtype: replace(sums, dots=True) for dtype, sums in SUMS.items()}
-
 CDNA4_MACHINE = replace(CDNA3_MACHINE, transcendental=Figure(12, "cdna4"), matrix=Figure(20, "hazard"), memory=Figure(650, ASSUMED),
                         memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds=Figure(48, ASSUMED))
 
@@ -30,7 +28,8 @@ FORWARD_ON_CDNA4: tuple[Candidate, ...] = (
 
 CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 16, "_f16", "half", "permlane_swap"), mfma(16, 32, "_f16", "half", "permlane_swap")),
-    "bfloat16": (mfma(32, 16, "_bf16", "bfloat", "permlane_swap"), mfma(16, 32, "_bf16", "bfloat", "permlane_swap"))}, sums=SUMS_ON_CDNA4,
+    "bfloat16": (mfma(32, 16, "_bf16", "bfloat", "permlane_swap"), mfma(16, 32, "_bf16", "bfloat", "permlane_swap"))}, dots=("float16", "bfloat16"),
+  sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=8, lds_read=256, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=1280, flops=4096, matrix={
     "32x32x16": 32, "16x16x32": 16, "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8,
     "32x32x64": 64, "16x16x128": 32}),

@@ -67,7 +67,9 @@ class Family:
   dual_issue: bool = False   # issues two vector instructions of a wave at once that find their registers in different banks: VOPD, RDNA3 ISA 7.6
   dual_dots: tuple[str, ...] = ()   # input dtypes whose dot products are among them
   matrix: Mapping[str, tuple[Matrix, ...]] = field(default_factory=dict)   # input dtype -> AMD's matrix instructions, the preferred one first
-  sums: Mapping[str, LaneSums] = field(default_factory=dict)     # input dtype -> what sums a lane's packed P, or begins to; else dot products do
+  dots: tuple[str, ...] = ()                                     # input dtypes of whose pairs a dot product adds to fp32: they sum a lane's packed P
+  sums: Mapping[str, LaneSums] = field(default_factory=dict)     # input dtype -> what begins those sums, from zeros, for which a dot product needs a
+                                                                 # move; or sums P where there is none. With neither P is unpacked and added
   descriptor: int = 0     # last word of a buffer's resource descriptor: a raw buffer of 32-bit data whose range check counts bytes
   tables: str = ""        # tinygrad's tables that decode its machine code; "": it has none
   agprs: bool = False     # accumulation registers lie behind a wave's vector registers, in one file

@@ -84,7 +84,6 @@ class LaneSums:
   and of D, is a lane, so with A all ones each element of D is that of C plus the sum of the lane's own elements of B."""
   name: str             # the clang builtin after `__builtin_amdgcn_`
   operand_type: str     # of the builtin's A and B
-  dots: bool = False    # whether dot products add all but the first elements: the product begins from zeros, for which a dot product needs a move
   operand_words: int = 2
   arguments: str = "{a}, {b}, {c}, 0, 0, 0"
   def call(self, a:str, b:str, c:str) -> str:

@@ -43,6 +43,7 @@ PLAIN_DQ_ON_RDNA3 = (
 
 RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_dots=("float16",), descriptor=0x31004000, tables="rdna3", matrix={
     "float16": (wmma("f16_w32", "half", 1, duplicated=True),), "bfloat16": (wmma("bf16_w32", "short", 1, duplicated=True),)},
+  dots=("float16", "bfloat16"),
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=512,
               matrix={"16x16x16": 32}),
   forward=FORWARD_ON_RDNA3, dq=DQ_ON_RDNA3, dkdv=DKDV_ON_RDNA3, plain_dq=PLAIN_DQ_ON_RDNA3, latent=LATENT_ON_RDNA,

@@ -36,6 +36,7 @@ PLAIN_DQ_ON_RDNA4 = (
 
 RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descriptor=0x31004000, tables="rdna4", matrix={
     "float16": (wmma("f16_w32_gfx12", "half", 8),), "bfloat16": (wmma("bf16_w32_gfx12", "short", 8),)},
+  dots=("float16", "bfloat16"),
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=1024,
               matrix={"16x16x16": 16}),
   packs_anew=True, forward=FORWARD_ON_RDNA4, dq=DQ_ON_RDNA4, dkdv=DKDV_ON_RDNA4, plain_dq=PLAIN_DQ_ON_RDNA4, latent=LATENT_ON_RDNA,

@@ -71,8 +71,9 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
   return c.join(*[y*factor for y, factor in zip(parts(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
 
 # How sums of P are taken: of a lane's own elements in fp32; of P as it is rounded, by dot products of a lane's pairs with ones, which a product with
-# a matrix of ones may begin; or of P as it is rounded, by products with a matrix of ones, on NVIDIA over all lanes that share a row.
-LANE, DOT, ONES = "lane", "dot", "ones"
+# a matrix of ones may begin; of P as it is rounded, by products with a matrix of ones, on NVIDIA over all lanes that share a row; or of a lane's own
+# elements as they are rounded, unpacked again.
+LANE, DOT, ONES, UNPACKED = "lane", "dot", "ones", "unpacked"
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
   """Adds P to a lane's sums: those of each row; or of a single row those of the even and of the odd elements, in packed additions."""
@@ -97,12 +98,14 @@ def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, 
   elif total is None: total = c.variable("sums", c.splat(c.number(0.0), 4 if kind == ONES else 1))
   for i in words:
     x = c.part(packed, i, n) if n > 1 else c.element(packed, i)
-    c.assign(total, c.times_ones(matrix, x, total.value, dtype) if kind == ONES else c.dot_ones(x, total.value, dtype))
+    if kind == UNPACKED: added = total.value + c.widen(x, dtype) + c.widen(c.high_half(x), dtype)
+    else: added = c.times_ones(matrix, x, total.value, dtype) if kind == ONES else c.dot_ones(x, total.value, dtype)
+    c.assign(total, added)
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
   """Those sums, a number a row."""
-  return total if kind == DOT else c.vector(*[c.element(total, 2*r) for r in range(rows)])
+  return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 @compound("weigh", suffix="_{count}")
 def _weigh(c:Any, reference:Value, bias:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,

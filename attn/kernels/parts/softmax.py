@@ -16,7 +16,7 @@ from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.statements import Carried
 from attn.ops import amd, common as ops
-from attn.ops.softmax import DOT, LANE, LOWEST, ONES, RowLanes, correct, rounded_sum
+from attn.ops.softmax import DOT, LANE, LOWEST, ONES, UNPACKED, RowLanes, correct, rounded_sum
 from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Sums:
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool) -> Sums:
     matrix = arch.unit.sums.get(dtype)
-    return Sums(dtype, (DOT if matrix is None or matrix.dots else ONES, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
+    kind = DOT if dtype in arch.unit.dots else UNPACKED if matrix is None else ONES
+    return Sums(dtype, (kind, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
     """Of each query tile the sum of P as it is rounded, packed, a column of S^T tiles. Dot products that issue at once are of two sums side by side,
