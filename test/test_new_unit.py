@@ -1,0 +1,63 @@
+"""A matrix unit that no chip in the table has, WMMA of twice the depth with the layout and the arguments of gfx1250's: what there is to say of it is
+a family, and its twin in the emulator. It has no dot products, and no tiles of its own."""
+from __future__ import annotations
+from dataclasses import replace
+import pytest
+from attn.chips import CHIPS, get_chip
+from attn.chips.family import Card, Chip, Family
+from attn.chips.matrix import Matrix
+from attn.chips.rdna import wmma
+from attn.choose.backward import choose_backward
+from attn.choose.dispatch import choose, single_kernel
+from attn.emulator.chips import EMULATED, INSTRUCTIONS, EmulatedChip, Layout, MatrixInstruction
+from attn.kernels.parts.lanes import contraction, operands
+from attn.kernels.parts.tensors import arguments
+from attn.ops import common as ops
+from attn.ops.renderers import render
+from attn.tinygrad_compat import UOp, dtypes
+from backward_cases import check_backward_kernels
+from cases import TYPES, check, problem
+
+ARCH, LDS = "gfx1250", 327680
+
+def deep(dtype:str, element:str) -> Matrix: return wmma(dtype, element, 8, K=32, arguments="false, {a}, false, {b}, (short)0, {c}, false, false")
+
+DEEP = Family("deep", wave=32, vgprs=256, busy_waves=2, bf16_pack=True, descriptor=0x31004000,
+              matrix={"float16": (deep("f16", "half"),), "bfloat16": (deep("bf16", "bfloat"),)})
+
+@pytest.fixture(autouse=True)
+def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Lane half h holds k = 16d + 8h + e of A and B, and rows 8h + r of D."""
+  ab, c = Layout("de hi -> i dhe", d=2, e=8, h=2, i=16), Layout("r hn -> hr n", r=8, h=2, n=16)
+  monkeypatch.setitem(CHIPS, ARCH, Chip(ARCH, DEEP, LDS, (Card("of this test", 256),), registers=1024, granule=16))
+  monkeypatch.setitem(EMULATED, ARCH, EmulatedChip("deep", 32, LDS))
+  for dtype, matrix in DEEP.matrix.items(): monkeypatch.setitem(INSTRUCTIONS, matrix[0].name, MatrixInstruction(ab, ab, c, dtype, ("deep",)))
+
+@pytest.mark.parametrize("D, dtype", [(40, "float16"), (80, "bfloat16"), *[pytest.param(*x, marks=pytest.mark.thorough) for x in (
+  (64, "float16"), (128, "float16"), (40, "bfloat16"), (64, "bfloat16"), (128, "bfloat16"))]])
+def test_forward_and_backward(D:int, dtype:str) -> None:
+  """By its kernels, and not by the slow ones that run everywhere."""
+  shape = {"H": 2, "Sq": 100, "Sk": 150, "D": D, "dtype": dtype, "causal": True}
+  p, chip = problem(**shape), get_chip(ARCH)
+  assert choose(p, chip).kernel == "forward" and choose_backward(p, chip, "forward").kernels == ("backward_dq", "backward_dkdv")
+  check(ARCH, **shape)
+  check_backward_kernels(ARCH, **shape)
+
+def test_every_kernel_has_a_cautious_tile() -> None:
+  latent = problem(B=4, H=64, Hkv=1, Sq=2, Sk=4096, D=576, Dv=512, v_in_k=True, causal=True)
+  assert choose(replace(latent, num_splits=1), get_chip(ARCH)).kernel == "mla"
+  for D in (1, 96, 192, 256):
+    p = problem(Sq=100, Sk=150, D=D)
+    assert choose(p, get_chip(ARCH)).kernel == "forward" and choose_backward(p, get_chip(ARCH), "forward").tiles is not None, D
+
+def test_the_depth_counts() -> None:
+  mat = DEEP.matrix["float16"][0]
+  assert [contraction(mat, n) for n in (1, 32, 33, 80)] == [32, 32, 64, 96]
+  units = [ops.build(*[UOp.const(i, dtypes.uint) for i in range(4)])]*3
+  with pytest.raises(ValueError, match="zip"): operands(mat, units)
+  assert len(operands(mat, units[:2])) == 1
+
+def test_the_text_has_all_arguments() -> None:
+  kernel, _ = single_kernel(p := problem(Sq=100, Sk=150, D=64, dtype="float16"), get_chip(ARCH))
+  text = render(kernel(*[UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]), ARCH)
+  assert "__builtin_amdgcn_wmma_f32_16x16x32_f16(false, (half16)" in text and ", (short)0, " in text and "fdot2" not in text
