@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attn.chips import CHIPS, FAMILIES, MODELLED, SEARCHED, get_chip, modelled
-from attn.emulator.chips import EMULATED
+from attn.emulator.chips import DOTS, EMULATED
 from attn.isa.roofline import RATED
 from attn.problem import Problem
 from attn.reference import rounded
@@ -17,6 +17,7 @@ def test_the_emulator_knows_the_same_chips() -> None:
   for name, chip in CHIPS.items():
     own = EMULATED[name]
     assert (own.family, own.wave, own.lds) == (chip.family, chip.wave, chip.lds), name
+    assert chip.unit.dots == tuple(dtype for dtype, families in DOTS.items() if chip.family in families), name
 
 @in_turn("arch, dtype", CHIPS, ("float16", "bfloat16"))
 def test_the_contract_holds(arch:str, dtype:str) -> None:
