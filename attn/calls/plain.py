@@ -37,6 +37,6 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
   """Outputs through which no gradient goes: who asks for one gets the error of `check_differentiable`."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: check_differentiable(p)
-  outputs = [x.detach().uop for x in (o, lse)]
+  outputs = [x.detach().contiguous().uop for x in (o, lse)]
   call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # of nothing, which has the gradient
   return Tensor(outputs[0].after(call)), Tensor(outputs[1].after(call))

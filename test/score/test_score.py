@@ -76,8 +76,7 @@ def test_a_term_without_a_derivative_refuses_a_gradient(monkeypatch:pytest.Monke
   """By its name, and before anything runs, which forward does."""
   softcap = 2.125 + len(kernel)
   replaced(monkeypatch, derivative=None, differentiable=False)
-  monkeypatch.setenv("ATTN_KERNEL", kernel)
-  with emulated("gfx942"):
+  with emulated("gfx942", kernel):
     given, o = loss_of(lambda t: t, softcap=softcap)
     np.testing.assert_allclose(o.numpy(), by_book(given, softcap)[0], atol=3e-3)
     given, o = loss_of(lambda t: t, softcap=softcap)
