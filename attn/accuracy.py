@@ -212,10 +212,12 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """The largest sizes that the sum of w_j factor_j x_j has on its way over j, and that of w_j (factor_j x_j - centre)."""
+  """The largest sizes that the sum of w_j factor_j x_j has on its way over j, and that of w_j (factor_j x_j - centre): at the ends of blocks of j,
+  and between them as of a random walk, the root of the sum of squares."""
   m = w.shape[-1]
   running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
-  largest, centred = running.copy(), None if centre is None else running.copy()
+  largest = np.sqrt(_squares(w, x, factor))
+  centred = None if centre is None else np.sqrt(_squares(w, x, factor, centre))
   step = max(64, -(-m//32))
   for first in range(0, m, step):
     here = slice(first, first + step)
@@ -226,13 +228,15 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
     np.maximum(centred, np.abs(running - mass*centre), out=centred)
   return largest, centred
 
-def _steps(w:Array) -> Array:
-  """How often a sum over w, which has as many numbers as are not 0, is rounded."""
-  return np.ceil((w != 0).sum(-1, keepdims=True)/STEP)
+def _roundings(w:Array) -> Array:
+  """Limit of what fp32 makes of a sum over w, in roundoffs of the largest sum on the way: a matrix instruction adds STEP terms and may cut off, a
+  chain of multiply-adds rounds each term to nearest. w has as many terms as are not 0."""
+  terms = (w != 0).sum(-1, keepdims=True)
+  return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
 def _added(w:Array, largest:Array) -> Array:
-  """Limit of what fp32 makes of a sum of products with w: a unit in the last place of the `largest` sum on the way, in each step."""
-  return 2*FP32*_steps(w)*largest
+  """Limit of what fp32 makes of a sum of products with w, whose largest sum on the way is `largest`."""
+  return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
   """The standard deviation of a dot product of n terms that is added up in fp32, of this size, with this sum of squares of its terms."""
@@ -300,7 +304,7 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   own = FP32*((size + np.abs(lse))/2 + 1.5)
   off = np.minimum(off + own, 1)
   lse_off = SIGMAS*np.sqrt(_grouped(raw, p*off, np.ones((p.shape[-1], 1)))[0]) + FP32*(
-    3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + 2*_steps(p))
+    3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + _roundings(p))
   above = np.exp(np.minimum(lse - top, MOST))      # forward's weights lie relative to the row's largest score, or to one below: then they are larger
   r, lost = _rounding(p*above, dtype, flushes)
   factor = None if x.kept is None else np.broadcast_to(np.where(x.kept, 1/(1 - x.dropout_p), 0), p.shape)

@@ -81,6 +81,15 @@ def test_errors_that_scores_do_not_share() -> None:
     verdict = judge(np.exp(of) @ x.v.astype(np.float64)/(np.exp(of).sum(-1, keepdims=True) + np.exp(1)), law)
     assert verdict.ok is ok, verdict
 
+def test_sums_that_cancel() -> None:
+  """All keys weigh alike, so nothing but adding them up errs: where a sum is near 0 in the end, it was not on its way."""
+  p = problem(B=50, H=1, Sq=1, Sk=23, D=64, dtype="float32")
+  x = replace(normal(p), q=np.full((50, 1, 1, 64), 0.25, np.float32), k=np.ones((50, 1, 23, 64), np.float32))
+  sums = np.zeros((50, 1, 1, 64), np.float32)
+  for j in range(23): sums += x.v[:, :, j:j+1]
+  law, _ = law_of(x.q, x.k, x.v, p.softmax_scale, dtype="float32", out_dtype="float32")
+  assert (verdict := judge(sums/np.float32(23), law)).ok, verdict
+
 def test_weights_that_a_sink_leaves_nothing_of() -> None:
   """Scores of -10000 beside a sink of 0: every limit is a number."""
   p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
