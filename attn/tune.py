@@ -16,7 +16,7 @@ with needs("isa", "python -m attn.tune", __name__):
   from rich.console import Console
   from rich.table import Table
   from attn.search.backward import ranked_backward
-  from attn.search.forward import Class, all_tables, differences, file_of, merged_rows, search, with_table
+  from attn.search.forward import Class, all_tables, differences, file_of, merged_rows, search, why_none, with_table
 from attn.chips import SEARCHED, get_chip
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.tiles import amd_tile
@@ -69,8 +69,8 @@ def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bo
     return
   found = list(search(archs or SEARCHED, [int(d) for d in classes] or CLASSES, jobs))
   Console(width=None if Console().is_terminal else 160).print(bounds_table(found, everything))
-  if empty := [f"{x.arch} up to {x.d}" for x in found if not x.rows]:
-    raise click.ClickException(f"no tile compiles without spills: {', '.join(empty)}")
+  if empty := [f"{x.arch} up to {x.d}: {why_none(x.arch, x.d)}" for x in found if not x.rows]:
+    raise click.ClickException("no tile compiles without spills:\n" + "\n".join(empty))
   changes = differences(old := all_tables(), new := merged_rows(old, found, toolchain().llvm))
   click.echo("\n".join(changes) if changes else "attn/chips has these tiles")
   if write:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import ast, graphlib, json, os, subprocess, sys
 from collections import defaultdict
 from pathlib import Path
-from attn.chips import FAMILIES
+from attn.chips import CHIPS, FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT/"attn").rglob("*.py"))
@@ -114,6 +114,11 @@ def test_import_loads_no_tools() -> None:
 
 # ***** what is known of a family of chips *****
 
+def keys_that_are_chips(tree:ast.AST) -> list[str]:
+  """The keys of tables that are names of chips."""
+  keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
+  return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value in CHIPS]
+
 def family_names_in(tree:ast.AST) -> list[str]:
   """The constants that are names of families."""
   return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES]
@@ -121,7 +126,9 @@ def family_names_in(tree:ast.AST) -> list[str]:
 def test_a_family_is_known_in_its_own_file() -> None:
   """Nothing outside attn/chips goes by the name of a family, but for the emulator, which knows them from the documents by itself, and for tinygrad's
   tables of instructions, which have such names."""
-  assert family_names_in(ast.parse('if arch.family == "rdna4": x = {"cdna3": 1}')) == ["rdna4", "cdna3"]
+  wrong = ast.parse('if arch.family == "rdna4": x = {"cdna3": 1, "gfx950": 2}')
+  assert family_names_in(wrong) == ["rdna4", "cdna3"] and keys_that_are_chips(wrong) == ["gfx950"]
   for path in MODULES:
     if path.parent.name in ("chips", "emulator", "tinygrad_compat"): continue
-    assert not family_names_in(ast.parse(path.read_text())), path
+    tree = ast.parse(path.read_text())
+    assert not family_names_in(tree) and not keys_that_are_chips(tree), path

@@ -4,9 +4,9 @@ from attn.chips.candidates import BackwardCandidate, MlaCandidate
 from attn.chips.family import Counters
 from attn.chips.matrix import LaneSums, Matrix
 
-def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute") -> Matrix:
+def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", banks:int=32) -> Matrix:
   """MFMA of CDNA."""
-  return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange)
+  return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange, banks=banks)
 
 SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}
 

@@ -26,10 +26,10 @@ FORWARD_ON_CDNA4: tuple[Candidate, ...] = (
   Candidate(256, 4, 1, 32, fenced=True, prefetch=0),                  # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
 )
 
-CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
-    "float16": (mfma(32, 16, "_f16", "half", "permlane_swap"), mfma(16, 32, "_f16", "half", "permlane_swap")),
-    "bfloat16": (mfma(32, 16, "_bf16", "bfloat", "permlane_swap"), mfma(16, 32, "_bf16", "bfloat", "permlane_swap"))}, dots=("float16", "bfloat16"),
-  sums=SUMS,
+CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descriptor=0x00027000, llvm=20, tables="cdna", agprs=True, matrix={
+    "float16": (mfma(32, 16, "_f16", "half", "permlane_swap", 64), mfma(16, 32, "_f16", "half", "permlane_swap", 64)),
+    "bfloat16": (mfma(32, 16, "_bf16", "bfloat", "permlane_swap", 64), mfma(16, 32, "_bf16", "bfloat", "permlane_swap", 64))},
+  dots=("float16", "bfloat16"), sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=8, lds_read=256, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=1280, flops=4096, matrix={
     "32x32x16": 32, "16x16x32": 16, "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8,
     "32x32x64": 64, "16x16x128": 32}),

@@ -71,6 +71,7 @@ class Family:
   sums: Mapping[str, LaneSums] = field(default_factory=dict)     # input dtype -> what begins those sums, from zeros, for which a dot product needs a
                                                                  # move; or sums P where there is none. With neither P is unpacked and added
   descriptor: int = 0     # last word of a buffer's resource descriptor: a raw buffer of 32-bit data whose range check counts bytes
+  llvm: int = 0           # the first release of LLVM that knows it, where it is newer than the kernels need
   tables: str = ""        # tinygrad's tables that decode its machine code; "": it has none
   agprs: bool = False     # accumulation registers lie behind a wave's vector registers, in one file
   mma: Mapping[str, Mma] = field(default_factory=dict)           # the same of NVIDIA's

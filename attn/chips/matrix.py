@@ -35,6 +35,7 @@ class Matrix:
   exchange: str = "bpermute"   # how lane groups exchange values: see ops.amd.pair
   duplicated: bool = False
   size: int = 2      # bytes of an element of A and B
+  banks: int = 32    # of LDS, from which its operands are read
 
   def call(self, a:str, b:str, c:str) -> str:
     """Its text, of the text of its operands."""

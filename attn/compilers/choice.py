@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from attn.chips import CHIPS, Chip
 from attn.compilers import clang, comgr
-from attn.compilers.found import OLDEST, OLDEST_FOR, ROCM, Found, NoCompiler, base_arch
+from attn.compilers.found import ROCM, Found, NoCompiler, base_arch, oldest_for
 from attn.chips.matrix import Matrix
 from attn.ops.renderers import VECTOR_ELEMENTS
 from attn.tinygrad_compat import CompileError
@@ -100,12 +100,12 @@ def _search(arch:str, name:str) -> Found:
     elif (reason := refusal(found, arch)) is None: return found
     else: reasons.append(f"{found.version} can't ({reason})")
   forced = f"ATTN_COMPILER={name}: " if name else ""
-  rocm = f"ROCm {ROCM[OLDEST_FOR.get(arch, OLDEST)]} or later"
+  rocm = f"ROCm {ROCM[oldest_for(arch)]} or later"
   install = {"clang": "attn[isa], which brings a clang", "comgr": rocm, "": f"attn[isa], which brings a clang, or {rocm}"}[name]
   raise NoCompiler(f"{forced}no compiler here can compile the kernels of attn for {arch}, which takes {_oldest(arch)}: {'; '.join(reasons)}; "
                    f"install {install}")
 
-def _oldest(arch:str) -> str: return f"LLVM {OLDEST_FOR.get(arch, OLDEST)} or later"
+def _oldest(arch:str) -> str: return f"LLVM {oldest_for(arch)} or later"
 
 def in_use(arch:str) -> str:
   """The version of the compiler of our kernels for `arch`, or the sentence that says why there is none."""

@@ -3,9 +3,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from attn.chips import CHIPS
 
 OLDEST = 19                           # the release of LLVM from which on the kernels compile
-OLDEST_FOR = {"gfx950": 20}           # and for chips that it doesn't know
 ROCM = {19: "6.4", 20: "7.0"}         # the ROCm that brings it (docs/compilers.md)
 
 class NoCompiler(RuntimeError):
@@ -27,6 +27,10 @@ def llvm_release(version:str) -> int|None:
   """22 of "clang version 22.1.8"."""
   found = re.search(r"clang version (\d+)\.", version)
   return int(found[1]) if found is not None else None
+
+def oldest_for(arch:str) -> int:
+  """The same for a chip."""
+  return max(OLDEST, CHIPS[arch].unit.llvm) if arch in CHIPS else OLDEST
 
 def base_arch(arch:str) -> str:
   """gfx942 of gfx942:sramecc+:xnack-"""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from attn.chips import MODELLED
 from attn.compilers.clang import Toolchain, assembly, toolchain
-from attn.compilers.found import OLDEST, OLDEST_FOR
+from attn.compilers.found import oldest_for
 from attn.isa import source
 from attn.isa.instruction import Instruction
 from attn.isa.parse import Kernel
@@ -106,7 +106,7 @@ CELLS = ("tile", "regs", "spill", "waves")
 
 def knows(tools:Toolchain, arch:str) -> bool:
   """Whether this release has a chip's instructions."""
-  return tools.llvm >= OLDEST_FOR.get(arch, OLDEST)
+  return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
   """CELLS of the kernels that a compiler knows: the tile as queries x keys, and waves per SIMD for which there are registers."""

@@ -132,6 +132,15 @@ def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
   except CompileError: return None
   return bound_of(text, kernel, analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec)), tile)
 
+def why_none(arch:str, d:int) -> str:
+  """Why a class has no tile, as far as one tile tells it: what clang says of the first one."""
+  chip = get_chip(arch)
+  if not (space := candidates(chip, d)): return "none of those looked at fits"
+  spec = Spec(arch, d)
+  try: assembly(kernel_source(spec, amd_tile(problem_of_spec(spec), chip, space[0])).text, arch)
+  except CompileError as e: return str(e)
+  return "all of them spill registers"
+
 def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel."""
   spec = Spec(arch, c.up_to, dtype, mask)

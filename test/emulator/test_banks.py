@@ -77,3 +77,8 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     lanes = range(chip.wave)
     assert conflict_free([layout.begin(row + lane % mat.N) + (0 if mat.duplicated else lane//mat.N) for lane in lanes], True)
   assert layout.size > layout.begin(block_n - 1) + layout.units - 1
+
+def test_the_kernels_know_how_many_banks_there_are() -> None:
+  for arch in ARCHS:
+    chip = get_chip(arch)
+    for mat in (mat for rows in chip.matrix.values() for mat in rows): assert phases(chip.family, chip.wave, True, 16)[0] == mat.banks, mat

@@ -126,6 +126,13 @@ def test_a_tile_that_spills_has_no_bound() -> None:
   assert (found := search.first_bound("gfx1100", Candidate(128, 8, 1, 32, fenced=True))) is not None
   assert found.enough == 2 and found.issued < found.serial <= found.overlap and (found.small, found.short) == (-128, -32)
 
+def test_where_no_tile_compiles_the_search_says_why(monkeypatch:pytest.MonkeyPatch) -> None:
+  def refused(text:str, arch:str) -> str: raise search.CompileError(f"clang cannot compile this for {arch}")
+  monkeypatch.setattr(search, "assembly", refused)
+  assert search.why_none("gfx1201", 64) == "clang cannot compile this for gfx1201"
+  monkeypatch.setattr(search, "candidates", lambda chip, d: [])
+  assert search.why_none("gfx1201", 64) == "none of those looked at fits"
+
 def test_the_table_is_what_the_search_finds() -> None:
   """The smallest class: all of them take minutes, `python -m attn.tune --check`."""
   pytest.importorskip("ziglang")

@@ -73,7 +73,7 @@ def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   of 4 are an even stride apart, and the blocks an odd number of units. Else they are 8 apart, or in the other lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
-    apart = 4 if mat.K == 16 else 2               # CDNA4 reads from twice as many banks
+    apart = mat.banks//16
     return PaddedRows(rows, units, 1, 4, units + (apart - units)%(2*apart))
   if mat.block == 1: return PaddedRows(rows, units, 4 if rows == 16 else 2, 8)
   return PaddedRows(rows, units, 1, 8)
