@@ -3,8 +3,6 @@
 Where tinygrad has a UOp for an operation on such a value, it is that UOp.
 """
 from __future__ import annotations
-import functools, math
-from fractions import Fraction
 from typing import Any
 import numpy as np
 from attn.chips import get_chip
@@ -111,35 +109,6 @@ def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
 
 # ***** scores *****
 
-TWO_LOG2E = 2*math.log2(math.e)
-
-@functools.cache
-def tanh_series(terms:int) -> tuple[tuple[float, ...], float]:
-  """The first terms of tanh(y)/y as a series in y^2, and the y^2 up to which the next one is below half a unit in the last place of fp32. They follow
-  from tanh' = 1 - tanh^2, coefficient by coefficient."""
-  found = [Fraction(1)]
-  for k in range(1, terms + 1): found.append(-sum((found[i]*found[k - 1 - i] for i in range(k)), Fraction(0))/(2*k + 1))
-  return tuple(map(float, found[:terms])), float(2.0**-24/abs(found[terms]))**(1/terms)
-
-@compound("softcap")
-def _softcap(c:Any, x:Value, inner:Value, outer:Value, *, terms:int) -> Value:
-  """tanh(y) = 1 - 2/(1 + exp2(2*log2(e)*y)), which is 1 and -1 at the ends. Near 0 that cancels: the first terms of its series, where it matters."""
-  y = c.let("y", x*inner)
-  far = c.let("far", 1.0 - 2.0*c.rcp(c.let("above", 1.0 + c.exp2(c.let("power", y*TWO_LOG2E)))))
-  if not terms: return far*outer
-  (*factors, last), near = tanh_series(terms)
-  square, n = c.let("square", y*y), c.length(x)
-  series = c.variable("near", c.splat(c.number(last), n))
-  for factor in reversed(factors): c.assign(series, c.fma(square, series.value, c.splat(c.number(factor), n)))
-  c.assign(series, y*series.value)
-  def element(i:int) -> Value: return c.select(c.element(square, i) < near, c.element(series.value, i), c.element(far, i))
-  return c.vector(*map(element, range(n)))*outer
-
-@compound("alibi")
-def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ...]) -> Value:
-  away = c.let("away", c.abs(c.to_float(distance) - c.constants(offsets)))
-  return c.fma(c.splat(slope, len(offsets)), away, x)
-
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
   """A select and not an addition, so that a NaN score disappears too."""
@@ -177,13 +146,6 @@ def _weights(c:Any, scores:Value, bias:Value, *, rows:int, scale:float) -> Value
   n = c.length(scores)//rows
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(bias, r)))) for r in range(rows)])
 
-def softcap(x:UOp, inner:float, outer:float, terms:int) -> UOp:
-  """outer * tanh(x * inner), to 1e-7 * outer; with so many `terms` of its series near 0 also to a few units in the last place of the value: with 4 up
-  to |x * inner| of 0.2, with 10 everywhere."""
-  return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), terms=terms)
-def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
-  """x + slope*|distance - offset|, with an offset per element."""
-  return emit("alibi", x.dtype, x, slope, integer(distance), offsets=offsets)
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """-inf in the elements whose offset is above the limit."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))

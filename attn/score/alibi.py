@@ -1,19 +1,31 @@
 """ALiBi: a slope of the head times the distance of query and key is subtracted (arXiv 2108.12409)."""
 from __future__ import annotations
 from collections.abc import Mapping
+from typing import Any
 from attn import values
 from attn.ops import common as ops
+from attn.ops.language import compound
+from attn.ops.operation import Value, emit, integer
 from attn.problem import Problem
 from attn.score.term import LOG2E, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, one, to_base2
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
+
+@compound("alibi")
+def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ...]) -> Value:
+  away = c.let("away", c.abs(c.to_float(distance) - c.constants(offsets)))
+  return c.fma(c.splat(slope, len(offsets)), away, x)
+
+def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
+  """x + slope*|distance - offset|, with an offset per element."""
+  return emit("alibi", x.dtype, x, slope, integer(distance), offsets=offsets)
 
 def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   row, p = at.row, at.p
   slope = ops.mul(ops.flat(at.given["alibi_slopes"])[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
   distance = at.diagonal - at.begin     # |i + offset - j| is symmetric
   # the same few constants for all vectors
-  return [ops.alibi(y, slope, distance - n*at.apart, at.columns[0]) for n, y in enumerate(to_base2(x, unit))]
+  return [alibi(y, slope, distance - n*at.apart, at.columns[0]) for n, y in enumerate(to_base2(x, unit))]
 
 def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
   _, kv_heads, group, queries, _ = map(int, s.shape)

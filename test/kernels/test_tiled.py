@@ -29,6 +29,8 @@ from attn.ops import common as ops, dropout
 from attn.ops.plain import plain
 from attn.problem import Problem
 from attn.reference import exact
+from attn.score.alibi import alibi
+from attn.score.softcap import softcap
 from attn.tinygrad_compat import VECTORS, AxisType, Context, KernelInfo, Ops, Tensor, UOp, dtypes
 from attn.values import FLOATS
 from api_cases import check_attention, draw, emulated, floats, int32
@@ -208,8 +210,8 @@ def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
   four = ops.build(x, y, ops.mul(x, 3.0), ops.add(x, y))
   bits = dropout.kept_octet((word, word), place, place, place, word, 0.3)
   return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),
-          ops.extract(ops.softcap(four, 0.5, 2.0, terms={"float16": 4}.get(dtype, 10)), 2),
-          ops.extract(ops.alibi(four, y, place, (0, 1, 4, 5)), 3), ops.extract(ops.mask_above(four, place, (0, 1, 4, 5)), 2),
+          ops.extract(softcap(four, 0.5, 2.0, terms={"float16": 4}.get(dtype, 10)), 2),
+          ops.extract(alibi(four, y, place, (0, 1, 4, 5)), 3), ops.extract(ops.mask_above(four, place, (0, 1, 4, 5)), 2),
           ops.extract(ops.mask_beyond(four, place - 3, place, (0, 1, 4, 5)), 1), ops.extract(ops.weights(four, ops.build(x, y), 0.5), 3),
           ops.extract(ops.widen_to_float(ops.pack(four, dtype), 4, dtype), 3), ops.as_float(word),
           ops.extract(dropout.drop_numbers(four, bits, ((0, 0), (0, 16), (0, 1), (0, 17)), 0), 1), bits.cast(dtypes.float)]

@@ -23,6 +23,8 @@ from attn.ops.language import KernelText
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
 from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, weigh, weights_from
+from attn.score.alibi import alibi
+from attn.score.softcap import softcap
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
 from gpu_stand_ins import ASSEMBLY, CUDA, EXCHANGES, HIP, LOCKSTEP
 
@@ -66,9 +68,9 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
     **{f"pack P to {dtype}": lambda dtype=dtype: ops.pack_weights(ops.max_(f(n), ops.splat(-1.0, n)), dtype) for dtype in ("float16", "bfloat16")},
     **{f"widen {m} {dtype}": lambda m=m, dtype=dtype: ops.widen_to_float(u(max(m//2, 1)), m, dtype)
        for m in (1, 2, 4) for dtype in ("float16", "bfloat16")},
-    "softcap": lambda: ops.softcap(f(n), 0.05, 30.0, 0), "softcap that hardly bends": lambda: ops.softcap(f(n), 0.0005, 3000.0, 4),
-    "softcap for fp32": lambda: ops.softcap(f(n), 0.05, 30.0, 10),
-    "alibi": lambda: ops.alibi(f(n, 0), f(1, 1), i(2), offsets), "alibi further on": lambda: ops.alibi(f(2, 0), f(1, 1), i(2), (8, 9)),
+    "softcap": lambda: softcap(f(n), 0.05, 30.0, 0), "softcap that hardly bends": lambda: softcap(f(n), 0.0005, 3000.0, 4),
+    "softcap for fp32": lambda: softcap(f(n), 0.05, 30.0, 10),
+    "alibi": lambda: alibi(f(n, 0), f(1, 1), i(2), offsets), "alibi further on": lambda: alibi(f(2, 0), f(1, 1), i(2), (8, 9)),
     "mask_above": lambda: ops.mask_above(f(n, 0), i(1), offsets), "mask_beyond": lambda: ops.mask_beyond(f(n, 0), i(1), i(2), offsets),
     "clear_beyond": lambda: ops.clear_beyond(f(n, 0), i(1), i(2), offsets),
     "mask_above further on": lambda: ops.mask_above(f(2, 0), i(1), (4, 5)),
