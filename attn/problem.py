@@ -163,6 +163,7 @@ class Problem:
                     tensor
     batch_invariant   a row is computed in the same way whatever else there is: tile and key ranges, these of INVARIANT_KEYS keys
                  each, depend neither on B nor on the length of another sequence nor on the room that there is for keys
+    lse_rest     beside return_lse and a `wide_scores`: tensor lse_rest, as lse, is written with what the rounding of that to fp32 lost
     dealt        the rows of q, k and v are those that one of several devices holds, and some heads are computed: Sq is what the
                  device holds, with the padding, and Sk the keys of the sequence without it
     num_splits   key ranges that workgroups of their own take (attn/kernels/combine.py): 1 is no split; 0 is for `splits.resolve`
@@ -184,6 +185,7 @@ class Problem:
   offset: int = 0
   softmax_scale: float = field(default=0.0)
   return_lse: bool = False
+  lse_rest: bool = False
   top_left: bool = False
   softcap: float = of_term(0.0, check_softcap)
   alibi: bool = of_term(False, values.truth)
@@ -233,9 +235,18 @@ class Problem:
     """The probability with which dropout keeps an element of P."""
     return 1 - self.dropout_p
   @property
+  def wide_scores(self) -> bool:
+    """Whether scores may be as large as fp32 holds, by a bias whose dtype has that range. Beside such an LSE the logarithm of a number
+    of keys is lost."""
+    return self.bias is not None and self.bias_dtype != "float16"
+  @property
   def writes_lse(self) -> bool:
     """Whether a kernel writes an LSE: of the rows, or of a part of their keys."""
     return self.return_lse or self.num_splits > 1
+  @property
+  def outputs(self) -> tuple[str, ...]:
+    """The tensors that forward writes, by name, where its keys are not divided."""
+    return ("o", *["lse"]*self.return_lse, *["lse_rest"]*self.lse_rest)
   @property
   def has_rows_of_none(self) -> bool:
     """Whether q may have rows of no sequence, whose o is 0 and whose lse -inf."""
@@ -299,6 +310,7 @@ class Problem:
     tensors: tuple[tuple[str, bool, tuple[int, ...], str], ...] = (
       ("o", True, of_o, self.out_dtype),
       ("lse", self.return_lse, of_lse, "float32"),
+      ("lse_rest", self.lse_rest, of_lse, "float32"),
       ("q", True, of_q, self.dtype),
       ("k", True, of_keys(self.D, self.k_view), self.dtype),
       ("v", not self.v_in_k, of_keys(self.Dv, self.v_view), self.dtype))
@@ -348,7 +360,7 @@ def check_offset(name:str, x:Any) -> int:
 FIELD_CHECKS: dict[str, values.Check] = {
   **dict.fromkeys(("B", "H", "Hkv", "D", "Dv"), check_size), **dict.fromkeys(("Sq", "Sk"), check_rows),
   **dict.fromkeys(("total_q", "total_k"), check_total),
-  **dict.fromkeys(("return_lse", "top_left", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
+  **dict.fromkeys(("return_lse", "lse_rest", "top_left", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
   **dict.fromkeys(("dropout_start", "batch_invariant", "v_in_k"), values.truth),
   "layout": check_layout, "window": check_window, "softmax_scale": check_softmax_scale,
   "num_splits": check_splits, "dropout_p": check_dropout_p, "offset": check_offset,

@@ -58,7 +58,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     adapt(device)
     done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
     done |= {n: tensor(arrange(a, p.layout), p.out_dtype, device) for n, a in (("o", o), ("do", loss.do))}
-    rows = {"lse": lse} if loss.dlse is None else {"lse": lse, "dlse": loss.dlse}
+    rows = {"lse": lse, "lse_rest": np.zeros_like(lse)} | ({} if loss.dlse is None else {"dlse": loss.dlse})
     if only in ("dkdv", "dbias"): rows["delta"] = (rounded(loss.do, p.dtype)*o).sum(-1) - (0 if loss.dlse is None else loss.dlse)
     done |= {n: tensor(a.reshape(dq_arguments(p)["lse"][0]), "float32", device) for n, a in rows.items()}
     for n, a in extras.items():

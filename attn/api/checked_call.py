@@ -30,7 +30,11 @@ class CheckedCall:
   variables: tuple[UOp, ...] = ()     # bound, that the problem's numbers of rows are made of
   shards: SequenceShards|None = None
   part: bool = False              # of what devices share, computed on one of them
-  into: tuple[Tensor, ...] = ()   # where to put lse, as `out` is for o, and the buffers that these are regions of
+  into: tuple[Tensor, ...] = ()   # where to put lse, and its rest, as `out` is for o, and the buffers that these are regions of
+  @property
+  def log_sums(self) -> tuple[str, ...]:
+    """The names of what it wants besides o: lse, and its rest."""
+    return self.problem.outputs[1:]
   def choice(self) -> Choice:
     if self.shards is None: return choose(self.problem, self.arch)
     return choose(self.shared_rows.first_gathering if self.shared_rows.gathers else first_launch(self.problem, self.shards), self.arch)

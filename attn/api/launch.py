@@ -16,13 +16,13 @@ from attn.calls.views import flat_buffer
 from attn.choose.backward import can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, combine_of, program_of
 from attn.kernels.combine import combine_arguments
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.tensors import arguments, of_backward
 from attn.problem import Problem
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels, with_params
 from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels
 
 OF_A_CACHE = "the gradient of attention over part of a cache: train with attn.attention of whole k and v"
-WRITTEN = ("o", "lse", "o_partial", "lse_partial")
+WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
 def seeded(c:CheckedCall) -> CheckedCall:
   """With the tensors that dropout takes: a seed, drawn where none is given, and where devices share out batches or heads the first ones of each."""
@@ -57,16 +57,16 @@ def launched(p:Problem) -> list[tuple[str, ...]]:
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
 
-def deliver(c:CheckedCall, o:Tensor, lse:Tensor) -> list[Tensor]:
-  """o, in the buffer that the call gives for it, and lse where it wants that."""
-  return [o if c.out is None else c.out.assign(o), *([lse] if c.problem.return_lse else [])]
+def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
+  """o, in the buffer that the call gives for it, and of lse and its rest what it wants."""
+  return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   """A buffer for what a kernel of `p` writes."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
-  elif name == "lse" and c.into: return c.into[0]
+  elif c.into and name in c.log_sums: return c.into[c.log_sums.index(name)]
   else: axes = (*[None]*name.endswith("partial"), *lse_axes(p.layout))
   shape, dtype = (arguments(p) | combine_arguments(p))[name]
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
@@ -80,14 +80,14 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   p = replace(c.problem, num_splits=choice.work.splits)
   t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # as in run_three_pass
-  if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = replace(p, return_lse=True)      # for backward
+  if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = of_backward(p)
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
-    given += c.into[1:]     # which the kernel does not take
+    given += c.into[len(c.log_sums):]     # which the kernel does not take
     written = Tensor.custom_kernel(*given, fxn=called_by(c, fxn))
     t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
   if c.out is not None: t["o"] = c.out.replace(t["o"])
-  return [t["o"], *([t["lse"]] if c.problem.return_lse else [])]
+  return [t["o"], *[t[name] for name in c.log_sums]]
 
 def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
   """A kernel function as a call has it: its kernel gets the Variables of the call besides the tensors. Of a part of what devices share no inputs are
@@ -104,9 +104,8 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
 
 def run_across(c:CheckedCall) -> list[Tensor]:
   """By devices that share rows."""
-  def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    o, lse = run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
-    return o, lse
+  def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
+    return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # as in run_three_pass
   return deliver(c, *with_context_gradient(c.shared_rows, *run_shared_rows(c.shared_rows, c.tensors, attend_part)))
 

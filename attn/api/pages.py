@@ -76,7 +76,7 @@ def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
   if (found := in_buffer(bhsd(t, "bshd"))) is not None: return t, found.places
   return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")
 
-def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
   """`plain_attention` of keys in pages. An entry of the table that is no page gives rows of 0."""
   assert p.pages is not None
   if p.varlen: raise NotImplementedError("block_table with layout='thd' where no matrix kernel takes the problem: must be another layout")
@@ -84,5 +84,6 @@ def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Te
   def rows(x:Tensor) -> Tensor: return x[t["block_table"]].reshape(p.B, p.Sk, x.shape[2], x.shape[3]).transpose(1, 2)
   q = t["q"].reshape(p.B, -1, p.Sq, p.D) if p.layout == "nsd" else bhsd(t["q"], p.layout)
   given = {name: rows(x) if name in ("k", "v") else x for name, x in t.items() if name != "block_table"} | {"q": q}
-  o, lse = plain_attention(batched, given)
-  return (o.reshape(-1, p.Sq, p.Dv), lse.reshape(-1, p.Sq)) if p.layout == "nsd" else (from_bhsd(o, p.layout), lse)
+  o, lse, rest = plain_attention(batched, given)
+  if p.layout == "nsd": return o.reshape(-1, p.Sq, p.Dv), lse.reshape(-1, p.Sq), rest.reshape(-1, p.Sq)
+  return from_bhsd(o, p.layout), lse, rest

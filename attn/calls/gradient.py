@@ -17,7 +17,7 @@ from attn.chips import Chip
 from attn.choose.backward import Parts, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
-from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments, log_sums, of_backward
 from attn.problem import EXTRAS, Problem
 from attn.score.terms import TERM_TENSORS, check_differentiable, has_sum, summed_tensor
 from attn.tinygrad_compat import Tensor, UOp, differentiated
@@ -49,7 +49,7 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
   """Of each input of floats that the outputs depend on, from `three_pass`, for the gradients `given` of o and lse."""
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
-  o, lse = plain_attention(p, params)
+  o, lse, _ = plain_attention(p, params)
   found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
   return {list(inputs)[slot]: g for slot, g in found.items()}
 
@@ -73,7 +73,7 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, dq:AnyBackwa
       check_means(sink := program(*placeholders), arch)
       return CheckedKernel(sink, outputs, gradient=no_second_derivative)
     return BackwardLaunch(kernel, shapes)
-  found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], "o", "lse"),
+  found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs),
            "dq": launch(dq_arguments(p, dlse, parts.dq), dq_of(p, arch, dq, dlse, parts.dq), "dq", "delta"),
            "dkdv": launch(dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv, parts.dkdv), "dk", "dv")}
   if has_sum(p):
@@ -87,7 +87,7 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
     axis = lies.axis
-    if name in ("lse", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
+    if name in ("lse", "lse_rest", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
     if len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # a gradient in parts
     return empty(shape, FLOATS[dtype], t["q"].device, axis).uop
   srcs = [t[name] if name in t else buffer(name) for name in launch.shapes]
@@ -101,20 +101,20 @@ def like(g:UOp, out:UOp) -> UOp:
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Of q, k, v, the tensor of a term that a kernel sums, and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse where forward
-  wrote it; where either is missing, forward runs again."""
-  p = replace(p, num_splits=1, return_lse=True)
+  """Of q, k, v, the tensor of a term that a kernel sums, and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse, with its rest
+  of wide scores, where forward wrote them; where one is missing, forward runs again."""
+  p = replace(of_backward(p), num_splits=1)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
   t = inputs | outputs
-  if missing := [name for name in OUTPUTS if name not in t]:
+  if missing := [name for name in p.outputs if name not in t]:
     again = written_by(kernels["forward"], inputs, p.layout)
-    t |= {name: again[name] for name in missing}
+    t |= {name: again[name] for name in missing} | log_sums(again)
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
   for name in ("dq", "dkdv", "dbias"):
     if name in kernels: t = written_by(kernels[name], t, p.layout)
   found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", *TERM_TENSORS) if f"d{name}" in t}
-  if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "lse", "delta"))).uop
+  if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "delta", *log_sums(t)))).uop
   return found
 
 def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
@@ -128,9 +128,11 @@ def added(gradient:UOp, of:UOp) -> UOp:
   """The sum of its parts, where it is in parts."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
-def sink_gradient(sinks:Tensor, lse:Tensor, delta:Tensor) -> Tensor:
-  """-exp(sink - lse) * delta, summed over all rows of a head: sinks (H), lse and delta (..., H, S). A row of no sequence has no sink."""
-  weight = lse.isinf().where(0.0, (sinks.unsqueeze(-1) - lse).exp())
+def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
+  """-exp(sink - lse) * delta, summed over all rows of a head: sinks (H), lse, what that has lost and delta (..., H, S). A row of no sequence has no
+  sink."""
+  further = sinks.unsqueeze(-1) - lse
+  weight = lse.isinf().where(0.0, (further if rest is None else further - rest).exp())
   return -(weight*delta).sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2])
 
 # ***** either *****
@@ -154,8 +156,8 @@ class AttentionGradient:
     check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))
-    inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, OUTPUTS))
-    given = of_outputs(gradients, outputs)
+    inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, (*OUTPUTS, "lse_rest")))
+    given = of_outputs(gradients, {name: u for name, u in outputs.items() if name in OUTPUTS})
     by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
     found: dict[str, UOp] = {}
     plainly = [name for name, tensor in TERM_TENSORS.items() if name in inputs and not tensor.summed]

@@ -22,17 +22,19 @@ def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else 
 
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
-def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-  """(o, lse) of q, k, v and the extras by name; o in the problem's out_dtype. Sharded tensors are whole ones here, of more batches or heads: dropout
-  counts those from the first one on."""
+def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+  """(o, lse, its rest) of q, k, v and the extras by name; o in the problem's out_dtype. Sharded tensors are whole here, of more batches or heads:
+  dropout counts those from the first one on."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "dropout_start" or t[name].uop.axis is None)}
   others = {name: x for name, x in given.items() if name not in TERM_TENSORS}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
-  o, lse = three_pass(*(bhsd(tensors[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window,
+  o, *log_sums = three_pass(*(bhsd(tensors[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, window=p.window,
                       top_left=p.top_left, offset=p.offset, terms=plain_terms(p, given), longest=(p.Sq, p.Sk) if p.varlen else None,
                       dropout_p=p.dropout_p, **others)
-  outputs = from_bhsd(o, p.layout).cast(FLOATS[p.out_dtype]), from_bhs(lse, p.layout)
-  return outputs if all(term.differentiable for term in score_terms(p)) else refusing(p, *outputs, [tensors[name] for name in ("q", "k", "v")])
+  lse, rest = (from_bhs(x, p.layout) for x in log_sums)
+  o = from_bhsd(o, p.layout).cast(FLOATS[p.out_dtype])
+  if not all(term.differentiable for term in score_terms(p)): o, lse = refusing(p, o, lse, [tensors[name] for name in ("q", "k", "v")])
+  return o, lse, rest
 
 def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
   """Outputs through which no gradient goes: who asks for one gets the error of `check_differentiable`."""

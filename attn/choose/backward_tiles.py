@@ -74,7 +74,8 @@ def backward_tile(p:Problem, arch:Chip, c:BackwardCandidate, keys:bool) -> Backw
   """The tile that a candidate makes of a problem: with no more waves than its own rows fill, queries or `keys`."""
   mat = arch.matrix[p.dtype][c.matrix]
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
-  prefetch = 0 if p.dropout_p and c.own_in_lds == BOTH else c.prefetch     # dropout takes the registers of a tile that would be on its way
+  crowded = p.dropout_p or (keys and p.wide_scores)     # dropout, or what lse has lost, takes the registers of a tile that would be on its way
+  prefetch = 0 if crowded and c.own_in_lds == BOTH else c.prefetch
   return BackwardTile(mat, waves, c.block_n, c.own_in_lds, c.fenced, prefetch, c.sparing, keys, c.passes, c.by_item, c.read_ahead)
 
 def in_units(p:Problem, tile:BackwardTile) -> bool: return p.D % tile.matrix.unit == 0 and p.Dv % tile.matrix.unit == 0

@@ -15,9 +15,9 @@ from attn.kernels.parts.bias_share import BiasPart, BiasShare
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.lanes import Lane, element_sum, sum_over_groups
 from attn.kernels.parts.layouts import LdsTile
+from attn.kernels.parts.gradients import Exponent
 from attn.kernels.parts.own_queries import KeysState, OwnQueries
 from attn.kernels.parts.products import OwnRows, zeros
-from attn.kernels.parts.scores import NEG_INF
 from attn.kernels.parts.staging import StagedTile, row_layout
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dbias_arguments
@@ -73,10 +73,10 @@ class BackwardDbias(OwnQueries[DbiasState]):
     return self.number if self.bias.share.owns_keys else t
 
   @functools.cached_property
-  def exponent(self) -> UOp:
-    """-inf beyond the last query too: its P, which is summed where rows are, is 0."""
-    found: UOp = super().exponent
-    return self.row.there.where(found, NEG_INF)
+  def exponent(self) -> Exponent:
+    """P is 0 beyond the last query too, for it is summed where rows are."""
+    found: Exponent = super().exponent
+    return found.where(self.row.there)
 
   # ***** the algorithm *****
   def program(self) -> UOp:

@@ -13,8 +13,8 @@ from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackwardTile, QueriesByMma
 from attn.kernels.parts.bias_share import BiasPart, BiasShare
 from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.gradients import Exponent
 from attn.kernels.parts.lanes import MmaLane, element_sum
-from attn.kernels.parts.scores import NEG_INF
 from attn.kernels.parts.statements import workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dbias_arguments
 from attn.kernels.parts.warps import Warps, sum_over_quad
@@ -51,10 +51,10 @@ class BackwardDbiasMma(QueriesByMma):
   @property
   def share(self) -> BiasShare: return self.bias.share
   @functools.cached_property
-  def exponents(self) -> list[list[UOp]]:
-    """-inf beyond the last query too: its P, which is summed where rows are, is 0."""
-    found: list[list[UOp]] = super().exponents
-    return [[row.there.where(x, NEG_INF) for x, row in zip(own, rows)] for own, rows in zip(found, self.queries)]
+  def exponents(self) -> list[list[Exponent]]:
+    """P is 0 beyond the last query too, for it is summed where rows are."""
+    found: list[list[Exponent]] = super().exponents
+    return [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(found, self.queries)]
   @functools.cached_property
   def deltas(self) -> list[list[UOp]]: return [[self.warps.group.number("delta", row) for row in rows] for rows in self.queries]
 

@@ -23,7 +23,7 @@ from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.staging import StagedTile, both_ways_layout, column_layout
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
-from attn.kernels.parts.tiles import BackwardTile
+from attn.kernels.parts.tiles import BackwardTile, numbers_of_queries
 from attn.kernels.parts.workgroup import Workgroup, kv_head_fastest
 from attn.ops import amd, common as ops
 from attn.problem import Problem
@@ -157,4 +157,4 @@ class BackwardDkdv(Pipeline[DkdvState]):
   def loaded(self) -> dict[str, Any]:
     group, head = self.group, self.head
     return {"q": group.rows("q", head), "do": group.operand_rows("do", head),
-            "numbers": NumbersOfRows(group.numbers("lse", head), group.numbers("delta", head))}
+            "numbers": NumbersOfRows(tuple(group.numbers(name, head) for name in numbers_of_queries(group.p)))}

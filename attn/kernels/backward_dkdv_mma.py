@@ -12,11 +12,12 @@ from attn.chips import Chip
 from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
 from attn.kernels.parts.backward_warps import KeysOfWarps
 from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.gradients import dp_start, exponent, gradients_of, scaled_delta, weights_of_rows
+from attn.kernels.parts.gradients import Exponent, dp_start, gradients_of, kinds_of_exponents, shared_numbers, weights_of_rows
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.rows import Rows
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward
+from attn.kernels.parts.tiles import numbers_of_queries
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
@@ -63,8 +64,9 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps[SwizzledRows]):
 
   def fetch(self, s:BackwardState, t:UOp) -> BackwardState:
     group, n = self.warps.group, self.tile.block_n
-    lse, delta = [[group.numbers(name, self.head).load_number(t*n, n, i, i < n) for i in self.carried] for name in ("lse", "delta")]
-    s = s.store(store_all(s.numbers, [*[exponent(x, self.p) for x in lse], *[scaled_delta(x, self.p) for x in delta]]))
+    numbers = [[group.numbers(name, self.head).load_number(t*n, n, i, i < n) for i in self.carried] for name in numbers_of_queries(self.p)]
+    found = zip(*[shared_numbers(self.p, *of_query) for of_query in zip(*numbers)])
+    s = s.store(store_all(s.numbers, [x for kind in found for x in kind]))
     there = (group.walked.end*n).minimum(group.sequence.n_q)
     rows:list[Rows] = [group.rows("q", self.head), group.operand_rows("do", self.head)]
     copies = [self.warps.copies(source.up_to(there), s.shared, t*n, self.walked(name, t)) for source, name in zip(rows, ("q", "do"))]
@@ -72,18 +74,21 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps[SwizzledRows]):
 
   def settle(self, s:BackwardState, t:UOp) -> BackwardState:
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
-    places = [(kind*n + i, i < n) for kind in range(2) for i in self.carried]
+    places = [(kind*n + i, i < n) for kind in range(len(numbers_of_queries(self.p))) for i in self.carried]
     return s.do(*[nv.put(to[self.numbers(t)*4 + place], s.numbers[j].load(), there) for j, (place, there) in enumerate(places)])
 
   def columns(self, s:BackwardState, t:UOp, part:int, kind:int) -> list[UOp]:
-    """The exponents (kind 0) or `scaled_delta` (1) of the queries that a lane's columns are."""
+    """The `shared_numbers` of this kind of the queries that a lane's columns are."""
     pairs = s.shared.bitcast(nv.F2)
     first = self.numbers(t)*2 + (kind*self.tile.block_n + part*self.tile.part_n)//2 + self.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in range(self.tile.part_n//self.mat.N)]
 
+  def exponents(self, s:BackwardState, t:UOp, part:int) -> list[Exponent]:
+    return [Exponent(*xs) for xs in zip(*[self.columns(s, t, part, kind) for kind in kinds_of_exponents(self.p)])]
+
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:
     """The parts of dK and dV that some queries of a tile have."""
-    scores, number, exponents = self.of_part(self.scores), t*self.parts + part, self.columns(s, t, part, 0)
+    scores, number, exponents = self.of_part(self.scores), t*self.parts + part, self.exponents(s, t, part)
     left = [kept_scores(scores, rows, number) for rows in self.keys]
     raw = self.with_rows(s, self.own("k"), self.walked("q", t), part, [[nv.zero(s.done)]*len(exponents) for _ in self.keys])
     weights = [weights_of_rows(scores, x, [exponents]*nv.ROWS, rows, number, masked) for rows, x in zip(self.keys, raw)]

@@ -12,10 +12,11 @@ from attn.chips import Chip
 from attn.kernels.parts.backward_warps import KeysOfWarps
 from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
 from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.gradients import exponent, scaled_delta, weights_of_rows
+from attn.kernels.parts.gradients import Exponent, kinds_of_exponents, scaled_delta, weights_of_rows
 from attn.kernels.parts.layouts import SwizzledPanels
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward
+from attn.kernels.parts.tiles import numbers_of_queries
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
@@ -45,7 +46,7 @@ class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps[SwizzledPanels]):
     of_v, of_k = [name in self.wanted for name in ("dv", "dk")]
     s = self.start(s, s.scores, "k", "q", trip)                             # S^T = K Q^T
     if of_k: s = self.start(s, s.dp, "v", "do", trip)                       # dP^T = V dO^T
-    exponents = [ops.build(*[exponent(ops.extract(x, i), self.p) for i in range(2)]) for x in self.columns(s, trip, 0)]
+    exponents = self.exponents(s, trip)
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(of_k)))
     s = self.fetch(s, self.next(trip))                                      # the products of the trip before are done, too
     left = kept_scores(self.scores, self.keys[0], trip.tile)
@@ -66,12 +67,16 @@ class BackwardDkdvWgmma(WgmmaBackward, KeysOfWarps[SwizzledPanels]):
     head = group.first_head + trip.turn%self.heads
     copies = [self.warps.copies(group.rows(name, head).up_to(there), s.shared, trip.tile*n, self.ring(name, trip)) for name in ("q", "do")]
     first, row = self.numbers(trip)*4 + i, trip.tile*n + i
-    rows = [group.numbers(name, head) for name in ("lse", "delta")]
+    rows = [group.numbers(name, head) for name in numbers_of_queries(self.p)]
     numbers = [nv.copy_number(floats[first + kind*n], x.buffer[x.base + row], row < there, i < n) for kind, x in enumerate(rows)]
     return [*copies[0], *copies[1], *numbers]
 
+  def exponents(self, s:WgmmaBackwardState, trip:Trip) -> list[Exponent]:
+    numbers = zip(*[self.columns(s, trip, kind) for kind in kinds_of_exponents(self.p)])
+    return [Exponent.joined([Exponent.of(self.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build) for xs in numbers]
+
   def columns(self, s:WgmmaBackwardState, trip:Trip, kind:int) -> list[UOp]:
-    """lse (kind 0) or delta (1) of the queries that a lane's columns are."""
+    """The numbers of this kind (see `numbers_of_queries`) of the queries that a lane's columns are."""
     pairs, n = s.shared.bitcast(nv.F2), self.tile.block_n
     first = self.numbers(trip)*2 + kind*n//2 + self.warps.at.h
     return [pairs[first + i*self.mat.N//2].load() for i in range(n//self.mat.N)]

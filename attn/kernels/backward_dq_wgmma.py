@@ -38,7 +38,7 @@ class BackwardDqWgmma(WgmmaBackward, QueriesOfWarps[SwizzledPanels]):
     s = s.do(wgmma.wait_products(s.scores, s.done, but=1))
     s = self.fetch(s, self.next(trip))                                      # the product of the trip before is done, too
     left = kept_scores(self.warps.group.scores, self.queries[0], trip.tile)
-    exponents = [[ops.splat(e, 2)]*len(columns) for e in self.exponents[0]]
+    exponents = [[e.each(lambda x: ops.splat(x, 2))]*len(columns) for e in self.exponents[0]]
     weights = weights_of_rows(self.warps.group.scores, [s.scores[i].load() for i in columns], exponents, self.queries[0], trip.tile, masked)
     s = s.do(wgmma.wait_products(s.dp, s.done))
     s = s.store(store_all(s.ds, self.ds(s, weights, left, self.minus_deltas(0, len(columns)))))

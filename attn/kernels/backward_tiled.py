@@ -16,12 +16,13 @@ from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import exact_weights, gradients_of, reference, scaled_delta, where_known
+from attn.kernels.parts.gradients import Exponent, exact_exponent, exact_weights, gradients_of, scaled_delta, where_known
 from attn.kernels.parts.lanes import QUAD, element_sum
 from attn.kernels.parts.rectangle import Portion, Rectangle, RectangleTile, SectionShape, Sections, beyond_registers, grid_of
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.tensors import check_backward, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tensors import check_backward, dkdv_arguments, dq_arguments, log_sums
+from attn.kernels.parts.tiles import numbers_of_queries
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops import common as ops
 from attn.ops.common import flat
@@ -70,7 +71,7 @@ class TiledBackward(Rectangle):
   keys: bool           # whether its own rows are keys
   s: UOp               # S^T of some keys, or S of some queries
   dp: UOp              # dP of the same
-  references: UOp      # of own queries
+  exponents: tuple[UOp, ...]      # of own queries: `high`, and of wide scores `low`
   minus_deltas: UOp
   sums: tuple[UOp, ...]
   wanted: tuple[str, ...]
@@ -84,9 +85,11 @@ class TiledBackward(Rectangle):
     memory = new.registers(floats) if tile.alone else new.lds(floats, dtypes.float)
     group = (Workgroup.of_keys if tile.keys else Workgroup.of)(p, arch, tile, args, grid, at, names, parts)
     columns = [tile.width(p.Dv if name == "dv" else p.D)//tile.down for name in wanted]
-    apart, some, s, dp, references, deltas, *sums = (new.registers(n*quads, ops.f32(QUAD))
-                                                    for n in (tile.walked, tile.columns, tile.walked, tile.walked, 1, 1, *columns))
-    return TiledBackward(tile, new, group, at, memory, apart, some, tile.keys, s, dp, references, deltas, tuple(sums), wanted, group.first_head)
+    group = replace(group, scores=replace(group.scores, natural=True))
+    apart, some, s, dp, high, deltas, *sums = (new.registers(n*quads, ops.f32(QUAD))
+                                               for n in (tile.walked, tile.columns, tile.walked, tile.walked, 1, 1, *columns))
+    exponents = (high, new.registers(quads, ops.f32(QUAD))) if p.wide_scores else (high,)
+    return TiledBackward(tile, new, group, at, memory, apart, some, tile.keys, s, dp, exponents, deltas, tuple(sums), wanted, group.first_head)
 
   # ***** whose rows *****
   @property
@@ -125,8 +128,8 @@ class TiledBackward(Rectangle):
     return group.gradient_kernel(kind, names, stores, flops, tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0)
 
   def after(self, *deps:UOp) -> TiledBackward:
-    registers = {name: getattr(self, name).after(*deps) for name in ("references", "minus_deltas")}
-    return replace(self, sums=tuple(x.after(*deps) for x in self.sums), **registers)
+    sums, exponents = (tuple(x.after(*deps) for x in registers) for registers in (self.sums, self.exponents))
+    return replace(self, sums=sums, exponents=exponents, minus_deltas=self.minus_deltas.after(*deps))
 
   def over_heads(self, ready:list[UOp]) -> TiledBackward:
     """All that is walked over, of all heads that share the keys."""
@@ -164,8 +167,8 @@ class TiledBackward(Rectangle):
     weights: dict[str, list[list[UOp]]] = {"p": [], "ds": []}
     of_walked = self.numbers_of_walked(firsts) if self.keys else None
     for i, (row, s, dp, kept) in enumerate(zip(self.own_rows, *found, left)):
-      references, minus_delta = of_walked or self.numbers_of_own(i, len(firsts))
-      p = exact_weights(self.scores, s, references, row, t, self.masked)
+      exponents, minus_delta = of_walked or self.numbers_of_own(i, len(firsts))
+      p = exact_weights(self.scores, s, exponents, row, t, self.masked)
       if not kept.words: dp = [ops.add(x, y) for x, y in zip(dp, minus_delta)]
       weights["p"].append(kept.numbers(p.p))
       weights["ds"].append(gradients_of(p, dp, kept, minus_delta))
@@ -184,18 +187,19 @@ class TiledBackward(Rectangle):
     return [UOp.group(*stores).end(*loop)]
 
   # ***** the numbers of queries *****
-  def numbers_of_own(self, i:int, vectors:int) -> tuple[list[UOp], list[UOp]]:
-    """(references, -delta) for the scores of the i-th own query."""
-    reference_, delta = (ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD) for x in (self.references, self.minus_deltas))
-    return [reference_]*vectors, [delta]*vectors
+  def numbers_of_own(self, i:int, vectors:int) -> tuple[list[Exponent], list[UOp]]:
+    """(exponents, -delta) for the scores of the i-th own query."""
+    delta, high, *low = (ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD) for x in (self.minus_deltas, *self.exponents))
+    return [Exponent(low[0] if low else None, high)]*vectors, [delta]*vectors
 
-  def numbers_of_walked(self, firsts:list[UOp]) -> tuple[list[UOp], list[UOp]]:
+  def numbers_of_walked(self, firsts:list[UOp]) -> tuple[list[Exponent], list[UOp]]:
     """The same for the scores of any own key, of quads of queries that begin with these."""
-    def of_queries(name:str, change:Callable[[UOp], UOp]) -> list[UOp]:
+    def of_queries(name:str) -> list[list[UOp]]:
       rows = self.group.numbers(name, self.head)
-      return [ops.build(*[change(rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load()) for e in range(QUAD)])
-              for first in firsts]
-    return of_queries("lse", reference), of_queries("delta", lambda x: scaled_delta(x, self.p))
+      return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in firsts]
+    of_lse, of_delta, *of_rest = map(of_queries, numbers_of_queries(self.p))
+    exponents = [Exponent.joined([exact_exponent(self.p, *numbers) for numbers in zip(*quads)], ops.build) for quads in zip(of_lse, *of_rest)]
+    return exponents, [ops.build(*[scaled_delta(x, self.p) for x in quad]) for quad in of_delta]
 
   def known(self, ready:list[UOp]) -> tuple[UOp, list[UOp], list[UOp]]:
     """Of own queries: the stores of their numbers to registers, those of delta to where it is kept, and what comes after that."""
@@ -209,7 +213,8 @@ class TiledBackward(Rectangle):
     totals, ready = self.over_threads([x.load() for x in self.each(deltas.after(done))], ops.add, ready, done)
     delta = [ops.extract(totals[i//QUAD], i%QUAD) for i in range(len(self.own_rows))]
     if "dlse" in group.given: delta = [ops.sub(x, group.number("dlse", row)) for x, row in zip(delta, self.own_rows)]
-    numbers = {self.references: [reference(group.number("lse", row)) for row in self.own_rows], deltas: [scaled_delta(x, p) for x in delta]}
+    exponents = [exact_exponent(p, *[group.number(name, row) for name in log_sums(group.given)]).numbers for row in self.own_rows]
+    numbers = dict(zip(self.exponents, zip(*exponents))) | {deltas: tuple(scaled_delta(x, p) for x in delta)}
     registers = [to.after(*ready)[j].store(ops.build(*x[j*QUAD:(j + 1)*QUAD])) for to, x in numbers.items() for j in self.quads]
     mine = self.at.h.eq(0) & group.is_first_part
     stores = [flat(group.given["delta"])[place_of_row(p, group.sequence, row)[0].valid(row.there & mine)].store(x)

@@ -4,7 +4,7 @@ The merge is that of attn/kernels/parts/merging.py:
 
   p = splits.resolve(p, arch, tile)                                 # chooses p.num_splits, G
   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
-  combine(p, arch, p.num_splits)(o, [lse,] o_partial, lse_partial, [sinks])
+  combine(p, arch, p.num_splits)(o, [lse, [lse_rest,]] o_partial, lse_partial, [lse_rest_partial,] [sinks])
 
 An empty range gives O = 0 and LSE = -inf, and so weighs nothing.
 """
@@ -22,15 +22,16 @@ from attn.ops.common import flat
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 
+MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", "sinks")
 PARTS_AT_ONCE = 16          # parts whose loads are under way together: a thread has nothing else to do while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   """(shape, dtype) of the tensors that `combine` takes, by name and in order."""
   shapes = {**p.shapes, **arguments(p)}
-  return {name: shapes[name] for name in ("o", "lse", "o_partial", "lse_partial", "sinks") if name in shapes}
+  return {name: shapes[name] for name in MERGED if name in shapes}
 
 def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
-  """The kernel that merges `splits` partial results: (o, [lse,] o_partial, lse_partial, [sinks]), the tensors of `combine_arguments(p)`.
+  """The kernel that merges `splits` partial results, of the tensors of `combine_arguments(p)`.
 
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
 
@@ -60,6 +61,8 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
   parts = given["o_partial"].bitcast(ops.f32(vec)) if vec > 1 else given["o_partial"]
   top, total, acc = (new.registers(1, ops.f32(n)) for n in (1, 1, vec))
   def lse_of(g:UOp) -> UOp: return given["lse_partial"][g*p.rows + row].load()
+  def weight_of_part(g:UOp) -> UOp:
+    return weight_of(lse_of(g), reference, given["lse_rest_partial"][g*p.rows + row].load() if p.wide_scores else None)
 
   # ***** the largest LSE *****
   sink = given["sinks"][at.place[1]].load() if "sinks" in given else None
@@ -78,7 +81,7 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
     acc_now, total_now = acc.after(before, *g), total.after(before, *g)
     values, weights = acc_now[0].load(), total_now[0].load()
     for n in numbers:
-      w, part = weight_of(lse_of(n), reference), parts[(n*p.rows + row)*at.columns + at.thread%at.columns].load()
+      w, part = weight_of_part(n), parts[(n*p.rows + row)*at.columns + at.thread%at.columns].load()
       values, weights = ops.add(values, ops.mul(part, w)), ops.add(weights, w)
     before = UOp.group(acc_now[0].store(values), total_now[0].store(weights)).end(*g)
   weights, values = total.after(before)[0].load(), acc.after(before)[0].load()

@@ -138,7 +138,7 @@ class DualWave:
     p = self.group.p
     masked = p.window != (-1, -1) or p.Sk % TRIP_KEYS
     s = self.state if masked else self.state.begin(amd.fp32_apart())
-    start = s.softmax.start()
+    start = s.softmax.start(self.group.scores)
     return s.keep(start).values_after(start)
 
   def first_tiles(self, s:DualWaveState, begin:UOp) -> DualWaveState:

@@ -36,7 +36,7 @@ def forward(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 class Forward(Attending):
   """The kernel of one problem: a tile's work in one piece."""
   def program(self) -> UOp:
-    group, s = self.group, self.state.after(self.state.softmax.start(), *[self.statements.do(amd.fp32_apart())]*self.apart)
+    group, s = self.group, self.state.after(self.state.softmax.start(self.group.scores), *[self.statements.do(amd.fp32_apart())]*self.apart)
     s = self.walk(s, group.walked, masked_first=group.p.window[0] >= 0)
     return group.kernel("forward", [x for qt, row in enumerate(self.queries) for x in self.outputs(s.softmax, qt, row)])
 

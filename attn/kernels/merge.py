@@ -1,9 +1,9 @@
 """Merges what a device has found over keys that it saw one after another, or what several devices have found over their own keys.
 
-  merge(p, arch, parts)(o, [lse,] part_0, part_1, ..., [sinks])
+  merge(p, arch, parts)(o, [lse, [lse_rest,]] part_0, part_1, ..., [sinks])
 
-A part is one float32 buffer, so that it goes to another device in one copy: o of some of the rows, normalised, in the layout of the problem, and then
-the natural-log LSE of the same rows. The formula is that of attn/kernels/parts/merging.py.
+A part is one float32 buffer, so that it goes to another device in one copy: o of some of the rows, normalised, in the layout of the problem, then the
+natural-log LSE of the same rows, and of wide scores what fp32 has lost of that. The formula is that of attn/kernels/parts/merging.py.
 """
 from __future__ import annotations
 import functools
@@ -29,19 +29,20 @@ class RowRange:
 
 def part_size(p:Problem, rows:int) -> int:
   """The float32 numbers of a part with so many rows of each head."""
-  return p.B*p.H*rows*(p.Dv + 1)
+  return p.B*p.H*rows*(p.Dv + 1 + p.wide_scores)
 
-def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp]:
-  """(elements of o, LSE) that a part has of a thread's row: 0 and -inf where the row is none of its rows."""
+def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
+  """(elements of o, LSE, its rest of wide scores) that a part has of a thread's row: 0 and -inf where the row is none of its rows."""
   p, (batch, head, query) = at.p, at.place
   inside, own = rows.has(query) & at.there, query - rows.first
   sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)
   values = ops.load_where(part[batch*sb + head*sh + own*ss + at.column], inside, 4*at.vec)
-  lse = ops.load_where(part[(batch*p.H + head)*rows.count + own + p.B*p.H*rows.count*p.Dv], inside, 4)
-  return ops.as_float(values), inside.where(ops.as_float(lse), NEG_INF)
+  def number(n:int) -> UOp:
+    return ops.as_float(ops.load_where(part[(batch*p.H + head)*rows.count + own + p.B*p.H*rows.count*(p.Dv + n)], inside, 4))
+  return ops.as_float(values), inside.where(number(0), NEG_INF), number(1) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """The kernel that merges parts into o and, with p.return_lse, lse of all rows of `p`: one argument for each part, which has the given rows.
+  """The kernel that merges parts into the outputs of `p`, all rows of them: one argument for each part, which has the given rows.
 
   A row of no part gives 0 and -inf. The sinks, with p.sinks, are for the rows that are `there`, the others being padding. Raises ValueError for rows
   that `p` does not have."""
@@ -51,7 +52,7 @@ def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange
 
 def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:
   """That kernel of its placeholders."""
-  names = ("o", *["lse"]*p.return_lse, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
+  names = (*p.outputs, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}
   at = MergedRow.of(p, arch, Allocator())
@@ -63,13 +64,13 @@ def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[R
     sink = of_row.where(given["sinks"][at.place[1]].load(), nothing)
 
   # ***** the largest LSE *****
-  largest = functools.reduce(ops.max_, [lse for _, lse in found], nothing if sink is None else sink)
+  largest = functools.reduce(ops.max_, [lse for _, lse, _ in found], nothing if sink is None else sink)
   reference = reference_of(largest)
 
   # ***** sums, in the order of the parts *****
   values, weights = ops.splat(0.0, at.vec), UOp.const(0.0, dtypes.float)
-  for part, lse in found:
-    w = weight_of(lse, reference)
+  for part, lse, rest in found:
+    w = weight_of(lse, reference, rest)
     values, weights = ops.add(values, ops.mul(part, w)), ops.add(weights, w)
   if sink is not None: weights = ops.add(weights, weight_of(sink, reference))
 

@@ -61,7 +61,7 @@ class Staggered(Pipeline[StaggeredState]):
   # ***** the algorithm *****
   def program(self) -> UOp:
     group, second = self.common.group, ops.uniform(self.common.at.wave.cast(dtypes.int))//(TURN_WAVES//2)
-    apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start()
+    apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start(group.scores)
     s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
     s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group falls a barrier behind
     s = self.walk_over(s)

@@ -58,8 +58,9 @@ def unchanged(s:Tensor, at:Positions) -> Tensor: return s
 def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
                terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
                kv_starts:Tensor|None=None, cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
-               dropout_p:float=0.0, dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor]:
-  """(o, lse), both float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and -inf.
+               dropout_p:float=0.0, dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
+  """(o, lse, what the rounding of that lost), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and
+  -inf.
 
   q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that
   decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, as
@@ -100,5 +101,6 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   o = (p.unsqueeze(-1)*for_each_query(v, sees)).sum(-2)
   empty, some = total == 0, (total == 0).where(1.0, total)     # a quotient by 0 would be NaN in the gradient, whatever is selected after it
   o = empty.where(0.0, o/some)
-  lse = empty.where(NEG_INF, m + some.log())
-  return o.reshape(B, H, Sq, Dv), lse.reshape(B, H, Sq)
+  found = m + some.log()
+  lse, rest = empty.where(NEG_INF, found), some.log() - (found - m)
+  return o.reshape(B, H, Sq, Dv), lse.reshape(B, H, Sq), rest.reshape(B, H, Sq)

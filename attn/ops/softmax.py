@@ -6,7 +6,8 @@ row becomes the maximum of its scores so far, what was accumulated is scaled to 
 
 bias is NaN where it would be LARGE: its rounding would then show in one fma, so each trip comes here, where the difference of score and reference is
 taken first. The same goes for each trip in which a score is NaN or +inf: right, but slow. A row that has seen no key has the reference LOWEST, from
-which every score overflows and -inf gives 0.
+which every score overflows and -inf gives 0; of natural scores of wide scores (kernels/parts/scores.py) not every one would, in base 2, so
+there its bias is NaN.
 """
 from __future__ import annotations
 import functools, operator

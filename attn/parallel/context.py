@@ -9,12 +9,12 @@ and lse in one buffer, which one kernel merges on each. So is what no single ker
 device after another (ring attention, arXiv 2310.01889), whose shards take turns in two buffers.
 """
 from __future__ import annotations
-import functools, math
+import functools, itertools, math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from attn import values
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, region
-from attn.calls.gradient import lse_axes
+from attn.calls.gradient import OUTPUTS, lse_axes
 from attn.calls.options import AttentionOptions
 from attn.calls.placement import AXES, Placement, local_shape, rows_dimension
 from attn.calls.views import whole_places
@@ -23,6 +23,7 @@ from attn.parallel.shards import ContextLaunch, PieceRun, SequencePiece, Sequenc
 from attn.choose.dispatch import choose
 from attn.kernels.merge import RowRange, merge, part_size
 from attn.kernels.order_keys import order_keys
+from attn.kernels.parts.tensors import of_backward
 from attn.ops.plain import plain
 from attn.problem import ORDERS, DealtRows, Problem, Strided
 from attn.score.terms import TERM_TENSORS
@@ -33,7 +34,7 @@ SLOTS = 2             # buffers of a device for the keys of others: one is read 
 PARTS_KEPT = 4        # results that wait to be merged, at most: of longer chains the memory would grow with the number of devices
 
 # (o, lse) of a problem from tensors by name on a device, in the buffers (o, lse, those that they are regions of) that are given for them, if any
-Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], tuple[Tensor, Tensor]]
+Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class SharedRows:
@@ -47,7 +48,7 @@ class SharedRows:
   @property
   def own(self) -> Problem:
     """What the results of a device have the shapes of: with the padding."""
-    return replace(self.problem, Sq=self.shards.queries or self.problem.Sq, return_lse=True)
+    return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
     """What a device computes where it gathers the keys of all: of some heads (first, count) in each launch, the same on all devices. Of all where
     there are no others, and where key ranges are divided, for there is one buffer for their parts."""
@@ -187,8 +188,8 @@ def filled_with_rows(u:UOp) -> UOp:
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
   """What a launch computes, of rows by themselves. A sink is no matter of one launch: it counts once."""
-  return replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
-                 sinks=False, return_lse=True)
+  return of_backward(replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
+                             sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
   """The parts for a launch of those tensors of terms that go over queries or keys. Their keys lie in the order of the sequence, and so do their rows
@@ -287,8 +288,8 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   for y, name, call in taken: y.slots[n % SLOTS][name] = y.slots[n % SLOTS][name].after(call)
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """The last CALL of those that fill the `outputs` o and lse, on each device: each computes all of its queries of some heads over all keys. While
-  one is computed the keys of the next heads come over; a device puts its own ones of these in order before, for then it has no time for others."""
+  """The last CALL of those that fill the `outputs`, on each device: each computes all of its queries of some heads over all keys. While one is
+  computed the keys of the next heads come over; a device puts its own ones of these in order before, for then it has no time for others."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
@@ -301,10 +302,10 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
         next_keys = x.own_keys(n + 1)
       (heads, p), slot = x.launches[n], x.slots[n % SLOTS] if x.slots else {}
       if next_keys: slot |= {name: u.after(x.ordered[(n + 1) % SLOTS][name]) for name, u in slot.items()}
-      o, lse, q = (heads_in(p, name, u, heads, x.number) for name, u in (*states.items(), ("q", inputs["q"])))
+      *results, q = (heads_in(p, name, u, heads, x.number) for name, u in (*states.items(), ("q", inputs["q"])))
       whole = [*(of_device(u, x.number) for u in states.values()), x.tensors["q"]]
       tensors = {name: Tensor(u) for name, u in (x.tensors | slot | {"q": q}).items()}
-      found, _ = attend(p, tensors, c.devices[x.number], [Tensor(u) for u in (o, lse, *whole, *next_keys)])
+      found, *_ = attend(p, tensors, c.devices[x.number], [Tensor(u) for u in (*results, *whole, *next_keys)])
       call = found.uop.src[1]
       states = {name: u.after(call) for name, u in states.items()}
       slot |= {name: u.after(call) for name, u in slot.items()}
@@ -323,22 +324,23 @@ def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
   first, *rest = [cut(u, axis, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(u, axis, 0, 1)]
   return filled_with_rows(first.cat(*rest, dim=axis).pad_to((*u.max_shape[:axis], queries, *u.max_shape[axis + 1:])))
 
-# ***** parts: o and lse of some rows over some keys, in one buffer *****
+# ***** parts: o and lse, with its rest of wide scores, of some rows over some keys, in one buffer *****
 
-def packed(o:Tensor, lse:Tensor) -> UOp:
-  """A part of o and lse that lie in buffers of their own."""
-  return o.flatten().cat(lse.flatten()).contiguous().uop
+def packed(o:Tensor, *log_sums:Tensor) -> UOp:
+  """A part of results that lie in buffers of their own."""
+  return o.flatten().cat(*[x.flatten() for x in log_sums]).contiguous().uop
 
-def written_part(p:Problem, device:str, write:Callable[[UOp, UOp, UOp], UOp]) -> UOp:
-  """The part that the results of `p` are, once `write(o, lse, whole)`, a CALL, has put them there. It has the buffer that o and lse are regions of
+def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
+  """The part that the results of `p` are, once `write(*p.outputs, whole)`, a CALL, has put them there. It has the buffer that these are regions of
   among its sources, lest tinygrad's memory planner think that the buffer is not in use yet."""
-  shapes, size, of_o = p.shapes, part_size(p, p.Sq), p.rows*p.Dv
-  buffer = UOp.empty((size,), dtype=dtypes.float, device=device)
-  o, lse = (buffer.shrink((bounds,)).reshape(shapes[name][0]).contiguous() for name, bounds in (("o", (0, of_o)), ("lse", (of_o, size))))
-  if region(o) is not None: return buffer.after(write(o, lse, buffer))
-  o, lse = (UOp.empty(shapes[name][0], dtype=dtypes.float, device=device) for name in ("o", "lse"))     # OpenCL's buffers have no regions
-  call = write(o, lse, buffer)
-  return packed(Tensor(o.after(call)), Tensor(lse.after(call)))
+  shapes = [p.shapes[name][0] for name in p.outputs]
+  ends = [0, *itertools.accumulate(map(math.prod, shapes))]
+  buffer = UOp.empty((part_size(p, p.Sq),), dtype=dtypes.float, device=device)
+  results = [buffer.shrink((bounds,)).reshape(shape).contiguous() for shape, bounds in zip(shapes, itertools.pairwise(ends))]
+  if region(results[0]) is not None: return buffer.after(write(*results, buffer))
+  results = [UOp.empty(shape, dtype=dtypes.float, device=device) for shape in shapes]     # OpenCL's buffers have no regions
+  call = write(*results, buffer)
+  return packed(*[Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
   """What a launch computes of the tensors that the device has, by name."""
@@ -350,17 +352,17 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
   t |= launch_tensors(c, t, launch)
   tensors = {x: Tensor(u) for x, u in t.items()}
   if choose(p, c.arch).kernel == "three_pass": return packed(*attend(p, tensors, name, ()))
-  return written_part(p, name, lambda o, lse, whole: attend(p, tensors, name, (Tensor(o), Tensor(lse), Tensor(whole)))[0].uop.src[1])
+  return written_part(p, name, lambda *into: attend(p, tensors, name, [Tensor(u) for u in into])[0].uop.src[1])
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
   """`merge`, as one object for the same arguments: tinygrad's schedule cache goes by identity."""
   program = merge(p, arch, parts, there)
-  takes = 2 + len(parts) + p.sinks
+  takes = len(p.outputs) + len(parts) + p.sinks
   def kernel(*placeholders:UOp) -> CheckedKernel:
     sink = program(*placeholders[:takes])
     check_means(sink := plain(sink) if plainly else sink, arch)
-    return CheckedKernel(with_params(sink, placeholders[takes:]), ("o", "lse"), small=True)
+    return CheckedKernel(with_params(sink, placeholders[takes:]), p.outputs, small=True)
   return kernel
 
 @dataclass(frozen=True)
@@ -371,11 +373,12 @@ class ContextPart:
 
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
                there:tuple[RowRange, ...]=()) -> UOp:
-  """The CALL that merges parts of rows of `p` into the `outputs` o and lse; what else is among these is a source of it, no more."""
+  """The CALL that merges parts of rows of `p` into the `outputs` of that; what else is among these is a source of it, no more."""
   p = replace(p, sinks=sinks is not None, num_splits=1)
   kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), there, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
-  return UOp.custom_kernel(*outputs[:2], *given, *outputs[2:], fxn=kernel)[0].src[1]
+  count = len(p.outputs)
+  return UOp.custom_kernel(*outputs[:count], *given, *outputs[count:], fxn=kernel)[0].src[1]
 
 def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPart:
   """Parts of a device as one, of all its rows."""
@@ -398,7 +401,7 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """The last CALL of those that fill the `outputs` o and lse, on each device, by merging what launches over some keys have found."""
+  """The last CALL of those that fill the `outputs`, on each device, by merging what launches over some keys have found."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs
@@ -409,17 +412,17 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """(o and lse as buffers, sharded as q is; the inputs in buffers, and on each device o and lse as they are when they are computed), by name. The
+  """(o and lse as buffers, sharded as q is; the inputs in buffers, and on each device o, lse and its rest as they are once computed), by name. The
   latter are what a gradient takes, and what o and lse depend on: of what these are computed with, nothing is computed again for the gradient."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
-  shapes, axes = c.own.shapes, {"o": AXES[c.problem.layout], "lse": lse_axes(c.problem.layout)}
+  shapes, axes = c.own.shapes, {name: AXES[c.problem.layout] if name == "o" else lse_axes(c.problem.layout) for name in c.own.outputs}
   buffers = {name: UOp.empty(shapes[name][0], dtype=FLOATS[shapes[name][1]], device=c.at.device) for name in axes}
   call = gathered_over(c, inputs, held, attend, buffers) if c.gathers else merged_over(c, held, attend, buffers)
   def on_all(name:str) -> UOp:
     u = buffers[name]
     return u if c.shards.queries is None or isinstance(u.device, str) else u.unshard(axes[name].index("rows"))
-  outputs = {name: on_all(name) for name in axes}
+  outputs = {name: on_all(name) for name in OUTPUTS}
   return outputs, {f"merged_{name}": u.after(call) for name, u in buffers.items()} | inputs
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:

@@ -13,6 +13,7 @@ from attn.calls.placement import AXES, rows_dimension
 from attn.calls.plain import bhsd, from_bhs
 from attn.parallel.sequence import in_order, shard_sequence
 from attn.choose.backward import can_differentiate, choose_parts
+from attn.kernels.parts.tensors import log_sums
 from attn.parallel.shards import ContextLaunch, PieceRun
 from attn.score.terms import TERM_TENSORS, check_differentiable
 from attn.tinygrad_compat import Tensor, UOp, dtypes
@@ -26,8 +27,8 @@ def by_kernels(c:SharedRows) -> bool:
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:
-  """Of q, k, v, o and their gradients, or of lse and its."""
-  return (lse_axes if name.endswith("lse") else AXES.__getitem__)(c.problem.layout).index("rows")
+  """Of q, k, v, o and their gradients, or of lse, its rest and its gradient."""
+  return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
   """The gradient of an output, on the same devices as that and sharded alike."""
@@ -59,7 +60,7 @@ def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:st
 def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) -> dict[str, Tensor]:
   """dq, dk and dv of a launch, float32, from the tensors that its device has, by name."""
   p = replace(launch_problem(c.problem, launch), num_splits=1)
-  runs = dict.fromkeys(("q", "o", "lse", "do", "dlse"), launch.queries) | dict.fromkeys(("k", "v"), launch.keys)
+  runs = dict.fromkeys(("q", "o", "lse", "lse_rest", "do", "dlse"), launch.queries) | dict.fromkeys(("k", "v"), launch.keys)
   t = {name: rows_in_buffer(u, rows_axis(c, name), runs[name].first, runs[name].count) if name in runs else u for name, u in held.items()}
   t |= launch_tensors(c, t, launch)
   parts = choose_parts(p, c.arch)
@@ -111,7 +112,7 @@ def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
     of = {name: Tensor(shards[i]) for name, shards in held.items()}
     do, o = (bhsd(x.float(), p.layout) for x in (of["do"].cast(FLOATS[p.dtype]), of["o"]))
     delta = from_bhs((do*o).sum(-1), p.layout)
-    each.append(sink_gradient(of["sinks"], of["lse"], delta - of["dlse"] if "dlse" in of else delta))
+    each.append(sink_gradient(of["sinks"], delta - of["dlse"] if "dlse" in of else delta, *log_sums(of).values()))
   return on_every(c, each if c.shards.queries is None else summed(c, each), None)
 
 # ***** by tinygrad *****
@@ -147,7 +148,7 @@ class ContextGradient:
     c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))
     given = {name: lying_as(g, t[name]) for name, g in of_outputs(gradients, {name: t[name] for name in OUTPUTS}).items()}
-    inputs, merged = {name: t[name] for name in INPUTS if name in t}, {name: t[f"merged_{name}"] for name in OUTPUTS}
+    inputs, merged = {name: t[name] for name in INPUTS if name in t}, {name: t[f"merged_{name}"] for name in c.own.outputs}
     found: dict[str, UOp] = {}
     if not (kernels := by_kernels(c)) or any(name in inputs for name in TERM_TENSORS): found |= gathered_gradients(c, inputs, given)
     if kernels: found |= passed_gradients(c, inputs, merged, given)

@@ -167,7 +167,8 @@ class SequenceShards:
       row = heads[1]*width
       return Strided(len(rows)*row, -heads[0]*width - rows.start*row, p.Hkv*width, width, row)
     dealt = DealtRows(first, pieces[-1].at if jump else 0, jump, sum(piece.rows for piece in pieces), heads)
-    return replace(p, Sq=self.queries, return_lse=True, dealt=dealt, k_view=view(p.D), v_view=None if p.v_in_k else view(p.Dv))
+    return replace(p, Sq=self.queries, return_lse=True, lse_rest=p.wide_scores, dealt=dealt, k_view=view(p.D),
+                   v_view=None if p.v_in_k else view(p.Dv))
   def told(self, p:Problem, gathered:int) -> str:
     """What `explain` says of it, where each device computes in so many launches of some heads each, over all keys; 0: over those of one device."""
     shared = f"{'keys' if self.queries is None else 'rows'} shared by {self.count} devices, {self.order}:"

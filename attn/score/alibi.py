@@ -7,7 +7,7 @@ from attn.ops import common as ops
 from attn.ops.language import compound
 from attn.ops.operation import Value, emit, integer
 from attn.problem import Problem
-from attn.score.term import LOG2E, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, one, to_base2
+from attn.score.term import Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 
@@ -22,10 +22,10 @@ def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
 
 def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   row, p = at.row, at.p
-  slope = ops.mul(ops.flat(at.given["alibi_slopes"])[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -LOG2E)
+  slope = ops.mul(ops.flat(at.given["alibi_slopes"])[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -at.unit.of_natural)
   distance = at.diagonal - at.begin     # |i + offset - j| is symmetric
   # the same few constants for all vectors
-  return [alibi(y, slope, distance - n*at.apart, at.columns[0]) for n, y in enumerate(to_base2(x, unit))]
+  return [alibi(y, slope, distance - n*at.apart, at.columns[0]) for n, y in enumerate(changed(x, unit, at.unit))]
 
 def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
   _, kv_heads, group, queries, _ = map(int, s.shape)

@@ -5,13 +5,16 @@ from collections.abc import Mapping
 from attn import values
 from attn.chips.matrix import UNIT_BYTES
 from attn.ops import common as ops
+from attn.ops.softmax import LOWEST
 from attn.problem import BYTES, Problem
-from attn.score.term import LOG2E, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, one, to_base2
+from attn.score.term import NATURAL, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 
 def _added(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
-  return [ops.fma(b, LOG2E, y) for b, y in zip(_loaded(at), to_base2(x, unit))]
+  if at.unit == NATURAL != unit: return [ops.fma(y, unit.natural, b) for b, y in zip(_loaded(at), x)]
+  if at.unit == NATURAL: x = [ops.max_(y, ops.splat(LOWEST, ops.length(y))) for y in x]    # no multiply-add: rounded alike in all passes
+  return [ops.fma(b, at.unit.of_natural, y) for b, y in zip(_loaded(at), changed(x, unit, at.unit))]
 
 def _loaded(at:Fragment) -> list[UOp]:
   """The bias of each score in fp32; zero beyond the end of the tensor, and any of its elements where a mask will take the score away."""

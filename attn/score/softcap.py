@@ -43,11 +43,11 @@ def softcap(x:UOp, inner:float, outer:float, terms:int) -> UOp:
 def _capped(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   p = at.p
   terms = 10 if p.dtype == "float32" else 4 if p.softcap > SMALL_CAP else 0
-  return [softcap(y, unit.natural/p.softcap, p.softcap*LOG2E, terms) for y in x]
+  return [softcap(y, unit.natural/p.softcap, p.softcap*at.unit.of_natural, terms) for y in x]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   """1 - tanh^2."""
-  tanhs = [ops.mul(y, 1/(at.p.softcap*LOG2E)) for y in after]
+  tanhs = [ops.mul(y, 1/(at.p.softcap*at.unit.of_natural)) for y in after]
   return [ops.sub(ops.splat(1.0, ops.length(y)), ops.mul(y, y)) for y in tanhs]
 
 def tanh(x:Tensor) -> Tensor:

@@ -26,14 +26,20 @@ class Unit:
   """What 1 in a score stands for: so much of a natural logarithm, and so much of one to base 2."""
   natural: float
   base2: float
+  @property
+  def of_natural(self) -> float:
+    """The number of it that is 1 in a natural logarithm."""
+    return LOG2E/self.base2
 
-BASE2 = Unit(LN2, 1.0)
+BASE2, NATURAL = Unit(LN2, 1.0), Unit(1.0, LOG2E)
 
 def raw_unit(p:Problem) -> Unit:
   """The unit of Q K^T: softmax_scale, which so takes no instruction of its own."""
   return Unit(p.softmax_scale, p.softmax_scale*LOG2E)
 
-def to_base2(x:list[UOp], unit:Unit) -> list[UOp]: return x if unit == BASE2 else [ops.mul(y, unit.base2) for y in x]
+def changed(x:list[UOp], unit:Unit, to:Unit) -> list[UOp]:
+  """Changes scores to another unit."""
+  return x if unit == to else [ops.mul(y, unit.base2/to.base2) for y in x]
 
 @dataclass(frozen=True)
 class Fragment:
@@ -50,6 +56,7 @@ class Fragment:
   block: int                          # columns of a group that lie side by side
   columns: list[tuple[int, ...]]      # those of each vector, counted from the lane's first one
   apart: int                          # columns from one vector to the next
+  unit: Unit                          # what terms leave scores in: BASE2 or NATURAL
   @property
   def begin(self) -> UOp:
     """The lane's first column."""
@@ -75,7 +82,7 @@ class TermRegisters(IntEnum):
   COLUMNS = 1    # something of each column
   SCORES = 2     # as many numbers as there are scores
 
-# of scores, where they lie and what unit they are in: them after the term, to base 2
+# of scores, where they lie and what unit they are in: them after the term, in the unit of the fragment
 TermValue = Callable[[list[UOp], Fragment, Unit], list[UOp]]
 # of scores before a term and after it, where they lie and what unit they are in before: the derivative of the natural score, at each
 TermDerivative = Callable[[list[UOp], list[UOp], Fragment, Unit], list[UOp]]

@@ -15,18 +15,18 @@ from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
 from attn.chips.candidates import BackwardCandidate
-from attn.kernels import backward_dkdv_mma, backward_dkdv_wgmma, backward_dq
+from attn.kernels import backward_dq
 from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
 from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
 from attn.kernels.backward_dkdv import backward_dkdv
 from attn.kernels.backward_dbias import BackwardDbias, backward_dbias
 from attn.kernels.backward_dbias_mma import BackwardDbiasMma
 from attn.kernels.backward_dq import BackwardDq
-from attn.kernels.parts import backward_warps, backward_wgmma, gradients, own_queries
+from attn.kernels.parts import backward_wgmma
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.backward_warps import QueriesOfWarps
 from attn.kernels.parts.backward_wgmma import WgmmaBackward
-from attn.kernels.parts.gradients import RowNumbers
+from attn.kernels.parts.gradients import Exponent, RowNumbers
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.workgroup import Workgroup
@@ -300,8 +300,7 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  for of in (gradients, own_queries, backward_warps, backward_dkdv_mma, backward_dkdv_wgmma):
-    m.setattr(of, "exponent", lambda x, _: ops.mul(x, -LOG2E))
+  m.setattr(Exponent, "of", staticmethod(lambda p, log_sum, *rest: Exponent(ops.mul(log_sum, -LOG2E))))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
@@ -310,7 +309,7 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
   """The numbers of queries in the order of the tile, not in that of a lane's elements."""
   wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
-                                                                                   self.thread < self.block_n) for x in (rows.lse, rows.delta)])
+                                                                                   self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
   """The numbers of a lane's columns in the order of its fragments, the other way round."""
   for of in (BackwardDkdvMma, BackwardDkdvWgmma): wrong(m, of, "columns", lambda columns: lambda self, *args: columns(self, *args)[::-1])

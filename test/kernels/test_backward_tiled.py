@@ -168,14 +168,14 @@ def test_same_in_every_run() -> None:
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(backward_tiled, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
   """P and dS of what is hidden are left as they are; those of a query that sees no key are kept from NaN by its reference besides."""
-  m.setattr(backward_tiled, "reference", lambda x: x)
+  m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, self.first_head))
 def rounded_otherwise(m:pytest.MonkeyPatch) -> None: m.setattr(backward_tiled, "exact_weights", without_rounding)
-def without_rounding(scores:Scores, raw:list[UOp], references:list[UOp], row:Any, tile:UOp, masked:bool) -> gradients.Weights:
+def without_rounding(scores:Scores, raw:list[UOp], exponents:list[gradients.Exponent], row:Any, tile:UOp, masked:bool) -> gradients.Weights:
   ops, log2e = backward_tiled.ops, 1.4426950408889634
-  return gradients.Weights([ops.exp2(ops.fma(y, scores.unit*log2e, ops.mul(r, -log2e))) for y, r in zip(raw, references)], None, lambda x: x)
+  return gradients.Weights([ops.exp2(ops.fma(y, scores.unit.base2, ops.mul(e.high, -log2e))) for y, e in zip(raw, exponents)], {}, lambda x: x)
 def one_step_for_all(m:pytest.MonkeyPatch) -> None:
   m.setattr(Rectangle, "quad_of", lambda self, portion, item, old=Rectangle.quad_of: old(self, replace(portion, column=UOp.const(0)), item))
 

@@ -10,7 +10,7 @@ from attn.ops.plain import plain
 from attn.problem import OF_TERMS, Problem
 from attn.reference import Options, exact, exact_backward
 from attn.score import terms
-from attn.score.term import BASE2, LN2, Fragment, Row, ScoreTerm, Unit, one, raw_unit
+from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
 from attn.score.terms import TERMS
 from attn.tinygrad_compat import AxisType, KernelInfo, Tensor, UOp
 from api_cases import emulated, floats
@@ -25,12 +25,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_the_fields_of_a_problem_are_the_terms() -> None:
   assert tuple(term.name for term in TERMS) == OF_TERMS == tuple(OPTIONS)
 
-def applied(term:ScoreTerm, p:Problem, unit:Unit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def applied(term:ScoreTerm, p:Problem, unit:Unit, to:Unit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """What a term makes of the scores of one query, as natural logarithms, and its derivative at each."""
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
     r, zero = UOp.range(N//4, 0, AxisType.GLOBAL), UOp.const(0)
     row, first = (Row(zero, UOp.const(1), i, UOp.const(True)) for i in (UOp.const(3), zero))
-    at = Fragment(p, dict(zip(given, tensors)), row, first, "keys", UOp.const(40), r, 4, zero, 4, [(0, 1, 2, 3)], 4)
+    at = Fragment(p, dict(zip(given, tensors)), row, first, "keys", UOp.const(40), r, 4, zero, 4, [(0, 1, 2, 3)], 4, to)
     before = [ops.build(*[scores[r*4 + i].load() for i in range(4)])]
     after = term.value(before, at, unit)
     assert term.derivative is not None
@@ -40,15 +40,16 @@ def applied(term:ScoreTerm, p:Problem, unit:Unit, given:dict[str, np.ndarray], x
   with emulated("gfx942"):
     inputs = [Tensor(a, device="EMU").contiguous() for a in (x.astype(np.float32), *(a.reshape(-1) for a in given.values()))]
     out = Tensor.empty(2*N, device="EMU").custom_kernel(*inputs, fxn=kernel)[0].numpy().astype(np.float64)
-  return out[:N]*LN2, out[N:]
+  return out[:N]*to.natural, out[N:]
 
+@pytest.mark.parametrize("to", (BASE2, NATURAL), ids=("base2", "natural"))
 @pytest.mark.parametrize("raw", (True, False))
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
-def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool) -> None:
+def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:Unit) -> None:
   p = problem(H=2, Sq=5, Sk=N, dtype="float32", softmax_scale=0.7, **OPTIONS[term.name])
-  unit, given = raw_unit(p) if raw else BASE2, {name: a for name, a in OPTIONS[term.name].get("extras", {}).items()}
+  unit, given = raw_unit(p) if raw else to, {name: a for name, a in OPTIONS[term.name].get("extras", {}).items()}
   x, step = np.linspace(-4, 4, N)/unit.natural, 0.02/unit.natural
-  (low, _), (_, slope), (high, _) = (applied(term, p, unit, given, a) for a in (x - step, x, x + step))
+  (low, _), (_, slope), (high, _) = (applied(term, p, unit, to, given, a) for a in (x - step, x, x + step))
   np.testing.assert_allclose(slope, (high - low)/(2*step*unit.natural), atol=3e-4)
   assert (term.derivative is one) == (np.abs(slope - 1).max() == 0)
 

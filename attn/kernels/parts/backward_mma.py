@@ -20,6 +20,7 @@ from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.tiles import numbers_of_queries, units_of_numbers
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
@@ -53,17 +54,16 @@ class MmaBackwardTile:
     """So many rows in shared memory, of q or k, and of do or v."""
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
-  @property
-  def numbers(self) -> int:
-    """Units of the numbers of a tile: of each query the exponent and -delta."""
-    return 2*4*self.block_n//UNIT_BYTES if self.keys else 0
+  def numbers(self, p:Problem) -> int:
+    """Units of the numbers of a tile's queries."""
+    return units_of_numbers(p, self.block_n) if self.keys else 0
   @property
   def carried(self) -> int:
     """Queries whose numbers a thread carries."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
     """Units of a tile."""
-    return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers
+    return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers(p)
   def lds_bytes(self, p:Problem) -> int:
     return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))
   def __str__(self) -> str:
@@ -83,7 +83,7 @@ class BackwardState(CopyGroups):
     """With so many accumulators for each tile of rows."""
     new = warps.group.grid.allocator
     return BackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(tile.row_tiles*accs, nv.F4),
-                         new.registers(2*tile.carried), Statements.of(new))
+                         new.registers(len(numbers_of_queries(warps.group.p))*tile.carried), Statements.of(new))
 
 @dataclass(frozen=True)
 class MmaBackward(WarpsBackward[SwizzledRows]):
@@ -183,6 +183,6 @@ class QueriesByMma(MmaBackward, QueriesOfWarps[SwizzledRows]):
     dp = self.with_rows(s, self.own("do"), self.walked("v", t), part, [dp_start(x, kept) for x, kept in zip(minus_deltas, left)])
     found = []
     for i, rows in enumerate(self.queries):
-      weights = weights_of_rows(scores, raw[i], [[ops.splat(e, 2)]*columns for e in self.exponents[i]], rows, number, masked)
+      weights = weights_of_rows(scores, raw[i], [[e.each(lambda x: ops.splat(x, 2))]*columns for e in self.exponents[i]], rows, number, masked)
       found.append(gradients_of(weights, dp[i], left[i], minus_deltas[i], added))
     return found

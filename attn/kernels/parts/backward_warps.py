@@ -8,7 +8,7 @@ from attn.chips import Chip
 from attn.chips.matrix import Mma
 from attn.kernels.parts.counts import below, round_up
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import PASSES, exponent, scaled_delta, where_known
+from attn.kernels.parts.gradients import PASSES, Exponent, exponent_of, scaled_delta, where_known
 from attn.kernels.parts.lanes import element_sum
 from attn.kernels.parts.layouts import CopiedLayout
 from attn.kernels.parts.scores import Scores
@@ -110,8 +110,8 @@ class QueriesOfWarps(WarpsBackward[L]):
     return [self.warps.queries(first) for first in self.in_block]
 
   @functools.cached_property
-  def exponents(self) -> list[list[UOp]]:
-    return [[exponent(self.warps.group.number("lse", row), self.p) for row in own] for own in self.queries]
+  def exponents(self) -> list[list[Exponent]]:
+    return [[exponent_of(self.warps.group, row) for row in own] for own in self.queries]
 
   @functools.cached_property
   def deltas(self) -> list[list[UOp]]:

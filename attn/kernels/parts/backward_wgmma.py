@@ -17,6 +17,7 @@ from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.gradients import Weights, gradients_of
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
+from attn.kernels.parts.tiles import units_of_numbers
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.warps import Warps
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
@@ -54,13 +55,12 @@ class WgmmaBackwardTile:
   def stage(self, p:Problem) -> int:
     """Units of a tile."""
     return sum(x.size for x in self.layouts(p, self.block_n))
-  @property
-  def numbers(self) -> int:
-    """Units of the numbers of a tile: of each query lse and delta."""
-    return 2*4*self.block_n//UNIT_BYTES if self.keys else 0
+  def numbers(self, p:Problem) -> int:
+    """Units of the numbers of a tile's queries."""
+    return units_of_numbers(p, self.block_n) if self.keys else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))
-    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers) + 1)      # the last one is for the mbarrier
+    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers(p)) + 1)      # the last one is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class WgmmaBackward(WarpsBackward[SwizzledPanels]):
     return self.lies(name, self.tile.block_n, trip.index%RING*self.tile.stage(self.p) + self.own_size)
   def numbers(self, trip:Trip) -> UOp:
     """The unit where those of its tile begin."""
-    return trip.index%RING*self.tile.numbers + (self.own_size + RING*self.tile.stage(self.p))
+    return trip.index%RING*self.tile.numbers(self.p) + (self.own_size + RING*self.tile.stage(self.p))
 
   # ***** the way over tiles *****
   def copies_of(self, s:WgmmaBackwardState, trip:Trip, there:UOp) -> list[UOp]:

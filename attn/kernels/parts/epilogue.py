@@ -1,7 +1,7 @@
 """The end of a kernel: O = O / l and LSE = m + ln l of each row, their stores, and what tinygrad is told of the kernel."""
 from __future__ import annotations
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Callable, Mapping
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
@@ -19,17 +19,30 @@ from attn.tinygrad_compat import AxisType, Estimates, UOp, dtypes
 OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
 OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # as the lse of a row among packed sequences: beside it everything vanishes
 
-def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, UOp]:
+@dataclass(frozen=True)
+class LogSum:
+  """An LSE, reference + ln(total), as fp32 rounds it, and what the rounding lost: all of the second term where the first one is large. A sum of
+  nothing has -inf and 0."""
+  rounded: UOp
+  rest: UOp
+
+  @staticmethod
+  def of(reference:UOp, total:UOp) -> LogSum:
+    more = ops.mul(ops.log2(total), LN2)
+    found = ops.add(reference, more)
+    return LogSum(total.eq(0.0).where(NEG_INF, found), total.eq(0.0).where(0.0, ops.sub(more, ops.sub(found, reference))))
+
+def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, LogSum]:
   """(what O^T is to be multiplied by, LSE) of a row with the sums `totals` of P relative to the reference `m`: first of P as it is rounded, which O
   is divided by, and last of P as the LSE has it. A sink is one more term of both."""
   m, rounded, exact = ops.mul(m, scores.to_natural), totals[0], totals[-1]
   if sink is None:
-    return rounded.eq(0.0).where(0.0, ops.rcp(rounded)), exact.eq(0.0).where(NEG_INF, ops.add(m, ops.mul(ops.log2(exact), LN2)))
+    return rounded.eq(0.0).where(0.0, ops.rcp(rounded)), LogSum.of(m, exact)
   top = ops.max_(m, sink)
   safe = top.eq(NEG_INF).where(0.0, top)
   weight, own = ops.exp2(ops.mul(ops.sub(m, safe), LOG2E)), ops.exp2(ops.mul(ops.sub(sink, safe), LOG2E))
   rounded, exact = (ops.add(ops.mul(total, weight), own) for total in (rounded, exact))
-  return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), exact.eq(0.0).where(NEG_INF, ops.add(safe, ops.mul(ops.log2(exact), LN2)))
+  return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""
@@ -68,14 +81,15 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
   (`blocks.outside`), for some heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key
   range their lse is OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
   if not p.has_rows_of_none: return []
-  o, lse, dtype = (given["o_partial"], given["lse_partial"], "float32") if split else (given["o"], given.get("lse"), p.out_dtype)
-  vec, nothing = math.gcd(p.Dv, 4), UOp.const(OF_NO_SEQUENCE if split else NEG_INF, dtypes.float)
+  partial = "_partial"*bool(split)
+  o, dtype, vec = given[f"o{partial}"], "float32" if split else p.out_dtype, math.gcd(p.Dv, 4)
+  numbers = [(given[name], x) for name, x in ((f"lse{partial}", OF_NO_SEQUENCE if split else NEG_INF), (f"lse_rest{partial}", 0.0)) if name in given]
   def stores(row:UOp, column:UOp, there:UOp) -> list[UOp]:
     found = []
     for head in heads:
       number, begin = place_of_row(p, replace(x, q_start=0), Row(batch, head, row, there), *split)
       found += store_row(arch, flat(o), dtype, p.Dv, begin, column, ops.splat(0.0, vec), there)
-      if lse is not None: found.append(flat(lse)[number.valid(there & column.eq(0))].store(nothing))
+      found += [flat(to)[number.valid(there & column.eq(0))].store(UOp.const(x, dtypes.float)) for to, x in numbers]
     return found
   return clear_rows(outside(p, x, batch, given), p.Dv//vec, vec, block, thread, new, stores)
 

@@ -11,12 +11,12 @@ from typing import Mapping
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.epilogue import OF_NO_SEQUENCE, store_row
+from attn.kernels.parts.epilogue import OF_NO_SEQUENCE, LogSum, store_row
 from attn.kernels.parts.rows import strides
 from attn.kernels.parts.scores import NEG_INF
 from attn.ops import common as ops
 from attn.problem import Problem
-from attn.score.term import LN2, LOG2E
+from attn.score.term import LOG2E
 from attn.tinygrad_compat import AxisType, UOp
 
 COMBINE_THREADS = 256       # of a workgroup, at most
@@ -67,18 +67,20 @@ def reference_of(largest:UOp) -> UOp:
   """What exponents are taken relative to: the largest LSE, or 0 where no result has a key."""
   return largest.eq(NEG_INF).where(0.0, largest)
 
-def weight_of(lse:UOp, reference:UOp) -> UOp:
-  """exp(lse - reference): the difference first, for it is exact where it matters."""
-  return ops.exp2(ops.mul(ops.sub(lse, reference), LOG2E))
+def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
+  """exp(lse - reference): the difference first, for it is exact where it matters. `rest` is what the lse has lost."""
+  found = ops.mul(ops.sub(lse, reference), LOG2E)
+  return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
-  """The stores of o, from the weighted sum `values` and the sum `weights`, and of lse where there is one among the tensors `given`."""
+  """The stores of o, from the weighted sum `values` and the sum `weights`, and of lse and lse_rest where they are among the tensors `given`."""
   p, (batch, head, query) = at.p, at.place
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)
   outputs = store_row(at.arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, at.column, values, at.there)
-  if "lse" in given:
-    log_sum = weights.eq(0.0).where(NEG_INF, ops.add(reference_of(largest), ops.mul(ops.log2(weights), LN2)))
-    if p.has_rows_of_none: log_sum = largest.eq(OF_NO_SEQUENCE).where(NEG_INF, log_sum)
-    outputs.append(given["lse"][at.number.valid(at.there & at.column.eq(0))].store(log_sum))
+  log_sum = LogSum.of(reference_of(largest), weights)
+  for name, x, nothing in (("lse", log_sum.rounded, NEG_INF), ("lse_rest", log_sum.rest, 0.0)):
+    if name not in given: continue
+    if p.has_rows_of_none: x = largest.eq(OF_NO_SEQUENCE).where(nothing, x)
+    outputs.append(given[name][at.number.valid(at.there & at.column.eq(0))].store(x))
   return outputs

@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import TypeVar
 from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.gradients import dp_start, exponent, gradients_of, scaled_delta, weights_of
+from attn.kernels.parts.gradients import Exponent, dp_start, exponent_of, gradients_of, scaled_delta, weights_of
 from attn.kernels.parts.lanes import Lane
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
@@ -44,7 +44,7 @@ class OwnQueries(Pipeline[KS]):
 
   # ***** what a query has *****
   @functools.cached_property
-  def exponent(self) -> UOp: return exponent(self.group.number("lse", self.row), self.group.p)
+  def exponent(self) -> Exponent: return exponent_of(self.group, self.row)
 
   @functools.cached_property
   def delta(self) -> UOp: return self.group.number("delta", self.row)
@@ -60,6 +60,6 @@ class OwnQueries(Pipeline[KS]):
     scores = self.products.with_rows(k, n, self.q, trip, zeros(mat, 1, n))[0]
     kept, minus_delta = kept_scores(self.group.scores, [self.row], t), [ops.splat(scaled_delta(self.delta, self.group.p), mat.accumulator)]*n
     dp = self.products.with_rows(v, n, self.do, trip, [dp_start(minus_delta, kept)])[0]
-    exponents = [ops.splat(self.exponent, mat.accumulator)]*n
+    exponents = [self.exponent.each(lambda x: ops.splat(x, mat.accumulator))]*n
     weights = weights_of(self.group.scores, scores, exponents, self.row, t, masked)
     return gradients_of(weights, dp, kept, minus_delta, added)

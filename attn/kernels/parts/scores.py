@@ -2,7 +2,8 @@
 
 Without a term scores stay raw: the softmax takes differences first and folds softmax_scale * log2(e) in with its fma. With any of them, scores
 become base-2 logarithms, in fp32, and the softmax works on those with a factor of 1. Where inputs are float32 that is not exact enough: there they
-become `natural` logarithms before they are masked, rounded as the textbook's are, in both passes alike.
+become `natural` logarithms, rounded as the textbook's are, in both passes alike. So do wide scores (Problem.wide_scores), among which is
+the least number of float32: no base-2 logarithm that fp32 holds.
 """
 from __future__ import annotations
 import functools, math
@@ -12,7 +13,7 @@ from attn.kernels.parts.blocks import Walk
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.ops import common as ops
 from attn.problem import Problem
-from attn.score.term import BASE2, LOG2E, Fragment, Row, ScoreTerm, Unit, one, raw_unit
+from attn.score.term import BASE2, LOG2E, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
 from attn.score.terms import score_terms
 from attn.tinygrad_compat import UOp
 
@@ -37,7 +38,9 @@ class Scores:
   @property
   def unit(self) -> Unit:
     """What the terms leave scores in."""
-    return raw_unit(self.p) if self.raw else BASE2
+    return raw_unit(self.p) if self.raw else self.unit_of_terms
+  @property
+  def unit_of_terms(self) -> Unit: return NATURAL if self.natural else BASE2
   @property
   def to_log2(self) -> float:
     """What the softmax multiplies scores by to have base-2 logarithms."""
@@ -58,19 +61,22 @@ class Scores:
     """Where the scores of a row in a tile lie."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk.over, self.walk.at(row.index), tile, self.block_n, self.at.h, mat.block,
-                    self.walked, mat.tile_keys)
+                    self.walked, mat.tile_keys, self.unit_of_terms)
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """Raw scores as the terms leave them, or `natural` ones."""
-    found = self.steps(x, row, tile)[-1]
-    return [ops.mul(y, self.unit.natural) for y in found] if self.natural else found
+    return self.left(self.steps(x, row, tile))
+
+  def left(self, steps:list[list[UOp]]) -> list[UOp]:
+    """Returns what the softmax takes of `steps`, but for masks."""
+    return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
     """Raw scores, and as each term leaves them."""
     found, at, unit = [x], self.fragment(row, tile), raw_unit(self.p)
     for term in self.terms:
       found.append(term.value(found[-1], at, unit))
-      unit = BASE2
+      unit = at.unit
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
@@ -79,7 +85,7 @@ class Scores:
     for term, before, after in zip(self.terms, steps, steps[1:]):
       assert term.derivative is not None
       if term.derivative is not one: found[term.name] = term.derivative(before, after, at, unit)
-      unit = BASE2
+      unit = at.unit
     return found
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:

@@ -7,6 +7,7 @@ O is divided by the sum of P as it is rounded to 16 bits, as a product with V ta
 outweighs all others, exactly its row of V. An LSE is that of the sum before it was rounded, which is taken only where an LSE is written.
 """
 from __future__ import annotations
+import math
 from dataclasses import dataclass
 from typing import Any, Callable
 from attn.chips import Chip
@@ -14,6 +15,7 @@ from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
+from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.statements import Carried
 from attn.ops import amd, common as ops
 from attn.ops.softmax import DOT, LANE, LOWEST, ONES, UNPACKED, RowLanes, correct, rounded_sum
@@ -66,8 +68,8 @@ class Softmax(Carried):
              (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (totals, ops.f32(1)))
     return Softmax(*[new.registers(n, dtype) for n, dtype in kinds])
 
-  def start(self) -> UOp:
-    begin = ((self.acc, 0.0), (self.m, LOWEST), (self.bias, -LOWEST), (self.l, 0.0))
+  def start(self, scores:Scores) -> UOp:
+    begin = ((self.acc, 0.0), (self.m, LOWEST), (self.bias, math.nan if scores.natural else -LOWEST), (self.l, 0.0))
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def biases(self, dual:bool) -> tuple[Softmax, list[UOp]]:

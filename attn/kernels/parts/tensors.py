@@ -1,23 +1,28 @@
 """The tensors that a kernel takes, and which of them it can address."""
 from __future__ import annotations
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 from attn.kernels.parts.rows import strides
 from attn.kernels.parts.tiles import BlockTile, heads_of
 from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided
 from attn.score.terms import check_derivatives, score_terms, summed_tensor
 
+X = TypeVar("X")
+
 MAX_D = 256      # the longest row of O that registers hold
 
 def arguments(p:Problem) -> Shapes:
   """(shape, dtype) of the tensors that `forward` takes, by name and in order: those of `p.shapes`, or for a part of the keys (p.num_splits > 1)
-  float32 o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq) in place of o and lse, whatever the layout ("thd": (G, H, total_q, Dv)), and no
-  sinks."""
+  float32 o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq), and of wide scores lse_rest_partial, in place of o, lse and lse_rest,
+  whatever the layout ("thd": (G, H, total_q, Dv)), and no sinks."""
   if p.num_splits == 1: return p.shapes
   rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
-          **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "sinks")}}
+          **({"lse_rest_partial": (rows, "float32")} if p.wide_scores else {}),
+          **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "lse_rest", "sinks")}}
 
 def extras_of_backward(p:Problem) -> Shapes:
   """The optional tensors that backward kernels take: sinks act through the lse alone."""
@@ -27,25 +32,33 @@ def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, 
   """(shape, dtype) of a gradient as a kernel writes it: with `parts` > 0 as so many fp32 tensors that are still to be added."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
+def of_backward(p:Problem) -> Problem:
+  """The problem whose forward writes what backward reads."""
+  return replace(p, return_lse=True, lse_rest=p.wide_scores)
+
+def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
+  """lse, and lse_rest where there is one, of tensors by name."""
+  return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
+
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
   """(shape, dtype) of the tensors that `backward_dq` takes, by name and in order: dq, `in_parts`, and delta, which it writes; q, k, v, o, lse,
-  do; the optional tensors; with `dlse` the gradient of lse."""
-  x = replace(p, return_lse=True).shapes
-  return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], "lse": x["lse"], "do": x["o"],
+  of wide scores lse_rest, do; the optional tensors; with `dlse` the gradient of lse."""
+  x = of_backward(p).shapes
+  return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], **log_sums(x), "do": x["o"],
           **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
-  """(shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order: dk and dv, `in_parts`, which it writes; q, k, v, lse, delta,
-  do; the optional tensors."""
-  x = replace(p, return_lse=True).shapes
-  return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
+  """(shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order: dk and dv, `in_parts`, which it writes; q, k, v, lse,
+  of wide scores lse_rest, delta, do; the optional tensors."""
+  x = of_backward(p).shapes
+  return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
   """(shape, dtype) of the tensors that `backward_dbias` takes, by name and in order: the gradient of the tensor that it is for, `in_parts`, which it
-  writes; q, k, v, lse, delta, do; the optional tensors."""
-  x, name = replace(p, return_lse=True).shapes, summed_tensor(p).name
-  return {f"d{name}": in_parts(x[name], parts), "q": x["q"], "k": x["k"], "v": x["v"], "lse": x["lse"],
+  writes; q, k, v, lse, of wide scores lse_rest, delta, do; the optional tensors."""
+  x, name = of_backward(p).shapes, summed_tensor(p).name
+  return {f"d{name}": in_parts(x[name], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def too_wide(p:Problem) -> str|None:

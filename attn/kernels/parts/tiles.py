@@ -26,6 +26,14 @@ def heads_of(p:Problem, tile:BlockTile) -> int:
   """Query heads of a workgroup: row r of its block is query r//heads of head r%heads."""
   return p.H//p.Hkv if tile.pack_gqa else 1
 
+def numbers_of_queries(p:Problem) -> tuple[str, ...]:
+  """The tensors that have the numbers of each query which kernels that own keys bring to shared memory."""
+  return ("lse", "delta", *["lse_rest"]*p.wide_scores)
+
+def units_of_numbers(p:Problem, queries:int) -> int:
+  """The units that the numbers of so many queries take there."""
+  return len(numbers_of_queries(p))*4*queries//UNIT_BYTES
+
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
   """(pieces, workgroups for each of them) of the queries of a head, or of as many heads as a workgroup takes. Where a device holds a piece from the
   front of a sequence and one from the back (`DealtRows`) none has rows of both: it would walk over keys which the first ones don't see."""
@@ -111,7 +119,7 @@ class BackwardTile:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
     columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
     own = [row_layout(self.matrix, self.block_m, width).size for width, in_lds in zip((p.D, p.Dv), self.own_in_lds) if in_lds]
-    numbers = 2*4*self.block_n//UNIT_BYTES if self.keys else 0
+    numbers = units_of_numbers(p, self.block_n) if self.keys else 0
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   @property
   def options(self) -> str:

@@ -3,6 +3,7 @@
 A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
 """
 from __future__ import annotations
+import math
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
@@ -99,7 +100,8 @@ class Warps:
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, bias:UOp, l:UOp) -> list[UOp]:
     """The stores that begin a sum over keys, of which none was seen; O begins with `nv.clear`."""
-    begin = ((m, LOWEST), (bias, first_bias(self.group.scores.to_log2)), (l, 0.0))
+    scores = self.group.scores
+    begin = ((m, LOWEST), (bias, math.nan if scores.natural else first_bias(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:

@@ -7,7 +7,7 @@ from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outside, over_keys, over_queries
 from attn.kernels.parts.counts import below, ceildiv
-from attn.kernels.parts.epilogue import OPTIMISED, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
+from attn.kernels.parts.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
 from attn.kernels.parts.scores import Scores
@@ -147,7 +147,7 @@ class Workgroup:
     # terms' tensors are addressed from there: for rows of several heads from query 0 on, for a lane's query less the first one has a part below 0
     first = Row(batch, first_head, first_query if heads == 1 else UOp.const(0), UOp.const(True))
     walk = over_keys(p, sequence)
-    scores = Scores(p, at, tile.block_n, walk, first, given)
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores)
     walked = blocks_seen(walk, first_query, last_query, tile.block_n)
     for n in split: walked = walked.range(n, ceildiv(INVARIANT_KEYS, tile.block_n)) if p.batch_invariant else walked.share(n, number)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), own.first, own.end, sequence, scores,
@@ -164,7 +164,7 @@ class Workgroup:
     heads, part = group//of_heads, part_of(split, parts)
     first_head, sequence = kv_head*group + (0 if part is None else part%of_heads*heads), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
-    scores = Scores(p, at, tile.block_n, walk, first, given)
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores)
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n)
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence.n_k, sequence, scores, walked,
@@ -180,6 +180,8 @@ class Workgroup:
   def thread(self) -> UOp: return self.scores.at.thread
   @property
   def lse(self) -> UOp|None: return self.given.get("lse", self.given.get("lse_partial"))
+  @property
+  def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
     """The row of the block whose number is the sum of these."""
@@ -234,19 +236,19 @@ class Workgroup:
     """The dtype of O as it is stored: a part of the keys leaves its own in fp32."""
     return "float32" if self.split else self.p.out_dtype
 
-  def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, UOp]:
+  def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
     """Returns (the factor of a row's O, its LSE), from its reference and its sums: of P as it is rounded, and as the LSE has it."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
-  def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:UOp|None) -> list[UOp]:
+  def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:
     """The stores of a row's LSE, where it is wanted, and of the parts of its O that this lane has: (first column, values)."""
     p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
     number, begin = place_of_row(p, self.sequence, row, *self.split)
     stores = []
-    if self.lse is not None and log_sum is not None:
-      stores.append(flat(self.lse)[number.valid(self.scores.at.h.eq(0) & row.there)].store(log_sum))
+    for to_rows, x in zip((self.lse, self.lse_rest), (log_sum.rounded, log_sum.rest) if log_sum is not None else ()):
+      if to_rows is not None: stores.append(flat(to_rows)[number.valid(self.scores.at.h.eq(0) & row.there)].store(x))
     for column, values in o:
       stores += store_row(self.arch, to, self.out_dtype, p.Dv, begin, column, values, row.there)
     return stores
