@@ -24,7 +24,6 @@ BACKWARD_SPACE: dict[str, tuple[object, ...]] = {
 PRODUCTS_NEEDED = {"dq": 3, "dkdv": 4}     # S, dP and dQ; S, dP, dV and dK
 
 NOT_LOOKED_AT = {64: (), 32: (4,)}         # of the fences, by the lanes of a wave: what is between others that are
-MOST_HELD = {64: 512, 32: 256}     # registers of a lane, by the lanes of a wave: one wave has all of a SIMD of CDNA
 
 @dataclass(frozen=True)
 class RankedBackwardTile:
@@ -50,9 +49,9 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[BackwardCandidate]:
     mat = tile.matrix
     divides = c.block_n%mat.M == 0 and c.block_n%mat.span == 0
     plain = backward_tile(p, arch, BackwardCandidate(d, c.waves, c.block_n, matrix=c.matrix), keys)
-    needed = backward_held(plain, d) > MOST_HELD[arch.wave]*3//4 or not (any(c.own_in_lds) or c.sparing or c.passes > 1)
+    needed = backward_held(plain, d) > arch.vgprs*3//4 or not (any(c.own_in_lds) or c.sparing or c.passes > 1)
     smooth = not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), c.block_n))
-    if divides and needed and smooth and backward_fits(p, arch, tile, c) is None and backward_held(tile, d) <= MOST_HELD[arch.wave]: found.append(c)
+    if divides and needed and smooth and backward_fits(p, arch, tile, c) is None and backward_held(tile, d) <= arch.vgprs: found.append(c)
   return found
 
 def backward_bound(arch:str, c:BackwardCandidate, kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
