@@ -44,8 +44,9 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
     gradient = None if "o" not in given else gradient_of(p, arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders[:len(takes)]), arch)
-      return CheckedKernel(with_params(sink, placeholders[len(takes):]), written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1,
-                           kept="o" in given)
+      idle = [x for name, x in zip(takes, placeholders) if name == "block_table" and p.pages is not None and p.pages.single]
+      return CheckedKernel(with_params(sink, [*idle, *placeholders[len(takes):]]), written, gradient=gradient, kept="o" in given,
+                           small=written[0] == "o" and p.num_splits > 1)
     return kernel
   programs = [(program_of(choice, p), arguments(p))]
   if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))

@@ -14,7 +14,8 @@ from attn.emulator.checks import BadEntry, SharedSlot
 from attn.kernels.append import Append, append
 from attn.problem import Pages, Strided
 from attn.reference import Options
-from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
+from attn.tinygrad_compat import Context, Ops, Tensor, UOp, compiled, dtypes
+from tinygrad.engine.realize import get_call_arg_uops
 from api_cases import draw, emulated, whole
 from cases import EVERY_ARCH, array, arrange, restore, tensor
 
@@ -138,6 +139,16 @@ def test_on_a_gpu(case:tuple[Any, ...]) -> None:
     for b, n in enumerate(lengths): np.testing.assert_array_equal(got[x.table[b, (n - 1)//page], (n - 1)%page], x.k[b, :, n - 1].astype(np.float32))
     wild = int32(np.full_like(x.table, NO_PAGE), "CUDA")
     attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=wild, kv_lengths=int32(lengths, "CUDA"), **options).realize()
+
+def test_one_page_has_a_table_all_the_same() -> None:
+  """Kernels read none, but have it among their parameters: a CUDA graph under TinyJit gives each program every tensor of its call, or fails."""
+  with emulated("sm_90"):
+    k, v = attn.empty_paged_cache(1, 64, HKV, D, device="EMU")
+    table, n = int32([[0]]), attn.append_kv(*[draw(1, HKV, 3, D)]*2, k, v, int32([5]), block_table=int32([[0]]))
+    o = attn.attention(draw(1, H, 3, D), k, v, block_table=table, kv_lengths=n)
+    programs = [call for call in compiled(o, k, v).src if call.src[0].op is Ops.PROGRAM and call.src[0].src[0].arg.name.startswith("attn_")]
+  given = {call.src[0].src[0].arg.name: (len(call.src[0].arg.globals), len(get_call_arg_uops(call))) for call in programs}
+  assert len(given) == 2 and all(taken == count for taken, count in given.values()), given
 
 # ***** what is wrong with a table *****
 
