@@ -24,7 +24,7 @@ def _loaded(at:Fragment) -> list[UOp]:
   (i, j), length = ((i, j), shape[3]) if at.over == "keys" else ((j, i), shape[2])     # of rows, and of columns
   start = first.batch*b + first.head*h + first.index*i + at.tile*(at.size*j)
   records = ops.uniform((math.prod(shape) - start).maximum(0).minimum(ops.MAX_RECORDS//size)*size)
-  lane = (row.head - first.head).simplify()*h + (row.index - first.index)*i + at.group*(at.block*j)
+  lane = (row.head - first.head).simplify()*h + (row.index - first.index).simplify()*i + at.group*(at.block*j)
   chunk = math.gcd(length, at.block, UNIT_BYTES//size) if j == 1 else 1                # neighbouring columns that one load may take
   def load(n:int) -> list[UOp]:
     words = ops.buffer_load(ops.flat(at.given["bias"])[start], records, (lane + n*j)*size, chunk*size)
