@@ -99,10 +99,6 @@ class Pages:
   def rows(self) -> int:
     """That a sequence may have."""
     return self.size*self.most
-  @property
-  def single(self) -> bool:
-    """Whether there is one page, and so nothing to read in a table."""
-    return self.count == 1
 
 @dataclass(frozen=True)
 class DealtRows:

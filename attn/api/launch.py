@@ -18,7 +18,7 @@ from attn.choose.dispatch import Choice, combine_of, program_of
 from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.tensors import arguments, of_backward
 from attn.problem import Problem
-from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels, with_params
+from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels
 from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels
 
 OF_A_CACHE = "the gradient of attention over part of a cache: train with attn.attention of whole k and v"
@@ -44,9 +44,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
     gradient = None if "o" not in given else gradient_of(p, arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders[:len(takes)]), arch)
-      idle = [x for name, x in zip(takes, placeholders) if name == "block_table" and p.pages is not None and p.pages.single]
-      return CheckedKernel(with_params(sink, [*idle, *placeholders[len(takes):]]), written, gradient=gradient, kept="o" in given,
-                           small=written[0] == "o" and p.num_splits > 1)
+      return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, kept="o" in given, takes=len(takes))
     return kernel
   programs = [(program_of(choice, p), arguments(p))]
   if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))

@@ -14,8 +14,8 @@ from attn.compilers.renderer import require
 from attn.cache.kept_programs import has_program
 from attn.ops.renderers import adapt
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, begins_at, capturing, compile_at_once, device_of, not_taken,
-                                  workgroups_of)
+from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, begins_at, capturing, compile_at_once, device_of,
+                                  with_params, workgroups_of)
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
@@ -52,8 +52,11 @@ def check_begin(name:str, u:UOp) -> None:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """An input, or a copy of it where it is a slice that begins between two units, by which kernels read rows."""
-  return u.clone() if begins_at(u) % UNIT_BYTES else u
+  """An input, or a copy of it where it is a slice that begins between two units, by which kernels read rows. The copy is of what the slice is of:
+  tinygrad's own kernels read what is `contiguous()` by whole vectors, wherever it begins."""
+  if not begins_at(u) % UNIT_BYTES: return u
+  while u.op is Ops.CONTIGUOUS: u = u.src[0]
+  return u.clone()
 
 OF_NUMBERS = ("lse", "delta")       # outputs that are written number by number
 WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # threads, and workgroups: of AMD's and NVIDIA's chips alike
@@ -78,6 +81,7 @@ class CheckedKernel:
   gradient: Callable[..., Any]|None = None   # its grad_fxn, where its caller gives none
   variables: tuple[UOp, ...] = ()            # bound, that it has besides its tensors
   kept: bool = False         # its gradient may be asked for once its outputs are there
+  takes: int|None = None     # the leading tensors that it uses, if not all: what follows these has to be there when it runs, no more
   small: bool = False        # it is compiled as soon as it is called, as every kernel is that needs no lowering
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
@@ -88,9 +92,8 @@ class CheckedKernel:
     adapt(devices)
     require(devices)
     gradient, count = grad_fxn or self.gradient, len(self.outputs)
-    unread = not_taken(self.sink) | set(range(count))
-    read = [src if i in unread else at_a_whole_unit(src) for i, src in enumerate(srcs)]
-    called = self.sink.call(*read, *self.variables, grad_fxn=gradient, **kwargs)
+    outputs, inputs, others = srcs[:count], srcs[count:self.takes], srcs[self.takes:] if self.takes else ()
+    called = with_params(self.sink, srcs).call(*outputs, *map(at_a_whole_unit, inputs), *others, *self.variables, grad_fxn=gradient, **kwargs)
     if self.kept and gradient is not None: keep_inputs(srcs[:count], srcs[count:], gradient)
     if devices:
       first = devices if isinstance(devices, str) else devices[0]

@@ -27,7 +27,7 @@ from attn.kernels.parts.tensors import of_backward
 from attn.ops.plain import plain
 from attn.problem import ORDERS, DealtRows, Problem, Strided
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, remembered, with_params
+from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, remembered
 from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other one fills
@@ -235,7 +235,7 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   def kernel(*placeholders:UOp) -> CheckedKernel:
-    return CheckedKernel(with_params(order_keys(p, held, keys, width, *placeholders[:2]), placeholders[2:]), ("gathered",))
+    return CheckedKernel(order_keys(p, held, keys, width, *placeholders[:2]), ("gathered",), takes=2)
   return kernel
 
 @dataclass
@@ -362,7 +362,7 @@ def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[R
   def kernel(*placeholders:UOp) -> CheckedKernel:
     sink = program(*placeholders[:takes])
     check_means(sink := plain(sink) if plainly else sink, arch)
-    return CheckedKernel(with_params(sink, placeholders[takes:]), p.outputs, small=True)
+    return CheckedKernel(sink, p.outputs, small=True, takes=takes)
   return kernel
 
 @dataclass(frozen=True)

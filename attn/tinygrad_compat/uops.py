@@ -97,12 +97,9 @@ def begins_at(u:UOp) -> int:
   view = u.contiguous_view()
   return 0 if view is None else view[1]*view[0].dtype.itemsize
 
-def not_taken(sink:UOp) -> set[int]:
-  """Numbers of the arguments that a kernel's AST was given by `with_params` and does not use."""
-  return {u.arg.slot for u in sink.src if u.op is Ops.PARAM}
-
-def with_params(sink:UOp, placeholders:Sequence[UOp]) -> UOp:
-  """A kernel's AST that has these placeholders, which it does not use, among its parameters: tinygrad's CUDA graph gives a program every
-  tensor of its call under TinyJit, whichever it takes."""
-  params = tuple(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
-  return sink.replace(src=sink.src + params) if params else sink
+def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
+  """A kernel's AST that has all of these tensors among its parameters, used or not: tinygrad's CUDA graph gives a program every tensor of its call
+  under TinyJit, whichever it takes."""
+  placeholders = [UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors)]
+  params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
+  return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))

@@ -1,6 +1,7 @@
 """Keys and values in pages: attention and append through a block table, on every matrix unit, and what the emulator finds wrong in one."""
 from __future__ import annotations
 import os, subprocess, sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,24 @@ def test_flash_attn_varlen_func(arch:str) -> None:
   for b, (first, n) in enumerate(zip((0, 5), counts)):
     one = Paged(x.lengths[b:b+1], x.k[b:b+1], x.v[b:b+1], x.pages, x.table)
     close(o[first:first + n].swapaxes(0, 1)[None], q[first:first + n].swapaxes(0, 1)[None], one)
+
+# ***** a single page, whose table no kernel reads *****
+
+def step_of_one_page(device:str) -> Callable[[int], tuple[Tensor, Paged, np.ndarray]]:
+  """A step under TinyJit: row i is appended, and what its query sees is returned, with the keys until then and the query."""
+  rng, pages, table = np.random.default_rng(3), attn.empty_paged_cache(1, 8, HKV, D, device=device), int32([[0]], device)
+  q, k, v = (rng.standard_normal((1, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV))
+  jitted = TinyJit(lambda q, k, v, n: attn.attention_with_kv_cache(q, k, v, *pages, n, block_table=table).realize())
+  def step(i:int) -> tuple[Tensor, Paged, np.ndarray]:
+    new = [tensor(x[:, :, i:i+1], "float16", device).realize() for x in (q, k, v)]
+    before = [x[:, :, :i+1] for x in (k, v)]
+    return jitted(*new, int32([i], device)), Paged((i + 1,), *before, tuple(before), np.zeros(0)), q[:, :, i:i+1]
+  return step
+
+@pytest.mark.gpu
+def test_steps_of_one_page_on_a_gpu() -> None:
+  with Context(DEV="CUDA"):
+    step = step_of_one_page("CUDA")
+    for i in range(4):
+      o, x, q = step(i)
+      close(array(o), q, x)
