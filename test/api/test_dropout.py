@@ -16,7 +16,7 @@ from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, 
 from attn.kernels.parts import backward_mma, backward_warps, gradients, own_queries
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.epilogue import finish
-from attn.kernels.parts.gradients import exponent, scaled_delta
+from attn.kernels.parts.gradients import Exponent, scaled_delta
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts.workgroup import Workgroup
 from attn.ops.dropout import philox
@@ -188,7 +188,7 @@ def summed_after(self:Any, s:Any, t:Any, masked:bool) -> Any:
 
 def wrong_head(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, [replace(row, head=row.head + 1) for row in rows], tile)
 def wrong_tile(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, rows, tile + 1)
-def plain_exponent(log_sum:Any, p:Problem) -> Any: return exponent(log_sum, replace(p, dropout_p=0.0))
+def plain_exponent(p:Problem, *numbers:Any, of:Any=Exponent.of) -> Any: return of(replace(p, dropout_p=0.0), *numbers)
 def whole_delta(delta:Any, p:Problem) -> Any: return scaled_delta(delta, replace(p, dropout_p=0.0))
 def as_it_was(self:Any, x:Any, first:int=0) -> Any: return x
 
@@ -196,9 +196,11 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", Workgroup, "normalised", unscaled), "sums of what is left": ("o", forward.Forward, "work", summed_after),
   "O by another head's mask": ("o", forward, "kept_scores", wrong_head), "O of all P": ("o", Kept, "packed", as_it_was),
   "dQ by another tile's mask": ("dq", own_queries, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "numbers", as_it_was),
-  "dQ without 1/(1 - p)": ("dq", own_queries, "exponent", plain_exponent), "dQ with too much delta": ("dq", own_queries, "scaled_delta", whole_delta),
+  "dQ without 1/(1 - p)": ("dq", Exponent, "of", staticmethod(plain_exponent)),
+  "dQ with too much delta": ("dq", own_queries, "scaled_delta", whole_delta),
   "dK and dV by another head's mask": ("dkdv", backward_dkdv, "kept_scores", wrong_head), "dV of all P": ("dkdv", Kept, "packed", as_it_was),
-  "dK of all dP": ("dkdv", Kept, "numbers", as_it_was), "dK and dV without 1/(1 - p)": ("dkdv", gradients, "exponent", plain_exponent),
+  "dK of all dP": ("dkdv", Kept, "numbers", as_it_was),
+  "dK and dV without 1/(1 - p)": ("dkdv", Exponent, "of", staticmethod(plain_exponent)),
   "dK with too much delta": ("dkdv", gradients, "scaled_delta", whole_delta)}
 
 def hold_to_the_law(kernel:str) -> None:
@@ -210,7 +212,7 @@ ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "dQ by another tile's mask": ("dq", (backward_mma, backward_dq_wgmma), "kept_scores", wrong_tile),
   "dQ of all dP": ("dq", (Kept,), "numbers", as_it_was), "dV of all P": ("dkdv", (Kept,), "packed", as_it_was),
   "dK and dV by another head's mask": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "kept_scores", wrong_head),
-  "dK with too much delta": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "scaled_delta", whole_delta),
+  "dK with too much delta": ("dkdv", (gradients, backward_dkdv_wgmma), "scaled_delta", whole_delta),
   "dQ with too much delta": ("dq", (backward_warps,), "scaled_delta", whole_delta),
   "O by another head's mask": ("o", (forward_mma, forward_wgmma), "kept_scores", wrong_head), "O of all P": ("o", (Kept,), "packed", as_it_was),
   "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
