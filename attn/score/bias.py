@@ -2,18 +2,29 @@
 from __future__ import annotations
 import math
 from collections.abc import Mapping
+from typing import Any
 from attn import values
 from attn.chips.matrix import UNIT_BYTES
 from attn.ops import common as ops
+from attn.ops.language import compound
+from attn.ops.operation import Value, emit
 from attn.ops.softmax import LOWEST
 from attn.problem import BYTES, Problem
 from attn.score.term import NATURAL, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 
+@compound("rounded")
+def _rounded(c:Any, x:Value) -> Value:
+  """x as it is, NaN and infinities too. No compiler knows that, and so none makes a multiply-add, which would not round x, of what follows."""
+  n = c.length(x)
+  bounded = c.let("bounded", c.max(x, c.splat(c.number(LOWEST), n)))
+  def element(i:int) -> Value: return c.select(c.number(LOWEST) < c.element(x, i), c.element(bounded, i), c.element(x, i))
+  return c.vector(*map(element, range(n)))
+
 def _added(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   if at.unit == NATURAL != unit: return [ops.fma(y, unit.natural, b) for b, y in zip(_loaded(at), x)]
-  if at.unit == NATURAL: x = [ops.max_(y, ops.splat(LOWEST, ops.length(y))) for y in x]    # no multiply-add: rounded alike in all passes
+  if at.unit == NATURAL: x = [emit("rounded", y.dtype, y) for y in x]      # alike in all passes
   return [ops.fma(b, at.unit.of_natural, y) for b, y in zip(_loaded(at), changed(x, unit, at.unit))]
 
 def _loaded(at:Fragment) -> list[UOp]:

@@ -11,9 +11,10 @@ import pytest
 import attn
 from attn.accuracy import Array
 from attn.kernels.parts import epilogue
+from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
-from api_cases import emulated
-from cases import array, tensor
+from api_cases import check_attention, emulated
+from cases import Inputs, array, normal, tensor
 from test_context import devices
 from test_tiled import on
 
@@ -181,3 +182,14 @@ for parameters in ({}, {"dtype": "float16"}, {"dtype": "float32"}, {"softcap": 3
 def test_a_cpu() -> None:
   pytest.importorskip("ziglang")
   on("CPU", 1, SCRIPT, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"), PYTHONPATH=os.pathsep.join(sys.path))
+
+@pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030"))
+@pytest.mark.parametrize("options", ({"softcap": 20.0}, {"extras": {"alibi_slopes": np.float32([0.5, 0.25])}}), ids=("softcap", "slopes"))
+def test_a_row_of_nan(arch:str, options:dict[str, Any]) -> None:
+  """Scores that are NaN stay so behind another term, and infinite ones what they are."""
+  def make(p:Problem) -> Inputs:
+    x = normal(p)
+    x.q[:, :, 3], x.k[:, :, 5, 0] = np.nan, -np.inf
+    return x
+  options = options | {"extras": options.get("extras", {}) | {"bias": np.random.default_rng(5).standard_normal((1, 1, 20, 52)).astype(np.float32)}}
+  check_attention(arch, make=make, Sq=20, Sk=52, D=16, **options)
