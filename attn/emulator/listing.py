@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 import linecache, os
-from attn.tinygrad_compat import Ops, Places, UOp, lowered_with_places, made_with_places, statements, tinygrad_folder, with_outputs
+from attn.tinygrad_compat import Ops, Places, UOp, lowered_with_places, made_with_places, statements, tinygrad_folder
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # what emits operations on behalf of the kernel that is to be named
@@ -61,6 +61,10 @@ class Place:
 
 NOWHERE = Place(None, None, "")
 
+def _stores(ast:UOp) -> tuple[UOp, ...]:
+  """What an AST does, without the parameters that it is only to have."""
+  return tuple(u for u in ast.src if u.op is not Ops.PARAM)
+
 class Listing:
   """The places of a program's UOps."""
   def __init__(self, uops:list[UOp], name:str, renderer:Any):
@@ -89,7 +93,7 @@ class Listing:
       if ast.arg.function_name != name: continue
       try:
         made, places = made_with_places(again, _internal)
-        if with_outputs(made if isinstance(made, UOp) else made.sink) is not ast: continue
+        if _stores(made if isinstance(made, UOp) else made.sink) != _stores(ast): continue
         same = lowered_with_places(ast, renderer, places)
       except Exception: continue     # it is being made in other circumstances, and what failed has its own error to show
       if len(same) == len(uops) and all(a is b for a, b in zip(same, uops)): return places

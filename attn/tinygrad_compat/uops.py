@@ -100,6 +100,6 @@ def begins_at(u:UOp) -> int:
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
   """A kernel's AST that has all of these tensors among its parameters, used or not: tinygrad's CUDA graph gives a program every tensor of its call
   under TinyJit, whichever it takes."""
-  placeholders = [UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors)]
+  placeholders = [UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)]
   params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
   return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))

@@ -241,7 +241,7 @@ def test_what_computes_the_gradient() -> None:
     forced = attn.explain(half, half, half, backward=True)
     assert forced.kernels == ("backward_dq_tiled", "backward_dkdv_tiled")
     assert forced.why_not("backward_dkdv") == "ATTN_KERNEL=backward_dq_tiled forces another"
-  with emulated("gfx1030", "backward_dq_mma"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=backward_dq_mma: gfx1030 has no mma.sync"):
+  with emulated("gfx1030", "backward_dq_mma"), pytest.raises(NotImplementedError, match=r"ATTN_KERNEL=backward_dq_mma: gfx1030 has no mma\.sync"):
     attn.explain(q, q, q, backward=True)
 
 def both_tiles(p:Problem, chip:Chip) -> list[TiledBackwardTile]: return [tiled_backward_tile(p, chip, keys) for keys in (False, True)]

@@ -14,9 +14,9 @@ import attn.choose.dispatch
 import attn.kernels.tiled
 from attn.accuracy import judge
 from attn.api.attention import choice_of
-from attn.api.launch import kernels, launched
+from attn.api.launch import kernels
 from attn.chips import get_chip, other_chip
-from attn.choose.dispatch import KERNELS, _choose, choose
+from attn.choose.dispatch import KERNELS, _choose
 from attn.choose.tiled_tiles import ALONE, TILED, tiled_tile
 from attn.emulator.checks import LdsRace
 from attn.kernels.combine import combine, combine_arguments
@@ -31,7 +31,7 @@ from attn.problem import Problem
 from attn.reference import exact
 from attn.score.alibi import alibi
 from attn.score.softcap import softcap
-from attn.tinygrad_compat import VECTORS, AxisType, Context, KernelInfo, Ops, Tensor, UOp, dtypes
+from attn.tinygrad_compat import VECTORS, AxisType, Context, KernelInfo, Ops, Tensor, UOp, compiled, dtypes
 from attn.values import FLOATS
 from api_cases import check_attention, draw, emulated, floats, int32
 from cases import Inputs, array, expected, in_turn, normal, problem, tensor
@@ -242,12 +242,11 @@ def test_an_instruction_without_plain_uops_is_named() -> None:
 def test_a_program_takes_every_tensor_of_its_call(dtype:str) -> None:
   """combine is called with q, k and v for the gradient's sake alone. A CUDA graph refused that of `tiled` ("invalid argument", on an H200)
   when it did not take them."""
-  p, chip = problem(H=2, Sq=1, Sk=4096, D=64, dtype=dtype, num_splits=4), get_chip("sm_90")
-  choice, shapes = choose(p, chip), arguments(p) | combine_arguments(p) | p.shapes
-  assert choice.kernel == {"float16": "split_kv", "float32": "tiled"}[dtype]
-  for names, kernel in zip(launched(p), kernels(p, choice), strict=True):
-    given = [UOp.placeholder(shapes[name][0], FLOATS[shapes[name][1]], i) for i, name in enumerate(names)]
-    assert {u.arg.slot for u in kernel(*given).sink.toposort() if u.op is Ops.PARAM} == set(range(len(names)))
+  with emulated("sm_90"):
+    q, k = draw(1, 2, 1, 64, dtype=dtype), draw(1, 2, 4096, 64, dtype=dtype)
+    assert choice_of(q, k, k, num_splits=4).kernel == {"float16": "split_kv", "float32": "tiled"}[dtype]
+    calls = compiled(attn.attention(q, k, k, num_splits=4)).src
+  assert [len(call.src) - 1 for call in calls] == [5, 6] and all(call.src[0].arg.globals == tuple(range(len(call.src) - 1)) for call in calls)
 
 # ***** dispatch *****
 
