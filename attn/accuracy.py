@@ -34,7 +34,7 @@ SHORT_CAP = 64.0                # up to this softcap kernels of 16-bit inputs ta
 @dataclass(frozen=True)
 class Law:
   """What each element of an output is held to. `alike`: some of its roundings are of equal numbers, so they are few, or those of other elements too,
-  and no root of a mean square says anything about them."""
+  or it lies below the normal numbers of its type: no root of a mean square says anything about them."""
   exact: Array
   sigma: Array
   slack: Array
@@ -147,9 +147,10 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
-  """The law of a result when it is stored as `dtype`."""
+  """The law of a result when it is stored as `dtype`. Below its normal numbers errors are as large as the law has them, and not 0.73 of that."""
   finite = _finite(x)
-  return Law(x, np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING, found.alike)
+  sigma, slack = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING
+  return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool) -> tuple[Array, Array|None]:
   """(the largest error of w rounded to `dtype`, what it loses). Below the normal numbers of float16 the error is that of the smallest of them. In

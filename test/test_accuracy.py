@@ -90,6 +90,17 @@ def test_sums_that_cancel() -> None:
   law, _ = law_of(x.q, x.k, x.v, p.softmax_scale, dtype="float32", out_dtype="float32")
   assert (verdict := judge(sums/np.float32(23), law)).ok, verdict
 
+def test_gradients_below_the_normal_numbers() -> None:
+  """Their errors have the same size whatever the mantissa: the root of their mean square is about the law's sigma itself, and not 0.73 of it."""
+  p = problem(H=6, Hkv=2, Sq=3, Sk=150, D=48)
+  x, dlse = normal(p, 2), floats(1, 6, 3, seed=7)
+  x = replace(x, q=rounded(x.q*np.float32(1e-3), p.dtype))
+  law = law_of_gradients(x.q, x.k, x.v, None, dlse, p.softmax_scale, dtype=p.dtype, out_dtype=p.out_dtype).k
+  assert law is not None and np.abs(law.exact).max() < 2.0**-14
+  stored = rounded(law.exact.astype(np.float32), "float16")
+  assert np.sqrt(np.square((stored - law.exact)/law.sigma).mean()) > 1
+  assert judge(stored, law).ok and not judge(stored + np.float32(2.0**-21), law).ok
+
 def test_weights_that_a_sink_leaves_nothing_of() -> None:
   """Scores of -10000 beside a sink of 0: every limit is a number."""
   p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
