@@ -301,6 +301,19 @@ def test_a_cpu_with_the_clang_of_zig(types:int) -> None:
   pytest.importorskip("ziglang")
   on("CPU", types, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 
+INFINITE = """
+import numpy as np, attn
+from attn.tinygrad_compat import Tensor
+q, k, v = (np.random.default_rng(0).standard_normal((1, 1, n, 40)).astype(np.float32) for n in (8, 2, 2))
+v[:, :, -1] = -np.inf
+assert np.isneginf(attn.attention(*map(Tensor, (q, k, v))).numpy()).all()
+"""
+
+def test_a_cpu_with_an_infinite_last_row() -> None:
+  """A thread by itself reads the last row of V for those that there are not, whose weights are 0."""
+  pytest.importorskip("ziglang")
+  on("CPU", 1, INFINITE, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("make", (normal, *ADVERSARIAL), ids=lambda f: f.__name__)

@@ -92,7 +92,8 @@ class Section:
 
 @dataclass(frozen=True)
 class WhereItLies:
-  """The left operand of one thread, in global memory, as it lies there or `turned`. Of a row of the tensor that there is not the last one is read."""
+  """The left operand of one thread, in global memory, as it lies there or `turned`. For a row that the tensor does not have the last one is read: a
+  mask takes its scores away, and where rows are summed it counts as 0."""
   rows: GlobalRows
   first: UOp
   turned: bool
@@ -101,7 +102,8 @@ class WhereItLies:
   def number(self, row:UOp, column:UOp) -> UOp:
     row, column = (column, row + self.column) if self.turned else (row, column + self.column)
     begin = self.rows.start((self.first + row).minimum(self.rows.count - 1).maximum(0), UOp.const(0))
-    return self.convert(self.rows.buffer[begin + column.minimum(self.rows.width - 1)].load())
+    x = self.convert(self.rows.buffer[begin + column.minimum(self.rows.width - 1)].load())
+    return x if self.turned else (self.first + row < self.rows.count).where(x, 0.0)
 
 @dataclass(frozen=True)
 class Portion:
