@@ -101,8 +101,8 @@ def like(g:UOp, out:UOp) -> UOp:
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Of q, k, v, the tensor of a term that a kernel sums, and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse, with its rest
-  of wide scores, where forward wrote them; where one is missing, forward runs again."""
+  """Gradients of q, k, v, the tensor of a term that a kernel sums, and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse and
+  its rest where forward wrote them. Forward runs again where one is missing."""
   p = replace(of_backward(p), num_splits=1)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
   t = inputs | outputs

@@ -128,14 +128,14 @@ class WgmmaBackwardCandidate:
 # ***** of a family that has no tiles yet: the fewest registers that a kernel gets by with *****
 
 def cautious(mat:Matrix) -> tuple[Candidate, ...]:
-  """Of the forward kernel, for the preferred matrix instruction."""
+  """Tiles to try for forward of a family without a table, for its preferred matrix instruction."""
   return (Candidate(256, 4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[BackwardCandidate, ...]:
-  """Of a backward kernel that owns queries, or `keys`."""
+  """Tiles to try for a backward kernel of a family without a table; the kernel owns queries, or `keys`."""
   return (BackwardCandidate(256, 2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                             by_item=True),)
 
 def cautious_latent(mat:Matrix) -> tuple[MlaCandidate, ...]:
-  """Of mla."""
+  """Tiles to try for mla of a family without a table."""
   return (MlaCandidate(0, 0, 2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0),)

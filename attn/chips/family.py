@@ -135,12 +135,12 @@ class Chip:
   def products(self) -> str: return ", ".join(card.name for card in self.cards)
   @property
   def pipes(self) -> Pipes:
-    """What its instructions cost, of a chip in MODELLED."""
+    """Costs of the instructions of a chip in MODELLED."""
     assert self.unit.pipes is not None, f"{self.name} has no machine model"
     return self.unit.pipes
   @property
   def counters(self) -> Counters:
-    """Of a chip in MODELLED, too."""
+    """Counters that a wave waits on, of a chip in MODELLED."""
     assert self.unit.counters is not None, f"{self.name} has no counters"
     return self.unit.counters
   @property

@@ -38,7 +38,7 @@ class Matrix:
   banks: int = 32    # of LDS, from which its operands are read
 
   def call(self, a:str, b:str, c:str) -> str:
-    """Its text, of the text of its operands."""
+    """Text of the instruction, made of the texts of its operands."""
     return f"__builtin_amdgcn_{self.name}({self.arguments.format(a=a, b=b, c=c)})"
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size             # elements of a unit

@@ -118,7 +118,7 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # the tile of a kernel for a problem; raises NotImplementedError where none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """With the tile that is chosen, without splits."""
+  """Work of a kernel with the tile that is chosen, without splits; or why there is none."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
@@ -153,7 +153,7 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """By tensor operations, which tinygrad schedules."""
+  """Work of a kernel that is tensor operations, which tinygrad schedules."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
   return Work(None)
 

@@ -29,7 +29,7 @@ def llvm_release(version:str) -> int|None:
   return int(found[1]) if found is not None else None
 
 def oldest_for(arch:str) -> int:
-  """The same for a chip."""
+  """Oldest release of LLVM that kernels for a chip are compiled with."""
   return max(OLDEST, CHIPS[arch].unit.llvm) if arch in CHIPS else OLDEST
 
 def base_arch(arch:str) -> str:

@@ -27,7 +27,7 @@ def by_kernels(c:SharedRows) -> bool:
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:
-  """Of q, k, v, o and their gradients, or of lse, its rest and its gradient."""
+  """Axis of the rows in q, k, v, o and their gradients, or in lse, its rest and its gradient."""
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:

@@ -14,7 +14,7 @@ TERMS: tuple[ScoreTerm, ...] = (SOFTCAP, ALIBI, BIAS)
 TERM_TENSORS: dict[str, TermTensor] = {tensor.name: tensor for term in TERMS for tensor in term.tensors}
 
 def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
-  """Those in use."""
+  """Terms that a problem has, in their order."""
   return tuple(term for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:

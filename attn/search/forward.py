@@ -237,7 +237,7 @@ def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
   return rows
 
 def all_tables() -> TableRows:
-  """Those of all families that have a chip to search for."""
+  """Tables of all families that have a chip to search for."""
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
