@@ -314,6 +314,22 @@ def test_a_cpu_with_an_infinite_last_row() -> None:
   pytest.importorskip("ziglang")
   on("CPU", 1, INFINITE, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 
+BETWEEN_UNITS = """
+import numpy as np, attn
+from attn.tinygrad_compat import Tensor
+def slice_of(*shape): return Tensor(np.ones(np.prod(shape) + 1, np.float32)).realize()[1:].reshape(shape)
+def int32(x): return Tensor(np.array(x, np.int32)).realize()
+q, k, v = slice_of(1, 6, 3, 192), slice_of(1, 4, 3, 192), slice_of(1, 4, 3, 192)
+for start, value in ((0, 1.0), (1, 0.0)):
+  o = attn.attention(q, k, v, block_table=int32([[0]]), kv_lengths=int32([1]), kv_starts=int32([start]))
+  assert (o.numpy() == value).all()
+"""
+
+def test_a_cpu_with_slices_that_begin_between_units() -> None:
+  """A CPU's instructions for 16 bytes end the process where an address is no multiple of that: a slice of a buffer may begin anywhere."""
+  pytest.importorskip("ziglang")
+  on("CPU", 1, BETWEEN_UNITS, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("make", (normal, *ADVERSARIAL), ids=lambda f: f.__name__)
