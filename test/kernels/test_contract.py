@@ -34,7 +34,7 @@ def small(monkeypatch) -> None:
 # On AMD fewer queries than fill a workgroup get a kernel whose references follow every maximum.
 SMALL:dict[str, dict[str, Any]] = {
   "a sample": dict(H=1, Sq=260, Sk=150, D=32), "a sample in 3 splits": dict(H=8, Sq=1, Sk=300, D=32, num_splits=3),
-  "gradients, a sample": dict(H=2, Hkv=1, Sq=40, Sk=70, D=16, causal=True)}
+  "gradients, a sample": dict(H=2, Hkv=1, Sq=66, Sk=70, D=16, causal=True)}      # a warpgroup has 64 rows
 
 def held(case:Case, draws:int) -> None:
   for line in lines_of(case, draws): assert line.held, f"{case}: {line}"
@@ -195,8 +195,9 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
-  """Whatever 16-bit types P and O are rounded to: an O in float16 does not hide how P was rounded to bfloat16."""
-  for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.held, line
+  """Whatever 16-bit types P and O are rounded to: an O in float16 does not hide how P was rounded to bfloat16. (The rows of a draw have the same
+  roundings: a root over 12 of these says nothing.)"""
+  for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****
 
