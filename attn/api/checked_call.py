@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
-from attn.calls.checked_kernel import arch_of, check_begin, dtype_of, numbers_at_hand, whole_buffer
+from attn.calls.checked_kernel import arch_of, check_output, dtype_of, numbers_at_hand
 from attn.parallel.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.api.dropout import check_seed
 from attn.calls.options import AttentionOptions
@@ -164,8 +164,7 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
 def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
   """Raises ValueError where the call gives a buffer for o that cannot take it."""
   if (out := options.out) is None: return
-  whole_buffer("out", out.uop)
-  check_begin("out", out.uop)
+  check_output("out", out.uop)
   want = (*q.shape[:-1], width)
   if out.shape != want: raise ValueError(f"out has shape {out.shape}: must be {want}")
   if options.out_dtype not in (None, out.dtype):

@@ -46,8 +46,10 @@ def whole_buffer(name:str, u:UOp) -> None:
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
-def check_begin(name:str, u:UOp) -> None:
-  """Raises ValueError where an output that kernels write by whole units begins between two of them."""
+def check_output(name:str, u:UOp) -> None:
+  """Raises ValueError unless `u`, an output of attention, is a buffer or a region of one; and where kernels write it by whole units, but it begins
+  between two of them."""
+  whole_buffer(name, u)
   if name not in OF_NUMBERS and (first := begins_at(u)) % UNIT_BYTES:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
@@ -84,8 +86,7 @@ class CheckedKernel:
   takes: int|None = None     # the leading tensors that it uses, if not all: what follows these has to be there when it runs, no more
   small: bool = False        # it is compiled as soon as it is called, as every kernel is that needs no lowering
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
-    for name, src in zip(self.outputs, srcs): whole_buffer(name, src)
-    for name, src in zip(self.outputs, srcs): check_begin(name, src)
+    for name, src in zip(self.outputs, srcs): check_output(name, src)
     devices = srcs[0].device
     if self.arch is not None:
       for device in (devices,) if isinstance(devices, str) else devices or (): check_device(self.arch, device)

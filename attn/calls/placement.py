@@ -67,7 +67,7 @@ def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:
-  """Which dimension of a term's tensor goes over queries."""
+  """Dimension of a term's tensor that goes over queries; None where there is none."""
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:

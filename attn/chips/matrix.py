@@ -88,7 +88,7 @@ class LaneSums:
   operand_words: int = 2
   arguments: str = "{a}, {b}, {c}, 0, 0, 0"
   def call(self, a:str, b:str, c:str) -> str:
-    """As of Matrix."""
+    """Text of the instruction, made of the texts of its operands."""
     return f"__builtin_amdgcn_{self.name}({self.arguments.format(a=a, b=b, c=c)})"
   def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
     """(A, B) of the product that sums P."""

@@ -145,7 +145,7 @@ class LdsShadow:
     return None
 
   def note_read(self, at:Array, per:int, active:Array|None, span:Span) -> None:
-    """That of `per` neighbouring locations from `at*per` on."""
+    """Notes the read of `per` neighbouring locations from `at*per` on."""
     if self.reader is None: return
     self.read_at.add(span, self.f.last_interval)
     self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))

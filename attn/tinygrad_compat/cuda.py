@@ -97,7 +97,7 @@ def address_of(buffer:Any) -> Any:
   return getattr(buffer._buf, "value", buffer._buf)
 
 def addresses_of(buffer:Any) -> list[Any]:
-  """The same of a buffer on each of several devices."""
+  """Addresses that tell whether a buffer, on each of its devices, lies where another one did."""
   return [address_of(b.ensure_allocated()) for b in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
 
 # **** both ****

@@ -29,7 +29,7 @@ class Means:
   serial: bool = False
 
 def workgroups_of(device:str) -> Means|None:
-  """Of a device that tinygrad renders C or LLVM for; None of another."""
+  """Means of a device that tinygrad renders C or LLVM for; None of another."""
   opened = Device[device]
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return Means(0, serial=True)
