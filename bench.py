@@ -27,6 +27,7 @@ from attn.api.custom_kernel import flash_attention_fn
 from attn.calls.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
 from attn.cache import tuned
+from attn.chips.matrix import contraction
 from attn.choose.backward import can_differentiate, choose_backward, choose_parts
 from attn.choose.dispatch import single_kernel
 from attn.compilers.choice import in_use
@@ -34,9 +35,8 @@ from attn.compilers.found import NoCompiler
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile
-from attn.kernels.tiled import TiledTile
+from attn.kernels.tiles.amd import Tile
+from attn.kernels.tiles.plain import TiledTile
 from attn.problem import Problem, problem_of
 from attn.reference import arrange, restore, rounded
 from attn.tinygrad_compat import UOp, compiled, device_seconds

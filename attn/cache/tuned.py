@@ -14,8 +14,7 @@ from attn import values
 from attn.cache import user_cache
 from attn.chips import Chip
 from attn.chips.candidates import EVERY, BackwardCandidate, Candidate, MlaCandidate, MlaMmaCandidate
-from attn.kernels.backward_tiled import TiledBackwardTile
-from attn.kernels.tiled import TiledTile
+from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.problem import Problem
 from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 

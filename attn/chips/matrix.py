@@ -139,3 +139,7 @@ class Mma:
     return lane%16, lane//16
 
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
+
+def contraction(matrix:Matrix, length:int) -> int:
+  """`length` rounded up to whole operands, and whole units of every lane group."""
+  return -(-length//matrix.span)*matrix.span

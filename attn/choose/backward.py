@@ -20,11 +20,11 @@ from attn.kernels.backward_dq import backward_dq
 from attn.kernels.backward_dq_mma import backward_dq_mma
 from attn.kernels.backward_dq_wgmma import backward_dq_wgmma
 from attn.kernels.backward_tiled import backward_dkdv_tiled, backward_dq_tiled
-from attn.kernels.parts.backward_mma import MmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.rectangle import beyond_registers
 from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile
+from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.problem import MAX_SPLITS, Problem
 from attn.score.terms import has_sum, summed_tensor
 from attn.tinygrad_compat import UOp

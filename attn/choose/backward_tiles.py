@@ -11,11 +11,11 @@ from attn.chips.nvidia import DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
 from attn.cache import tuned
 from attn.choose.tiles import burden
 from attn.choose.dispatch import wgmma_refuses
-from attn.kernels.backward_tiled import TiledBackwardTile
-from attn.kernels.parts.backward_mma import MmaBackwardTile
-from attn.kernels.parts.backward_wgmma import WgmmaBackwardTile
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.tiles import BackwardTile
+from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.tiles.mma import MmaBackwardTile
+from attn.kernels.tiles.plain import TiledBackwardTile
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 from attn.score.terms import varies

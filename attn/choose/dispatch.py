@@ -16,11 +16,11 @@ from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, stagger
 from attn.choose.tiled_tiles import tiled_tile
 from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, mla_mma, staggered, tiled
 from attn.kernels.combine import combine
-from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.rectangle import beyond_registers, serial_items
 from attn.kernels.parts.tensors import check_range, too_wide
-from attn.kernels.parts.tiles import blocks_of_queries
+from attn.kernels.tiles.common import blocks_of_queries
+from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
 from attn.tinygrad_compat import UOp

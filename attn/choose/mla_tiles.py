@@ -5,14 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 from attn.chips import Chip
 from attn.chips.candidates import MlaCandidate, MlaMmaCandidate, cautious_latent
-from attn.chips.matrix import MMA
+from attn.chips.matrix import MMA, contraction
 from attn.chips.nvidia import MLA_MMA_CANDIDATES
 from attn.cache import tuned
-from attn.kernels.mla import MlaTile
-from attn.kernels.mla_mma import MlaMmaTile
-from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.layouts import LINE
-from attn.kernels.parts.warps import fragments
+from attn.kernels.tiles.amd import MlaTile
+from attn.kernels.tiles.mma import MlaMmaTile, fragments
 from attn.problem import Problem
 from attn.score.terms import score_terms
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from attn.chips import Chip
-from attn.kernels.forward_mma import MmaTile
-from attn.kernels.forward_wgmma import WgmmaTile
-from attn.kernels.mla import MlaTile
-from attn.kernels.mla_mma import MlaMmaTile
 from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.tiles import BlockTile, Tile, heads_of
-from attn.kernels.tiled import TiledTile
+from attn.kernels.tiles.amd import MlaTile, Tile
+from attn.kernels.tiles.common import BlockTile, heads_of
+from attn.kernels.tiles.mma import MlaMmaTile, MmaTile
+from attn.kernels.tiles.plain import TiledTile
+from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
 
 PROLOGUE = 1280     # what a workgroup does besides its trips (loads Q, waits for its first K and V, stores O): as long as it takes over so many keys

@@ -10,9 +10,8 @@ from attn.chips import Chip
 from attn.cache import tuned
 from attn.choose.splits import workgroups
 from attn.cache.tuned import AnyTiledTile
-from attn.kernels.backward_tiled import TiledBackwardTile
-from attn.kernels.parts.rectangle import LONG_SUM, MAX_WIDTH
-from attn.kernels.tiled import TiledTile
+from attn.kernels.parts.rectangle import MAX_WIDTH
+from attn.kernels.tiles.plain import LONG_SUM, TiledBackwardTile, TiledTile
 from attn.problem import Problem
 
 @dataclass(frozen=True)

@@ -4,17 +4,16 @@ import functools, itertools, math
 from dataclasses import dataclass, replace
 from enum import Flag, auto
 from attn.chips import Chip
-from attn.chips.matrix import MMA, Matrix
+from attn.chips.matrix import MMA, Matrix, contraction
 from attn.chips.nvidia import FEW_QUERIES, MMA_CANDIDATES, WGMMA_CANDIDATES
 from attn.cache import tuned
 from attn.chips.candidates import cautious, Burden, Candidate, WgmmaCandidate
 from attn.choose.splits import workgroups
 from attn.kernels import dual_wave, staggered
-from attn.kernels.forward_mma import MmaTile
-from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.tiles.amd import Tile
+from attn.kernels.tiles.mma import MmaTile
+from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.problem import Problem
 from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest, score_terms

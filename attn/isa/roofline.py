@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from collections.abc import Iterable
 from attn.chips import CHIPS, Card, Chip
+from attn.chips.matrix import contraction
 from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.tiles.amd import Tile
 from attn.problem import Problem
 
 RATED: dict[str, tuple[Chip, Card]] = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.ghz}

@@ -15,16 +15,16 @@ from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
 from attn.emulator.listing import Listing
 from attn.isa.report import PRODUCTS, LoopProducts
-from attn.kernels.mla import MlaTile
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.gradients import PASSES
-from attn.kernels.parts.lanes import contraction
 from attn.kernels.parts.tensors import MAX_D, arguments, dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile, Tile, heads_of
 from attn.ops.renderers import printer_of, render
 from attn.problem import Problem, Shapes
 from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
 from attn.cache.user_cache import kept
+from attn.chips.matrix import contraction
+from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
+from attn.kernels.tiles.common import heads_of
 from attn.values import FLOATS
 
 MASKS = ("full", "causal")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 from attn.isa.report import HotLoop, Report
 from attn.isa.roofline import published, rated, roofline
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.tiles.amd import Tile
 from attn.problem import Problem
 
 Cell = int|float|str|None

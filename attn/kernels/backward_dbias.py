@@ -18,11 +18,11 @@ from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.gradients import Exponent
 from attn.kernels.parts.own_queries import KeysState, OwnQueries
 from attn.kernels.parts.products import OwnRows, zeros
-from attn.kernels.parts.staging import StagedTile, row_layout
+from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dbias_arguments
-from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.amd import BackwardTile, row_layout
 from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.score.terms import summed_term

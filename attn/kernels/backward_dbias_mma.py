@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.backward_mma import BackwardState, MmaBackwardTile, QueriesByMma
+from attn.kernels.parts.backward_mma import BackwardState, QueriesByMma
 from attn.kernels.parts.bias_share import BiasPart, BiasShare
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.gradients import Exponent
@@ -19,6 +19,7 @@ from attn.kernels.parts.statements import workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dbias_arguments
 from attn.kernels.parts.warps import Warps, sum_over_quad
 from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.score.term import Row

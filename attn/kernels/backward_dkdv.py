@@ -20,11 +20,12 @@ from attn.kernels.parts.layouts import LdsTile, SharedLayout
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
 from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.staging import StagedTile, both_ways_layout, column_layout
+from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
-from attn.kernels.parts.tiles import BackwardTile, numbers_of_queries
 from attn.kernels.parts.workgroup import Workgroup, kv_head_fastest
+from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
+from attn.kernels.tiles.common import numbers_of_queries
 from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.score.term import Row

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.parts.backward_mma import BackwardState, MmaBackward, MmaBackwardTile
+from attn.kernels.parts.backward_mma import BackwardState, MmaBackward
 from attn.kernels.parts.backward_warps import KeysOfWarps
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import Exponent, dp_start, gradients_of, kinds_of_exponents, shared_numbers, weights_of_rows
@@ -17,7 +17,8 @@ from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.rows import Rows
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward
-from attn.kernels.parts.tiles import numbers_of_queries
+from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes

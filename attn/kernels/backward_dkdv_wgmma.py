@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Callable, Self
 from attn.chips import Chip
 from attn.kernels.parts.backward_warps import KeysOfWarps
-from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
+from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import Exponent, kinds_of_exponents, scaled_delta, weights_of_rows
 from attn.kernels.parts.layouts import SwizzledPanels
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward
-from attn.kernels.parts.tiles import numbers_of_queries
+from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes

@@ -16,11 +16,11 @@ from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_o
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.own_queries import KeysState, OwnQueries
 from attn.kernels.parts.products import OwnRows, zeros
-from attn.kernels.parts.staging import StagedTile, both_ways_layout, column_layout
+from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_backward, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
+from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
 from attn.ops import amd, common as ops
 from attn.ops.common import flat
 from attn.problem import Problem

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.parts.backward_mma import BackwardState, MmaBackwardTile, QueriesByMma
+from attn.kernels.parts.backward_mma import BackwardState, QueriesByMma
 from attn.kernels.parts.tensors import check_backward
+from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.backward_warps import QueriesOfWarps
-from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState, WgmmaBackwardTile
+from attn.kernels.parts.backward_wgmma import Trip, WgmmaBackward, WgmmaBackwardState
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import weights_of_rows
 from attn.kernels.parts.layouts import SwizzledPanels
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_backward
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops import common as ops, hopper as wgmma
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp

@@ -10,20 +10,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 from attn.chips import Chip
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
 from attn.kernels.parts.epilogue import place_of_row
 from attn.kernels.parts.gradients import Exponent, exact_exponent, exact_weights, gradients_of, scaled_delta, where_known
-from attn.kernels.parts.lanes import QUAD, element_sum
-from attn.kernels.parts.rectangle import Portion, Rectangle, RectangleTile, SectionShape, Sections, beyond_registers, grid_of
+from attn.kernels.parts.lanes import element_sum
+from attn.kernels.parts.rectangle import Portion, Rectangle, beyond_registers, grid_of
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments, dq_arguments, log_sums
-from attn.kernels.parts.tiles import numbers_of_queries
 from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.plain import KEPT, QUAD, TiledBackwardTile
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.ops.plain import plain
@@ -34,19 +34,6 @@ from attn.values import FLOATS
 
 OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")      # of D and of Dv elements: those that scores are made of, and those of dP
 WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # what each gradient is a sum of: rows of a tensor, and their weights
-KEPT = ("kept", "kept of dp")      # own rows in local memory
-
-@dataclass(frozen=True)
-class TiledBackwardTile(RectangleTile):
-  """How a workgroup divides the work: of a kernel that owns queries, or `keys`."""
-  suffix: ClassVar[str] = "_tiled"
-  keys: bool = False
-  def sections(self, p:Problem) -> Sections:
-    """P, where a gradient is summed with it, and dS; `exchanged` is a number of each query from each thread."""
-    weights = SectionShape(self.block_n, self.block_m)
-    of_keys = {"p": weights} if self.keys else {"exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
-    kept = dict(zip(KEPT, map(self.kept_rows, (p.D, p.Dv))))
-    return Sections(kept, self.turns(max(p.D, p.Dv) if self.keys else p.D), {"ds": weights, **of_keys})
 
 def backward_dq_tiled(p:Problem, arch:Chip, tile:TiledBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """The kernel that computes dq, and delta for `backward_dkdv_tiled`, as a function of its placeholders: see `backward_dq.backward_dq`.

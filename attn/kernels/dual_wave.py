@@ -27,8 +27,8 @@ from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.statements import InOrder, Statements, store_all
-from attn.kernels.parts.tiles import Tile
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
+from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.score.term import Row

@@ -15,7 +15,7 @@ from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.softmax import Softmax
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.tiles.amd import Tile
 from attn.ops import amd
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp

@@ -8,7 +8,7 @@ the way, from rows that are swizzled against bank conflicts. The softmax takes n
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass
-from typing import Callable, ClassVar
+from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
@@ -18,51 +18,13 @@ from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.warps import Warps, fragments
+from attn.kernels.parts.warps import Warps
+from attn.kernels.tiles.mma import MmaTile, fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
-
-@dataclass(frozen=True)
-class MmaTile:
-  """How the kernel divides the work on one chip."""
-  matrix: Mma
-  waves: int                   # warps of a block
-  q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
-  block_n: int                 # keys of a trip
-  stages: int = 2              # K and V tiles in shared memory
-  q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
-  pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
-  parts: int = 2               # of a trip's keys, whose P is computed and used by turns
-  rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than this, in powers of two
-  key_waves: int = 1           # warps that have the same queries: each takes its share of a trip's keys, and at the end they add up what they found
-
-  kernel: ClassVar[str] = "forward_mma"
-
-  @property
-  def block_m(self) -> int: return self.waves//self.key_waves*self.q_tiles*self.matrix.M
-  @property
-  def warp_keys(self) -> int:
-    """Keys of a trip that a warp takes."""
-    return self.block_n//self.key_waves
-  @property
-  def threads(self) -> int: return self.waves*self.matrix.wave
-  def layouts(self, p:Problem) -> tuple[SwizzledRows, SwizzledRows, SwizzledRows]:
-    """The tiles of Q, of K and of V in shared memory."""
-    k_units, v_units = (round_up(d, self.matrix.K)//self.matrix.unit for d in (p.D, p.Dv))
-    return SwizzledRows(self.block_m, k_units), SwizzledRows(self.block_n, k_units), SwizzledRows(self.block_n, v_units)
-  def lds_bytes(self, p:Problem) -> int:
-    q, k, v = self.layouts(p)
-    found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
-    return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size), found)
-  def units_found(self, p:Problem) -> int:
-    """What a lane has found at the end, in units of shared memory: its part of O, and for each tile of queries m and the sums."""
-    return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
-  def __str__(self) -> str:
-    shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""
-    return f"{self.block_m}x{self.block_n} {self.waves} waves{shared} {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
 def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as

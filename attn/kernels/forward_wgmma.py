@@ -8,54 +8,25 @@ arrive at an mbarrier when their part of a tile is there, one trip ahead, and wh
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
-from typing import Any, Callable, ClassVar
+from typing import Any, Callable
 from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import below, ceildiv, round_up
+from attn.kernels.parts.counts import below, round_up
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.warps import Warps, fragments
+from attn.kernels.parts.warps import Warps
+from attn.kernels.tiles.mma import fragments
+from attn.kernels.tiles.wgmma import STAGES, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ROUNDOFF
 from attn.ops.softmax import LANE, ONES, correct, weigh
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
-
-STAGES = 3      # K and V tiles in shared memory, where there are as many
-
-@dataclass(frozen=True)
-class WgmmaTile:
-  """How the kernel divides the work."""
-  groups: int                  # warpgroups of a block, each with 64 queries
-  block_n: int                 # keys of a trip
-  rescale_above: float = 8.0   # accumulators are rescaled when the P of a lane, in one trip, add up to more than this power of two
-
-  kernel: ClassVar[str] = "forward_wgmma"
-
-  pack_gqa: ClassVar[bool] = False
-  @property
-  def waves(self) -> int: return self.groups*4
-  @property
-  def block_m(self) -> int: return self.groups*wgmma.M
-  @property
-  def threads(self) -> int: return self.groups*wgmma.GROUP
-  def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
-    """The tiles of Q, of K and of V in shared memory."""
-    unit = MMA[p.dtype].unit
-    k_units, v_units = (round_up(d, wgmma.K)//unit for d in (p.D, p.Dv))
-    return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
-  def stages(self, p:Problem) -> int:
-    """K and V tiles in shared memory."""
-    return min(STAGES, ceildiv(p.Sk, self.block_n))
-  def lds_bytes(self, p:Problem) -> int:
-    q, k, v = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + 1)      # the last one is for the mbarrier
-  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
 
 def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as

@@ -10,68 +10,27 @@ from the tile of K, which lies in LDS once.
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from typing import Callable, ClassVar
+from typing import Callable
 from attn.chips import Chip
-from attn.chips.matrix import UNIT_BYTES, Matrix
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.lanes import Lane, contraction, operands, sum_over_groups, units_of
-from attn.kernels.parts.layouts import LINE, LdsTile, PaddedRows
+from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
+from attn.kernels.parts.lanes import Lane, operands, sum_over_groups, units_of
+from attn.kernels.parts.layouts import LINE, LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import LdsColumns, OwnRows, Products, zeros
 from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.shared_rows import RowScalars, Share, SharingTile, Told
+from attn.kernels.parts.shared_rows import RowScalars, Share
 from attn.kernels.parts.softmax import Sums, row_sum
-from attn.kernels.parts.staging import StagedTile, row_layout
+from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
+from attn.kernels.tiles.amd import MlaTile
+from attn.kernels.tiles.common import Told
 from attn.ops import amd, common as ops
 from attn.ops.softmax import LANE, LOWEST, raised, rescale, weights_from
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
-
-@dataclass(frozen=True)
-class MlaTile(SharingTile):
-  """How the kernel divides the work on one chip."""
-  matrix: Matrix
-  row_tiles: int               # of matrix.N queries of a workgroup, those of all heads that share a key/value head
-  block_n: int                 # keys of a trip
-  key_parts: int = 1           # into which they are divided for the scores: so many waves have the same queries
-  q_anew: bool = False         # Q is read from memory in every trip instead of being kept in registers
-  fenced: int = 0              # matrix work on so many units of a row is done before the next ones are read: fewer registers; 0: no fences
-  weight_parts: int = 1        # of a trip's keys, whose P is read from LDS by turns
-  prefetch: int = 1            # K is loaded 0: for its own trip, 1: during the one before
-  rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
-
-  kernel: ClassVar[str] = "mla"
-
-  @property
-  def block_m(self) -> int: return self.row_tiles*self.matrix.N
-  @property
-  def in_turn(self) -> bool: return False
-  @property
-  def anew(self) -> bool: return False
-  @property
-  def by_item(self) -> bool: return False
-  @property
-  def buffers(self) -> int: return 1
-  def columns(self, p:Problem) -> int:
-    """Matrix tiles of columns of O that a wave has."""
-    return ceildiv(ceildiv(p.Dv, self.matrix.M), self.waves)
-  def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
-    """The tiles of K and of P in LDS."""
-    return row_layout(self.matrix, self.block_n, p.D), PaddedRows(self.block_m, self.block_n//self.matrix.unit)
-  def lds_bytes(self, p:Problem) -> int:
-    k, weights = self.layouts(p)
-    return UNIT_BYTES*(k.size + weights.size + RowScalars.units(self.block_m, self.told(p).count))
-  @property
-  def options(self) -> str:
-    """What is not by default, in words."""
-    numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
-                                                            ("prefetch", self.prefetch, 1)) if value != usual]
-    return " ".join(["q_anew"]*self.q_anew + numbers)
-  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 def mla(p:Problem, arch:Chip, tile:MlaTile) -> Callable[..., UOp]:
   """The kernel of problem `p`, whose v_in_k is true, as a function of its placeholders, those of `tensors.arguments(p)`: called as `forward.forward`,
@@ -108,7 +67,7 @@ class Mla(Pipeline[MlaState]):
     sums, share = Sums.of(arch, p.dtype, p.writes_lse), Share(grid.wave, tile.row_tiles, tile.block_n, tile.key_parts)
     k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None, LINE)
     state = MlaState(new.registers(tile.row_tiles*tile.columns(p), ops.f32(mat.accumulator)), new.registers(1), new.registers(len(sums.kinds)),
-                     new.registers(tile.row_tiles), k, LdsTile.of(new, of_weights), RowScalars.of(new, tile.block_m, tile.told(p).count))
+                     new.registers(tile.row_tiles), k, LdsTile.of(new, of_weights), RowScalars.of(new, tile.block_m, tile.told(p)))
     return Mla(tile, new, Statements.of(new), state, Workgroup.of(p, arch, tile, args, grid, at), at, sums, share)
 
   # ***** sizes *****

@@ -7,17 +7,19 @@ into a ring of `stages`; V is read from it, transposed on the way, as attn/kerne
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from typing import Callable, ClassVar
+from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
-from attn.kernels.parts.shared_rows import RowScalars, Share, SharingTile, Told
+from attn.kernels.parts.shared_rows import RowScalars, Share
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.warps import Warps, fragments, sum_over_quad
+from attn.kernels.parts.warps import Warps, sum_over_quad
+from attn.kernels.tiles.common import Told
+from attn.kernels.tiles.mma import MlaMmaTile
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, weights_from
 from attn.problem import Problem
@@ -27,33 +29,6 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 # Matrix instructions that add to one sum of a score. The tensor cores cut off what fp32 has no room for, always towards 0: over the 36 that 576
 # columns take it showed in the LSE of peaked rows (1.13 of the limit of an earlier law, on an H200; by a model of it a third as much in sums of 12).
 ADDED_UP = 12
-
-@dataclass(frozen=True)
-class MlaMmaTile(SharingTile):
-  """How the kernel divides the work on one chip."""
-  matrix: Mma
-  row_tiles: int               # of 16 queries of a block, those of all heads that share a key/value head
-  block_n: int                 # keys of a trip
-  key_parts: int               # into which they are divided for the scores: so many warps have the same queries
-  stages: int = 2              # tiles of K in shared memory
-  rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
-
-  kernel: ClassVar[str] = "mla_mma"
-
-  @property
-  def block_m(self) -> int: return self.row_tiles*self.matrix.M
-  def columns(self, p:Problem) -> int:
-    """C fragments of columns of O that a warp has: whole lines of shared memory."""
-    return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
-  def layouts(self, p:Problem) -> tuple[LongRows, LongRows, SwizzledRows]:
-    """The tiles of Q, of K and of P in shared memory."""
-    units = round_up(p.D, LINE*self.matrix.unit)//self.matrix.unit
-    return LongRows(self.block_m, units), LongRows(self.block_n, units), SwizzledRows(self.block_m, self.block_n//self.matrix.unit)
-  def lds_bytes(self, p:Problem) -> int:
-    q, k, weights = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages*k.size + weights.size + RowScalars.units(self.block_m, self.told(p).count))
-  def __str__(self) -> str:
-    return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
 def mla_mma(p:Problem, arch:Chip, tile:MlaMmaTile) -> Callable[..., UOp]:
   """The kernel of problem `p`, whose v_in_k is true, as a function of its placeholders, those of `tensors.arguments(p)`: called as `forward.forward`,

@@ -20,7 +20,7 @@ from attn.kernels.parts.pipeline import Pipeline
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.statements import store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes

@@ -11,32 +11,22 @@ from __future__ import annotations
 import functools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 from attn.chips import CHIPS, Chip
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
-from attn.kernels.parts.lanes import QUAD
-from attn.kernels.parts.rectangle import Portion, Rectangle, RectangleTile, SectionShape, Sections, beyond_registers, grid_of
+from attn.kernels.parts.rectangle import Portion, Rectangle, beyond_registers, grid_of
 from attn.kernels.parts.statements import Carried
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.tiles import blocks_of_queries
 from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.common import blocks_of_queries
+from attn.kernels.tiles.plain import QUAD, TiledTile
 from attn.ops import common as ops
 from attn.ops.plain import plain
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
-
-@dataclass(frozen=True)
-class TiledTile(RectangleTile):
-  """How a workgroup divides the work: what is walked over are keys, its own rows queries."""
-  kernel: ClassVar[str] = "tiled"
-  def sections(self, p:Problem) -> Sections:
-    """S^T is in the place of P^T before that; `exchanged` is a number of each query from each thread."""
-    rest = {"p": SectionShape(self.block_n, self.block_m), "exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
-    return Sections({"kept": self.kept_rows(p.D)}, self.turns(p.Dv), rest)
 
 @dataclass(frozen=True)
 class QueryState(Carried):

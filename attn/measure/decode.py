@@ -20,8 +20,8 @@ from attn.cache import tuned
 from attn.choose import splits
 from attn.choose.dispatch import Work
 from attn.choose.mla_tiles import ENTRY, latent_space
-from attn.kernels.mla import MlaTile
-from attn.kernels.mla_mma import MlaMmaTile
+from attn.kernels.tiles.amd import MlaTile
+from attn.kernels.tiles.mma import MlaMmaTile
 from attn.measure.peers import OURS, ROUNDS, in_turn, torch_peers
 from attn.measure.rows import heads_text
 from attn.problem import Problem

@@ -18,10 +18,9 @@ from attn.choose.tiles import amd_tile, fits
 from attn.compilers import clang
 from attn.compilers.found import NoCompiler
 from attn.extras import needs
-from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile, Tile
-from attn.kernels.tiled import TiledTile
+from attn.kernels.tiles.amd import BackwardTile, Tile
+from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.ops.renderers import render
 from attn.problem import Problem, Shapes
 from attn.tinygrad_compat import CompileError, UOp

@@ -10,7 +10,8 @@ from attn.chips.rdna4 import RDNA4
 from attn.emulator.banks import phases
 from attn.kernels.dual_wave import HEAD, K_LAYOUT, V_LAYOUT
 from attn.kernels.parts.layouts import PaddedRows, SwizzledRows
-from attn.kernels.parts.staging import Staging, v_columns, v_skew
+from attn.kernels.parts.staging import Staging
+from attn.kernels.tiles.amd import v_columns, v_skew
 from attn.pictures.matrices import UNIT
 from attn.pictures.svg import FAINT, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp

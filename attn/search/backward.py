@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from attn.chips import Chip, get_chip
 from attn.choose.backward_tiles import backward_fits, backward_tile
 from attn.chips.candidates import BackwardCandidate
+from attn.chips.matrix import contraction
 from attn.choose.dispatch import MATRIX_DTYPES
 from attn.search.forward import RESERVE, VARIANTS, Bound, Each, bound_of, conflict
 from attn.compilers.clang import assembly
 from attn.isa.costs import report_of_text
 from attn.isa.source import Spec, kernel_source, problem_of_spec
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import BackwardTile
+from attn.kernels.tiles.amd import BackwardTile
 from attn.tinygrad_compat import CompileError
 
 BACKWARD_SPACE: dict[str, tuple[object, ...]] = {

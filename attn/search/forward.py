@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from attn import chips
 from attn.chips import LLVM, SEARCHED, Chip, get_chip
-from attn.chips.matrix import Matrix
+from attn.chips.matrix import Matrix, contraction
 from attn.chips.candidates import EVERY, Candidate
 from attn.choose.dispatch import MATRIX_DTYPES
 from attn.choose.tiles import amd_tile, fits
@@ -31,8 +31,7 @@ from attn.isa.timing.predict import Division, fed_by_l2, walked_in_a_trip
 from attn.isa.timing.trips import timing_of
 from attn.isa.waits import time_of_loads
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm
 

@@ -14,7 +14,7 @@ from attn.calls.history import made
 from attn.calls.placement import AXES
 from attn.chips import get_chip
 from attn.choose.backward import Parts, can_differentiate, choose_parts, memory_of
-from attn.kernels.backward_tiled import TiledBackwardTile
+from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.problem import Problem
 from attn.reference import arrange, restore, rounded
 from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes

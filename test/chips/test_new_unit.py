@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from attn.chips import CHIPS, get_chip
 from attn.chips.family import Card, Chip, Family
-from attn.chips.matrix import Matrix
+from attn.chips.matrix import Matrix, contraction
 from attn.chips.rdna import wmma
 from attn.choose.backward import choose_backward
 from attn.choose.dispatch import choose, single_kernel
 from attn.emulator.chips import EMULATED, INSTRUCTIONS, EmulatedChip, Layout, MatrixInstruction
-from attn.kernels.parts.lanes import contraction, operands
+from attn.kernels.parts.lanes import operands
 from attn.kernels.parts.tensors import arguments
 from attn.ops import common as ops
 from attn.ops.renderers import render

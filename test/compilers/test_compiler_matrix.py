@@ -27,9 +27,9 @@ from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, proble
 from attn.kernels.append import Append, append
 from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.mla import MlaTile, mla
+from attn.kernels.mla import mla
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
 from attn.ops import renderers
 from attn.ops.renderers import render
 from attn.problem import Pages

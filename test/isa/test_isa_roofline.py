@@ -6,7 +6,7 @@ from attn.chips.cdna3 import CDNA3
 from attn.isa.report import Report, analyse
 from attn.isa.roofline import PUBLISHED, RATED, makespan, published, rated, roofline, trips
 from attn.isa.table import bounds
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.tiles.amd import Tile
 from attn.problem import Problem
 
 TILE = Tile(CDNA3.matrix["float16"][0], 4, 1, 64)   # 128 queries x 64 keys

@@ -17,7 +17,7 @@ from attn.isa.report import Report, analyse, hot_loop
 from attn.isa.source import BACKWARD, FORWARD, MASKS, Spec, chosen, kernel_source, problem_of_spec
 from attn.isa.waits import time_of_loads
 from attn.kernels import dual_wave
-from attn.kernels.parts.tiles import BackwardTile, Tile
+from attn.kernels.tiles.amd import BackwardTile, Tile
 from cases import ARCHS, every_other
 from isa_sample import PARKED
 

@@ -20,13 +20,12 @@ from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
 from attn.kernels import backward_tiled
-from attn.kernels.backward_tiled import TiledBackwardTile
 from attn.kernels.parts import dropout, gradients
 from attn.kernels.parts.rectangle import Rectangle
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.workgroup import Workgroup
-from attn.kernels.tiled import TiledTile
+from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.reference import rounded
 from attn.problem import Problem
 from attn.tinygrad_compat import VECTORS, Context, Ops, UOp, dtypes

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from attn.chips.cdna3 import CDNA3
 from attn.chips.cdna4 import CDNA4
-from attn.chips.matrix import Matrix
+from attn.chips.matrix import Matrix, contraction
 from attn.chips.rdna3 import RDNA3
 from attn.compilers.clang import assembly
 from attn.emulator.matrix import MatrixUnit, to_float32
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.epilogue import OPTIMISED
-from attn.kernels.parts.lanes import Lane, contraction, operands, units_of
+from attn.kernels.parts.lanes import Lane, operands, units_of
 from attn.kernels.parts.layouts import LdsTile, PaddedRows
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.staging import Staging

@@ -15,9 +15,9 @@ from attn.emulator.machine import Frame
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan
 from attn.kernels.forward import forward
-from attn.kernels.forward_mma import MmaTile
 from attn.kernels.parts.tensors import arguments
-from attn.kernels.parts.tiles import Tile
+from attn.kernels.tiles.amd import Tile
+from attn.kernels.tiles.mma import MmaTile
 from attn.ops.numerics import widen
 from attn.ops.renderers import render
 from attn.problem import Count, Problem

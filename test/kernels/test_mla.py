@@ -18,11 +18,13 @@ from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.matrix import Layout
 from attn.emulator.plan import Plan
 from attn.kernels import mla, mla_mma
-from attn.kernels.mla import Mla, MlaTile
-from attn.kernels.mla_mma import MlaMma, MlaMmaTile
+from attn.kernels.mla import Mla
+from attn.kernels.mla_mma import MlaMma
 from attn.kernels.parts.products import LdsColumns
 from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.shared_rows import Told
+from attn.kernels.tiles.amd import MlaTile
+from attn.kernels.tiles.common import Told
+from attn.kernels.tiles.mma import MlaMmaTile
 from attn.measure import decode
 from attn.ops.operation import statement
 from attn.problem import Problem

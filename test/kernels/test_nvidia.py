@@ -12,10 +12,10 @@ from attn.choose.dispatch import choose
 from attn.choose.tiles import mma_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels import forward_mma
-from attn.kernels.forward_mma import MmaTile
 from attn.kernels.parts import ring
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.tensors import arguments
+from attn.kernels.tiles.mma import MmaTile
 from attn.ops import nvidia
 from attn.ops.renderers import render
 from attn.problem import Problem

@@ -22,9 +22,9 @@ from attn.emulator.checks import LdsRace
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts import dropout as kept
-from attn.kernels.parts.rectangle import Sections
 from attn.kernels.parts.workgroup import Workgroup
-from attn.kernels.tiled import Tiled, TiledTile, tiled
+from attn.kernels.tiled import Tiled, tiled
+from attn.kernels.tiles.plain import Sections, TiledTile
 from attn.ops import common as ops, dropout
 from attn.ops.plain import plain
 from attn.problem import Problem

@@ -12,9 +12,9 @@ from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.emulator.machine import Frame
 from attn.kernels import forward_wgmma
-from attn.kernels.forward_wgmma import WgmmaTile
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.layouts import SwizzledPanels
+from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.ops import hopper, nvidia
 from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np
 import pytest
+from attn.chips.matrix import contraction
 from attn.emulator.chips import INSTRUCTIONS
-from attn.kernels.parts.lanes import contraction
 from attn.pictures import key_ranges, matrices, shared_memory, zigzag
 from attn.pictures import __main__ as command
 from attn.reference import visible

@@ -22,9 +22,8 @@ from attn.search.forward import Bound, RankedTile, best
 from attn.choose.tiled_tiles import tiled_backward_space, tiled_backward_tile, tiled_space, tiled_tile
 from attn.choose.tiles import amd_tile, rows_for
 from attn.isa.source import Spec, problem_of_spec
-from attn.kernels.backward_tiled import TiledBackwardTile
-from attn.kernels.parts.tiles import BackwardTile, Tile
-from attn.kernels.tiled import TiledTile
+from attn.kernels.tiles.amd import BackwardTile, Tile
+from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.measure import tiles_by_time
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp

@@ -4,9 +4,9 @@ import functools
 from dataclasses import dataclass
 from typing import Self
 from attn.chips import Chip
-from attn.chips.matrix import Matrix
+from attn.chips.matrix import Matrix, contraction
 from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.lanes import Lane, contraction, units_of
+from attn.kernels.parts.lanes import Lane, units_of
 from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import FENCE_UNITS, OwnRows, Products, zeros
@@ -14,8 +14,8 @@ from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements
-from attn.kernels.parts.tiles import Tile
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
+from attn.kernels.tiles.amd import Tile
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.score.term import Row

@@ -1,4 +1,4 @@
-"""What the backward kernels on NVIDIA's mma.sync share: their tile, the ring of tiles in shared memory and the way over it, and the two kinds of
+"""What the backward kernels on NVIDIA's mma.sync share: the ring of tiles in shared memory and the way over it, and the two kinds of
 product of a trip.
 
 A block owns rows, queries or keys, 16 or 32 for each warp, and walks over the others in tiles. Two tensors of each lie in shared memory: of the own
@@ -9,65 +9,21 @@ operand A of those and never leave their lanes.
 from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
-from typing import ClassVar
-from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.backward_warps import QueriesOfWarps, WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
-from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import dp_start, gradients_of, weights_of_rows
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.tiles import numbers_of_queries, units_of_numbers
 from attn.kernels.parts.warps import Warps
+from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.ops import common as ops, nvidia as nv
-from attn.problem import Problem
 from attn.score.term import ScoreTerm
 from attn.tinygrad_compat import AxisType, UOp, dtypes
-
-@dataclass(frozen=True)
-class MmaBackwardTile:
-  """How a backward kernel divides the work: a block has `block_m` rows of its own, queries in backward_dq_mma and keys in backward_dkdv_mma, and
-  walks over the others by `block_n`."""
-  matrix: Mma
-  waves: int               # warps of a block, each with its own rows
-  row_tiles: int           # tiles of 16 rows of a warp: they share the operands that it reads
-  block_n: int             # rows of a trip
-  part_n: int              # of them those whose P and dS are computed and used at a time
-  stages: int = 2          # tiles in shared memory
-  keys: bool = False       # its own rows are keys
-  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
-
-  suffix: ClassVar[str] = "_mma"
-
-  @property
-  def block_m(self) -> int: return self.waves*self.row_tiles*self.matrix.M
-  @property
-  def threads(self) -> int: return self.waves*self.matrix.wave
-  @property
-  def pack_gqa(self) -> bool: return False
-  @property
-  def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
-  def layouts(self, p:Problem, rows:int) -> tuple[SwizzledRows, SwizzledRows]:
-    """So many rows in shared memory, of q or k, and of do or v."""
-    of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
-    return of_d, of_dv
-  def numbers(self, p:Problem) -> int:
-    """Units of the numbers of a tile's queries."""
-    return units_of_numbers(p, self.block_n) if self.keys else 0
-  @property
-  def carried(self) -> int:
-    """Queries whose numbers a thread carries."""
-    return ceildiv(self.block_n, self.threads)
-  def stage(self, p:Problem) -> int:
-    """Units of a tile."""
-    return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers(p)
-  def lds_bytes(self, p:Problem) -> int:
-    return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))
-  def __str__(self) -> str:
-    return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
 @dataclass(frozen=True)
 class BackwardState(CopyGroups):

@@ -13,8 +13,9 @@ from attn.kernels.parts.lanes import element_sum
 from attn.kernels.parts.layouts import CopiedLayout
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
-from attn.kernels.parts.tiles import BlockTile
-from attn.kernels.parts.warps import Warps, fragments, sum_over_quad
+from attn.kernels.parts.warps import Warps, sum_over_quad
+from attn.kernels.tiles.common import BlockTile
+from attn.kernels.tiles.mma import fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.common import flat
 from attn.problem import Problem

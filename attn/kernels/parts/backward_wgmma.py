@@ -1,4 +1,4 @@
-"""What the backward kernels on Hopper's wgmma share: their tile, the ring of tiles in shared memory and the way over it.
+"""What the backward kernels on Hopper's wgmma share: the ring of tiles in shared memory and the way over it.
 
 A block owns 64 rows, queries or keys, for each of its warpgroups, and walks over the others in tiles. Per trip a warpgroup starts S and dP, both of
 its own rows and of a tile in shared memory, turns them into P and dS in registers, and starts the products of those with the tile, which is read
@@ -8,60 +8,19 @@ part of a tile is there, one trip ahead and when the trip before is no longer re
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import ClassVar, Self
-from attn.chips.matrix import UNIT_BYTES, Mma
+from typing import Self
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.backward_warps import WarpsBackward
 from attn.kernels.parts.blocks import Blocks, trip_count
-from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.gradients import Weights, gradients_of
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
-from attn.kernels.parts.tiles import units_of_numbers
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.warps import Warps
+from attn.kernels.tiles.wgmma import RING, WgmmaBackwardTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
-from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp
-
-RING = 3      # tiles in shared memory
-
-@dataclass(frozen=True)
-class WgmmaBackwardTile:
-  """How a backward kernel divides the work: a block has 64 rows of its own for each warpgroup, queries in backward_dq_wgmma and keys in
-  backward_dkdv_wgmma, and walks over the others by `block_n`."""
-  matrix: Mma
-  groups: int              # warpgroups of a block
-  block_n: int             # rows of a trip
-  keys: bool = False       # its own rows are keys
-  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
-
-  suffix: ClassVar[str] = "_wgmma"
-
-  pack_gqa: ClassVar[bool] = False
-  row_tiles: ClassVar[int] = 1
-  @property
-  def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
-  @property
-  def waves(self) -> int: return self.groups*4
-  @property
-  def block_m(self) -> int: return self.groups*wgmma.M
-  @property
-  def threads(self) -> int: return self.groups*wgmma.GROUP
-  def layouts(self, p:Problem, rows:int) -> tuple[SwizzledPanels, SwizzledPanels]:
-    """So many rows in shared memory, of q or k, and of do or v."""
-    of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
-    return of_d, of_dv
-  def stage(self, p:Problem) -> int:
-    """Units of a tile."""
-    return sum(x.size for x in self.layouts(p, self.block_n))
-  def numbers(self, p:Problem) -> int:
-    """Units of the numbers of a tile's queries."""
-    return units_of_numbers(p, self.block_n) if self.keys else 0
-  def lds_bytes(self, p:Problem) -> int:
-    own = sum(x.size for x in self.layouts(p, self.block_m))
-    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers(p)) + 1)      # the last one is for the mbarrier
-  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"
 
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):

@@ -10,8 +10,8 @@ from attn.kernels.parts.lanes import Lane
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.scores import NEG_INF, Scores
 from attn.kernels.parts.tensors import log_sums
-from attn.kernels.parts.tiles import numbers_of_queries, units_of_numbers
 from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.common import numbers_of_queries, units_of_numbers
 from attn.ops import common as ops
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
-from attn.kernels.parts.counts import round_up
+from attn.kernels.tiles.plain import QUAD
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
@@ -46,8 +46,6 @@ class MmaLane:
   def neighbours(self) -> tuple[tuple[int, int, int], str]: return (4, 8, 16), "shuffle"
   @property
   def in_octet(self) -> UOp: return self.lane // self.matrix.groups
-
-QUAD = 4     # neighbouring elements of a vector where a kernel chooses
 
 @dataclass(frozen=True)
 class OwnKeys:
@@ -100,10 +98,6 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
   if words == held: return units
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
-
-def contraction(matrix:Matrix, length:int) -> int:
-  """`length` rounded up to whole operands, and whole units of every lane group."""
-  return round_up(length, matrix.span)
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
   """A column of C fragments, packed to the inputs' dtype -> the B operands of a product that contracts over their rows, in the order of

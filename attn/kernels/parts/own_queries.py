@@ -11,8 +11,8 @@ from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
 from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.staging import StagedTile
-from attn.kernels.parts.tiles import BackwardTile
 from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.amd import BackwardTile
 from attn.ops import common as ops
 from attn.score.term import Row, ScoreTerm
 from attn.tinygrad_compat import UOp

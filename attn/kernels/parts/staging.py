@@ -4,18 +4,12 @@ import functools, math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.allocator import InLds
-from attn.kernels.parts.counts import bounded, ceildiv, left_alone, round_up
-from attn.kernels.parts.lanes import contraction
-from attn.kernels.parts.layouts import LdsTile, PaddedRows
+from attn.kernels.parts.counts import bounded, ceildiv, left_alone
+from attn.kernels.parts.layouts import LdsTile
 from attn.kernels.parts.rows import Rows
+from attn.kernels.tiles.amd import v_columns
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
-
-# Sixteen lanes at a time store 8 bytes each to `v_columns` columns of V (rows of V^T), which must not meet in a bank.
-def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
-def v_skew(mat:Matrix, block_n:int) -> int:
-  """Columns two units apart lie in different matrix tiles where these have 16 rows: a gap after each tile puts them into different banks."""
-  return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 @dataclass(frozen=True)
 class Staging:
@@ -62,25 +56,6 @@ def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
   n = unit//matrix.groups*matrix.unit + quad%2*4
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
   return [first + matrix.c_row(0, i) for i in range(4)]
-
-def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Rows of `width` elements as they lie: operand A of products that contract over the elements."""
-  return PaddedRows(rows, contraction(mat, width)//mat.unit)
-
-def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """The same of rows that lie transposed beside it. Two kinds of access are to find their rows in different banks: of neighbouring rows, which are
-  read, and of the same row in neighbouring quads, `key_rows`, which are stored. Where the matrix has 32 rows these are 4 apart: the rows of a block
-  of 4 are an even stride apart, and the blocks an odd number of units. Else they are 8 apart, or in the other lane group."""
-  units = contraction(mat, width)//mat.unit
-  if mat.M == 32:
-    apart = mat.banks//16
-    return PaddedRows(rows, units, 1, 4, units + (apart - units)%(2*apart))
-  if mat.block == 1: return PaddedRows(rows, units, 4 if rows == 16 else 2, 8)
-  return PaddedRows(rows, units, 1, 8)
-
-def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
-  """The same tile transposed: operand A of products that contract over its `block_n` rows."""
-  return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 @dataclass(frozen=True)
 class StagedTile(InLds):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 from attn.kernels.parts.rows import strides
-from attn.kernels.parts.tiles import BlockTile, heads_of
+from attn.kernels.tiles.common import BlockTile, heads_of
 from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided
 from attn.score.terms import check_derivatives, score_terms, summed_tensor

@@ -7,23 +7,19 @@ import math
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.lanes import MmaLane
 from attn.kernels.parts.layouts import LINE, CopiedLayout
 from attn.kernels.parts.rows import GlobalRows, Rows
 from attn.kernels.parts.statements import store_all
 from attn.kernels.parts.tensors import Shapes
-from attn.kernels.parts.tiles import BlockTile
 from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest, kv_head_in_group_fastest
+from attn.kernels.tiles.common import BlockTile
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, first_bias
 from attn.problem import BYTES, Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
-
-def fragments(width:int, mat:Mma) -> int:
-  """C fragments of a tile of rows that are so wide."""
-  return round_up(width, mat.K)//mat.N
 
 def always(gate:UOp|None) -> UOp: return UOp.const(True) if gate is None else gate
 

@@ -12,7 +12,7 @@ from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import Shapes, arguments
-from attn.kernels.parts.tiles import BlockTile, blocks_of_queries, heads_of
+from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import INVARIANT_KEYS, Problem

@@ -1,44 +1,38 @@
-"""How a kernel divides a problem over workgroups and threads: what every tile says, and the tile of AMD's kernels."""
+"""The tiles of the kernels on AMD's matrix units, MFMA and WMMA."""
 from __future__ import annotations
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-from attn.chips.matrix import UNIT_BYTES, Matrix
-from attn.kernels.parts.counts import ceildiv
+from typing import ClassVar
+from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
+from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.layouts import PaddedRows
-from attn.kernels.parts.staging import both_ways_layout, column_layout, row_layout
+from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 
-class BlockTile(Protocol):
-  """What a kernel's tile says of how its workgroups divide the work."""
-  @property
-  def block_m(self) -> int: """Queries of a workgroup, times the heads that share its rows."""
-  @property
-  def block_n(self) -> int: """Keys of a trip."""
-  @property
-  def waves(self) -> int: """Waves (on NVIDIA warps) of a workgroup."""
-  @property
-  def threads(self) -> int: """Threads of a workgroup."""
-  @property
-  def pack_gqa(self) -> bool: """Whether a tile's rows are the queries of all the heads that share a key/value head."""
-  def lds_bytes(self, p:Problem) -> int: """LDS that a workgroup takes."""
+# Sixteen lanes at a time store 8 bytes each to `v_columns` columns of V (rows of V^T), which must not meet in a bank.
+def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
+def v_skew(mat:Matrix, block_n:int) -> int:
+  """Columns two units apart lie in different matrix tiles where these have 16 rows: a gap after each tile puts them into different banks."""
+  return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
-def heads_of(p:Problem, tile:BlockTile) -> int:
-  """Query heads of a workgroup: row r of its block is query r//heads of head r%heads."""
-  return p.H//p.Hkv if tile.pack_gqa else 1
+def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
+  """Rows of `width` elements as they lie: operand A of products that contract over the elements."""
+  return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
-def numbers_of_queries(p:Problem) -> tuple[str, ...]:
-  """The tensors that have the numbers of each query which kernels that own keys bring to shared memory."""
-  return ("lse", "delta", *["lse_rest"]*p.wide_scores)
+def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
+  """The same of rows that lie transposed beside it. Two kinds of access are to find their rows in different banks: of neighbouring rows, which are
+  read, and of the same row in neighbouring quads, `key_rows`, which are stored. Where the matrix has 32 rows these are 4 apart: the rows of a block
+  of 4 are an even stride apart, and the blocks an odd number of units. Else they are 8 apart, or in the other lane group."""
+  units = contraction(mat, width)//mat.unit
+  if mat.M == 32:
+    apart = mat.banks//16
+    return PaddedRows(rows, units, 1, 4, units + (apart - units)%(2*apart))
+  if mat.block == 1: return PaddedRows(rows, units, 4 if rows == 16 else 2, 8)
+  return PaddedRows(rows, units, 1, 8)
 
-def units_of_numbers(p:Problem, queries:int) -> int:
-  """The units that the numbers of so many queries take there."""
-  return len(numbers_of_queries(p))*4*queries//UNIT_BYTES
-
-def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
-  """(pieces, workgroups for each of them) of the queries of a head, or of as many heads as a workgroup takes. Where a device holds a piece from the
-  front of a sequence and one from the back (`DealtRows`) none has rows of both: it would walk over keys which the first ones don't see."""
-  pieces = 1 if p.dealt is None or not p.dealt.front else 2
-  return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
+def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
+  """The same tile transposed: operand A of products that contract over its `block_n` rows."""
+  return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 @dataclass(frozen=True)
 class Tile:
@@ -129,4 +123,46 @@ class BackwardTile:
                                                                    ("read_ahead", self.read_ahead, 0)) if value != usual]
     flags = [name for name in ("sparing", "by_item") if getattr(self, name)]
     return " ".join([f"{' and '.join(kept)} in LDS"]*bool(kept) + numbers + flags)
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
+
+@dataclass(frozen=True)
+class MlaTile(SharingTile):
+  """How the kernel divides the work on one chip."""
+  matrix: Matrix
+  row_tiles: int               # of matrix.N queries of a workgroup, those of all heads that share a key/value head
+  block_n: int                 # keys of a trip
+  key_parts: int = 1           # into which they are divided for the scores: so many waves have the same queries
+  q_anew: bool = False         # Q is read from memory in every trip instead of being kept in registers
+  fenced: int = 0              # matrix work on so many units of a row is done before the next ones are read: fewer registers; 0: no fences
+  weight_parts: int = 1        # of a trip's keys, whose P is read from LDS by turns
+  prefetch: int = 1            # K is loaded 0: for its own trip, 1: during the one before
+  rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
+
+  kernel: ClassVar[str] = "mla"
+
+  @property
+  def block_m(self) -> int: return self.row_tiles*self.matrix.N
+  @property
+  def in_turn(self) -> bool: return False
+  @property
+  def anew(self) -> bool: return False
+  @property
+  def by_item(self) -> bool: return False
+  @property
+  def buffers(self) -> int: return 1
+  def columns(self, p:Problem) -> int:
+    """Matrix tiles of columns of O that a wave has."""
+    return ceildiv(ceildiv(p.Dv, self.matrix.M), self.waves)
+  def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
+    """The tiles of K and of P in LDS."""
+    return row_layout(self.matrix, self.block_n, p.D), PaddedRows(self.block_m, self.block_n//self.matrix.unit)
+  def lds_bytes(self, p:Problem) -> int:
+    k, weights = self.layouts(p)
+    return UNIT_BYTES*(k.size + weights.size + self.told(p).units(self.block_m))
+  @property
+  def options(self) -> str:
+    """What is not by default, in words."""
+    numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
+                                                            ("prefetch", self.prefetch, 1)) if value != usual]
+    return " ".join(["q_anew"]*self.q_anew + numbers)
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"

@@ -1,0 +1,1 @@
+"""How each kernel divides a problem over workgroups and threads: its tile, in one file for each unit."""

@@ -1,0 +1,121 @@
+"""The tiles of the kernels on NVIDIA's mma.sync."""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
+from attn.kernels.tiles.common import SharingTile, units_of_numbers
+from attn.problem import Problem
+
+def fragments(width:int, mat:Mma) -> int:
+  """C fragments of a tile of rows that are so wide."""
+  return round_up(width, mat.K)//mat.N
+
+@dataclass(frozen=True)
+class MmaTile:
+  """How the kernel divides the work on one chip."""
+  matrix: Mma
+  waves: int                   # warps of a block
+  q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
+  block_n: int                 # keys of a trip
+  stages: int = 2              # K and V tiles in shared memory
+  q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
+  pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
+  parts: int = 2               # of a trip's keys, whose P is computed and used by turns
+  rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than this, in powers of two
+  key_waves: int = 1           # warps that have the same queries: each takes its share of a trip's keys, and at the end they add up what they found
+
+  kernel: ClassVar[str] = "forward_mma"
+
+  @property
+  def block_m(self) -> int: return self.waves//self.key_waves*self.q_tiles*self.matrix.M
+  @property
+  def warp_keys(self) -> int:
+    """Keys of a trip that a warp takes."""
+    return self.block_n//self.key_waves
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  def layouts(self, p:Problem) -> tuple[SwizzledRows, SwizzledRows, SwizzledRows]:
+    """The tiles of Q, of K and of V in shared memory."""
+    k_units, v_units = (round_up(d, self.matrix.K)//self.matrix.unit for d in (p.D, p.Dv))
+    return SwizzledRows(self.block_m, k_units), SwizzledRows(self.block_n, k_units), SwizzledRows(self.block_n, v_units)
+  def lds_bytes(self, p:Problem) -> int:
+    q, k, v = self.layouts(p)
+    found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
+    return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size), found)
+  def units_found(self, p:Problem) -> int:
+    """What a lane has found at the end, in units of shared memory: its part of O, and for each tile of queries m and the sums."""
+    return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
+  def __str__(self) -> str:
+    shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""
+    return f"{self.block_m}x{self.block_n} {self.waves} waves{shared} {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
+
+@dataclass(frozen=True)
+class MlaMmaTile(SharingTile):
+  """How the kernel divides the work on one chip."""
+  matrix: Mma
+  row_tiles: int               # of 16 queries of a block, those of all heads that share a key/value head
+  block_n: int                 # keys of a trip
+  key_parts: int               # into which they are divided for the scores: so many warps have the same queries
+  stages: int = 2              # tiles of K in shared memory
+  rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
+
+  kernel: ClassVar[str] = "mla_mma"
+
+  @property
+  def block_m(self) -> int: return self.row_tiles*self.matrix.M
+  def columns(self, p:Problem) -> int:
+    """C fragments of columns of O that a warp has: whole lines of shared memory."""
+    return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
+  def layouts(self, p:Problem) -> tuple[LongRows, LongRows, SwizzledRows]:
+    """The tiles of Q, of K and of P in shared memory."""
+    units = round_up(p.D, LINE*self.matrix.unit)//self.matrix.unit
+    return LongRows(self.block_m, units), LongRows(self.block_n, units), SwizzledRows(self.block_m, self.block_n//self.matrix.unit)
+  def lds_bytes(self, p:Problem) -> int:
+    q, k, weights = self.layouts(p)
+    return UNIT_BYTES*(q.size + self.stages*k.size + weights.size + self.told(p).units(self.block_m))
+  def __str__(self) -> str:
+    return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
+
+@dataclass(frozen=True)
+class MmaBackwardTile:
+  """How a backward kernel divides the work: a block has `block_m` rows of its own, queries in backward_dq_mma and keys in backward_dkdv_mma, and
+  walks over the others by `block_n`."""
+  matrix: Mma
+  waves: int               # warps of a block, each with its own rows
+  row_tiles: int           # tiles of 16 rows of a warp: they share the operands that it reads
+  block_n: int             # rows of a trip
+  part_n: int              # of them those whose P and dS are computed and used at a time
+  stages: int = 2          # tiles in shared memory
+  keys: bool = False       # its own rows are keys
+  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
+
+  suffix: ClassVar[str] = "_mma"
+
+  @property
+  def block_m(self) -> int: return self.waves*self.row_tiles*self.matrix.M
+  @property
+  def threads(self) -> int: return self.waves*self.matrix.wave
+  @property
+  def pack_gqa(self) -> bool: return False
+  @property
+  def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
+  def layouts(self, p:Problem, rows:int) -> tuple[SwizzledRows, SwizzledRows]:
+    """So many rows in shared memory, of q or k, and of do or v."""
+    of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
+    return of_d, of_dv
+  def numbers(self, p:Problem) -> int:
+    """Units of the numbers of a tile's queries."""
+    return units_of_numbers(p, self.block_n) if self.keys else 0
+  @property
+  def carried(self) -> int:
+    """Queries whose numbers a thread carries."""
+    return ceildiv(self.block_n, self.threads)
+  def stage(self, p:Problem) -> int:
+    """Units of a tile."""
+    return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers(p)
+  def lds_bytes(self, p:Problem) -> int:
+    return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))
+  def __str__(self) -> str:
+    return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"

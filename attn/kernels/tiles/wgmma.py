@@ -1,0 +1,79 @@
+"""The tiles of the kernels on Hopper's wgmma."""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+from attn.chips.matrix import MMA, UNIT_BYTES, Mma
+from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.layouts import SwizzledPanels
+from attn.kernels.tiles.common import units_of_numbers
+from attn.ops import hopper as wgmma
+from attn.problem import Problem
+
+STAGES = 3      # K and V tiles in shared memory, where there are as many
+RING = 3        # of a kernel of gradients
+
+@dataclass(frozen=True)
+class WgmmaTile:
+  """How the kernel divides the work."""
+  groups: int                  # warpgroups of a block, each with 64 queries
+  block_n: int                 # keys of a trip
+  rescale_above: float = 8.0   # accumulators are rescaled when the P of a lane, in one trip, add up to more than this power of two
+
+  kernel: ClassVar[str] = "forward_wgmma"
+
+  pack_gqa: ClassVar[bool] = False
+  @property
+  def waves(self) -> int: return self.groups*4
+  @property
+  def block_m(self) -> int: return self.groups*wgmma.M
+  @property
+  def threads(self) -> int: return self.groups*wgmma.GROUP
+  def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
+    """The tiles of Q, of K and of V in shared memory."""
+    unit = MMA[p.dtype].unit
+    k_units, v_units = (round_up(d, wgmma.K)//unit for d in (p.D, p.Dv))
+    return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
+  def stages(self, p:Problem) -> int:
+    """K and V tiles in shared memory."""
+    return min(STAGES, ceildiv(p.Sk, self.block_n))
+  def lds_bytes(self, p:Problem) -> int:
+    q, k, v = self.layouts(p)
+    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + 1)      # the last one is for the mbarrier
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
+
+@dataclass(frozen=True)
+class WgmmaBackwardTile:
+  """How a backward kernel divides the work: a block has 64 rows of its own for each warpgroup, queries in backward_dq_wgmma and keys in
+  backward_dkdv_wgmma, and walks over the others by `block_n`."""
+  matrix: Mma
+  groups: int              # warpgroups of a block
+  block_n: int             # rows of a trip
+  keys: bool = False       # its own rows are keys
+  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
+
+  suffix: ClassVar[str] = "_wgmma"
+
+  pack_gqa: ClassVar[bool] = False
+  row_tiles: ClassVar[int] = 1
+  @property
+  def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
+  @property
+  def waves(self) -> int: return self.groups*4
+  @property
+  def block_m(self) -> int: return self.groups*wgmma.M
+  @property
+  def threads(self) -> int: return self.groups*wgmma.GROUP
+  def layouts(self, p:Problem, rows:int) -> tuple[SwizzledPanels, SwizzledPanels]:
+    """So many rows in shared memory, of q or k, and of do or v."""
+    of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
+    return of_d, of_dv
+  def stage(self, p:Problem) -> int:
+    """Units of a tile."""
+    return sum(x.size for x in self.layouts(p, self.block_n))
+  def numbers(self, p:Problem) -> int:
+    """Units of the numbers of a tile's queries."""
+    return units_of_numbers(p, self.block_n) if self.keys else 0
+  def lds_bytes(self, p:Problem) -> int:
+    own = sum(x.size for x in self.layouts(p, self.block_m))
+    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers(p)) + 1)      # the last one is for the mbarrier
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"
