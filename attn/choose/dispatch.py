@@ -5,17 +5,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
+from attn.cache import tuned
 from attn.chips import CHIPS, FAMILIES, Chip
 from attn.chips.matrix import MMA
-from attn.cache import tuned
 from attn.choose import splits
 from attn.choose.forced import Forced, forced
-from attn.choose.splits import AnyTile
 from attn.choose.mla_tiles import latent_refuses, mla_mma_tile, mla_tile
-from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
+from attn.choose.splits import AnyTile
 from attn.choose.tiled_tiles import tiled_tile
-from attn.kernels import dual_wave, forward, forward_mma, forward_wgmma, mla, mla_mma, staggered, tiled
+from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
+from attn.kernels import dual_wave, forward_mma, forward_wgmma, mla, mla_mma, staggered, tiled
+from attn.kernels.amd.forward import AmdForward
 from attn.kernels.combine import combine
+from attn.kernels.forward import forward
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.rectangle import beyond_registers, serial_items
 from attn.kernels.parts.tensors import check_range, too_wide
@@ -249,7 +251,7 @@ KERNELS: dict[str, ForwardKernel] = {
   "split_kv": ForwardKernel(never, choose_tile, forward_of, slower=split_slower, divide=into_ranges),
   "dual_wave": ForwardKernel(dual_wave_refuses, dual_wave_tile, dual_wave.dual_wave, no_tiles, dual_wave_slower),
   "staggered": ForwardKernel(staggered_refuses, staggered_tile, staggered.staggered, no_tiles, staggered_slower),
-  "forward": ForwardKernel(amd_refuses, choose_amd_tile, forward.forward, no_tiles, ranges=True, general=True),
+  "forward": ForwardKernel(amd_refuses, choose_amd_tile, forward(AmdForward.of), no_tiles, ranges=True, general=True),
   "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward_wgmma.forward_wgmma, no_wgmma, too_short, ranges=True),
   "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward_mma.forward_mma, no_mma, ranges=True, general=True),
   "mla": ForwardKernel(latent_refuses, mla_tile, mla.mla, no_latent_tiles, ranges=True),

@@ -96,12 +96,12 @@ class BackwardDbias(OwnQueries[DbiasState]):
     return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
   def walk_keys(self, s:DbiasState) -> DbiasState:
-    if self.bias.share.owns_keys: return s.after(self.trip(s, self.bias.key_tile, masked=True))
-    return self.walk(s, self.bias.walked(self.group), masked_first=self.group.p.window[0] >= 0)
+    if self.bias.share.owns_keys: return s.after(self.trips.trip(s, self.bias.key_tile, True, self.work))
+    return self.trips.walk(s, self.bias.walked(self.group), self.work)
 
   def work(self, s:DbiasState, t:UOp, masked:bool) -> UOp:
     """dS of a tile of keys."""
-    k, v = (self.in_lds(s, t, name) for name in self.loaded)
+    k, v = (self.trips.in_lds(s, t, name) for name in self.trips.loaded)
     ds = self.ds(k.rows, v.rows, t, masked, summed_term(self.group.p))
     if self.bias.share.stored_at_once: return UOp.group(*self.stores(t, ds))
     return UOp.group(*store_all(s.acc, [ops.add(s.acc[i].load(), x) for i, x in enumerate(ds)]))

@@ -76,7 +76,7 @@ class BackwardDbiasMma(QueriesByMma):
 
   def one_trip(self, s:BackwardState) -> BackwardState:
     s = s.started(self.copies_of_own(s))
-    if not self.share.owns_keys: return self.walk(s, self.bias.walked(self.warps.group), masked_first=self.p.window[0] >= 0)
+    if not self.share.owns_keys: return self.walk(s, self.bias.walked(self.warps.group))
     s = self.fetch(s, self.bias.key_tile).arrived(0)
     for part in range(self.parts): s = self.work(s, self.bias.key_tile, part, masked=True)
     return s

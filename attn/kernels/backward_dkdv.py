@@ -9,7 +9,7 @@ the same in every run.
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Callable
+from typing import Callable
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import below, round_up
@@ -17,12 +17,12 @@ from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import PASSES, NumbersOfRows, RowNumbers, dp_start, gradients_of, weights_of, where_known
 from attn.kernels.parts.lanes import Lane, fragment_operands
 from attn.kernels.parts.layouts import LdsTile, SharedLayout
-from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_backward, dkdv_arguments
+from attn.kernels.parts.trips import StagedTrips, TripState
 from attn.kernels.parts.workgroup import Workgroup, kv_head_fastest
 from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
 from attn.kernels.tiles.common import numbers_of_queries
@@ -62,10 +62,12 @@ class DkdvState(TripState):
   acc: UOp           # accumulators of what the pass computes: dV^T, dK^T
 
 @dataclass(frozen=True)
-class BackwardDkdv(Pipeline[DkdvState]):
+class BackwardDkdv:
   """One pass of the kernel of one problem, as a thread sees it: what is the same in all trips over the queries of `head`."""
   tile: BackwardTile
-  state: DkdvState
+  new: Allocator
+  statements: Statements
+  state: DkdvState      # at the start
   group: Workgroup
   at: Lane
   k: OwnRows
@@ -118,7 +120,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
   def over_heads(self, s:DkdvState) -> DkdvState:
     """All queries of all heads that share the keys."""
     ratio, group = self.group.walked_heads, self.group
-    def over_queries(one:BackwardDkdv, s:DkdvState) -> DkdvState: return one.walk(s, group.walked, masked_first=group.scores.walk.back >= 0)
+    def over_queries(one:BackwardDkdv, s:DkdvState) -> DkdvState: return one.trips.walk(s, group.walked, one.work)
     if ratio == 1: return over_queries(self, s)
     r = self.new.range(ratio, AxisType.LOOP)
     done = over_queries(replace(self, head=group.first_head + r), s.after(r))
@@ -126,7 +128,7 @@ class BackwardDkdv(Pipeline[DkdvState]):
 
   def work(self, s:DkdvState, t:UOp, masked:bool) -> UOp:
     """The parts of dK and dV that a tile of queries has."""
-    n, (q, do, numbers) = self.tile.block_n//self.tile.matrix.M, (self.in_lds(s, t, name) for name in self.loaded)
+    n, (q, do, numbers) = self.tile.block_n//self.tile.matrix.M, (self.trips.in_lds(s, t, name) for name in self.trips.loaded)
     exponents, minus_delta = numbers.load(self.at)
     left = kept_scores(self.scores, [self.row], t)
     scores = self.products.with_rows(q.rows, n, self.k, t, zeros(self.tile.matrix, 1, n))[0]
@@ -154,8 +156,9 @@ class BackwardDkdv(Pipeline[DkdvState]):
     columns = [(self.at.h*mat.accumulator + i*mat.M, where_known(known, x, factor)) for i, x in enumerate(found)]
     return self.group.gradient(name, self.row, columns)
 
-  @property
-  def loaded(self) -> dict[str, Any]:
+  @functools.cached_property
+  def trips(self) -> StagedTrips[DkdvState]:
     group, head = self.group, self.head
-    return {"q": group.rows("q", head), "do": group.operand_rows("do", head),
-            "numbers": NumbersOfRows(tuple(group.numbers(name, head) for name in numbers_of_queries(group.p)))}
+    numbers = NumbersOfRows(tuple(group.numbers(name, head) for name in numbers_of_queries(group.p)))
+    loaded = {"q": group.rows("q", head), "do": group.operand_rows("do", head), "numbers": numbers}
+    return StagedTrips(self.tile, self.new, self.statements, self.state, loaded)

@@ -53,7 +53,7 @@ class BackwardDkdvMma(MmaBackward, KeysOfWarps[SwizzledRows]):
     """All queries of all heads that share the keys. When a head is done, so is all that was read and copied of it."""
     group = self.warps.group
     def over_queries(one:BackwardDkdvMma, s:BackwardState) -> BackwardState:
-      return one.walk(s, group.walked, masked_first=group.scores.walk.back >= 0).arrived(0)
+      return one.walk(s, group.walked).arrived(0)
     if (ratio := group.walked_heads) == 1: return over_queries(self, s)
     r = group.grid.allocator.range(ratio, AxisType.LOOP)
     return s.after(over_queries(replace(self, head=group.first_head + r), s.after(r)).done.end(r))

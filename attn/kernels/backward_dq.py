@@ -62,7 +62,7 @@ class BackwardDq(OwnQueries[DqState]):
     group, mat, p = self.group, self.tile.matrix, self.group.p
     dq, delta = self.state.dq, self.delta
     s = self.state.after(UOp.group(*store_all(dq, zeros(mat, 1, dq.max_numel())[0])))
-    s = self.walk(s, group.walked, masked_first=p.window[0] >= 0)
+    s = self.trips.walk(s, group.walked, self.work)
     columns = [(self.at.h*mat.accumulator + dt*mat.M, ops.mul(s.dq[dt].load(), p.softmax_scale)) for dt in range(dq.max_numel())]
     number = place_of_row(p, group.sequence, self.row)[0]
     store_delta = flat(group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0) & group.is_first_part)].store(delta)
@@ -71,7 +71,7 @@ class BackwardDq(OwnQueries[DqState]):
 
   def work(self, s:DqState, t:UOp, masked:bool) -> UOp:
     """The part of dQ that a key tile has."""
-    k, v = (self.in_lds(s, t, name) for name in self.loaded)
+    k, v = (self.trips.in_lds(s, t, name) for name in self.trips.loaded)
     ds = self.ds(k.rows, v.rows, t, masked)
     weights = fragment_operands(self.at, [ops.pack(x, self.group.p.dtype) for x in ds])
     dq = self.products.with_columns(k.columns, self.tile.block_n, [weights], [[s.dq[i].load() for i in range(s.dq.max_numel())]])[0]

@@ -31,7 +31,7 @@ class BackwardDqMma(QueriesByMma):
   # ***** the algorithm *****
   def program(self) -> UOp:
     s = self.cleared(self.state)
-    s = self.walk(s.started(self.copies_of_own(s)), self.warps.group.walked, masked_first=self.p.window[0] >= 0)
+    s = self.walk(s.started(self.copies_of_own(s)), self.warps.group.walked)
     return self.dq_kernel("backward_dq_mma", s.acc)
 
   def work(self, s:BackwardState, t:UOp, part:int, masked:bool) -> BackwardState:

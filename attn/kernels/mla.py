@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
+from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.lanes import Lane, operands, sum_over_groups, units_of
 from attn.kernels.parts.layouts import LINE, LdsTile
-from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import LdsColumns, OwnRows, Products, zeros
-from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.shared_rows import RowScalars, Share
 from attn.kernels.parts.softmax import Sums, row_sum
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all
 from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.trips import StagedTrips, TripState
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.common import Told
@@ -51,10 +51,12 @@ class MlaState(TripState):
   told: RowScalars
 
 @dataclass(frozen=True)
-class Mla(Pipeline[MlaState]):
+class Mla:
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
   tile: MlaTile
-  state: MlaState
+  new: Allocator
+  statements: Statements
+  state: MlaState      # at the start
   group: Workgroup
   at: Lane
   sums: Sums
@@ -95,19 +97,19 @@ class Mla(Pipeline[MlaState]):
     return OwnRows(self.at, group.rows("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
-  @property
-  def loaded(self) -> dict[str, GlobalRows]: return {"k": self.group.rows("k")}
+  @functools.cached_property
+  def trips(self) -> StagedTrips[MlaState]: return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": self.group.rows("k")})
 
   # ***** the algorithm *****
   def program(self) -> UOp:
     group, s = self.group, self.state.after(self.start())
-    s = self.walk(s, group.walked, masked_first=group.p.window[0] >= 0)
+    s = self.trips.walk(s, group.walked, self.work)
     return group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(self.totals(s), tile)])
 
   def work(self, s:MlaState, t:UOp, masked:bool) -> UOp:
     """The wave's scores of a tile of keys, their softmax, and its part of O."""
     scores = self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.number(t), masked)
-    return self.add_to_o(self.weigh(s, scores), self.in_lds(s, t, "k").rows)
+    return self.add_to_o(self.weigh(s, scores), self.trips.in_lds(s, t, "k").rows)
 
   def start(self) -> UOp:
     begin = ((self.state.acc, 0.0), (self.state.m, LOWEST), (self.state.l, 0.0))
@@ -117,7 +119,7 @@ class Mla(Pipeline[MlaState]):
   def raw_scores(self, s:MlaState, t:UOp) -> list[UOp]:
     """S^T = K Q^T of the wave's keys and queries: a column of C fragments."""
     tiles = self.share.keys//self.mat.M
-    k = self.in_lds(s, t, "k").rows.from_row(self.share.part*self.share.keys)
+    k = self.trips.in_lds(s, t, "k").rows.from_row(self.share.part*self.share.keys)
     return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
 
   def weigh(self, s:MlaState, scores:list[UOp]) -> MlaState:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import round_up
 from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.shared_rows import RowScalars, Share
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.trips import over_tiles
 from attn.kernels.parts.warps import Warps, sum_over_quad
 from attn.kernels.tiles.common import Told
 from attn.kernels.tiles.mma import MlaMmaTile
@@ -24,7 +24,7 @@ from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, weights_from
 from attn.problem import Problem
 from attn.score.term import Row
-from attn.tinygrad_compat import AxisType, UOp, dtypes
+from attn.tinygrad_compat import UOp, dtypes
 
 # Matrix instructions that add to one sum of a score. The tensor cores cut off what fp32 has no room for, always towards 0: over the 36 that 576
 # columns take it showed in the LSE of peaked rows (1.13 of the limit of an earlier law, on an H200; by a model of it a third as much in sums of 12).
@@ -94,19 +94,12 @@ class MlaMma:
     s = s.store([s.statements.first], *[store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel()) for to, value in begin])
     s = s.started(warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
     for i in range(stages - 1): s = self.fetch(s, keys.begin + i)
-    if self.p.window[0] >= 0: s = self.trips(s, keys.begin, keys.full_begin, masked=True)
-    s = self.trips(s, keys.full_begin, keys.full_end, masked=False)
-    s = self.totals(self.trips(s, keys.full_end, keys.end, masked=True))
+    s = self.totals(over_tiles(s, keys, warps.group.grid.allocator, self.trip))
     return warps.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)], self.tile.lds_bytes(self.p))
-
-  def trips(self, s:MlaMmaState, first:UOp, last:UOp, masked:bool) -> MlaMmaState:
-    if (count := trip_count(last - first)) is None: return s
-    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
-    return s.after(self.trip(s.after(r).arrived(self.tile.stages - 2), first + r, masked).end(r))
 
   def trip(self, s:MlaMmaState, t:UOp, masked:bool) -> UOp:
     """The warp's scores of a tile of keys, their softmax, and its part of O."""
-    s = self.raw_scores(s, t)
+    s = self.raw_scores(s.arrived(self.tile.stages - 2), t)
     raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
     scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.number(t), masked)
     s = self.fetch(s, t + self.tile.stages - 1)      # while the tensor cores work

@@ -1,7 +1,7 @@
 """Flash attention forward for CDNA whose waves take turns: half of them multiply while the others work out weights.
 
-The same algorithm, orientation and way to LDS as forward.py. Eight waves of 32 queries; the second four run one barrier behind the first, so that of
-the two waves on a SIMD one is in the first half of its trip while the other is in the second:
+The steps are those of amd/forward.py, in another order. Eight waves of 32 queries; the second four run one barrier behind the first, so that of the
+two waves on a SIMD one is in the first half of its trip while the other is in the second:
 
   weigh     S(t) -> P(t) on the vector unit; K(t+2) and V(t+1), which came to registers meanwhile, go to LDS, and K(t+3) and V(t+2) start on their way
   multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.parts.attending import Attending, ForwardState
+from attn.kernels.amd.forward import AmdForward, ForwardState
 from attn.kernels.parts.dropout import Kept
-from attn.kernels.parts.pipeline import Pipeline
-from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.statements import store_all, workgroup_barrier
+from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.trips import StagedTrips, over_tiles
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem
@@ -41,22 +40,24 @@ class StaggeredState(ForwardState):
   on_the_way: UOp
 
 @dataclass(frozen=True)
-class Staggered(Pipeline[StaggeredState]):
+class Staggered:
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
   tile: Tile
-  state: StaggeredState
-  common: Attending
+  state: StaggeredState      # at the start
+  common: AmdForward         # what the two halves of a trip are made of
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> Staggered:
-    one = Attending.of(p, arch, tile, args)
+    one = AmdForward.of(p, arch, tile, args)
     x, new = one.state, one.new
     parts = len(x.k.items) + 4*len(x.v.items)
     state = StaggeredState(x.softmax, x.k, x.v, new.registers(one.k_tiles, ops.f32(one.mat.accumulator)), new.registers(parts, ops.u32(4)))
-    return Staggered(tile, new, one.statements, state, one)
+    return Staggered(tile, state, one)
 
   @property
-  def loaded(self) -> dict[str, GlobalRows]: return self.common.loaded
+  def statements(self) -> Statements: return self.common.statements
+  @property
+  def trips(self) -> StagedTrips[ForwardState]: return self.common.trips
 
   # ***** the algorithm *****
   def program(self) -> UOp:
@@ -64,24 +65,17 @@ class Staggered(Pipeline[StaggeredState]):
     apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start(group.scores)
     s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
     s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group falls a barrier behind
-    s = self.walk_over(s)
+    s = over_tiles(s, group.walked, self.common.new, self.trip)
     s = s.after(self.statements.do(amd.barrier_of(1 - second, s.softmax.acc[0].load())))
-    return group.kernel("staggered", [x for qt, row in enumerate(self.common.queries) for x in self.common.outputs(s.softmax, qt, row)])
+    return group.kernel("staggered", self.common.outputs(s.softmax))
 
   def first_tiles(self, s:StaggeredState, begin:UOp) -> StaggeredState:
     """K of the first two tiles and V of the first in LDS, S of the first in registers, the next ones on their way."""
-    rows = self.loaded
+    rows = self.trips.loaded
     stores = [x for name, t in (("k", begin), ("k", begin + 1), ("v", begin))
-              for x in self.in_lds(s, t, name).store(getattr(s, name).fetch(rows[name], t))]
+              for x in self.trips.in_lds(s, t, name).store(getattr(s, name).fetch(rows[name], t))]
     s = s.after(workgroup_barrier(UOp.group(*stores)))
     return s.after(self.load(s, begin), UOp.group(*store_all(s.s, self.common.raw_scores(s, begin)[0])))
-
-  def walk_over(self, s:StaggeredState) -> StaggeredState:
-    """The tiles, those that no mask touches without masks."""
-    tiles = self.common.group.walked
-    if self.common.group.p.window[0] >= 0: s = self.trips(s, tiles.begin, tiles.full_begin, masked=True)
-    s = self.trips(s, tiles.full_begin, tiles.full_end, masked=False)
-    return self.trips(s, tiles.full_end, tiles.end, masked=True)
 
   def trip(self, s:StaggeredState, t:UOp, masked:bool) -> UOp:
     s, first = self.weigh(s, t, masked)
@@ -92,10 +86,10 @@ class Staggered(Pipeline[StaggeredState]):
     """S(t) -> P(t), and what is on its way goes on. V(t) of the first tile of O comes from LDS before the barrier."""
     one = self.common
     raw = [s.s[i].load() for i in range(s.s.max_numel())]
-    softmax = one.weigh(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
+    softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
     stores = self.store(s, t)
     following = self.load(s.after(self.statements.do(amd.sched_barrier(), *stores)), t + 1)
-    first = one.products.column_operands(self.in_lds(s, t, "v").columns, self.tile.block_n, 0)
+    first = one.products.column_operands(self.trips.in_lds(s, t, "v").columns, self.tile.block_n, 0)
     done = self.statements.do(amd.made_here(*[softmax.p[i].load() for i in range(softmax.p.max_numel())]))
     halfway = workgroup_barrier(UOp.group(done, *stores, following, self.statements.do(amd.sched_barrier(*first))))
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
@@ -105,7 +99,7 @@ class Staggered(Pipeline[StaggeredState]):
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
     accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]
-    o_tiles = one.products.with_columns(self.in_lds(s, t, "v").columns, self.tile.block_n, [weights], [accs], first)[0]
+    o_tiles = one.products.with_columns(self.trips.in_lds(s, t, "v").columns, self.tile.block_n, [weights], [accs], first)[0]
     fence = self.statements.do(amd.sched_barrier(o_tiles[min(K_READ_AFTER, len(o_tiles) - 1)]))
     scores = one.raw_scores(s.lds_after(fence), t + 1)[0]
     made = self.statements.do(amd.made_here(*o_tiles, *scores))
@@ -114,10 +108,10 @@ class Staggered(Pipeline[StaggeredState]):
   # ***** the way of tiles *****
   def load(self, s:StaggeredState, t:UOp) -> UOp:
     """K(t+2) and V(t+1) start on their way to registers."""
-    parts = [*s.k.fetch(self.loaded["k"], t + 2), *s.v.fetch(self.loaded["v"], t + 1)]
+    parts = [*s.k.fetch(self.trips.loaded["k"], t + 2), *s.v.fetch(self.trips.loaded["v"], t + 1)]
     return UOp.group(self.statements.do(amd.sched_barrier(*parts)), *[s.on_the_way[i].store(x) for i, x in enumerate(parts)])
 
   def store(self, s:StaggeredState, t:UOp) -> list[UOp]:
     """From there they go to LDS."""
     parts, of_k = [s.on_the_way[i].load() for i in range(s.on_the_way.max_numel())], len(s.k.items)
-    return [*self.in_lds(s, t + 2, "k").store(parts[:of_k]), *self.in_lds(s, t + 1, "v").store(parts[of_k:])]
+    return [*self.trips.in_lds(s, t + 2, "k").store(parts[:of_k]), *self.trips.in_lds(s, t + 1, "v").store(parts[of_k:])]

@@ -11,8 +11,9 @@ import attn
 from attn import flash_attn
 from attn.api import launch
 from attn.chips import get_chip
-from attn.choose.dispatch import choose_tile
-from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma, forward, forward_mma, forward_wgmma
+from attn.choose.dispatch import choose_tile, forward_of
+from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma, forward_mma, forward_wgmma
+from attn.kernels.amd import forward as amd_forward
 from attn.kernels.parts import backward_mma, backward_warps, gradients, own_queries
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.epilogue import finish
@@ -176,15 +177,13 @@ def test_rates_near_the_ends(p:float) -> None:
 
 def unscaled(self:Any, row:Any, m:Any, totals:Any) -> Any: return finish(m, totals, self.scores, None)
 
-def summed_after(self:Any, s:Any, t:Any, masked:bool) -> Any:
-  """`work` by sums of what is left of P."""
+def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> Any:
+  """`weigh` by sums of what is left of P."""
   scores = self.group.scores
-  tiles = [scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, biases = s.softmax.biases(self.dual)
   weights = [kept.numbers(softmax.weights(x, bias, scores.to_log2)) for kept, x, bias in zip(left, tiles, biases, strict=True)]
-  softmax = softmax.correct(weights, tiles, scores.to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
-  return self.add_to_o(softmax, self.in_lds(s, t, "v").columns, left, renewed=not masked)
+  return replace(s, softmax=softmax.correct(weights, tiles, scores.to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do))
 
 def wrong_head(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, [replace(row, head=row.head + 1) for row in rows], tile)
 def wrong_tile(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, rows, tile + 1)
@@ -193,8 +192,8 @@ def whole_delta(delta:Any, p:Problem) -> Any: return scaled_delta(delta, replace
 def as_it_was(self:Any, x:Any, first:int=0) -> Any: return x
 
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
-  "O without 1/(1 - p)": ("o", Workgroup, "normalised", unscaled), "sums of what is left": ("o", forward.Forward, "work", summed_after),
-  "O by another head's mask": ("o", forward, "kept_scores", wrong_head), "O of all P": ("o", Kept, "packed", as_it_was),
+  "O without 1/(1 - p)": ("o", Workgroup, "normalised", unscaled), "sums of what is left": ("o", amd_forward.AmdForward, "weigh", summed_after),
+  "O by another head's mask": ("o", amd_forward, "kept_scores", wrong_head), "O of all P": ("o", Kept, "packed", as_it_was),
   "dQ by another tile's mask": ("dq", own_queries, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "numbers", as_it_was),
   "dQ without 1/(1 - p)": ("dq", Exponent, "of", staticmethod(plain_exponent)),
   "dQ with too much delta": ("dq", own_queries, "scaled_delta", whole_delta),
@@ -245,7 +244,7 @@ def test_comparisons_stay_packed(arch:str) -> None:
   p, chip = problem(Sq=256, Sk=256, D=64, lse=False, **with_seed()), get_chip(arch)
   shapes = arguments(p).values()
   given = [UOp.placeholder(shape, dtypes.uint if dtype == "uint32" else FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes)]
-  text = assembly(render(forward.forward(p, chip, choose_tile(p, chip))(*given), arch), arch)
+  text = assembly(render(forward_of(p, chip, choose_tile(p, chip))(*given), arch), arch)
   assert text.count("v_pk_min_u16") == text.count("v_pk_sub_u16") and text.count("v_pk_min_u16") % 4 == 0 < text.count("v_pk_min_u16")
   assert not re.search(r"v_cmp_\w+_u16", text)
 

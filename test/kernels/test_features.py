@@ -14,7 +14,6 @@ from attn.emulator.device import EmulatedCUDARenderer, EmulatedHIPRenderer
 from attn.emulator.machine import Frame
 from attn.emulator.memory import Allocation, View
 from attn.emulator.plan import Plan
-from attn.kernels.forward import forward
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
@@ -298,7 +297,7 @@ COMPILED: dict[str, dict[str, Any]] = {   # heads enough for the largest tile
 def test_no_spills(arch:str, option:str, D:int) -> None:
   p = problem(H=512, Sq=512, D=D, **COMPILED[option])
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  text = clang.assembly(render(forward(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
+  text = clang.assembly(render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
   assert text.count("v_readfirstlane") < 10, "loads that loop over the values of their descriptor"
 
@@ -307,7 +306,7 @@ def test_no_spills(arch:str, option:str, D:int) -> None:
 def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
   p = problem(H=512, Sq=512, D=256, dtype="bfloat16", window=window)
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  text = clang.assembly(render(forward(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
+  text = clang.assembly(render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
 
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
@@ -316,7 +315,7 @@ def test_output_type_compiles(dtype:str, out:str) -> None:
   p = problem(Sq=40, dtype=dtype, out_dtype=out)
   for arch in ARCHS:
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(arguments(p).values())]
-    assert "s_endpgm" in clang.assembly(render(forward(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
+    assert "s_endpgm" in clang.assembly(render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
 
 # ***** refusals *****
 
@@ -348,11 +347,11 @@ def test_refuses(options:dict[str, Any], text:str) -> None:
 
 def test_refuses_unresolved_splits() -> None:
   p, arch = problem(num_splits=0), get_chip("gfx942")
-  with pytest.raises(ValueError, match="num_splits=0"): forward(p, arch, choose_tile(p, arch))
+  with pytest.raises(ValueError, match="num_splits=0"): forward_of(p, arch, choose_tile(p, arch))
 
 def test_refuses_what_a_descriptor_cannot_address() -> None:
   p, arch = replace(problem(), Sk=2**23, bias=(False, False, True, True)), get_chip("gfx942")
-  with pytest.raises(NotImplementedError, match="bias: 64 queries"): forward(p, arch, choose_tile(p, arch))
+  with pytest.raises(NotImplementedError, match="bias: 64 queries"): forward_of(p, arch, choose_tile(p, arch))
 
 # ***** anything *****
 

@@ -9,11 +9,10 @@ import attn
 from attn.accuracy import judge
 from attn.api.launch import kernels
 from attn.chips import get_chip
-from attn.choose.dispatch import Choice, Work, choose_tile
+from attn.choose.dispatch import Choice, Work, choose_tile, forward_of
 from attn.choose.splits import key_tiles, resolve, split_heuristic
 from attn.compilers import clang
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.forward import forward
 from attn.kernels.parts.tensors import arguments
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
@@ -180,7 +179,7 @@ def test_no_spills(arch:str, dtype:str, D:int) -> None:
   """Of the split kernel for decoding, and of the merge."""
   p = problem(B=2, H=16, Hkv=2, Sq=1, Sk=4096, D=D, dtype=dtype, causal=True, num_splits=16, extras=dict(kv_lengths=ints(1, 1)))
   a = get_chip(arch)
-  for kernel, names in ((forward(p, a, choose_tile(p, a)), arguments(p)), (combine(p, a, 16), combine_arguments(p))):
+  for kernel, names in ((forward_of(p, a, choose_tile(p, a)), arguments(p)), (combine(p, a, 16), combine_arguments(p))):
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(names.values())]
     text = clang.assembly(render(kernel(*tensors), arch), arch)
     assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text

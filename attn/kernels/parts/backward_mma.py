@@ -11,19 +11,20 @@ import itertools
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.backward_warps import QueriesOfWarps, WarpsBackward
-from attn.kernels.parts.blocks import Blocks, trip_count
+from attn.kernels.parts.blocks import Blocks
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import dp_start, gradients_of, weights_of_rows
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.trips import over_tiles
 from attn.kernels.parts.warps import Warps
 from attn.kernels.tiles.common import numbers_of_queries
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.ops import common as ops, nvidia as nv
 from attn.score.term import ScoreTerm
-from attn.tinygrad_compat import AxisType, UOp, dtypes
+from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class BackwardState(CopyGroups):
@@ -77,23 +78,15 @@ class MmaBackward(WarpsBackward[SwizzledRows]):
   def cleared(self, s:BackwardState) -> BackwardState:
     return s.store([s.statements.first], store_all(s.acc, [nv.zero(UOp.const(0.0, dtypes.float))]*s.acc.max_numel()))
 
-  def walk(self, s:BackwardState, tiles:Blocks, masked_first:bool) -> BackwardState:
-    """Over the tiles, those that no mask touches without masks. `masked_first`: there may be some before these."""
+  def walk(self, s:BackwardState, tiles:Blocks) -> BackwardState:
     for i in range(self.tile.stages - 1): s = self.settle(self.fetch(s, tiles.begin + i), tiles.begin + i)
-    if masked_first: s = self.trips(s, tiles.begin, tiles.full_begin, masked=True)
-    s = self.trips(s, tiles.full_begin, tiles.full_end, masked=False)
-    return self.trips(s, tiles.full_end, tiles.end, masked=True)
+    return over_tiles(s, tiles, self.warps.group.grid.allocator, self.trip)
 
-  def trips(self, s:BackwardState, first:UOp, last:UOp, masked:bool) -> BackwardState:
-    if (count := trip_count(last - first)) is None: return s
-    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
-    return s.after(self.trip(s.after(r).arrived(self.tile.stages - 2), first + r, masked).done.end(r))
-
-  def trip(self, s:BackwardState, t:UOp, masked:bool) -> BackwardState:
+  def trip(self, s:BackwardState, t:UOp, masked:bool) -> UOp:
     ahead = t + self.tile.stages - 1
-    s = self.fetch(s, ahead)
+    s = self.fetch(s.arrived(self.tile.stages - 2), ahead)
     for part in range(self.parts): s = self.work(s, t, part, masked)
-    return self.settle(s, ahead)
+    return self.settle(s, ahead).done
 
   # ***** products *****
   def with_rows(self, s:BackwardState, own:SwizzledRows, tile:SwizzledRows, part:int, start:list[list[UOp]]) -> list[list[UOp]]:

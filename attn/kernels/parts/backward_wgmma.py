@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Self
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.backward_warps import WarpsBackward
-from attn.kernels.parts.blocks import Blocks, trip_count
+from attn.kernels.parts.blocks import Blocks
 from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.gradients import Weights, gradients_of
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
 from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.trips import over_tiles
 from attn.kernels.parts.warps import Warps
 from attn.kernels.tiles.wgmma import RING, WgmmaBackwardTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
@@ -115,18 +116,12 @@ class WgmmaBackward(WarpsBackward[SwizzledPanels]):
     raise NotImplementedError
 
   def walk(self, s:WgmmaBackwardState, turn:UOp|int) -> WgmmaBackwardState:
-    """Over the tiles of a head, those that no mask touches without masks."""
-    tiles = self.walked
-    if self.warps.group.scores.walk.back >= 0: s = self.trips(s, turn, tiles.begin, tiles.full_begin, masked=True)
-    s = self.trips(s, turn, tiles.full_begin, tiles.full_end, masked=False)
-    return self.trips(s, turn, tiles.full_end, tiles.end, masked=True)
-
-  def trips(self, s:WgmmaBackwardState, turn:UOp|int, first:UOp, last:UOp, masked:bool) -> WgmmaBackwardState:
-    if (count := trip_count(last - first)) is None: return s
-    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
-    trip, s = self.trip_of(first + r, turn), s.after(r)
-    s = s.do(wgmma.arrived(s.arrivals, trip.index, s.done))
-    return s.after(self.work(s, trip, masked).done.end(r))
+    """Goes over the tiles of a head."""
+    def trip(s:WgmmaBackwardState, t:UOp, masked:bool) -> UOp:
+      trip = self.trip_of(t, turn)
+      s = s.do(wgmma.arrived(s.arrivals, trip.index, s.done))
+      return self.work(s, trip, masked).done
+    return over_tiles(s, self.walked, self.warps.group.grid.allocator, trip)
 
   # ***** products *****
   def start(self, s:WgmmaBackwardState, acc:UOp, own:str, walked:str, trip:Trip) -> WgmmaBackwardState:

@@ -117,7 +117,7 @@ class BiasPart:
     ones."""
     if self.one_trip or not self.share.uneven: return group.walked
     none = UOp.const(0)
-    return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)))
+    return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)), False)
 
   # ***** the stores *****
   def row_start(self, row:Row) -> UOp:

@@ -102,11 +102,13 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """Tiles `begin`..`end` of what is walked over, of which no mask touches `full_begin`..`full_end`."""
+  """Tiles `begin`..`end` of what is walked over, of which no mask touches `full_begin`..`full_end`. `masked_first`: masks may touch some
+  before these."""
   begin: UOp
   full_begin: UOp
   full_end: UOp
   end: UOp
+  masked_first: bool
 
   def share(self, index:UOp, of:int) -> Blocks:
     """The `index`-th of `of` parts, in tiles as equal as can be; the last ones may be empty."""
@@ -118,7 +120,8 @@ class Blocks:
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
-    return Blocks(first, self.full_begin.maximum(first).minimum(last), self.full_end.maximum(first).minimum(last), last)
+    full_begin, full_end = (x.maximum(first).minimum(last) for x in (self.full_begin, self.full_end))
+    return Blocks(first, full_begin, full_end, last, self.masked_first)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
   """The tiles that rows `first`..`last` see."""
@@ -132,4 +135,4 @@ def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
   full_begin = begin if back < 0 else ((of_last - back).maximum(0) + block_n - 1)//block_n
   full_end = rows//block_n if ahead < 0 else (of_first + ahead + 1).maximum(0).minimum(there)//block_n
   full_begin = full_begin.minimum(end)
-  return Blocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end)
+  return Blocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end, back >= 0)

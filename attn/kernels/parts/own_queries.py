@@ -2,15 +2,16 @@
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
+from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.gradients import Exponent, dp_start, exponent_of, gradients_of, scaled_delta, weights_of
 from attn.kernels.parts.lanes import Lane
 from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import OwnRows, Products, zeros
-from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.staging import StagedTile
+from attn.kernels.parts.statements import Statements
+from attn.kernels.parts.trips import StagedTrips, TripState
 from attn.kernels.parts.workgroup import Workgroup
 from attn.kernels.tiles.amd import BackwardTile
 from attn.ops import common as ops
@@ -26,10 +27,12 @@ class KeysState(TripState):
 KS = TypeVar("KS", bound=KeysState)
 
 @dataclass(frozen=True)
-class OwnQueries(Pipeline[KS]):
+class OwnQueries(Generic[KS]):
   """A kernel whose lanes are queries and that walks over keys, as a thread sees it."""
   tile: BackwardTile
-  state: KS
+  new: Allocator
+  statements: Statements
+  state: KS      # at the start
   group: Workgroup
   at: Lane
   q: OwnRows
@@ -39,8 +42,9 @@ class OwnQueries(Pipeline[KS]):
   def row(self) -> Row: return self.group.row(self.q.in_block[0])
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
-  @property
-  def loaded(self) -> dict[str, GlobalRows]: return {name: self.group.rows(name) for name in ("k", "v")}
+  @functools.cached_property
+  def trips(self) -> StagedTrips[KS]:
+    return StagedTrips(self.tile, self.new, self.statements, self.state, {name: self.group.rows(name) for name in ("k", "v")})
 
   # ***** what a query has *****
   @functools.cached_property

@@ -1,22 +1,27 @@
-"""What the forward kernels with AMD's matrix instructions have in common: a lane's query, the tiles in LDS, and the steps of the work on a tile."""
+"""The steps of forward by AMD's matrix instructions.
+
+They compute S^T = K Q^T and O^T = V^T P^T: a query is a lane, see attn/chips/matrix.py. K and V tiles come through registers to LDS, V transposed on
+the way; by default the loads of the next tile start before this one's matrix work.
+"""
 from __future__ import annotations
 import functools
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import Matrix, contraction
+from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.lanes import Lane, units_of
 from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.pipeline import Pipeline, TripState
 from attn.kernels.parts.products import FENCE_UNITS, OwnRows, Products, zeros
-from attn.kernels.parts.rows import GlobalRows
 from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.staging import StagedTile
-from attn.kernels.parts.statements import Statements
+from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.trips import StagedTrips, TripState
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.kernels.tiles.amd import Tile
-from attn.ops import common as ops
+from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
@@ -31,19 +36,22 @@ class ForwardState(TripState):
   v: StagedTile
 
 @dataclass(frozen=True)
-class Attending(Pipeline[ForwardState]):
+class AmdForward:
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
   tile: Tile
-  state: ForwardState
+  new: Allocator
+  statements: Statements
+  state: ForwardState      # at the start
   group: Workgroup
   at: Lane
   sums: Sums
   dual: bool         # the chip issues two vector instructions at once
   apart: bool        # fp32 operations are not packed, for which the matrix unit of CDNA stands still
   q_lds: LdsTile
+  parts = (None,)    # a tile's keys are not divided
 
-  @classmethod
-  def of(cls, p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> Self:
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> AmdForward:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
     at, new, layouts = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
     k_lds, v_lds, q_lds = (LdsTile.of(new, x, n) for x, n in zip((layouts[1], layouts[2], layouts[0]), (tile.buffers, tile.buffers, 1)))
@@ -53,7 +61,7 @@ class Attending(Pipeline[ForwardState]):
     softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, sums, new)
     group = Workgroup.of(p, arch, tile, args, grid, at)
     apart = p.dtype in arch.unit.apart and max(p.D, p.Dv) <= APART_UP_TO
-    return cls(tile, new, statements, ForwardState(softmax, k, v), group, at, sums, arch.unit.dual_issue, apart, q_lds)
+    return AmdForward(tile, new, statements, ForwardState(softmax, k, v), group, at, sums, arch.unit.dual_issue, apart, q_lds)
 
   # ***** sizes *****
   @property
@@ -77,25 +85,55 @@ class Attending(Pipeline[ForwardState]):
   @property
   def products(self) -> Products: return Products(self.at, FENCE_UNITS if self.tile.fenced else 0, self.statements)
 
-  def outputs(self, softmax:Softmax, qt:int, row:Row) -> list[UOp]:
-    """O = O^T / l, LSE = m + ln l."""
-    mat = self.mat
-    factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.totals(qt, mat))
-    o = [(self.at.h*mat.accumulator + dt*mat.M, ops.mul(softmax.acc[qt*self.d_tiles + dt].load(), factor)) for dt in range(self.d_tiles)]
-    return self.group.outputs(row, o, log_sum)
+  @functools.cached_property
+  def trips(self) -> StagedTrips[ForwardState]:
+    return StagedTrips(self.tile, self.new, self.statements, self.state, {name: self.group.rows(name) for name in ("k", "v")})
 
-  @property
-  def loaded(self) -> dict[str, GlobalRows]: return {name: self.group.rows(name) for name in ("k", "v")}
+  # ***** the steps *****
+  def begin(self) -> ForwardState:
+    return self.state.after(self.state.softmax.start(self.group.scores), *[self.statements.do(amd.fp32_apart())]*self.apart)
 
-  # ***** one trip *****
+  def walk(self, s:ForwardState, work:Callable[[ForwardState, UOp, bool], UOp]) -> ForwardState:
+    return self.trips.walk(s, self.group.walked, work)
+
+  def scores(self, s:ForwardState, t:UOp, masked:bool) -> tuple[ForwardState, list[list[UOp]]]:
+    """S^T of a tile of keys: for each query tile a column of C fragments."""
+    return s, [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
+
+  def weigh(self, s:ForwardState, scores:list[list[UOp]], t:UOp, part:None, masked:bool) -> ForwardState:
+    return replace(s, softmax=self.weighed(s.softmax, scores))
+
+  def add_to_o(self, s:ForwardState, t:UOp, part:None, masked:bool) -> UOp:
+    """O^T += V^T P^T, of the P that dropout keeps."""
+    q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # in masked trips renewed lanes would take registers
+    left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
+    weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
+    accs = [[softmax.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)] for qt in q_tiles]
+    v_tile = self.trips.in_lds(s, t, "v").columns
+    o_tiles = [acc for column in self.products.with_columns(v_tile, self.tile.block_n, weights, accs) for acc in column]
+    return UOp.group(self.statements.do(amd.made_here(*o_tiles)), *store_all(softmax.acc, o_tiles))
+
+  def kernel(self, s:ForwardState) -> UOp:
+    return self.group.kernel("forward", self.outputs(s.softmax))
+
+  # ***** what they are made of *****
   def raw_scores(self, s:ForwardState, t:UOp) -> list[list[UOp]]:
     """S^T = K Q^T of a key tile: for each query tile a column of C fragments."""
-    k_tile = self.in_lds(s, t, "k").rows
+    k_tile = self.trips.in_lds(s, t, "k").rows
     return self.products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
-  def weigh(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
+  def weighed(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
     """P of a key tile, relative to a reference that it does not outgrow."""
     to_log2 = self.group.scores.to_log2
     softmax, biases = softmax.biases(self.dual)
     weights = [softmax.weights(x, bias, to_log2) for x, bias in zip(tiles, biases, strict=True)]
     return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
+
+  def outputs(self, softmax:Softmax) -> list[UOp]:
+    """The stores of O = O^T / l and LSE = m + ln l."""
+    mat, stores = self.mat, list[UOp]()
+    for qt, row in enumerate(self.queries):
+      factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.totals(qt, mat))
+      o = [(self.at.h*mat.accumulator + dt*mat.M, ops.mul(softmax.acc[qt*self.d_tiles + dt].load(), factor)) for dt in range(self.d_tiles)]
+      stores += self.group.outputs(row, o, log_sum)
+    return stores

@@ -1,0 +1,1 @@
+"""The steps of the kernels by AMD's matrix instructions, MFMA and WMMA."""
