@@ -40,9 +40,9 @@ def test_no_module_only_forwards() -> None:
 # What measures, predicts, draws and searches, and the references, stands before what computes attention: each room may import from those after it. A
 # room may be one module, and `__main__` of a package is a room of its own.
 TOOLS = ("isa.__main__", "pictures.__main__", "tune", "measure", "search", "isa.timing", "isa", "pictures", "accuracy", "reference", "extras")
-COMPUTES = ("__init__", "flash_attn", "api", "parallel", "calls", "choose", "compilers", "cache", "kernels", "kernels.amd", "kernels.parts",
-            "kernels.tiles", "kernels.parts.layouts", "kernels.parts.allocator", "kernels.parts.counts", "score", "emulator", "ops", "chips",
-            "problem", "values", "tinygrad_compat")
+COMPUTES = ("__init__", "flash_attn", "api", "parallel", "calls", "choose", "compilers", "cache", "kernels", "kernels.amd", "kernels.mma",
+            "kernels.wgmma", "kernels.plain", "kernels.parts", "kernels.tiles", "kernels.parts.layouts", "kernels.parts.allocator",
+            "kernels.parts.counts", "score", "emulator", "ops", "chips", "problem", "values", "tinygrad_compat")
 ROOMS = TOOLS + COMPUTES
 
 def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

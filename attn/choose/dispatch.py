@@ -14,15 +14,20 @@ from attn.choose.mla_tiles import latent_refuses, mla_mma_tile, mla_tile
 from attn.choose.splits import AnyTile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
-from attn.kernels import dual_wave, forward_mma, forward_wgmma, mla, mla_mma, staggered, tiled
+from attn.kernels import dual_wave, staggered
 from attn.kernels.amd.forward import AmdForward
+from attn.kernels.amd.latent import AmdLatent
 from attn.kernels.combine import combine
 from attn.kernels.forward import forward
+from attn.kernels.mma.forward import MmaForward
+from attn.kernels.mma.latent import MmaLatent
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.rectangle import beyond_registers, serial_items
+from attn.kernels.parts.rectangle import beyond_registers, for_rectangles, serial_items
 from attn.kernels.parts.tensors import check_range, too_wide
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.wgmma import WgmmaTile
+from attn.kernels.plain.forward import PlainForward
+from attn.kernels.wgmma.forward import WgmmaForward
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
 from attn.tinygrad_compat import UOp
@@ -252,11 +257,11 @@ KERNELS: dict[str, ForwardKernel] = {
   "dual_wave": ForwardKernel(dual_wave_refuses, dual_wave_tile, dual_wave.dual_wave, no_tiles, dual_wave_slower),
   "staggered": ForwardKernel(staggered_refuses, staggered_tile, staggered.staggered, no_tiles, staggered_slower),
   "forward": ForwardKernel(amd_refuses, choose_amd_tile, forward(AmdForward.of), no_tiles, ranges=True, general=True),
-  "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward_wgmma.forward_wgmma, no_wgmma, too_short, ranges=True),
-  "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward_mma.forward_mma, no_mma, ranges=True, general=True),
-  "mla": ForwardKernel(latent_refuses, mla_tile, mla.mla, no_latent_tiles, ranges=True),
-  "mla_mma": ForwardKernel(latent_refuses, mla_mma_tile, mla_mma.mla_mma, no_mma, ranges=True),
-  "tiled": ForwardKernel(tiled_refuses, tiled_tile, tiled.tiled, divide=over_threads),
+  "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward(WgmmaForward.of), no_wgmma, too_short, ranges=True),
+  "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward(MmaForward.of), no_mma, ranges=True, general=True),
+  "mla": ForwardKernel(latent_refuses, mla_tile, forward(AmdLatent.of), no_latent_tiles, ranges=True),
+  "mla_mma": ForwardKernel(latent_refuses, mla_mma_tile, forward(MmaLatent.of), no_mma, ranges=True),
+  "tiled": ForwardKernel(tiled_refuses, tiled_tile, for_rectangles(forward(PlainForward.of)), divide=over_threads),
   "three_pass": ForwardKernel(never, never, None, divide=by_tensors)}
 
 NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)}, and tiled also OpenCL, Metal and a CPU"

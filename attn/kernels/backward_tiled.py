@@ -84,7 +84,7 @@ class TiledBackward(Rectangle):
   @property
   def walked(self) -> tuple[str, str]: return OF_QUERIES if self.keys else OF_KEYS
   @property
-  def scores(self) -> Scores: return super().scores.of_head(self.head) if self.keys else super().scores
+  def part_scores(self) -> Scores: return super().part_scores.of_head(self.head) if self.keys else super().part_scores
   def rows(self, tensor:str) -> GlobalRows: return self.group.rows(tensor, self.head if self.keys and tensor in OF_QUERIES else None)
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
     """dO as the textbook has it, rounded to the inputs' dtype."""
@@ -149,13 +149,13 @@ class TiledBackward(Rectangle):
 
   def weights(self, found:list[list[list[UOp]]], t:UOp) -> dict[str, list[list[UOp]]]:
     """P, where it is wanted, and dS, of S and dP: for each own row vectors of what is walked over."""
-    firsts = [t*self.scores.block_n + self.own_row(i) for i in range(0, self.tile.walked, QUAD)]
-    left = [x for j in self.quads for x in kept_here(self.scores, self.own_rows[j*QUAD:(j + 1)*QUAD], firsts)]
+    firsts = [t*self.part_scores.block_n + self.own_row(i) for i in range(0, self.tile.walked, QUAD)]
+    left = [x for j in self.quads for x in kept_here(self.part_scores, self.own_rows[j*QUAD:(j + 1)*QUAD], firsts)]
     weights: dict[str, list[list[UOp]]] = {"p": [], "ds": []}
     of_walked = self.numbers_of_walked(firsts) if self.keys else None
     for i, (row, s, dp, kept) in enumerate(zip(self.own_rows, *found, left)):
       exponents, minus_delta = of_walked or self.numbers_of_own(i, len(firsts))
-      p = exact_weights(self.scores, s, exponents, row, t, self.masked)
+      p = exact_weights(self.part_scores, s, exponents, row, t, self.masked)
       if not kept.words: dp = [ops.add(x, y) for x, y in zip(dp, minus_delta)]
       weights["p"].append(kept.numbers(p.p))
       weights["ds"].append(gradients_of(p, dp, kept, minus_delta))

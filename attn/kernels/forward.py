@@ -25,21 +25,22 @@ class ForwardUnit(Protocol[State]):
     """Goes over the tiles of keys that the queries see, and does `work(state, tile, masked)` on each when it is there. It returns what the trip ends
     with. Tiles that no mask touches come with masked=False."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
-    """S = Q K^T of tile t, under way or done; as terms and masks leave it, if it is done."""
-  def weigh(self, s:State, scores:Any, t:UOp, part:Any, masked:bool) -> State:
-    """P = exp(S - m) of a part, and l += sum(P). Where S has outgrown m, m rises, and O and l shrink accordingly."""
-  def add_to_o(self, s:State, t:UOp, part:Any, masked:bool) -> UOp:
-    """O += P V of a part."""
+    """S = Q K^T of tile t, as terms and masks leave it; None where the state has it, under way perhaps."""
+  def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
+    """P = exp(S - m) of a part, of what `scores` returned; None where the state has it. l += sum(P). Where S has outgrown m, m rises, and O and l
+    shrink accordingly."""
+  def add_to_o(self, s:State, p:Any, t:UOp, part:Any, masked:bool) -> UOp:
+    """O += P V of a part, of what `weigh` returned."""
   def kernel(self, s:State) -> UOp:
     """O = O / l and lse = m + log(l), and their stores."""
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:
   """The algorithm."""
   def work(s:Any, t:UOp, masked:bool) -> UOp:
-    s, scores = unit.scores(s, t, masked)                # S = Q K^T
+    s, x = unit.scores(s, t, masked)                     # S = Q K^T
     for part in unit.parts:
-      s = unit.weigh(s, scores, t, part, masked)         # P = exp(S - m), l += sum(P)
-      done = unit.add_to_o(s, t, part, masked)           # O += P V
+      s, p = unit.weigh(s, x, t, part, masked)           # P = exp(S - m), l += sum(P)
+      done = unit.add_to_o(s, p, t, part, masked)        # O += P V
       s = s.after(done)
     return done
   return unit.kernel(unit.walk(unit.begin(), work))      # O / l, m + log(l)

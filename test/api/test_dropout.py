@@ -12,14 +12,16 @@ from attn import flash_attn
 from attn.api import launch
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile, forward_of
-from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma, forward_mma, forward_wgmma
+from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma
 from attn.kernels.amd import forward as amd_forward
+from attn.kernels.mma import forward as mma_forward
 from attn.kernels.parts import backward_mma, backward_warps, gradients, own_queries
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.epilogue import finish
 from attn.kernels.parts.gradients import Exponent, scaled_delta
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.wgmma import forward as wgmma_forward
 from attn.ops.dropout import philox
 from attn.ops.interpret_numpy import Numbers
 from attn.ops.renderers import render
@@ -183,7 +185,8 @@ def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> An
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, biases = s.softmax.biases(self.dual)
   weights = [kept.numbers(softmax.weights(x, bias, scores.to_log2)) for kept, x, bias in zip(left, tiles, biases, strict=True)]
-  return replace(s, softmax=softmax.correct(weights, tiles, scores.to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do))
+  softmax = softmax.correct(weights, tiles, scores.to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
+  return replace(s, softmax=softmax), None
 
 def wrong_head(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, [replace(row, head=row.head + 1) for row in rows], tile)
 def wrong_tile(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, rows, tile + 1)
@@ -213,7 +216,7 @@ ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "dK and dV by another head's mask": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "kept_scores", wrong_head),
   "dK with too much delta": ("dkdv", (gradients, backward_dkdv_wgmma), "scaled_delta", whole_delta),
   "dQ with too much delta": ("dq", (backward_warps,), "scaled_delta", whole_delta),
-  "O by another head's mask": ("o", (forward_mma, forward_wgmma), "kept_scores", wrong_head), "O of all P": ("o", (Kept,), "packed", as_it_was),
+  "O by another head's mask": ("o", (mma_forward, wgmma_forward), "kept_scores", wrong_head), "O of all P": ("o", (Kept,), "packed", as_it_was),
   "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
 
 @pytest.mark.parametrize("fault, arch", [pytest.param(fault, arch, marks=pytest.mark.thorough if fault.startswith("O ") and (i + k) % 2 else ())

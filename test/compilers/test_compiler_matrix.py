@@ -14,7 +14,7 @@ from attn.calls.views import whole_places
 from attn.chips import MODELLED, SEARCHED, get_chip
 from attn.choose.backward import choose_bias_tile, dkdv_of, dq_of, kernel_tiles
 from attn.choose.backward_tiles import AnyBackwardTile
-from attn.choose.dispatch import KERNELS, choose, choose_tile
+from attn.choose.dispatch import KERNELS, choose, choose_tile, forward_of
 from attn.search.forward import ENOUGH, waves_of
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import Toolchain, assembly
@@ -27,7 +27,6 @@ from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, proble
 from attn.kernels.append import Append, append
 from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.mla import mla
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
 from attn.ops import renderers
@@ -178,7 +177,7 @@ def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instr
   p = problem(**OPTIONS["latent, few rows"])
   tile = choose(p, replace(get_chip(arch), llvm=llvm)).work.tile
   assert isinstance(tile, MlaTile)
-  text = assembly(text_of(mla(p, get_chip(arch), tile), arguments(p), arch), arch, tools=compilers[llvm])
+  text = assembly(text_of(forward_of(p, get_chip(arch), tile), arguments(p), arch), arch, tools=compilers[llvm])
   assert any(f": {instruction}" in x for x in findings(text, arch))
 
 # ***** what they make of plain kernels *****

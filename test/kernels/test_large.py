@@ -17,7 +17,6 @@ from attn.kernels.append import Append, append
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.merge import RowRange, merge, part_size
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
-from attn.kernels.tiled import tiled
 from attn.ops.renderers import printer_of
 from attn.problem import DealtRows, Pages, Problem, Strided
 from attn.tinygrad_compat import Ops, UOp, dtypes, lower
@@ -134,7 +133,7 @@ def of_bias(p:Problem, chip:Chip) -> Iterator[Program]:
   yield dbias_arguments(p), dbias_of(p, chip, tile)
   yield dkdv_arguments(p), dkdv_of(p, chip, tiles_of(p, chip)[1])
 def plain(p:Problem, chip:Chip) -> Iterator[Program]:
-  yield arguments(p), tiled(p, chip, tiled_tile(p, chip))
+  yield arguments(p), forward_of(p, chip, tiled_tile(p, chip))
 def plain_gradients(p:Problem, chip:Chip) -> Iterator[Program]:
   dq, dkdv = (tiled_backward_tile(p, chip, keys) for keys in (False, True))
   yield dq_arguments(p), dq_of(p, chip, dq)

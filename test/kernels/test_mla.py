@@ -17,9 +17,10 @@ from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.matrix import Layout
 from attn.emulator.plan import Plan
-from attn.kernels import mla, mla_mma
-from attn.kernels.mla import Mla
-from attn.kernels.mla_mma import MlaMma
+from attn.kernels.amd import latent as amd_latent
+from attn.kernels.amd.latent import AmdLatent
+from attn.kernels.mma import latent as mma_latent
+from attn.kernels.mma.latent import MmaLatent
 from attn.kernels.parts.products import LdsColumns
 from attn.kernels.parts.scores import Scores
 from attn.kernels.tiles.amd import MlaTile
@@ -109,11 +110,11 @@ def sums_cut_off(m:pytest.MonkeyPatch) -> None:
   wrong(m, Layout, "add_matrices", cut)
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("added_up", (mla_mma.ADDED_UP, 36))
+@pytest.mark.parametrize("added_up", (mma_latent.ADDED_UP, 36))
 def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch, added_up:int) -> None:
   """The LSE of peaked rows holds, but would not if all of a row's products went to one sum."""
   sums_cut_off(monkeypatch)
-  monkeypatch.setattr(mla_mma, "ADDED_UP", added_up)
+  monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
   with contextlib.nullcontext() if added_up < 36 else pytest.raises(AssertionError, match="lse: "):
     check_mla("sm_80", lambda p: KINDS["q times 8"](p, 1), H=128, Sk=500, D=576)
 
@@ -123,23 +124,23 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def first_columns_only(m:pytest.MonkeyPatch) -> None:
   """Every wave reads the columns of V that the first one has."""
-  m.setattr(mla, "LdsColumns", lambda tile, mat, first: LdsColumns(tile, mat, UOp.const(0)))
-  wrong(m, MlaMma, "v_rows", lambda rows: lambda self, t, line: self.k_rows(t))
+  m.setattr(amd_latent, "LdsColumns", lambda tile, mat, first: LdsColumns(tile, mat, UOp.const(0)))
+  wrong(m, MmaLatent, "v_rows", lambda rows: lambda self, t, line: self.k_rows(t))
 def weights_of_another_wave(m:pytest.MonkeyPatch) -> None:
   """P goes to the rows of the next tile of queries."""
   def of_next(x:Any) -> Any:
     wave, tiles = x.share.wave, x.share.row_tiles
     return replace(x, share=replace(x.share, wave=wave//tiles*tiles + (wave + 1)%tiles))
   def elsewhere(put:Any) -> Any: return lambda self, *x: put(of_next(self), *x)
-  for of, name in ((Mla, "store_weights"), (MlaMma, "put_weights")): wrong(m, of, name, elsewhere)
+  for of, name in ((AmdLatent, "store_weights"), (MmaLatent, "put_weights")): wrong(m, of, name, elsewhere)
 def never_rescaled(m:pytest.MonkeyPatch) -> None:
   def of_none(acc:UOp, factors:UOp, *done:UOp) -> UOp: return statement("rescale", acc[0], factors[0], *done, rows=1, tiles=1, accs=0)
-  for of in (mla, mla_mma): m.setattr(of, "rescale", of_none)
+  for of in (amd_latent, mma_latent): m.setattr(of, "rescale", of_none)
 def unmasked(m:pytest.MonkeyPatch) -> None: m.setattr(Scores, "mask", lambda self, x, row, tile: x)
 def own_keys_alone(m:pytest.MonkeyPatch) -> None:
   """The largest score of a row is that of the wave's part of the keys."""
   def alone(highest:Any) -> Any: return lambda self, *x: highest(replace(self, share=replace(self.share, key_parts=1)), *x)
-  for of in (Mla, MlaMma): wrong(m, of, "highest", alone)
+  for of in (AmdLatent, MmaLatent): wrong(m, of, "highest", alone)
 def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
   """O is divided by the sum of P over the first part of the keys, so many times as there are parts."""
   wrong(m, Told, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))

@@ -8,10 +8,9 @@ import pytest
 from tinygrad import TinyJit, Variable
 from attn.chips import get_chip
 from attn.chips.matrix import MMA
-from attn.choose.dispatch import choose
+from attn.choose.dispatch import choose, forward_of
 from attn.choose.tiles import mma_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
-from attn.kernels import forward_mma
 from attn.kernels.parts import ring
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.tensors import arguments
@@ -145,7 +144,7 @@ def test_no_local_memory(option:str, D:int, tmp_path) -> None:
   """What the tiles of large grids, and of decoding, compile to: no spills and no stack."""
   a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
-  (source := tmp_path/"kernel.cu").write_text(render(forward_mma.forward_mma(p, a, mma_tile(p, a))(*tensors), "sm_90"))
+  (source := tmp_path/"kernel.cu").write_text(render(forward_of(p, a, mma_tile(p, a))(*tensors), "sm_90"))
   command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
   assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text), text

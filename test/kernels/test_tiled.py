@@ -11,19 +11,18 @@ import attn
 import attn.api.checked_call
 import attn.calls.checked_kernel
 import attn.choose.dispatch
-import attn.kernels.tiled
 from attn.accuracy import judge
 from attn.api.attention import choice_of
 from attn.api.launch import kernels
 from attn.chips import get_chip, other_chip
-from attn.choose.dispatch import KERNELS, _choose
+from attn.choose.dispatch import KERNELS, _choose, forward_of
 from attn.choose.tiled_tiles import ALONE, TILED, tiled_tile
 from attn.emulator.checks import LdsRace
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts import dropout as kept
 from attn.kernels.parts.workgroup import Workgroup
-from attn.kernels.tiled import Tiled, tiled
+from attn.kernels.plain.forward import PlainForward
 from attn.kernels.tiles.plain import Sections, TiledTile
 from attn.ops import common as ops, dropout
 from attn.ops.plain import plain
@@ -131,7 +130,7 @@ def test_one_thread_where_there_are_no_workgroups() -> None:
   """The grid of a CPU, on the emulator: parts in the order of the grid, and a loop over the heads of each."""
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
-  kernel = tiled(p, serial, ONE_THREAD)
+  kernel = forward_of(p, serial, ONE_THREAD)
   sink = kernel(*placeholders(p))
   kinds = sorted((u.arg[-1].name, int(u.vmax) + 1) for u in sink.toposort() if u.op is Ops.RANGE and u.arg[-1] is not AxisType.LOOP)
   assert kinds == [("GLOBAL", 5)]
@@ -169,7 +168,7 @@ def test_rows_that_are_no_quads(D:int) -> None:
 def fault(name:str, change) -> None:
   """The kernel with a method changed."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(Tiled, name, change(getattr(Tiled, name)))
+    patch.setattr(PlainForward, name, change(getattr(PlainForward, name)))
     check(make=rising, tile=SMALL, H=1, Sq=20, Sk=70, D=16, dtype="float32", causal=True)
 
 def test_sums_that_are_not_rescaled_show() -> None:
@@ -198,7 +197,7 @@ def customs(sink:UOp) -> list[UOp]: return [u for u in sink.toposort() if u.op i
 
 def test_nothing_is_left_that_a_renderer_has_to_know() -> None:
   p = problem(H=2, Sq=20, Sk=50, D=16, softcap=2.0, window=(9, 3), extras={"bias": floats(1, 1, 20, 50), "kv_lengths": int32(31)})
-  program = tiled(p, get_chip("gfx1030"), SMALL)(*placeholders(p))
+  program = forward_of(p, get_chip("gfx1030"), SMALL)(*placeholders(p))
   q = replace(p, num_splits=2)
   args = [UOp.placeholder(shape, FLOATS[dtype], i) for i, (shape, dtype) in enumerate(combine_arguments(q).values())]
   merge = combine(q, get_chip("gfx1030"), 2)(*args)

@@ -8,13 +8,15 @@ import cases, test_features as features
 from attn.chips import get_chip
 from attn.chips.candidates import WgmmaCandidate
 from attn.chips.nvidia import WGMMA_CANDIDATES
+from attn.choose.dispatch import forward_of
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.emulator.machine import Frame
-from attn.kernels import forward_wgmma
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.layouts import SwizzledPanels
+from attn.kernels.tiles import wgmma as wgmma_tiles
 from attn.kernels.tiles.wgmma import WgmmaTile
+from attn.kernels.wgmma import forward as wgmma_forward
 from attn.ops import hopper, nvidia
 from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render
@@ -62,7 +64,7 @@ def test_large_grids(D:int) -> None:
 
 @pytest.mark.parametrize("c", every_other(WGMMA_CANDIDATES), ids=str)
 def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
-  tile = forward_wgmma.WgmmaTile(c.groups, c.block_n)
+  tile = WgmmaTile(c.groups, c.block_n)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   few = tile.lds_bytes(problem(Sk=500, D=c.up_to)) > get_chip("sm_90").lds      # a tile for keys that fit into it
   assert tile.lds_bytes(problem(Sk=c.block_n, D=c.up_to)) <= get_chip("sm_90").lds
@@ -99,10 +101,10 @@ def nothing(order:UOp) -> UOp: return nvidia.commit(order)
 PLANTED = {
   "a tile is not waited for": (lambda m: m.setattr(hopper, "arrived", lambda barrier, phase, order: nothing(order)), LdsRace, "reads lds"),
   "nobody arrives": (lambda m: m.setattr(hopper, "arrive", lambda barrier, order: nothing(order)), DivergentBarrier, "nobody has arrived"),
-  "a ring of two": (lambda m: m.setattr(forward_wgmma, "STAGES", 2), LdsRace, "writes lds"),
-  "copied over what is being multiplied": (lambda m: m.setattr(forward_wgmma.ForwardWgmma, "stage", lambda kernel, t: UOp.const(0)), LdsRace, "lds"),
+  "a ring of two": (lambda m: [m.setattr(of, "STAGES", 2) for of in (wgmma_tiles, wgmma_forward)], LdsRace, "writes lds"),
+  "copied over what is being multiplied": (lambda m: m.setattr(wgmma_forward.WgmmaForward, "stage", lambda kernel, t: UOp.const(0)), LdsRace, "lds"),
   "products are not waited for": (lambda m: m.setattr(hopper, "wait_products", lambda acc, order: nothing(order)), NotWaitedFor,
-                                  r"the accumulator reg\d+\[0\], which the operation started at attn/kernels/forward_wgmma.py:\d+ still writes"),
+                                  r"the accumulator reg\d+\[0\], which the operation started at attn/kernels/wgmma/forward.py:\d+ still writes"),
   "panels not aligned": (lambda m: m.setattr(WgmmaTile, "lds_bytes", lambda tile, p: 16*9217) or m.setattr(
     SwizzledPanels, "size", property(lambda self: self.panel*ceildiv(self.units, 8) + 1)), Misaligned, "a multiple of 1024"),
 }
@@ -136,7 +138,7 @@ def test_no_more_places_than_tiles(monkeypatch) -> None:
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]
   check("sm_90", H=1, Sq=70, Sk=90, D=32, causal=True)
-  monkeypatch.setattr(forward_wgmma, "STAGES", 2)       # taken for as many as there may ever be, the copy is made
+  monkeypatch.setattr(wgmma_forward, "STAGES", 2)       # taken for as many as there may ever be, the copy is made
   with pytest.raises(LdsRace): check("sm_90", H=1, Sq=70, Sk=90, D=32)
 
 @pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
@@ -180,7 +182,7 @@ def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
   p = problem(H=256, Sq=4096, D=D, **{"lse": False, **options})
   kinds = DTYPES | {"uint32": dtypes.uint}
   tensors = [UOp.placeholder(shape, kinds[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
-  kernel = forward_wgmma.forward_wgmma(p, arch := get_chip("sm_90"), wgmma_tile(p, arch))
+  kernel = forward_of(p, arch := get_chip("sm_90"), wgmma_tile(p, arch))
   (source := tmp_path/"kernel.cu").write_text(render(kernel(*tensors), "sm_90"))
   command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr

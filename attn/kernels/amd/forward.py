@@ -100,10 +100,10 @@ class AmdForward:
     """S^T of a tile of keys: for each query tile a column of C fragments."""
     return s, [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
 
-  def weigh(self, s:ForwardState, scores:list[list[UOp]], t:UOp, part:None, masked:bool) -> ForwardState:
-    return replace(s, softmax=self.weighed(s.softmax, scores))
+  def weigh(self, s:ForwardState, x:list[list[UOp]], t:UOp, part:None, masked:bool) -> tuple[ForwardState, None]:
+    return replace(s, softmax=self.weighed(s.softmax, x)), None
 
-  def add_to_o(self, s:ForwardState, t:UOp, part:None, masked:bool) -> UOp:
+  def add_to_o(self, s:ForwardState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     """O^T += V^T P^T, of the P that dropout keeps."""
     q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # in masked trips renewed lanes would take registers
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools, itertools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 from attn.chips import Chip
 from attn.kernels.parts.allocator import Allocator
 from attn.kernels.parts.counts import ceildiv
@@ -34,6 +35,14 @@ def beyond_registers(p:Problem) -> str|None:
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in local memory and registers, up to {MAX_WIDTH}"
                for name, value in widths if value > MAX_WIDTH), None)
+
+def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
+  """Makes the maker of a kernel in plain UOps, which refuses rows that are too long by NotImplementedError. The kernel keeps what it has made of its
+  placeholders: it takes a while to make."""
+  def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
+    if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
+    return functools.cache(kernel_of(p, *how))
+  return checked
 
 # ***** local memory *****
 
@@ -116,7 +125,7 @@ class Rectangle:
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
-  def scores(self) -> Scores:
+  def part_scores(self) -> Scores:
     """Of what a thread has at a time."""
     return replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
   @property

@@ -1,42 +1,40 @@
-"""Flash attention forward on NVIDIA's mma.sync (sm_80 and later): the algorithm of attn/kernels/forward.py with the query on the rows.
+"""The steps of forward by mma.sync (sm_80 and later), with the query on the rows.
 
-A block owns one head and BLOCK_M queries, a warp 16 or 32 of them, and walks over the keys in tiles of BLOCK_N: S = Q K^T, the online softmax,
-O += P V (FlashAttention-2, arXiv 2307.08691, algorithm 1). K and V tiles come by cp.async into a ring of `stages` in shared memory, so that one
-barrier a trip is enough: it says that a tile is there and that the one before it is no longer read. Operands are read by ldmatrix, V transposed on
-the way, from rows that are swizzled against bank conflicts. The softmax takes no maxima but in a rare branch: see attn/ops/softmax.py.
+A warp has 16 or 32 queries of its block. K and V tiles come by cp.async into a ring of `stages` in shared memory, so that one barrier a trip is
+enough: it says that a tile is there and that the one before it is no longer read. Operands are read by ldmatrix, V transposed on the way, from rows
+that are swizzled against bank conflicts. The softmax takes no maxima but in a rare branch: see attn/ops/softmax.py.
 """
 from __future__ import annotations
 import functools, itertools
-from dataclasses import dataclass
-from typing import Callable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.dropout import Kept, kept_scores
+from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.trips import over_tiles
 from attn.kernels.parts.warps import Warps
 from attn.kernels.tiles.mma import MmaTile, fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
 from attn.problem import Problem
 from attn.score.term import Row
-from attn.tinygrad_compat import AxisType, UOp
+from attn.tinygrad_compat import UOp
 
-def forward_mma(p:Problem, arch:Chip, tile:MmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
-  `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
-  check_problem(p, tile)
-  return lambda *args: ForwardMma.of(p, arch, tile, args).program()
+@dataclass(frozen=True)
+class Operands:
+  """Operands that no step changes: of each tile of queries those of Q, where registers keep them."""
+  of_tiles: tuple[tuple[UOp, ...], ...] = ()
+  def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
   """What crosses trips: the accumulators of O and, per query tile, the reference m of its rows, bias = -m*Scores.to_log2 and the row sums l, of P as
   it is rounded: O divided by those is a mean of V, whatever the rounding did. For the LSE, l has the lane's part of the exact sums besides. Within a
-  trip: the scores, P as the A operand of O, and its part of l. Shared memory, and where statements are stored."""
+  trip: the scores, P as the A operand of O, and its part of l. Shared memory, where statements are stored, and Q."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -46,23 +44,24 @@ class MmaState(CopyGroups):
   weights: UOp
   part: UOp
   statements: Statements
+  q: Operands
 
 @dataclass(frozen=True)
-class ForwardMma:
+class MmaForward:
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
   warps: Warps
   tile: MmaTile
   state: MmaState      # at the start
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> ForwardMma:
+  def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> MmaForward:
     warps, mat = Warps.of(p, arch, tile, tile.matrix, args).with_keys(tile.warp_keys), tile.matrix
     new, kinds = warps.group.grid.allocator, 1 if warps.group.lse is None else 2       # of row sums
     q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.warp_keys//mat.N, fragments(p.Dv, mat)
     state = MmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(q_tiles*d_tiles, nv.F4), new.registers(q_tiles, nv.F2),
                      new.registers(q_tiles, nv.F2), new.registers(kinds*q_tiles, nv.F2), new.registers(q_tiles*k_tiles, nv.F4),
-                     new.registers(q_tiles*k_tiles//2, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new))
-    return ForwardMma(warps, tile, state)
+                     new.registers(q_tiles*k_tiles//2, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new), Operands())
+    return MmaForward(warps, tile, state)
 
   # ***** sizes *****
   @property
@@ -99,44 +98,67 @@ class ForwardMma:
   def first_key(self) -> UOp:
     """The first of a trip's keys that the warp takes."""
     return self.share*self.tile.warp_keys
+  def own_tile(self, t:UOp) -> UOp:
+    """The number of the warp's keys of tile t, counted in as many."""
+    return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
 
-  # ***** the algorithm *****
-  def program(self) -> UOp:
-    warps, keys, stages = self.warps, self.warps.group.walked, self.tile.stages
-    q_rows, _, _ = self.tile.layouts(self.p)
-    s = self.state
+  # ***** the steps *****
+  def begin(self) -> MmaState:
+    warps, s = self.warps, self.state
     s = s.store([s.statements.first], warps.first_values(s.m, s.bias, s.l))
     s = s.do(nv.clear(s.acc, s.done))
-    s = s.started(warps.copies_of_q(s.shared, q_rows))
-    for i in range(stages - 1): s = self.fetch(s, keys.begin + i)
-    s = s.arrived(stages - 1)
-    q_kept = [] if self.tile.q_in_lds else [[self.q_operand(s, qt, step) for step in self.depth_steps] for qt in range(self.tile.q_tiles)]
-    if self.p.window[0] >= 0: s = self.trips(s, q_kept, keys.begin, keys.full_begin, masked=True)
-    s = self.trips(s, q_kept, keys.full_begin, keys.full_end, masked=False)
-    s = self.trips(s, q_kept, keys.full_end, keys.end, masked=True)
-    if self.tile.key_waves > 1: s = self.exchanged(s.arrived(0))
-    return warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
+    s = s.started(warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
+    for i in range(self.tile.stages - 1): s = self.fetch(s, warps.group.walked.begin + i)
+    s = s.arrived(self.tile.stages - 1)
+    if self.tile.q_in_lds: return s
+    return replace(s, q=Operands(tuple(tuple(self.q_operand(s, qt, step) for step in self.depth_steps) for qt in range(self.tile.q_tiles))))
 
-  def trips(self, s:MmaState, q_kept:list[list[UOp]], first:UOp, last:UOp, masked:bool) -> MmaState:
-    if (count := trip_count(last - first)) is None: return s
-    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
-    return s.after(self.trip(s.after(r).arrived(self.tile.stages - 2), q_kept, first + r, masked).end(r))
+  def walk(self, s:MmaState, work:Callable[[MmaState, UOp, bool], UOp]) -> MmaState:
+    def trip(s:MmaState, t:UOp, masked:bool) -> UOp: return work(s.arrived(self.tile.stages - 2), t, masked)
+    return over_tiles(s, self.warps.group.walked, self.warps.group.grid.allocator, trip)
 
-  def trip(self, s:MmaState, q_kept:list[list[UOp]], t:UOp, masked:bool) -> UOp:
-    own = t*self.tile.key_waves + self.share         # the warp's keys, counted in as many
-    tiles = [self.warps.group.scores.finished(x, rows, own, masked) for x, rows in zip(self.raw_scores(s, q_kept, t), self.queries)]
+  def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
+    """S of a tile, in registers. Later tiles start on their way while the tensor cores work."""
+    tiles = [self.warps.group.scores.finished(x, rows, self.own_tile(t), masked) for x, rows in zip(self.raw_scores(s, t), self.queries)]
     s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
-    s = self.fetch(s, t + self.tile.stages - 1)      # while the tensor cores work
-    left = [kept_scores(self.warps.group.scores, rows, own) for rows in self.queries]
-    for steps in self.parts:
-      done = self.add_to_o(self.weigh(s, steps), t, steps, left)
-      s = s.after(done)
-    return done
+    return self.fetch(s, t + self.tile.stages - 1), None
+
+  def weigh(self, s:MmaState, x:None, t:UOp, steps:range, masked:bool) -> tuple[MmaState, None]:
+    stores, q_tiles, kinds, to_log2 = [], self.tile.q_tiles, self.kinds, self.warps.group.scores.to_log2
+    for qt in range(q_tiles):
+      packed, exact = list[UOp](), ops.splat(0.0, 2)
+      for step in steps:
+        pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
+        packed.append(nv.pack_a(pair[0], pair[1], self.p.dtype))
+        exact = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
+        stores.append(s.weights[qt*self.k_tiles//2 + step].store(packed[-1]))
+      rounded = rounded_sum(packed, ONES, self.mat, self.p.dtype, nv.ROWS, nv.zero(s.done))
+      stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((rounded, exact)[:kinds])]
+    s = s.store(stores)
+    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=(ONES, LANE)[:kinds],
+                     matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps)))
+    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(kinds*q_tiles)])), None
+
+  def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
+    """O += P V, of the P that dropout keeps."""
+    left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
+    mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_transposed_address(self.warps.at.lane)
+    accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
+    weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//2 + step].load(), 2*step) for qt in q_tiles for step in steps}
+    for step, d_pair in itertools.product(steps, range(self.d_tiles//2)):
+      b = s.read(self.v_rows(t), self.first_key + row, unit, step*mat.K, 2*d_pair, transposed=True)
+      for qt, half in itertools.product(q_tiles, range(2)):
+        accs[qt][2*d_pair + half] = nv.mma(mat, weights[qt, step], b, half, accs[qt][2*d_pair + half])
+    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
+
+  def kernel(self, s:MmaState) -> UOp:
+    if self.tile.key_waves > 1: s = self.exchanged(s.arrived(0))
+    return self.warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
-    """O = O / l, LSE = m + ln l of a query tile."""
+    """The stores of O = O / l and LSE = m + ln l of a query tile."""
     m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
     return self.warps.outputs(self.queries[qt], accs, m, sums, (ONES, LANE), self.share if self.tile.key_waves > 1 else None)
 
@@ -191,43 +213,15 @@ class ForwardMma:
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
-  # ***** one trip *****
-  def raw_scores(self, s:MmaState, q_kept:list[list[UOp]], t:UOp) -> list[list[UOp]]:
+  # ***** products *****
+  def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
     """S = Q K^T of one key tile: for each query tile its C fragments."""
     mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_address(self.warps.at.lane)
     tiles = [[nv.zero(s.done)]*self.k_tiles for _ in q_tiles]
     for step in self.depth_steps:
-      a = [self.q_operand(s, qt, step) if self.tile.q_in_lds else q_kept[qt][step] for qt in q_tiles]
+      a = [self.q_operand(s, qt, step) if self.tile.q_in_lds else s.q.of_tiles[qt][step] for qt in q_tiles]
       for pair in range(self.k_tiles//2):
         b = s.read(self.k_rows(t), self.first_key + row, unit, pair*mat.K, 2*step)
         for qt, half in itertools.product(q_tiles, range(2)):
           tiles[qt][2*pair + half] = nv.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
     return tiles
-
-  def weigh(self, s:MmaState, steps:range) -> MmaState:
-    """P of some of the keys, relative to a reference that it does not outgrow."""
-    stores, q_tiles, kinds, to_log2 = [], self.tile.q_tiles, self.kinds, self.warps.group.scores.to_log2
-    for qt in range(q_tiles):
-      packed, exact = list[UOp](), ops.splat(0.0, 2)
-      for step in steps:
-        pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
-        packed.append(nv.pack_a(pair[0], pair[1], self.p.dtype))
-        exact = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
-        stores.append(s.weights[qt*self.k_tiles//2 + step].store(packed[-1]))
-      rounded = rounded_sum(packed, ONES, self.mat, self.p.dtype, nv.ROWS, nv.zero(s.done))
-      stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((rounded, exact)[:kinds])]
-    s = s.store(stores)
-    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=(ONES, LANE)[:kinds],
-                     matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps)))
-    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(kinds*q_tiles)]))
-
-  def add_to_o(self, s:MmaState, t:UOp, steps:range, left:list[Kept]) -> UOp:
-    """O += P V over those keys, of the P that dropout keeps."""
-    mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_transposed_address(self.warps.at.lane)
-    accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
-    weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//2 + step].load(), 2*step) for qt in q_tiles for step in steps}
-    for step, d_pair in itertools.product(steps, range(self.d_tiles//2)):
-      b = s.read(self.v_rows(t), self.first_key + row, unit, step*mat.K, 2*d_pair, transposed=True)
-      for qt, half in itertools.product(q_tiles, range(2)):
-        accs[qt][2*d_pair + half] = nv.mma(mat, weights[qt, step], b, half, accs[qt][2*d_pair + half])
-    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))

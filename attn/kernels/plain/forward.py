@@ -1,11 +1,10 @@
-"""Flash attention forward in plain UOps: for every device that tinygrad renders for, every type of inputs, and rows of up to MAX_WIDTH elements.
+"""The steps of forward in plain UOps: for every device that tinygrad renders for, every type of inputs, and rows of up to MAX_WIDTH elements.
 
-A workgroup owns one head and BLOCK_M queries and walks over the keys in tiles of BLOCK_N, with the online softmax (Milakov and Gimelshein 2018,
-arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). It computes S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products by
-threads in a rectangle (parts/rectangle.py): a thread has some rows of S^T and of O^T, and of each some quads of four neighbouring queries. In local
-memory K and Q lie transposed, V as it is, and P^T as it comes.
+They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products by threads in a rectangle (parts/rectangle.py): a thread has some rows of
+S^T and of O^T, and of each some quads of four neighbouring queries. In local memory K and Q lie transposed, V as it is, and P^T as it comes. m is the
+maximum so far, and every trip rescales.
 
-It is written in the operations of all kernels (attn/ops), of which `attn.ops.plain` makes UOps.
+They are written in the operations of all kernels (attn/ops), of which `attn.ops.plain` makes UOps.
 """
 from __future__ import annotations
 import functools, math
@@ -15,9 +14,8 @@ from attn.chips import CHIPS, Chip
 from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
-from attn.kernels.parts.rectangle import Portion, Rectangle, beyond_registers, grid_of
+from attn.kernels.parts.rectangle import Portion, Rectangle, grid_of
 from attn.kernels.parts.statements import Carried
-from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.workgroup import Workgroup
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.plain import QUAD, TiledTile
@@ -29,6 +27,12 @@ from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
+class Ready:
+  """What local memory is read and written after."""
+  deps: tuple[UOp, ...] = ()
+  def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
+
+@dataclass(frozen=True)
 class QueryState(Carried):
   """What a thread carries from trip to trip: its part of O^T; of each of its queries the maximum so far and its own part of the sum of P; and what it
   has loaded ahead of K and of V."""
@@ -37,47 +41,78 @@ class QueryState(Carried):
   l: UOp
   k: UOp
   v: UOp
-
-def tiled(p:Problem, arch:Chip, tile:TiledTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders, as `forward.forward` has it. Raises ValueError where p.num_splits is still 0, and
-  NotImplementedError for rows of more than MAX_WIDTH elements."""
-  check_problem(p, tile)
-  if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
-  return functools.cache(lambda *args: plain(Tiled.of(p, arch, tile, args).program(), arch.name in CHIPS))     # it takes a while to make
+  ready: Ready
 
 @dataclass(frozen=True)
-class Tiled(Rectangle):
+class Weighed:
+  """P^T of a tile, in local memory when `done`, what O^T is to be multiplied by, and further stores of the trip."""
+  done: UOp
+  rescale: list[UOp]
+  stores: list[UOp]
+
+@dataclass(frozen=True)
+class PlainForward(Rectangle):
   """The kernel of one problem, as a thread sees it."""
   s: UOp             # S^T of some keys
   top: UOp           # the maxima with those of a trip
   state: QueryState
+  parts = (None,)    # a tile's keys are not divided
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:TiledTile, args:tuple[UOp, ...]) -> Tiled:
+  def of(p:Problem, arch:Chip, tile:TiledTile, args:tuple[UOp, ...]) -> PlainForward:
     grid, at = grid_of(p, arch, tile, math.prod(blocks_of_queries(p, tile)), p.all_heads)
     new, floats, quads, threads = grid.allocator, tile.sections(p).floats, tile.own//QUAD, tile.threads
     memory = new.registers(floats) if tile.alone else new.lds(floats, dtypes.float)
     carried = (ceildiv(tile.down*tile.walked*tile.depth, QUAD*threads), ceildiv(tile.values*tile.width(p.Dv), QUAD*threads))
-    ahead = [new.registers(n*QUAD if tile.ahead else 1) for n in carried]
-    state = QueryState(*[new.registers(n*quads, ops.f32(QUAD)) for n in (tile.width(p.Dv)//tile.down, 1, 1)], *ahead)
+    k, v = (new.registers(n*QUAD if tile.ahead else 1) for n in carried)
+    acc, m, l = (new.registers(n*quads, ops.f32(QUAD)) for n in (tile.width(p.Dv)//tile.down, 1, 1))
+    state = QueryState(acc, m, l, k, v, Ready())
     s, apart, some, top = (new.registers(n*quads, ops.f32(QUAD)) for n in (tile.walked, tile.walked, tile.columns, 1))
     group = Workgroup.of(p, arch, tile, args, grid, at)
-    return Tiled(tile, new, replace(group, scores=replace(group.scores, natural=True)), at, memory, apart, some, s, top, state)
+    return PlainForward(tile, new, replace(group, scores=replace(group.scores, natural=True)), at, memory, apart, some, s, top, state)
 
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(self.in_block(j) + i) for j in self.quads for i in range(QUAD)]
 
-  # ***** the algorithm *****
-  def program(self) -> UOp:
-    group, tile, items = self.group, self.tile, self.items
+  # ***** the steps *****
+  def begin(self) -> QueryState:
+    tile, items = self.tile, self.items
     state, ready = self.state.after(self.start(*items)), items
     if tile.keeps_own:
-      ready = [*items, self.barrier(self.carried(Portion("kept", "q", group.first_row, UOp.const(0), tile.block_m), items))]
-    if (count := trip_count(group.walked.end - group.walked.begin)) is not None:
-      trip = self.new.range(count, AxisType.LOOP)
-      state = state.after(self.trip(state.after(trip), group.walked.begin + trip, [*ready, trip]).end(trip))
-    return group.kernel("tiled", self.outputs(state), tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0)
+      ready = [*items, self.barrier(self.carried(Portion("kept", "q", self.group.first_row, UOp.const(0), tile.block_m), items))]
+    return replace(state, ready=Ready(tuple(ready)))
 
+  def walk(self, s:QueryState, work:Callable[[QueryState, UOp, bool], UOp]) -> QueryState:
+    """Goes over all tiles alike: with masks where any of them has some."""
+    walked = self.group.walked
+    if (count := trip_count(walked.end - walked.begin)) is None: return s
+    trip = self.new.range(count, AxisType.LOOP)
+    return s.after(work(s.after(trip), walked.begin + trip, self.masked).end(trip))
+
+  def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
+    """S^T of a tile is in local memory when this is done, and `top` has the maxima. V starts on its way."""
+    s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
+    return s, self.scored(s, t, list(s.ready.deps))
+
+  def weigh(self, s:QueryState, x:UOp, t:UOp, part:None, masked:bool) -> tuple[QueryState, Weighed]:
+    tops, ready = self.over_threads([y.load() for y in self.each(self.top.after(x))], ops.max_, list(s.ready.deps), x)
+    rescale = [self.weight(m.load(), top) for m, top in zip(self.each(s.m), tops)]
+    scaled = UOp.group(*[l.store(ops.mul(l.load(), factor)) for l, factor in zip(self.each(s.l), rescale)])
+    weighed = self.weights(s.l.after(scaled), tops, t, ready)
+    coming = self.fetched(self.first_of("k", t + 1), s.k.after(x)) if self.tile.ahead else []
+    moved = [m.store(top) for m, top in zip(self.each(s.m), tops)]
+    return replace(s, ready=Ready((*ready, *coming))), Weighed(weighed, rescale, [*coming, *moved])
+
+  def add_to_o(self, s:QueryState, p:Weighed, t:UOp, part:None, masked:bool) -> UOp:
+    added = self.summed(s.acc, "v", "p", t, list(s.ready.deps), [p.done], p.rescale, s.v if self.tile.ahead else None)
+    return UOp.group(added, *p.stores)
+
+  def kernel(self, s:QueryState) -> UOp:
+    group = self.group
+    made = group.kernel("tiled", self.outputs(s), self.tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0)
+    return plain(made, group.arch.name in CHIPS)
+
+  # ***** what they are made of *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
     """What comes first to local memory of the t-th tile of K or V."""
     tile = self.tile
@@ -90,20 +125,6 @@ class Tiled(Rectangle):
     first = self.fetched(self.first_of("k", self.group.walked.begin), s.k) if self.tile.ahead else []
     return UOp.group(self.cleared(s.acc), *first,
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
-
-  def trip(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """S^T of a tile of keys, its softmax, and its part of O^T."""
-    coming = self.fetched(self.first_of("v", t), state.v) if self.tile.ahead else []
-    state = state.after(*coming)
-    scored = self.scored(state, t, [*ready, *coming])
-    tops, ready = self.over_threads([x.load() for x in self.each(self.top.after(scored))], ops.max_, ready, scored)
-    rescale = [self.weight(m.load(), top) for m, top in zip(self.each(state.m), tops)]
-    scaled = UOp.group(*[l.store(ops.mul(l.load(), factor)) for l, factor in zip(self.each(state.l), rescale)])
-    weighed = self.weigh(state.l.after(scaled), tops, t, ready)
-    coming = self.fetched(self.first_of("k", t + 1), state.k.after(scored)) if self.tile.ahead else []
-    moved = [m.store(top) for m, top in zip(self.each(state.m), tops)]
-    added = self.summed(state.acc, "v", "p", t, [*ready, *coming], [weighed], rescale, state.v if self.tile.ahead else None)
-    return UOp.group(added, *coming, *moved)
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
     """S^T of a tile, to where P^T will lie, and the maxima of a thread's part of it and of those before."""
@@ -119,14 +140,14 @@ class Tiled(Rectangle):
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
     """What the softmax takes, of the raw scores of some keys: natural logarithms. `parts.scores` takes the scores of one query at a time."""
-    if self.scores.raw and not self.masked: return [[ops.mul(x, self.scores.unit.natural) for x in row] for row in rows]
-    return self.by_walked_row([self.scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
+    if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
+    return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
     """P of a score: the difference first, which is exact where it matters."""
-    return ops.exp2(ops.mul(ops.sub(x, top), self.scores.to_log2))
+    return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
-  def weigh(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
+  def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
     """P^T of a thread's scores in their place, of which dropout keeps some, and the sums of all."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
@@ -141,11 +162,11 @@ class Tiled(Rectangle):
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
     """What dropout leaves of weights, of quads of keys of which these are the first ones."""
     if not self.p.dropout_p: return weights
-    kept = [x for j in self.quads for x in kept_here(self.scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]
+    kept = [x for j in self.quads for x in kept_here(self.part_scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]
     return self.by_walked_row([x.numbers(column) for x, column in zip(kept, self.by_own_row(weights))])
 
   def outputs(self, state:QueryState) -> list[UOp]:
-    """O = O^T / l, LSE = m + ln l."""
+    """The stores of O = O^T / l and LSE = m + ln l."""
     tile, group, n = self.tile, self.group, len(self.quads)
     sums, _ = self.over_threads([x.load() for x in self.each(state.l)], ops.add, [state.l])
     ends = [group.normalised(row, ops.extract(state.m[i//QUAD].load(), i%QUAD), [ops.extract(sums[i//QUAD], i%QUAD)])

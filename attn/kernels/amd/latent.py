@@ -1,5 +1,5 @@
-"""Flash attention forward whose values are the first columns of its keys, on every AMD matrix unit: multi-head latent attention (MLA, DeepSeek-V2,
-arXiv 2405.04434) as it decodes, with 576 columns of K, of which 512 are V, and many query heads on one.
+"""The steps of forward by AMD's matrix instructions where values are the first columns of keys: multi-head latent attention (MLA, DeepSeek-V2, arXiv
+2405.04434) as it decodes, with 576 columns of K, of which 512 are V, and many query heads on one.
 
 A row of O is too long for the registers of the wave that has its query, and all heads share the keys. So a workgroup has the queries of as many heads
 as it can, reads each key once for them all, and its waves share the work twice over. Of the scores S^T = K Q^T of a tile of keys each wave has one
@@ -9,8 +9,8 @@ from the tile of K, which lies in LDS once.
 """
 from __future__ import annotations
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
 from attn.kernels.parts.allocator import Allocator
@@ -21,7 +21,6 @@ from attn.kernels.parts.shared_rows import RowScalars, Share
 from attn.kernels.parts.softmax import Sums, row_sum
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.trips import StagedTrips, TripState
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.kernels.tiles.amd import MlaTile
@@ -32,14 +31,8 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
-def mla(p:Problem, arch:Chip, tile:MlaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p`, whose v_in_k is true, as a function of its placeholders, those of `tensors.arguments(p)`: called as `forward.forward`,
-  and with the same errors."""
-  check_problem(p, tile)
-  return lambda *args: Mla.of(p, arch, tile, args).program()
-
 @dataclass(frozen=True)
-class MlaState(TripState):
+class LatentState(TripState):
   """What crosses trips: of O^T the wave's columns of all queries; of its own query the reference m and the sums of P over its part of the keys, kind
   by kind; and of each tile of queries, within a trip, the factor of O. In LDS the tile of K, P, and what waves tell each other."""
   acc: UOp
@@ -51,26 +44,27 @@ class MlaState(TripState):
   told: RowScalars
 
 @dataclass(frozen=True)
-class Mla:
+class AmdLatent:
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
   tile: MlaTile
   new: Allocator
   statements: Statements
-  state: MlaState      # at the start
+  state: LatentState      # at the start
   group: Workgroup
   at: Lane
   sums: Sums
   share: Share
+  parts = (None,)    # a tile's keys are not divided
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:MlaTile, args:tuple[UOp, ...]) -> Mla:
+  def of(p:Problem, arch:Chip, tile:MlaTile, args:tuple[UOp, ...]) -> AmdLatent:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
     at, new, (of_k, of_weights) = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
     sums, share = Sums.of(arch, p.dtype, p.writes_lse), Share(grid.wave, tile.row_tiles, tile.block_n, tile.key_parts)
     k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None, LINE)
-    state = MlaState(new.registers(tile.row_tiles*tile.columns(p), ops.f32(mat.accumulator)), new.registers(1), new.registers(len(sums.kinds)),
+    state = LatentState(new.registers(tile.row_tiles*tile.columns(p), ops.f32(mat.accumulator)), new.registers(1), new.registers(len(sums.kinds)),
                      new.registers(tile.row_tiles), k, LdsTile.of(new, of_weights), RowScalars.of(new, tile.block_m, tile.told(p)))
-    return Mla(tile, new, Statements.of(new), state, Workgroup.of(p, arch, tile, args, grid, at), at, sums, share)
+    return AmdLatent(tile, new, Statements.of(new), state, Workgroup.of(p, arch, tile, args, grid, at), at, sums, share)
 
   # ***** sizes *****
   @property
@@ -98,44 +92,64 @@ class Mla:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
   @functools.cached_property
-  def trips(self) -> StagedTrips[MlaState]: return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": self.group.rows("k")})
+  def trips(self) -> StagedTrips[LatentState]: return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": self.group.rows("k")})
 
-  # ***** the algorithm *****
-  def program(self) -> UOp:
-    group, s = self.group, self.state.after(self.start())
-    s = self.trips.walk(s, group.walked, self.work)
-    return group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(self.totals(s), tile)])
-
-  def work(self, s:MlaState, t:UOp, masked:bool) -> UOp:
-    """The wave's scores of a tile of keys, their softmax, and its part of O."""
-    scores = self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.number(t), masked)
-    return self.add_to_o(self.weigh(s, scores), self.trips.in_lds(s, t, "k").rows)
-
-  def start(self) -> UOp:
+  # ***** the steps *****
+  def begin(self) -> LatentState:
     begin = ((self.state.acc, 0.0), (self.state.m, LOWEST), (self.state.l, 0.0))
-    return UOp.group(*[x for to, value in begin for x in store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel())])
+    return self.state.after(UOp.group(*[x for to, value in begin for x in store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel())]))
 
-  # ***** one trip *****
-  def raw_scores(self, s:MlaState, t:UOp) -> list[UOp]:
+  def walk(self, s:LatentState, work:Callable[[LatentState, UOp, bool], UOp]) -> LatentState:
+    return self.trips.walk(s, self.group.walked, work)
+
+  def scores(self, s:LatentState, t:UOp, masked:bool) -> tuple[LatentState, list[UOp]]:
+    """S^T of the wave's keys and queries: a column of C fragments."""
+    return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.number(t), masked)
+
+  def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
+    """P, relative to a reference that it does not outgrow, and by what factor O is to be multiplied before it is added: all in LDS."""
+    to_log2, m, dtype = self.group.scores.to_log2, s.m[0].load(), self.group.p.dtype
+    top = self.highest(s, functools.reduce(ops.max_, [ops.extract(y, i) for y in x for i in range(ops.length(y))], m))
+    reference = raised(m, top, to_log2, self.tile.rescale_above)
+    factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
+    weights = [weights_from(y, reference, to_log2) for y in x]
+    packed = [ops.pack_weights(y, dtype) for y in weights]
+    parts = self.sums.rounded([packed]) + [row_sum(weights, self.mat.wave == 64)]*(LANE in self.sums.kinds)
+    sums = [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(parts)]
+    known, first = s.after(UOp.group(s.m[0].store(reference), *store_all(s.l, sums))), self.at.h.eq(0) & self.share.part.eq(0)
+    told = UOp.group(*self.store_weights(known, packed), known.told.store(self.names.factor, self.own, factor, first))
+    return replace(known.lds_after(told), k=s.k), None      # K has lain there all the time
+
+  def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
+    """O^T += V^T P^T of the wave's columns, the P of some keys after that of others."""
+    keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.trips.in_lds(s, t, "k").rows, self.mat, self.first_column), list[UOp]()
+    s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
+    s = s.after(self.statements.do(rescale(s.acc, s.factors)))
+    accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
+    for some in range(self.tile.weight_parts):
+      units = [some*keys//self.mat.unit + u for u in units_of(self.mat, keys, self.at.h)]
+      lies = s.weights.after(self.fence(done)) if done else s.weights
+      weights = [operands(self.mat, [lies.load(self.in_block(tile), u) for u in units]) for tile in self.row_tiles]
+      for i in range(self.columns):
+        if self.tile.fenced or not done: v = v.after(self.fence(done or [weights[-1][-1]]))
+        a_operands = operands(self.mat, [v.load(i*self.mat.M + self.at.n, u) for u in units])
+        for a, *bs in zip(a_operands, *weights):
+          for row, b in zip(accs, bs): row[i] = amd.shaped_wmma(self.mat, a, b, row[i])
+        done = [row[i] for row in accs]
+    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
+
+  def kernel(self, s:LatentState) -> UOp:
+    s = self.totals(s)
+    return self.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)])
+
+  # ***** what they are made of *****
+  def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
     """S^T = K Q^T of the wave's keys and queries: a column of C fragments."""
     tiles = self.share.keys//self.mat.M
     k = self.trips.in_lds(s, t, "k").rows.from_row(self.share.part*self.share.keys)
     return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
 
-  def weigh(self, s:MlaState, scores:list[UOp]) -> MlaState:
-    """P, relative to a reference that it does not outgrow, and by what factor O is to be multiplied before it is added: all in LDS."""
-    to_log2, m, dtype = self.group.scores.to_log2, s.m[0].load(), self.group.p.dtype
-    top = self.highest(s, functools.reduce(ops.max_, [ops.extract(x, i) for x in scores for i in range(ops.length(x))], m))
-    reference = raised(m, top, to_log2, self.tile.rescale_above)
-    factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
-    weights = [weights_from(x, reference, to_log2) for x in scores]
-    packed = [ops.pack_weights(x, dtype) for x in weights]
-    parts = self.sums.rounded([packed]) + [row_sum(weights, self.mat.wave == 64)]*(LANE in self.sums.kinds)
-    s = s.after(UOp.group(s.m[0].store(reference), *store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), x) for i, x in enumerate(parts)])))
-    first = self.at.h.eq(0) & self.share.part.eq(0)
-    return s.lds_after(UOp.group(*self.store_weights(s, packed), s.told.store(self.names.factor, self.own, factor, first)))
-
-  def highest(self, s:MlaState, top:UOp) -> UOp:
+  def highest(self, s:LatentState, top:UOp) -> UOp:
     """The largest of a row's scores over the lanes, and waves, that share it."""
     for step in self.mat.group_steps:
       pair = amd.pair(top, step, self.mat)
@@ -144,31 +158,13 @@ class Mla:
     told = s.told.after(s.told.store(self.names.top(self.share.part), self.own, top, self.at.h.eq(0)))
     return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
 
-  def store_weights(self, s:MlaState, packed:list[UOp]) -> list[UOp]:
+  def store_weights(self, s:LatentState, packed:list[UOp]) -> list[UOp]:
     """The stores of P, by units in the order in which lanes have it: that of `staging.key_rows`."""
     mat, words = self.mat, UNIT_BYTES//4
     if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
     units = [ops.slice_(x, i, words) for x in packed for i in range(0, ops.length(x), words)]
     before = self.share.part*(self.share.keys//mat.unit)
     return [s.weights.store(self.own, before + i*mat.groups + self.at.h, x, UOp.const(True)) for i, x in enumerate(units)]
-
-  def add_to_o(self, s:MlaState, k:LdsTile) -> UOp:
-    """O^T += V^T P^T of the wave's columns."""
-    s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
-    s = s.after(self.statements.do(rescale(s.acc, s.factors)))
-    accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
-    keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(k, self.mat, self.first_column), list[UOp]()
-    for part in range(self.tile.weight_parts):
-      units = [part*keys//self.mat.unit + u for u in units_of(self.mat, keys, self.at.h)]
-      p = s.weights.after(self.fence(done)) if done else s.weights
-      weights = [operands(self.mat, [p.load(self.in_block(tile), u) for u in units]) for tile in self.row_tiles]
-      for i in range(self.columns):
-        if self.tile.fenced or not done: v = v.after(self.fence(done or [weights[-1][-1]]))
-        a_operands = operands(self.mat, [v.load(i*self.mat.M + self.at.n, u) for u in units])
-        for a, *bs in zip(a_operands, *weights):
-          for row, b in zip(accs, bs): row[i] = amd.shaped_wmma(self.mat, a, b, row[i])
-        done = [row[i] for row in accs]
-    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
 
   def fence(self, done:list[UOp]) -> UOp: return self.statements.do(amd.sched_barrier(*done))
 
@@ -178,14 +174,14 @@ class Mla:
     return self.at.wave*(self.columns*self.mat.M)
 
   # ***** after the last trip *****
-  def totals(self, s:MlaState) -> MlaState:
+  def totals(self, s:LatentState) -> LatentState:
     """With the reference of each row, and its sums over each part of the keys, in LDS."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]
     return s.lds_after(UOp.group(*stores, s.told.store(self.names.reference, self.own, s.m[0].load(), first & self.share.part.eq(0))))
 
-  def outputs(self, s:MlaState, tile:int) -> list[UOp]:
+  def outputs(self, s:LatentState, tile:int) -> list[UOp]:
     """O = O^T / l of the wave's columns; LSE = m + ln l by the first wave."""
     mat, names, in_block = self.mat, self.names, self.in_block(tile)
     row, totals = self.group.row(in_block), [functools.reduce(ops.add, [s.told.load(names.total(kind, part), in_block)

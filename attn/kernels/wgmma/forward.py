@@ -1,23 +1,23 @@
-"""Flash attention forward on Hopper's wgmma (sm_90): the algorithm of attn/kernels/forward_mma.py, with warpgroups that overlap by themselves.
+"""The steps of forward by Hopper's wgmma (sm_90), with warpgroups that overlap by themselves.
 
-A block owns one head and 64 queries for each of its warpgroups, and walks over the keys in tiles of BLOCK_N (FlashAttention-2, arXiv 2307.08691,
-algorithm 1). Per trip a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V; the tensor cores do one group's products while
-the others are in their softmax. Nothing holds the groups together but the tiles that they all copy, by cp.async, into a ring of three: all threads
-arrive at an mbarrier when their part of a tile is there, one trip ahead, and who waits for it knows that every group has left the trip before.
+A warpgroup has 64 queries of its block. Per trip it starts S = Q K^T, turns S into P in registers and starts O += P V; the tensor cores do one
+group's products while the others are in their softmax. Nothing holds the groups together but the tiles that they all copy, by cp.async, into a ring
+of three: all threads arrive at an mbarrier when their part of a tile is there, one trip ahead, and who waits for it knows that every group has left
+the trip before.
 """
 from __future__ import annotations
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
-from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import below, round_up
 from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
 from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.trips import over_tiles
 from attn.kernels.parts.warps import Warps
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import STAGES, WgmmaTile
@@ -26,13 +26,7 @@ from attn.ops.numerics import ROUNDOFF
 from attn.ops.softmax import LANE, ONES, correct, weigh
 from attn.problem import Problem
 from attn.score.term import Row
-from attn.tinygrad_compat import AxisType, UOp
-
-def forward_wgmma(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders, those of `tensors.arguments(p)`, and with p.sk_variable of that Variable: called as
-  `forward.forward`. Raises ValueError where p.num_splits is still 0, and NotImplementedError for a bias beyond what 31 bits address."""
-  check_problem(p, tile)
-  return lambda *args: ForwardWgmma.of(p, arch, tile, args).program()
+from attn.tinygrad_compat import UOp
 
 def sums_of(p:Problem) -> tuple[str, ...]:
   """The sums of P that a problem takes. That of P as it is rounded costs 4 to 15 % of the rate (H200, by mma.sync; 2 to 8 % by additions of the
@@ -57,21 +51,22 @@ class WgmmaState(Arrivals):
   part: UOp
 
 @dataclass(frozen=True)
-class ForwardWgmma:
+class WgmmaForward:
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
   warps: Warps
   tile: WgmmaTile
   state: WgmmaState      # at the start
+  parts = (None,)        # a tile's keys are not divided
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:WgmmaTile, args:tuple[UOp, ...]) -> ForwardWgmma:
+  def of(p:Problem, arch:Chip, tile:WgmmaTile, args:tuple[UOp, ...]) -> WgmmaForward:
     mat, kinds = MMA[p.dtype], len(sums_of(p))
     warps = Warps.of(p, arch, tile, mat, args)
     new = warps.group.grid.allocator
     state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(fragments(p.Dv, mat), nv.F4), new.registers(1, nv.F2),
                        new.registers(1, nv.F2), new.registers(kinds, nv.F2), new.registers(tile.block_n//mat.N, nv.F4),
                        new.registers(tile.block_n//mat.K, nv.U4), Statements.of(new), new.registers(kinds, nv.F2))
-    return ForwardWgmma(warps, tile, state)
+    return WgmmaForward(warps, tile, state)
 
   @property
   def mat(self) -> Mma: return self.warps.at.matrix
@@ -88,35 +83,56 @@ class ForwardWgmma:
     if isinstance(n_q, int) and full(front) and full(n_q - front): return wgmma.EVERYWHERE
     return below(group.first_row + wgmma.group(self.warps.at.wave)*wgmma.M, group.end_row)
 
-  # ***** the algorithm *****
-  def program(self) -> UOp:
-    warps, keys = self.warps, self.warps.group.walked
-    q_panels, _, _ = self.tile.layouts(self.p)
-    s = self.state
+  # ***** the steps *****
+  def begin(self) -> WgmmaState:
+    warps, s = self.warps, self.state
     s = s.store([s.statements.first], warps.first_values(s.m, s.bias, s.l))
     s = s.do(nv.clear(s.acc, s.done))
     if self.there is not wgmma.EVERYWHERE: s = s.do(nv.clear(s.scores, s.done))      # a warpgroup without queries computes none
     s = s.expected(warps.at, self.tile.threads)
-    s = self.fetch(s.do(*warps.copies_of_q(s.shared, q_panels)), keys.begin)
-    if self.p.window[0] >= 0: s = self.trips(s, keys.begin, keys.full_begin, masked=True)
-    s = self.trips(s, keys.full_begin, keys.full_end, masked=False)
-    s = self.trips(s, keys.full_end, keys.end, masked=True)
-    return warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
+    return self.fetch(s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0])), warps.group.walked.begin)
 
-  def trips(self, s:WgmmaState, first:UOp, last:UOp, masked:bool) -> WgmmaState:
-    if (count := trip_count(last - first)) is None: return s
-    r = self.warps.group.grid.allocator.range(count, AxisType.LOOP)
-    return s.after(self.trip(s.after(r), first + r, masked).done.end(r))
+  def walk(self, s:WgmmaState, work:Callable[[WgmmaState, UOp, bool], UOp]) -> WgmmaState:
+    return over_tiles(s, self.warps.group.walked, self.warps.group.grid.allocator, work)
 
-  def trip(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    s = self.start_scores(s, t)                                  # S = Q K^T
-    if self.stages > 1: s = self.fetch(s, t + 1)                 # meanwhile the next tile, if there are several, starts on its way
-    s = s.do(wgmma.wait_products(s.scores, s.done))
-    s = self.weigh(s, t, masked)
-    return self.add_to_o(s, t)
+  def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
+    """S of a warpgroup's queries is under way, once tile t is there; meanwhile the next tile, if there are several, starts on its way."""
+    q, k, _ = self.tile.layouts(self.p)
+    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
+    group = wgmma.group(self.warps.at.wave)
+    s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, round_up(self.p.D, wgmma.K)//wgmma.K,
+                          (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype, self.there))
+    return (self.fetch(s, t + 1) if self.stages > 1 else s), None
+
+  def weigh(self, s:WgmmaState, x:None, t:UOp, part:None, masked:bool) -> tuple[WgmmaState, None]:
+    s = self.finished(s.do(wgmma.wait_products(s.scores, s.done)), t, masked)
+    scores, mat = self.warps.group.scores, self.mat
+    how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2}
+    s = s.do(weigh(s.m, s.bias, s.p, s.scores, s.part, s.done, **how))
+    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, **how, above=self.tile.rescale_above))
+    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(s.l.max_numel())]))
+    if not self.p.dropout_p: return s, None
+    left = kept_scores(scores, self.queries, t)
+    return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
+
+  def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
+    """S as terms and masks leave it."""
+    scores = self.warps.group.scores
+    if not scores.raw:
+      tiles = [s.scores[kt].load() for kt in range(s.scores.max_numel())]
+      return s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))
+    return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
+
+  def add_to_o(self, s:WgmmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
+    _, _, v = self.tile.layouts(self.p)
+    s = s.do(wgmma.output(s.acc, s.p, s.shared[self.v_panels(t).base], s.done, UNIT_BYTES*v.panel, self.p.dtype, there=self.there))
+    return s.do(wgmma.wait_products(s.acc, s.done)).done
+
+  def kernel(self, s:WgmmaState) -> UOp:
+    return self.warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:WgmmaState) -> list[UOp]:
-    """O = O / l, LSE = m + ln l."""
+    """The stores of O = O / l and LSE = m + ln l."""
     accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
     sums = sums_of(self.p)
     return self.warps.outputs(self.queries, accs, s.m[0].load(), [s.l[i].load() for i in range(len(sums))], sums)
@@ -137,33 +153,3 @@ class ForwardWgmma:
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
-
-  # ***** one trip *****
-  def start_scores(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """S = Q K^T of a warpgroup's 64 queries is under way, once tile t is there."""
-    q, k, _ = self.tile.layouts(self.p)
-    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
-    group = wgmma.group(self.warps.at.wave)
-    return s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, round_up(self.p.D, wgmma.K)//wgmma.K,
-                             (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype, self.there))
-
-  def weigh(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """P = exp2(S - m), relative to a reference that it does not outgrow."""
-    scores, mat = self.warps.group.scores, self.mat
-    if not scores.raw:
-      tiles = [s.scores[kt].load() for kt in range(s.scores.max_numel())]
-      s = s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))
-    elif masked: s = s.do(*scores.masks(s.scores, self.queries, t, s.done))
-    how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2}
-    s = s.do(weigh(s.m, s.bias, s.p, s.scores, s.part, s.done, **how))
-    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, **how, above=self.tile.rescale_above))
-    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(s.l.max_numel())]))
-    if not self.p.dropout_p: return s
-    left = kept_scores(scores, self.queries, t)
-    return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())]))
-
-  def add_to_o(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """O += P V."""
-    _, _, v = self.tile.layouts(self.p)
-    s = s.do(wgmma.output(s.acc, s.p, s.shared[self.v_panels(t).base], s.done, UNIT_BYTES*v.panel, self.p.dtype, there=self.there))
-    return s.do(wgmma.wait_products(s.acc, s.done))

@@ -1,13 +1,13 @@
-"""The algorithm of attn/kernels/mla.py on NVIDIA's mma.sync (sm_80 and later), with the query on the rows: values are the first columns of the keys.
+"""The steps of latent attention by mma.sync (sm_80 and later), with the query on the rows: the work is shared as in attn/kernels/amd/latent.py.
 
-A block has the queries of many heads and reads each key once for them all. Its warps share the work twice over: of the scores S = Q K^T of a tile of
-keys each has 16 queries and a part of the keys, of O += P V some columns of all queries. In between P goes through shared memory. K comes by cp.async
-into a ring of `stages`; V is read from it, transposed on the way, as attn/kernels/forward_mma.py does.
+A block has the queries of many heads and reads each key once for them all. Of the scores S = Q K^T of a tile of keys each warp has 16 queries and a
+part of the keys, of O += P V some columns of all queries. In between P goes through shared memory. K comes by cp.async into a ring of `stages`; V is
+read from it, transposed on the way, as attn/kernels/mma/forward.py does.
 """
 from __future__ import annotations
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Callable
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.counts import round_up
@@ -15,7 +15,6 @@ from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.shared_rows import RowScalars, Share
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.tensors import check_problem
 from attn.kernels.parts.trips import over_tiles
 from attn.kernels.parts.warps import Warps, sum_over_quad
 from attn.kernels.tiles.common import Told
@@ -30,14 +29,8 @@ from attn.tinygrad_compat import UOp, dtypes
 # columns take it showed in the LSE of peaked rows (1.13 of the limit of an earlier law, on an H200; by a model of it a third as much in sums of 12).
 ADDED_UP = 12
 
-def mla_mma(p:Problem, arch:Chip, tile:MlaMmaTile) -> Callable[..., UOp]:
-  """The kernel of problem `p`, whose v_in_k is true, as a function of its placeholders, those of `tensors.arguments(p)`: called as `forward.forward`,
-  and with the same errors."""
-  check_problem(p, tile)
-  return lambda *args: MlaMma.of(p, arch, tile, args).program()
-
 @dataclass(frozen=True)
-class MlaMmaState(CopyGroups):
+class LatentMmaState(CopyGroups):
   """What crosses trips: of O the warp's columns of all queries; of its own queries the reference m and the sums of P over its part of the keys: as it
   is rounded, and for the LSE the lane's part of the exact ones. Within a trip: the scores, and of each tile of queries the factors of O. Shared
   memory, and where statements are stored."""
@@ -50,21 +43,22 @@ class MlaMmaState(CopyGroups):
   statements: Statements
 
 @dataclass(frozen=True)
-class MlaMma:
+class MmaLatent:
   """The kernel of one problem, as a thread sees it: what is the same in all trips."""
   warps: Warps
   tile: MlaMmaTile
-  state: MlaMmaState      # at the start
+  state: LatentMmaState      # at the start
   share: Share
+  parts = (None,)    # a tile's keys are not divided
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:MlaMmaTile, args:tuple[UOp, ...]) -> MlaMma:
+  def of(p:Problem, arch:Chip, tile:MlaMmaTile, args:tuple[UOp, ...]) -> MmaLatent:
     warps = Warps.of(p, arch, tile, tile.matrix, args)
     new = warps.group.grid.allocator
-    state = MlaMmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(tile.row_tiles*tile.columns(p), nv.F4), new.registers(1, nv.F2),
+    state = LatentMmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(tile.row_tiles*tile.columns(p), nv.F4), new.registers(1, nv.F2),
                         new.registers(tile.told(p).kinds, nv.F2), new.registers(tile.block_n//tile.key_parts//tile.matrix.N, nv.F4),
                         new.registers(tile.row_tiles, nv.F2), Statements.of(new))
-    return MlaMma(warps, tile, state, Share(warps.at.wave, tile.row_tiles, tile.block_n, tile.key_parts))
+    return MmaLatent(warps, tile, state, Share(warps.at.wave, tile.row_tiles, tile.block_n, tile.key_parts))
 
   # ***** sizes *****
   @property
@@ -87,99 +81,40 @@ class MlaMma:
     """A lane's rows of the 16 from `first` on."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
-  # ***** the algorithm *****
-  def program(self) -> UOp:
-    warps, keys, stages, s = self.warps, self.warps.group.walked, self.tile.stages, self.state
+  # ***** the steps *****
+  def begin(self) -> LatentMmaState:
+    warps, s = self.warps, self.state
     begin = ((s.acc, 0.0), (s.m, LOWEST), (s.l, 0.0))
     s = s.store([s.statements.first], *[store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel()) for to, value in begin])
     s = s.started(warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
-    for i in range(stages - 1): s = self.fetch(s, keys.begin + i)
-    s = self.totals(over_tiles(s, keys, warps.group.grid.allocator, self.trip))
-    return warps.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)], self.tile.lds_bytes(self.p))
-
-  def trip(self, s:MlaMmaState, t:UOp, masked:bool) -> UOp:
-    """The warp's scores of a tile of keys, their softmax, and its part of O."""
-    s = self.raw_scores(s.arrived(self.tile.stages - 2), t)
-    raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
-    scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.number(t), masked)
-    s = self.fetch(s, t + self.tile.stages - 1)      # while the tensor cores work
-    return self.add_to_o(self.weigh(s, scores), t)
-
-  # ***** shared memory *****
-  def k_rows(self, t:UOp) -> LongRows:
-    q, k, _ = self.tile.layouts(self.p)
-    return k.at(q.size + t%self.tile.stages*k.size)
-  @property
-  def weight_rows(self) -> SwizzledRows:
-    q, k, weights = self.tile.layouts(self.p)
-    return weights.at(q.size + self.tile.stages*k.size)
-  def told(self, s:MlaMmaState) -> RowScalars:
-    return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
-  def tell(self, s:MlaMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Tells all waves a number of each of the lane's own two rows. Statements."""
-    told, to = self.told(s), s.shared.bitcast(dtypes.float)
-    return [nv.put(to[told.at(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
-  def hear(self, s:MlaMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """That number of the lane's two rows of the 16 from `first` on."""
-    return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
-  def met(self, s:MlaMmaState) -> MlaMmaState:
-    """All warps have done what they did."""
-    return s.after(workgroup_barrier(s.done))
-  def fetch(self, s:MlaMmaState, t:UOp) -> MlaMmaState:
-    group, block_n = self.warps.group, self.tile.block_n
-    there = (group.walked.end*block_n).minimum(group.sequence.n_k)
-    return s.started(self.warps.copies(replace(group.rows("k"), count=there), s.shared, t*block_n, self.k_rows(t)))
-
-  # ***** one trip *****
-  def raw_scores(self, s:MlaMmaState, t:UOp) -> MlaMmaState:
-    """S = Q K^T of the warp's queries and keys: its C fragments."""
-    mat, lane, q, steps = self.mat, self.warps.at.lane, self.tile.layouts(self.p)[0], round_up(self.p.D, self.mat.K)//self.mat.K
-    (a_row, a_unit), (b_row, b_unit), first_key = mat.a_address(lane), mat.b_address(lane), self.share.part*self.share.keys
-    for first in range(0, steps, ADDED_UP):
-      tiles = [nv.zero(s.done)]*s.scores.max_numel()
-      for step in range(first, min(first + ADDED_UP, steps)):
-        a = s.read(q, self.own + a_row, a_unit, 0, 2*step)
-        for pair in range(len(tiles)//2):
-          b = s.read(self.k_rows(t), first_key + b_row, b_unit, pair*mat.K, 2*step)
-          for half in range(2): tiles[2*pair + half] = nv.mma(mat, a, b, half, tiles[2*pair + half])
-      s = s.store(store_all(s.scores, [ops.add(s.scores[i].load(), x) for i, x in enumerate(tiles)] if first else tiles))
+    for i in range(self.tile.stages - 1): s = self.fetch(s, warps.group.walked.begin + i)
     return s
 
-  def weigh(self, s:MlaMmaState, scores:list[UOp]) -> MlaMmaState:
+  def walk(self, s:LatentMmaState, work:Callable[[LatentMmaState, UOp, bool], UOp]) -> LatentMmaState:
+    def trip(s:LatentMmaState, t:UOp, masked:bool) -> UOp: return work(s.arrived(self.tile.stages - 2), t, masked)
+    return over_tiles(s, self.warps.group.walked, self.warps.group.grid.allocator, trip)
+
+  def scores(self, s:LatentMmaState, t:UOp, masked:bool) -> tuple[LatentMmaState, list[UOp]]:
+    """S of the warp's queries and keys: its C fragments. Later tiles start on their way while the tensor cores work."""
+    s = self.raw_scores(s, t)
+    raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
+    scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.number(t), masked)
+    return self.fetch(s, t + self.tile.stages - 1), scores
+
+  def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
     """P, relative to a reference that it does not outgrow, and by what factor O is to be multiplied before it is added: all in shared memory."""
     to_log2, m, dtype, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p.dtype, ops.splat(0.0, nv.ROWS)
-    s, top = self.highest(s, scores, m)
+    s, top = self.highest(s, x, m)
     reference = raised(m, top, to_log2, self.tile.rescale_above)
     factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
-    weights = [weights_from(x, reference, to_log2) for x in scores]
-    packed = [nv.pack_a(x, y, dtype) for x, y in zip(weights[0::2], weights[1::2])]
-    exact = functools.reduce(lambda l, x: lane_sum(l, x, nv.ROWS), weights, zero)
+    weights = [weights_from(y, reference, to_log2) for y in x]
+    packed = [nv.pack_a(*pair, dtype) for pair in zip(weights[0::2], weights[1::2])]
+    exact = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), weights, zero)
     sums = (rounded_sum(packed, ONES, self.mat, dtype, nv.ROWS, nv.zero(s.done)), exact)[:self.names.kinds]
-    s = s.store([s.m[0].store(reference)], store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), x) for i, x in enumerate(sums)]))
-    return self.met(s.do(*self.put_weights(s, packed), *self.tell(s, self.names.factor, factor, self.share.part.eq(0))))
+    s = s.store([s.m[0].store(reference)], store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(sums)]))
+    return self.met(s.do(*self.put_weights(s, packed), *self.tell(s, self.names.factor, factor, self.share.part.eq(0)))), None
 
-  def highest(self, s:MlaMmaState, scores:list[UOp], m:UOp) -> tuple[MlaMmaState, UOp]:
-    """The largest of each row's scores, and of what m was, over the lanes and warps that share it."""
-    tops = []
-    for r in range(nv.ROWS):
-      top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
-      for step in (1, 2): top = ops.max_(top, nv.xor_lane(top, step))
-      tops.append(top)
-    if self.share.key_parts == 1: return s, ops.build(*tops)
-    s = self.met(s.do(*self.tell(s, self.names.top(self.share.part), ops.build(*tops), UOp.const(True))))
-    heard = [self.hear(s, self.names.top(part), self.own) for part in range(self.share.key_parts)]
-    return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
-
-  def put_weights(self, s:MlaMmaState, packed:list[UOp]) -> list[UOp]:
-    """The stores of P: dword i of an A fragment is of row i%2 and tile i//2. Statements."""
-    to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
-    for step, x in enumerate(packed):
-      for i in range(4):
-        place = self.weight_rows.place(self.in_block(self.own)[i%2], first + 2*step + i//2)
-        statements.append(nv.put(to[place*4 + self.warps.at.h], ops.as_float(ops.extract(x, i)), UOp.const(True)))
-    return statements
-
-  def add_to_o(self, s:MlaMmaState, t:UOp) -> UOp:
+  def add_to_o(self, s:LatentMmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     """O += P V of the warp's columns."""
     mat, lane = self.mat, self.warps.at.lane
     s = s.store(store_all(s.factors, [self.hear(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
@@ -194,20 +129,85 @@ class MlaMma:
           for half in range(2): row[2*pair + half] = nv.mma(mat, a, b, half, row[2*pair + half])
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
 
+  def kernel(self, s:LatentMmaState) -> UOp:
+    s = self.totals(s)
+    return self.warps.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)], self.tile.lds_bytes(self.p))
+
+  # ***** shared memory *****
+  def k_rows(self, t:UOp) -> LongRows:
+    q, k, _ = self.tile.layouts(self.p)
+    return k.at(q.size + t%self.tile.stages*k.size)
+  @property
+  def weight_rows(self) -> SwizzledRows:
+    q, k, weights = self.tile.layouts(self.p)
+    return weights.at(q.size + self.tile.stages*k.size)
+  def told(self, s:LatentMmaState) -> RowScalars:
+    return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
+  def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
+    """Tells all waves a number of each of the lane's own two rows. Statements."""
+    told, to = self.told(s), s.shared.bitcast(dtypes.float)
+    return [nv.put(to[told.at(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
+  def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
+    """That number of the lane's two rows of the 16 from `first` on."""
+    return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
+  def met(self, s:LatentMmaState) -> LatentMmaState:
+    """All warps have done what they did."""
+    return s.after(workgroup_barrier(s.done))
+  def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
+    group, block_n = self.warps.group, self.tile.block_n
+    there = (group.walked.end*block_n).minimum(group.sequence.n_k)
+    return s.started(self.warps.copies(replace(group.rows("k"), count=there), s.shared, t*block_n, self.k_rows(t)))
+
+  # ***** products *****
+  def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
+    """S = Q K^T of the warp's queries and keys: its C fragments."""
+    mat, lane, q, steps = self.mat, self.warps.at.lane, self.tile.layouts(self.p)[0], round_up(self.p.D, self.mat.K)//self.mat.K
+    (a_row, a_unit), (b_row, b_unit), first_key = mat.a_address(lane), mat.b_address(lane), self.share.part*self.share.keys
+    for first in range(0, steps, ADDED_UP):
+      tiles = [nv.zero(s.done)]*s.scores.max_numel()
+      for step in range(first, min(first + ADDED_UP, steps)):
+        a = s.read(q, self.own + a_row, a_unit, 0, 2*step)
+        for pair in range(len(tiles)//2):
+          b = s.read(self.k_rows(t), first_key + b_row, b_unit, pair*mat.K, 2*step)
+          for half in range(2): tiles[2*pair + half] = nv.mma(mat, a, b, half, tiles[2*pair + half])
+      s = s.store(store_all(s.scores, [ops.add(s.scores[i].load(), x) for i, x in enumerate(tiles)] if first else tiles))
+    return s
+
+  def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
+    """The largest of each row's scores, and of what m was, over the lanes and warps that share it."""
+    tops = []
+    for r in range(nv.ROWS):
+      top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
+      for step in (1, 2): top = ops.max_(top, nv.xor_lane(top, step))
+      tops.append(top)
+    if self.share.key_parts == 1: return s, ops.build(*tops)
+    s = self.met(s.do(*self.tell(s, self.names.top(self.share.part), ops.build(*tops), UOp.const(True))))
+    heard = [self.hear(s, self.names.top(part), self.own) for part in range(self.share.key_parts)]
+    return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
+
+  def put_weights(self, s:LatentMmaState, packed:list[UOp]) -> list[UOp]:
+    """The stores of P: dword i of an A fragment is of row i%2 and tile i//2. Statements."""
+    to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
+    for step, x in enumerate(packed):
+      for i in range(4):
+        place = self.weight_rows.place(self.in_block(self.own)[i%2], first + 2*step + i//2)
+        statements.append(nv.put(to[place*4 + self.warps.at.h], ops.as_float(ops.extract(x, i)), UOp.const(True)))
+    return statements
+
   def v_rows(self, t:UOp, line:int) -> LongRows:
     """The rows of K from a line of the warp's columns of V on. Where there is no such line, the last one: nobody will store what comes of it."""
     k = self.k_rows(t)
     return k.at(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
   # ***** after the last trip *****
-  def totals(self, s:MlaMmaState) -> MlaMmaState:
+  def totals(self, s:LatentMmaState) -> LatentMmaState:
     """With the reference of each row, and its sums over each part of the keys, in shared memory."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # of the lane's own P
     told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
     return self.met(s.do(*told, *self.tell(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
 
-  def outputs(self, s:MlaMmaState, tile:int) -> list[UOp]:
+  def outputs(self, s:LatentMmaState, tile:int) -> list[UOp]:
     """O = O / l of the warp's columns; LSE = m + ln l by the first warp."""
     group, mat, names, stores = self.warps.group, self.mat, self.names, list[UOp]()
     accs, first = [s.acc[tile*self.columns + i].load() for i in range(self.columns)], self.warps.at.wave*(self.columns*mat.N)

@@ -1,0 +1,1 @@
+"""The steps of the kernels in plain UOps, for every device that tinygrad renders for."""

@@ -1,0 +1,1 @@
+"""The steps of the kernels by wgmma, the matrix instructions of Hopper."""
