@@ -64,7 +64,11 @@ def check_splits(name:str, x:Any) -> int:
 
 def of_term(default:Any, check:values.Check|None=None) -> Any:
   """A field of Problem by whose name a term of attn/score goes: whether there is one, or its number."""
-  return field(default=default, metadata={"check": check})
+  return field(default=default, metadata={"check": check, "of": "term"})
+
+def of_mask(default:Any, check:values.Check) -> Any:
+  """A field by whose name a mask goes: what it hides."""
+  return field(default=default, metadata={"check": check, "of": "mask"})
 
 @dataclass(frozen=True)
 class Count:
@@ -181,7 +185,7 @@ class Problem:
   dtype: str = "float16"
   out_dtype: str = "float16"
   layout: str = "bhsd"
-  window: tuple[int, int] = (-1, -1)
+  window: tuple[int, int] = of_mask((-1, -1), check_window)
   offset: int = 0
   softmax_scale: float = field(default=0.0)
   return_lse: bool = False
@@ -333,7 +337,7 @@ class Problem:
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
-OF_TERMS = tuple(f.name for f in fields(Problem) if f.metadata)     # the fields by which terms go
+OF_TERMS, OF_MASKS = (tuple(f.name for f in fields(Problem) if f.metadata.get("of") == row) for row in ("term", "mask"))   # fields by which rows go
 
 def held_sum(end:int, most:int) -> int:
   """The sum of the whole numbers before `end`, each held within 0..`most`."""
@@ -362,7 +366,7 @@ FIELD_CHECKS: dict[str, values.Check] = {
   **dict.fromkeys(("total_q", "total_k"), check_total),
   **dict.fromkeys(("return_lse", "lse_rest", "top_left", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
   **dict.fromkeys(("dropout_start", "batch_invariant", "v_in_k"), values.truth),
-  "layout": check_layout, "window": check_window, "softmax_scale": check_softmax_scale,
+  "layout": check_layout, "softmax_scale": check_softmax_scale,
   "num_splits": check_splits, "dropout_p": check_dropout_p, "offset": check_offset,
   **{f.name: check for f in fields(Problem) if (check := f.metadata.get("check")) is not None}}
 
@@ -445,7 +449,7 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   longest sequence of layout "thd" (by default as long as all of them together: right, but with workgroups that find nothing to
   do). `views` are Problem's k_view and v_view; with `pages` k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv,
   pages.rows, Dv), whatever the layout; with `v_in_k` v is the shape that the first columns of k have. `terms` are the numbers
-  that Problem has of terms, such as softcap. The other options are Problem's.
+  that Problem has of terms and masks, such as softcap. The other options are Problem's.
 
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported.
   """

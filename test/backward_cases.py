@@ -12,7 +12,7 @@ from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Options, arrange, restore, rounded, same
 from attn.tinygrad_compat import Context, Tensor
-from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, normal, numbers_of_terms, packed_sequences, problem, tensor
+from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, normal, numbers_of_rows, packed_sequences, problem, tensor
 
 @dataclass(frozen=True)
 class Loss:
@@ -39,7 +39,7 @@ def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[
 def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int, int]|None=None) -> Options:
   """Of the whole problem, or of a packed sequence: (its number, its queries, its keys)."""
   found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
-  return Options(top_left=p.top_left, **numbers_of_terms(p), **found)
+  return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, Law]:
   """The laws of dq, dk and dv, and of dbias where there is a bias: 0 in rows of no sequence."""

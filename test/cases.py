@@ -16,7 +16,7 @@ from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
-from attn.problem import OF_TERMS, Problem, problem_of
+from attn.problem import OF_MASKS, OF_TERMS, Problem, problem_of
 from attn.reference import Options, arrange, restore, rounded
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
@@ -190,9 +190,9 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
 
 SCORE_OPTIONS = (*TERM_TENSORS, "sinks", "kv_lengths")
 
-def numbers_of_terms(p:Problem) -> dict[str, float]:
-  """The numbers of terms, as the reference has them."""
-  return {name: x for name in OF_TERMS if isinstance(x := getattr(p, name), float)}
+def numbers_of_rows(p:Problem) -> dict[str, float]:
+  """The numbers of terms and masks, as the reference has them."""
+  return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:
   """Holds o and lse to the law."""
@@ -204,7 +204,7 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, La
   """The laws of o and lse; packed sequences one at a time: 0 and -inf in rows of none."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
-    o = Options(top_left=p.top_left, **numbers_of_terms(p), **{**options, **more})
+    o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**options, **more})
     return law_of(q, k, v, p.softmax_scale, p.window, offset, o, dtype=p.dtype, out_dtype=p.out_dtype)
   if not p.varlen: return law(x.q, x.k, x.v, p.offset)
   found = without_error((*x.q.shape[:-1], x.v.shape[-1])), without_error(x.q.shape[:-1], -np.inf)
@@ -225,7 +225,7 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
   """The laws of the gradients of q, k, v, bias, sinks and slopes, those that there are, for the gradients of o and lse, which are (B, H, Sq, Dv) and
   (B, H, Sq), or of packed sequences (1, H, total_q, ...). Sequences one at a time; rows of none get 0."""
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
-    o = Options(top_left=p.top_left, **numbers_of_terms(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
+    o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
     found = law_of_gradients(q, k, v, *at, dtype=p.dtype, out_dtype=p.out_dtype, bias_dtype=p.bias_dtype)
     return {n: law for n, law in vars(found).items() if law is not None}

@@ -14,6 +14,7 @@ from attn.parallel.shards import SequenceShards
 from attn.choose.dispatch import Choice, choose
 from attn.compilers.choice import compiled_on
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Pages, Problem, Strided, problem_of
+from attn.score.masks import check_moves
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, static_shape
@@ -196,5 +197,6 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
               batch_invariant=options.batch_invariant)
   device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
   arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
+  if x.shards is not None: check_moves(p)
   if x.shards is not None and arch is None: raise NotImplementedError(f"rows that devices share: no kernel merges results on {device}")
   return CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out, shards=x.shards)

@@ -16,6 +16,7 @@ from attn.chips import Chip
 from attn.chips.candidates import EVERY, BackwardCandidate, Candidate, MlaCandidate, MlaMmaCandidate
 from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.problem import Problem
+from attn.score.masks import hiding
 from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 
 CLASSES = (64, 128, 192, 256)   # head dimensions: a class goes up to its number
@@ -30,7 +31,8 @@ def problem_class(p:Problem) -> str|None:
   """Problems of one class share a tile: the same but for lengths and heads, and those up to the next power of two. None for problems with an option
   that takes registers of its own: they are not timed."""
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
-  mask = "window" if p.window[0] >= 0 else "causal" if p.window[1] >= 0 else "full"
+  hidden = hiding(p)
+  mask = "window" if hidden.before else "causal" if hidden.after else "full"
   heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.all_heads, p.Sq, p.Sk))
   width = f"D{p.D} with Dv{p.Dv} in it" if p.v_in_k else f"D{head_class(p)}"
   return f"{p.dtype} {width} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"

@@ -18,6 +18,7 @@ from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
+from attn.score.masks import hiding
 from attn.score.terms import varies
 
 # Rows of plain problems are tried before the others, each for its class of head dimensions alone, for problems without options whose rows are whole
@@ -92,7 +93,7 @@ def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) 
 
 def _plain(p:Problem, arch:Chip, table:tuple[BackwardCandidate, ...], keys:bool) -> Iterator[BackwardCandidate]:
   """Those of a table of plain problems that are for this one: dk's and dv's without a mask, with which moves between registers take over."""
-  if p.options or arch.llvm < PLAIN_LLVM or (keys and p.window != (-1, -1)): return
+  if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
   for c in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, c, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)

@@ -30,6 +30,7 @@ from attn.kernels.plain.forward import PlainForward
 from attn.kernels.wgmma.forward import WgmmaForward
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
+from attn.score.masks import hiding, told
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
@@ -92,7 +93,7 @@ def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
   if not arch.unit.loads_to_lds: return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
   if (p.D, p.Dv) != (dual_wave.HEAD, dual_wave.HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {dual_wave.HEAD}"
-  if p.window[0] >= 0: return f"window={p.window}: it starts at the first key"
+  if masks := hiding(p).before: return f"{told(p, masks)}: it starts at the first key"
   return plain_only(p)
 
 def staggered_refuses(p:Problem, arch:Chip) -> str|None:
@@ -183,7 +184,7 @@ def split_slower(p:Problem, arch:Chip) -> str|None:
 
 def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
   if arch.llvm < DUAL_WAVE_LLVM: return f"LLVM {arch.llvm} would compile it: clang 21 spills its registers, {DUAL_WAVE_LLVM} does not"
-  if p.return_lse and (p.window != (-1, -1) or p.Sk%dual_wave.TRIP_KEYS):
+  if p.return_lse and (any(hiding(p)) or p.Sk%dual_wave.TRIP_KEYS):
     return f"an lse beside a mask, or a last trip of fewer than {dual_wave.TRIP_KEYS} keys: its registers for two sums of P are spilled, " \
            "those of forward are not"
   rows = dual_wave_tile(p, arch).block_m

@@ -15,6 +15,7 @@ from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.problem import Problem
+from attn.score.masks import hiding
 from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest, score_terms
 
@@ -77,7 +78,7 @@ WHERE_A_WAVE_HAS_A_PART = (
 
 def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   in_pieces = any(width % mat.unit for width in (p.D, p.Dv))
-  found = {FEW_ROWS: few, WINDOW: p.window[0] >= 0, PIECES: in_pieces, LSE: p.writes_lse, ANY_OPTION: bool(p.options),
+  found = {FEW_ROWS: few, WINDOW: bool(hiding(p).before), PIECES: in_pieces, LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, DROPOUT: bool(p.dropout_p), TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 
@@ -145,7 +146,7 @@ def burden(p:Problem) -> Burden:
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
-  return Burden.PLAIN if p.window == (-1, -1) else Burden.MASK
+  return Burden.PLAIN if not any(hiding(p)) else Burden.MASK
 
 BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 
@@ -183,7 +184,7 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   """The tile that should take the least time, no larger than the keys: by its rate and the blocks that a multiprocessor works on, all rows and keys
   of a block counted. Under a causal mask blocks of all lengths share the multiprocessors, but the longest has to run in any case."""
   up_to = min(c.up_to for c in WGMMA_CANDIDATES if max(p.D, p.Dv) <= c.up_to)
-  causal = p.window[1] >= 0 and p.window[0] < 0
+  causal = bool(hiding(p).after) and not hiding(p).before
   def tile(c:WgmmaCandidate) -> WgmmaTile:
     crowded = bool(p.dropout_p) and c.groups == 3 and c.up_to > SHORT
     return WgmmaTile(c.groups, min(c.block_n - OF_DROPOUT*crowded, round_up(p.Sk, MMA[p.dtype].K)))

@@ -31,6 +31,7 @@ from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem
+from attn.score.masks import hides_some
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
@@ -135,9 +136,7 @@ class DualWave:
   def started(self) -> DualWaveState:
     """No key was seen. Where no trip has a mask, fp32 operations are not packed: the matrix unit would stand still for those, beside the other
     group's products too. A mask needs the registers that it takes."""
-    p = self.group.p
-    masked = p.window != (-1, -1) or p.Sk % TRIP_KEYS
-    s = self.state if masked else self.state.begin(amd.fp32_apart())
+    s = self.state if hides_some(self.group.scores.walk, TRIP_KEYS) else self.state.begin(amd.fp32_apart())
     start = s.softmax.start(self.group.scores)
     return s.keep(start).values_after(start)
 

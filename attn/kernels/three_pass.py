@@ -4,7 +4,6 @@ Written in tensor operations, which tinygrad schedules as its own kernels: any d
 sharded tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the other kernels are there to avoid.
 """
 from __future__ import annotations
-import functools, operator
 from collections.abc import Callable
 from attn.kernels.parts.scores import NEG_INF
 from attn.ops.dropout import kept_elements
@@ -55,17 +54,17 @@ def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|
 
 def unchanged(s:Tensor, at:Positions) -> Tensor: return s
 
-def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tuple[int, int]=(-1, -1), top_left:bool=False, offset:int=0,
-               terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None,
-               kv_starts:Tensor|None=None, cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
+def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Callable[[Positions], Tensor|None], top_left:bool=False, offset:int=0,
+               terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None, kv_starts:Tensor|None=None,
+               cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
                dropout_p:float=0.0, dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
   """(o, lse, what the rounding of that lost), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and
   -inf.
 
   q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that
-  decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, as
-  the `terms` make it (attn/score), then masked. `sinks` (H) are scores of one more key that has no value; lse counts it. A packed sequence has the
-  `longest` number of queries and keys at most. Dropout is of P, after its sum is taken, as attn.problem.Problem has it.
+  decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, as the `terms` make it (attn/score), and
+  -inf where the `masks` hide a key (attn/score, too). `sinks` (H) are scores of one more key that has no value; lse counts it. A packed sequence has
+  the `longest` number of queries and keys at most. Dropout is of P, after its sum is taken, as attn.problem.Problem has it.
   """
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
@@ -76,11 +75,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, window:tupl
   if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, Sq, Sk, top_left, offset, kv_lengths, kv_starts)
   else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
 
-  left, right = window
-  conditions = [] if at.belongs is None else [at.belongs]
-  if left >= 0: conditions.append(at.key >= at.query - left)
-  if right >= 0: conditions.append(at.key <= at.query + right)
-  sees = functools.reduce(operator.and_, conditions) if conditions else None
+  sees = masks(at)
 
   # ***** S *****
   s = terms((q.float().reshape(*grouped, Sq, 1, -1)*for_each_query(k, sees)).sum(-1)*softmax_scale, at)

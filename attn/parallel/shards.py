@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.rows import strides
 from attn.problem import BYTES, ORDERS, DealtRows, Problem, Strided
+from attn.score.masks import hiding
 from attn.score.terms import goes_by_distance, score_terms
 
 REACH = 512     # rows before and behind those that a block of queries sees which its tiles may have besides: more than those on their way
@@ -157,7 +158,7 @@ class SequenceShards:
     where it has them by itself."""
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
-    if pieces and (goes_by_distance(p) or p.window != (-1, -1)):
+    if pieces and (goes_by_distance(p) or any(hiding(p))):
       first = pieces[0].start
       jump = sum(y.start - x.start - y.at for x, y in itertools.pairwise(pieces))
     heads = heads if p.layout == "bshd" or any(term.tensors for term in score_terms(p)) or p.sinks else (0, heads[1])

@@ -11,6 +11,7 @@ from attn.kernels.parts.epilogue import store_row
 from attn.kernels.parts.workgroup import Grid, Workgroup
 from attn.ops.common import flat
 from attn.problem import Problem
+from attn.score.masks import hiding
 from attn.score.terms import summed_tensor
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
@@ -52,7 +53,7 @@ class BiasShare:
     """Whether trips walk over different tiles of keys: those that their queries see, or that their batch has. In a loop over such trips the loop over
     tiles would have a bound that goes by the outer loop, for which tinygrad's linearizer finds no order."""
     batches, _, blocks = self.walked
-    return not self.owns_keys and ((blocks > 1 and self.p.window != (-1, -1)) or (batches*blocks > 1 and self.p.kv_lengths))
+    return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and self.p.kv_lengths))
   @property
   def key_tiles(self) -> int: return ceildiv(self.p.Sk, self.block_n) if self.owns_keys else 1
   @property

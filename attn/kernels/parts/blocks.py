@@ -7,6 +7,8 @@ from attn.kernels.parts.counts import bounded
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import Count, Problem
+from attn.score.mask import Walk
+from attn.score.masks import first_seen, seen_up_to
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
@@ -59,22 +61,8 @@ def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
   else: offset = p.offset if p.top_left or isinstance(keys, int) else keys + (p.offset - p.Sk)
   return Extent(p.queries, keys, 0, 0, offset)
 
-@dataclass(frozen=True)
-class Walk:
-  """What a workgroup walks over, as its own rows see it: the keys, from its queries, or the queries, from its keys. Row i of its own, of which there
-  are `own`, sees those from at(i) - back to at(i) + ahead, of which there are `count`; -1 is no bound."""
-  over: str            # "keys" or "queries"
-  back: int
-  ahead: int
-  offset: int|UOp
-  count: int|UOp
-  own: int|UOp
-  def at(self, row:UOp) -> UOp:
-    """Where the diagonal meets a row."""
-    return row + self.offset
-
-def over_keys(p:Problem, x:Extent) -> Walk: return Walk("keys", *p.window, x.offset, x.n_k, x.n_q)
-def over_queries(p:Problem, x:Extent) -> Walk: return Walk("queries", *p.window[::-1], -x.offset, x.n_q, x.n_k)
+def over_keys(p:Problem, x:Extent) -> Walk: return Walk(p, "keys", x.offset, x.n_k, x.n_q)
+def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offset, x.n_q, x.n_k)
 
 @dataclass(frozen=True)
 class Outside:
@@ -124,15 +112,13 @@ class Blocks:
     return Blocks(first, full_begin, full_end, last, self.masked_first)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """The tiles that rows `first`..`last` see."""
-  back, ahead, there = walk.back, walk.ahead, walk.count
-  of_first, of_last = walk.at(first), walk.at(last)
-  rows = there if isinstance(there, UOp) else UOp.const(there)
-  seen = rows if ahead < 0 else (of_last + ahead + 1).maximum(0).minimum(there)
-  unseen = UOp.const(0) if back < 0 else (of_first - back).maximum(0).minimum(there)
+  """The tiles that rows `first`..`last` see. None of these rows sees a column before those of the first one, or after those of
+  the last."""
+  masked_first = first_seen(walk, first) is not None
+  def hidden(row:UOp) -> UOp: return UOp.const(0) if (column := first_seen(walk, row)) is None else column.maximum(0)
+  seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)
   if isinstance(walk.own, UOp): seen, unseen = ((first < walk.own).where(n, 0) for n in (seen, unseen))   # a shorter sequence has no such block
   begin, end = unseen//block_n, (seen + block_n - 1)//block_n
-  full_begin = begin if back < 0 else ((of_last - back).maximum(0) + block_n - 1)//block_n
-  full_end = rows//block_n if ahead < 0 else (of_first + ahead + 1).maximum(0).minimum(there)//block_n
-  full_begin = full_begin.minimum(end)
-  return Blocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end, back >= 0)
+  full_begin = ((hidden(last) + block_n - 1)//block_n if masked_first else begin).minimum(end)
+  full_end = seen_up_to(walk, first)//block_n
+  return Blocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end, masked_first)

@@ -24,6 +24,7 @@ from attn.kernels.parts.workgroup import Grid, Workgroup
 from attn.kernels.tiles.plain import LONG_SUM, QUAD, RectangleTile, SectionShape, Sections
 from attn.ops import common as ops
 from attn.problem import Problem
+from attn.score.masks import hides_some
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 MAX_WIDTH = 512      # D and Dv
@@ -131,8 +132,7 @@ class Rectangle:
   @property
   def masked(self) -> bool:
     """Whether some row of a tile that is walked over may be hidden, or not there."""
-    p, count = self.p, self.group.scores.walk.count
-    return p.window != (-1, -1) or isinstance(count, UOp) or count % self.tile.block_n > 0
+    return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:
     """The loop over heads, where there are no workgroups."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from attn.kernels.parts.blocks import Walk
 from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
 from attn.ops import common as ops
 from attn.problem import Problem
+from attn.score.mask import Walk
+from attn.score.masks import first_seen, last_seen
 from attn.score.term import BASE2, LOG2E, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
 from attn.score.terms import score_terms
 from attn.tinygrad_compat import UOp
@@ -60,7 +61,7 @@ class Scores:
   def fragment(self, row:Row, tile:UOp) -> Fragment:
     """Where the scores of a row in a tile lie."""
     mat = self.at.matrix
-    return Fragment(self.p, self.given, row, self.first, self.walk.over, self.walk.at(row.index), tile, self.block_n, self.at.h, mat.block,
+    return Fragment(self.p, self.given, row, self.first, self.walk.over, self.walk.diagonal(row.index), tile, self.block_n, self.at.h, mat.block,
                     self.walked, mat.tile_keys, self.unit_of_terms)
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
@@ -95,23 +96,21 @@ class Scores:
     """0 there."""
     return self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond)
 
-  def last_seen(self, row:Row, tile:UOp) -> UOp:
-    """The last of a lane's keys in a tile that a row sees, counted from the lane's first one; or of its queries."""
-    walk, here = self.walk, self.begin(tile)
-    last = walk.count - 1 if isinstance(walk.count, UOp) else UOp.const(walk.count - 1)
-    return last - here if walk.ahead < 0 else (walk.at(row.index) + walk.ahead).minimum(last) - here
-  def first_seen(self, row:Row, tile:UOp) -> UOp|None:
-    """The first one likewise; None where that is the first there is."""
-    return None if self.walk.back < 0 else self.walk.at(row.index) - self.walk.back - self.begin(tile)
+  def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
+    """The first and the last of a lane's keys in a tile that a row sees, or of its queries, counted from the lane's first one; None where the first
+    one is the first there is."""
+    first, here = first_seen(self.walk, row.index), self.begin(tile)
+    return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
   def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_beyond:Callable[..., UOp]) -> list[UOp]:
-    last, first = self.last_seen(row, tile), self.first_seen(row, tile)
+    first, last = self.limits(row, tile)
     if first is None: return [of_above(y, last, rows) for y, rows in zip(x, self.walked)]
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
     """`mask` of two rows whose raw scores lie in registers, in place: statements, in any order."""
-    limits = {"above": [self.last_seen(row, tile) for row in rows], "below": [x for row in rows if (x := self.first_seen(row, tile)) is not None]}
+    of_rows = [self.limits(row, tile) for row in rows]
+    limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:

@@ -16,6 +16,7 @@ from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import INVARIANT_KEYS, Problem
+from attn.score.masks import hiding
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
@@ -53,12 +54,12 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   none with many keys is among the last ones."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # of the cache they leave K and V half: what they have of Q and O is more
-  cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if p.window[1] >= 0 else 1
+  cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """NVIDIA's grid over blocks of keys and key/value heads: the blocks of as many heads run together as the cache holds queries of."""
-  cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if p.window[1] >= 0 else 1
+  cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
 def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:BlockTile, mat:Mma) -> Grid:
@@ -99,7 +100,7 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
   """Rows of the block of queries that starts as the `number`-th: under a causal mask the long ones start first. `buffers`: the first row becomes a
   part of the offsets of buffer instructions."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
-  block, end, before = pieces*blocks - 1 - number if p.window[1] >= 0 else number, x.n_q*heads, UOp.const(0)
+  block, end, before = pieces*blocks - 1 - number if hiding(p).after else number, x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
   if p.dealt is not None and pieces > 1:
     in_front, front = block < blocks, p.dealt.front*heads

@@ -1,0 +1,64 @@
+"""The masks there are, in their order, and what is asked of those that a problem has."""
+from __future__ import annotations
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+from attn.problem import Problem
+from attn.score.count import COUNT
+from attn.score.mask import Interval, Mask, Walk, both_hold
+from attn.score.term import Positions
+from attn.score.window import WINDOW_MASK
+from attn.tinygrad_compat import Tensor, UOp
+
+SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, COUNT)
+
+def intervals(walk:Walk, row:UOp) -> list[Interval]:
+  """What each mask leaves of the columns to a row."""
+  return [mask.seen(walk, row) for mask in SCORE_MASKS]
+
+def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
+
+def first_seen(walk:Walk, row:UOp) -> UOp|None:
+  """The first column that a row sees, None where that is the first there is in all rows."""
+  found = [as_index(x.first) for x in intervals(walk, row) if x.first is not None]
+  return functools.reduce(UOp.maximum, found) if found else None
+
+def lasts(walk:Walk, row:UOp) -> list[UOp]:
+  """The last column that each mask leaves a row. One does: there are so many."""
+  return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
+
+def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))
+
+def seen_up_to(walk:Walk, row:UOp) -> UOp:
+  """How many columns there are up to the last one that a row sees, itself included."""
+  return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
+
+def hides_some(walk:Walk, columns:int) -> bool:
+  """Whether something may be hidden in a tile of so many columns."""
+  return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
+             for x in intervals(walk, UOp.const(0)))
+
+class Hiding(NamedTuple):
+  """The masks that hide keys before the first one that a query sees, and those that hide keys after the last one. Where there are no more keys,
+  nothing is hidden."""
+  before: tuple[Mask, ...]
+  after: tuple[Mask, ...]
+
+def hiding(p:Problem) -> Hiding:
+  walk, row = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0)
+  found = {mask: mask.seen(walk, row) for mask in SCORE_MASKS}
+  return Hiding(tuple(mask for mask, x in found.items() if x.first is not None), tuple(mask for mask, x in found.items() if isinstance(x.last, UOp)))
+
+def told(p:Problem, masks:tuple[Mask, ...]) -> str:
+  """What a problem says of masks."""
+  return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
+
+def check_moves(p:Problem) -> None:
+  """Raises NotImplementedError for a mask that goes by more than how far queries and keys are apart."""
+  if fixed := tuple(mask for masks in hiding(p) for mask in masks if not mask.moves):
+    raise NotImplementedError(f"{told(p, fixed[:1])} with rows that devices share: it goes by the numbers of keys, which each of them "
+                              "counts from its own first one; shard q, k and v along batch or heads instead")
+
+def plain_masks(p:Problem) -> Callable[[Positions], Tensor|None]:
+  """All of a problem in tensor operations: whether a query sees a key, None where it sees all."""
+  return lambda at: functools.reduce(both_hold, [mask.plain(p, at) for mask in SCORE_MASKS])

@@ -1,0 +1,11 @@
+"""A window around the diagonal, of which the causal mask is one: a query sees the keys from `left` before its place to `right` behind it."""
+from __future__ import annotations
+from typing import Any
+from attn.score.mask import Interval, Mask, Walk, by_places
+
+def _near(walk:Walk, row:Any) -> Interval:
+  back, ahead = walk.p.window if walk.over == "keys" else walk.p.window[::-1]
+  place = walk.place(row)
+  return Interval(None if back < 0 else walk.column(place - back), None if ahead < 0 else walk.column(place + ahead))
+
+WINDOW_MASK = Mask("window", _near, by_places(_near))
