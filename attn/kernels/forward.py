@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 from attn.chips import Chip
 from attn.kernels.parts.tensors import check_problem
+from attn.kernels.parts.trips import TileLoop
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
@@ -21,9 +22,8 @@ class ForwardUnit(Protocol[State]):
   def parts(self) -> Iterable[Any]: """Parts of a tile of keys whose P is computed and used one after another."""
   def begin(self) -> State:
     """No key was seen: m is the lowest number, l and O are 0. Q is there or on its way."""
-  def walk(self, s:State, work:Callable[[State, UOp, bool], UOp]) -> State:
-    """Goes over the tiles of keys that the queries see, and does `work(state, tile, masked)` on each when it is there. It returns what the trip ends
-    with. Tiles that no mask touches come with masked=False."""
+  def loops(self) -> Iterable[TileLoop[Any]]:
+    """Loops over the tiles of keys that the queries see: K and V of a tile are there when a trip begins, or `scores` waits for them."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
     """S = Q K^T of tile t, as terms and masks leave it; None where the state has it, under way perhaps."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
@@ -36,14 +36,16 @@ class ForwardUnit(Protocol[State]):
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:
   """The algorithm."""
-  def work(s:Any, t:UOp, masked:bool) -> UOp:
-    s, x = unit.scores(s, t, masked)                     # S = Q K^T
+  s = unit.begin()                                       # m, l and O; Q
+  for loop in unit.loops():                              # over tiles of keys: with masks, without, and with masks again
+    s, t = loop.begin(s)                                 # K and V of tile t
+    s, x = unit.scores(s, t, loop.masked)                # S = Q K^T
     for part in unit.parts:
-      s, p = unit.weigh(s, x, t, part, masked)           # P = exp(S - m), l += sum(P)
-      done = unit.add_to_o(s, p, t, part, masked)        # O += P V
+      s, p = unit.weigh(s, x, t, part, loop.masked)      # P = exp(S - m), l += sum(P)
+      done = unit.add_to_o(s, p, t, part, loop.masked)   # O += P V
       s = s.after(done)
-    return done
-  return unit.kernel(unit.walk(unit.begin(), work))      # O / l, m + log(l)
+    s = loop.end(done)
+  return unit.kernel(s)                                  # O / l, m + log(l)
 
 KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # of a problem, a chip and a tile: the kernel as a function of its placeholders
 

@@ -11,6 +11,7 @@ what lay there before either read a barrier earlier at the latest. Packed fp32 e
 the kernel has none (docs/timing.md).
 """
 from __future__ import annotations
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
@@ -18,7 +19,7 @@ from attn.kernels.amd.forward import AmdForward, ForwardState
 from attn.kernels.parts.dropout import Kept
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.trips import StagedTrips, over_tiles
+from attn.kernels.parts.trips import StagedTrips, TileLoop, tile_loops
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem
@@ -65,7 +66,8 @@ class Staggered:
     apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start(group.scores)
     s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
     s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group falls a barrier behind
-    s = over_tiles(s, group.walked, self.common.new, self.trip)
+    loops:Iterator[TileLoop[StaggeredState]] = tile_loops(group.walked, self.common.new)
+    for loop in loops: s = loop.end(self.trip(*loop.begin(s), loop.masked))
     s = s.after(self.statements.do(amd.barrier_of(1 - second, s.softmax.acc[0].load())))
     return group.kernel("staggered", self.common.outputs(s.softmax))
 

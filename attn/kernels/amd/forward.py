@@ -5,7 +5,7 @@ the way; by default the loads of the next tile start before this one's matrix wo
 """
 from __future__ import annotations
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import Matrix, contraction
@@ -18,7 +18,7 @@ from attn.kernels.parts.products import FENCE_UNITS, OwnRows, Products, zeros
 from attn.kernels.parts.softmax import Softmax, Sums
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.trips import StagedTrips, TripState
+from attn.kernels.parts.trips import StagedTrips, TileLoop, TripState
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
@@ -91,10 +91,10 @@ class AmdForward:
 
   # ***** the steps *****
   def begin(self) -> ForwardState:
-    return self.state.after(self.state.softmax.start(self.group.scores), *[self.statements.do(amd.fp32_apart())]*self.apart)
+    s = self.state.after(self.state.softmax.start(self.group.scores), *[self.statements.do(amd.fp32_apart())]*self.apart)
+    return self.trips.first(s, self.group.walked)
 
-  def walk(self, s:ForwardState, work:Callable[[ForwardState, UOp, bool], UOp]) -> ForwardState:
-    return self.trips.walk(s, self.group.walked, work)
+  def loops(self) -> Iterator[TileLoop[ForwardState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:ForwardState, t:UOp, masked:bool) -> tuple[ForwardState, list[list[UOp]]]:
     """S^T of a tile of keys: for each query tile a column of C fragments."""

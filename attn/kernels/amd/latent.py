@@ -9,7 +9,7 @@ from the tile of K, which lies in LDS once.
 """
 from __future__ import annotations
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
@@ -21,7 +21,7 @@ from attn.kernels.parts.shared_rows import RowScalars, Share
 from attn.kernels.parts.softmax import Sums, row_sum
 from attn.kernels.parts.staging import StagedTile
 from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.trips import StagedTrips, TripState
+from attn.kernels.parts.trips import StagedTrips, TileLoop, TripState
 from attn.kernels.parts.workgroup import Workgroup, head_fastest
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.common import Told
@@ -97,10 +97,10 @@ class AmdLatent:
   # ***** the steps *****
   def begin(self) -> LatentState:
     begin = ((self.state.acc, 0.0), (self.state.m, LOWEST), (self.state.l, 0.0))
-    return self.state.after(UOp.group(*[x for to, value in begin for x in store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel())]))
+    s = self.state.after(UOp.group(*[x for to, value in begin for x in store_all(to, [ops.splat(value, ops.length(to))]*to.max_numel())]))
+    return self.trips.first(s, self.group.walked)
 
-  def walk(self, s:LatentState, work:Callable[[LatentState, UOp, bool], UOp]) -> LatentState:
-    return self.trips.walk(s, self.group.walked, work)
+  def loops(self) -> Iterator[TileLoop[LatentState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:LatentState, t:UOp, masked:bool) -> tuple[LatentState, list[UOp]]:
     """S^T of the wave's keys and queries: a column of C fragments."""

@@ -6,7 +6,7 @@ that are swizzled against bank conflicts. The softmax takes no maxima but in a r
 """
 from __future__ import annotations
 import functools, itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
@@ -15,7 +15,7 @@ from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.trips import over_tiles
+from attn.kernels.parts.trips import TileLoop, tile_loops
 from attn.kernels.parts.warps import Warps
 from attn.kernels.tiles.mma import MmaTile, fragments
 from attn.ops import common as ops, nvidia as nv
@@ -115,12 +115,11 @@ class MmaForward:
     if self.tile.q_in_lds: return s
     return replace(s, q=Operands(tuple(tuple(self.q_operand(s, qt, step) for step in self.depth_steps) for qt in range(self.tile.q_tiles))))
 
-  def walk(self, s:MmaState, work:Callable[[MmaState, UOp, bool], UOp]) -> MmaState:
-    def trip(s:MmaState, t:UOp, masked:bool) -> UOp: return work(s.arrived(self.tile.stages - 2), t, masked)
-    return over_tiles(s, self.warps.group.walked, self.warps.group.grid.allocator, trip)
+  def loops(self) -> Iterator[TileLoop[MmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
     """S of a tile, in registers. Later tiles start on their way while the tensor cores work."""
+    s = s.arrived(self.tile.stages - 2)
     tiles = [self.warps.group.scores.finished(x, rows, self.own_tile(t), masked) for x, rows in zip(self.raw_scores(s, t), self.queries)]
     s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
     return self.fetch(s, t + self.tile.stages - 1), None

@@ -6,7 +6,7 @@ read from it, transposed on the way, as attn/kernels/mma/forward.py does.
 """
 from __future__ import annotations
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
@@ -15,7 +15,7 @@ from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.ring import CopyGroups
 from attn.kernels.parts.shared_rows import RowScalars, Share
 from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.trips import over_tiles
+from attn.kernels.parts.trips import TileLoop, tile_loops
 from attn.kernels.parts.warps import Warps, sum_over_quad
 from attn.kernels.tiles.common import Told
 from attn.kernels.tiles.mma import MlaMmaTile
@@ -90,13 +90,11 @@ class MmaLatent:
     for i in range(self.tile.stages - 1): s = self.fetch(s, warps.group.walked.begin + i)
     return s
 
-  def walk(self, s:LatentMmaState, work:Callable[[LatentMmaState, UOp, bool], UOp]) -> LatentMmaState:
-    def trip(s:LatentMmaState, t:UOp, masked:bool) -> UOp: return work(s.arrived(self.tile.stages - 2), t, masked)
-    return over_tiles(s, self.warps.group.walked, self.warps.group.grid.allocator, trip)
+  def loops(self) -> Iterator[TileLoop[LatentMmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:LatentMmaState, t:UOp, masked:bool) -> tuple[LatentMmaState, list[UOp]]:
     """S of the warp's queries and keys: its C fragments. Later tiles start on their way while the tensor cores work."""
-    s = self.raw_scores(s, t)
+    s = self.raw_scores(s.arrived(self.tile.stages - 2), t)
     raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
     scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.number(t), masked)
     return self.fetch(s, t + self.tile.stages - 1), scores

@@ -1,7 +1,7 @@
 """How a kernel goes over tiles: the loop, and on AMD the way of a tile through registers to LDS."""
 from __future__ import annotations
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 from attn.kernels.parts.allocator import Allocator, InLds
@@ -12,13 +12,31 @@ from attn.tinygrad_compat import AxisType, UOp
 
 Crossing = TypeVar("Crossing", bound=Carried)
 
-def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
-  """Runs `trip(state, tile, masked)` on one tile after another; it returns what the trip ends with. Tiles that no mask touches come without masks."""
+class TileLoop(Generic[Crossing]):
+  """A loop over neighbouring tiles. `masked`: masks may touch them."""
+  before: Crossing
+  trip: UOp
+
+  def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
+    self.first, self.count, self.masked, self.new = first, count, masked, new
+  def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
+    """Begins a trip: returns the state in it, and the tile's number."""
+    self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
+    return s.after(self.trip), self.first + self.trip
+  def end(self, done:UOp) -> Crossing:
+    """Ends the loop, each trip of which ends in `done`: returns the state after it."""
+    return self.before.after(done.end(self.trip))
+
+def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
+  """Lists the loops over tiles: over those that no mask touches, and, where there are any, over those before them and after them."""
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
   for first, last, masked in parts:
-    if (count := trip_count(last - first)) is None: continue
-    r = new.range(count, AxisType.LOOP)
-    s = s.after(trip(s.after(r), first + r, masked).end(r))
+    if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
+
+def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
+  """Runs `trip(state, tile, masked)` on one tile after another; it returns what the trip ends with. Tiles that no mask touches come without masks."""
+  loops:Iterator[TileLoop[Crossing]] = tile_loops(tiles, new)
+  for loop in loops: s = loop.end(trip(*loop.begin(s), loop.masked))
   return s
 
 class TripState(Carried):
@@ -78,18 +96,43 @@ class StagedTrips(Generic[S]):
     """Returns the place of tile t."""
     return getattr(s, name).number(t%self.tile.buffers)
 
-  def walk(self, s:S, tiles:Blocks, work:TileWork[S]) -> S:
-    """Goes over the tiles and does the work on each."""
-    if self.tile.prefetch: s = s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin)))
-    return over_tiles(s, tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
+  def first(self, s:S, tiles:Blocks) -> S:
+    """Brings the first tile to LDS, where a tile is loaded before its own trip."""
+    return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
-  def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
-    """Does the work on tile t while the next tile is on its way to registers, and then stores that one to LDS. With two buffers there no wave has
-    to wait for others before it stores: the barrier at the end of the trip is the only one. Without prefetch a trip first takes its own tile
-    to LDS."""
-    if not self.tile.prefetch: return work(s.lds_after(self.in_turn(s, t) if self.tile.in_turn else self.to_lds(s, t, self.fetch(t))), t, masked)
+  def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
+    """Has tile t in LDS, and the next one on its way to registers: returns its parts. Without prefetch a trip takes its own tile to LDS."""
+    if not self.tile.prefetch: return s.lds_after(self.in_turn(s, t) if self.tile.in_turn else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)
-    under_way = self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))     # the compiler would put loads off
-    worked = work(s.lds_after(under_way), t, masked)
+    return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # the compiler would put loads off
+
+  def leave(self, s:S, t:UOp, worked:UOp, parts:list[list[UOp]]) -> UOp:
+    """Stores the parts of the next tile to LDS when the work on tile t is done. With two buffers no wave has to wait for others before it stores:
+    the barrier at the end of the trip is the only one."""
+    if not self.tile.prefetch: return worked
     free = worked if self.tile.prefetch > 1 else workgroup_barrier(worked)
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
+
+  def walk(self, s:S, tiles:Blocks, work:TileWork[S]) -> S:
+    """Goes over the tiles and does the work on each."""
+    return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
+
+  def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
+    """Does the work on tile t while the next one is on its way."""
+    there, parts = self.arrive(s, t)
+    return self.leave(s, t, work(there, t, masked), parts)
+
+  def loops(self, tiles:Blocks) -> Iterator[TileLoop[S]]:
+    """Lists the loops over tiles, in which the next tile is on its way while there is work on one."""
+    return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
+
+class StagedLoop(TileLoop[S]):
+  """A loop over tiles that come through registers to LDS."""
+  def __init__(self, trips:StagedTrips[S], first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
+    super().__init__(first, count, masked, new)
+    self.trips = trips
+  def begin(self, s:S) -> tuple[S, UOp]:
+    self.inside, self.tile = super().begin(s)
+    there, self.parts = self.trips.arrive(self.inside, self.tile)
+    return there, self.tile
+  def end(self, done:UOp) -> S: return super().end(self.trips.leave(self.inside, self.tile, done, self.parts))

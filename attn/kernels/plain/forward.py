@@ -8,7 +8,7 @@ They are written in the operations of all kernels (attn/ops), of which `attn.ops
 """
 from __future__ import annotations
 import functools, math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import CHIPS, Chip
 from attn.kernels.parts.blocks import trip_count
@@ -16,6 +16,7 @@ from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
 from attn.kernels.parts.rectangle import Portion, Rectangle, grid_of
 from attn.kernels.parts.statements import Carried
+from attn.kernels.parts.trips import TileLoop
 from attn.kernels.parts.workgroup import Workgroup
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.plain import QUAD, TiledTile
@@ -24,7 +25,7 @@ from attn.ops.plain import plain
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem
 from attn.score.term import Row
-from attn.tinygrad_compat import AxisType, UOp, dtypes
+from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
@@ -82,12 +83,10 @@ class PlainForward(Rectangle):
       ready = [*items, self.barrier(self.carried(Portion("kept", "q", self.group.first_row, UOp.const(0), tile.block_m), items))]
     return replace(state, ready=Ready(tuple(ready)))
 
-  def walk(self, s:QueryState, work:Callable[[QueryState, UOp, bool], UOp]) -> QueryState:
-    """Goes over all tiles alike: with masks where any of them has some."""
+  def loops(self) -> Iterator[TileLoop[QueryState]]:
+    """Lists one loop over all tiles: with masks where any of them has some."""
     walked = self.group.walked
-    if (count := trip_count(walked.end - walked.begin)) is None: return s
-    trip = self.new.range(count, AxisType.LOOP)
-    return s.after(work(s.after(trip), walked.begin + trip, self.masked).end(trip))
+    if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
     """S^T of a tile is in local memory when this is done, and `top` has the maxima. V starts on its way."""

@@ -7,7 +7,7 @@ the trip before.
 """
 from __future__ import annotations
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
@@ -17,7 +17,7 @@ from attn.kernels.parts.dropout import kept_scores
 from attn.kernels.parts.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.ring import Arrivals
 from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.trips import over_tiles
+from attn.kernels.parts.trips import TileLoop, tile_loops
 from attn.kernels.parts.warps import Warps
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import STAGES, WgmmaTile
@@ -92,8 +92,7 @@ class WgmmaForward:
     s = s.expected(warps.at, self.tile.threads)
     return self.fetch(s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0])), warps.group.walked.begin)
 
-  def walk(self, s:WgmmaState, work:Callable[[WgmmaState, UOp, bool], UOp]) -> WgmmaState:
-    return over_tiles(s, self.warps.group.walked, self.warps.group.grid.allocator, work)
+  def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
     """S of a warpgroup's queries is under way, once tile t is there; meanwhile the next tile, if there are several, starts on its way."""
