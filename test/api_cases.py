@@ -1,4 +1,4 @@
-"""`attention` on the emulator, held to the law: what the tests of the API share."""
+"""Helpers that call `attention` on the emulator and check the results against the accuracy law; the tests of the API share them."""
 from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterator
@@ -24,7 +24,7 @@ def draw(*shape:int, dtype:str="float16", seed:int=0) -> Tensor:
   return tensor(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), dtype).realize()
 
 def whole(t:Tensor) -> Tensor:
-  """A tensor, from however many devices, on the first: tinygrad would take several to the CPU."""
+  """Gathers a tensor that may be sharded onto the first device; reading a sharded tensor directly would make tinygrad move it to the CPU."""
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
 def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
@@ -32,8 +32,8 @@ def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
 
 def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:
-  """Poses the problem to `attention`, holds o and lse to the law and returns them as (B, H, Sq, Dv) and (B, H, Sq). `place` may move a tensor
-  by name."""
+  """Runs `attention` on the problem, checks o and lse against the accuracy law and returns them as (B, H, Sq, Dv) and (B, H, Sq). `place` receives
+  each tensor and its name, and may move the tensor."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, call = make(p), {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}

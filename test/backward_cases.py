@@ -1,4 +1,4 @@
-"""Inputs and checks of the backward kernels, called one after the other on the emulator."""
+"""Inputs and checks for the backward kernels, which the tests launch one after the other on the emulator."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, normal, n
 
 @dataclass(frozen=True)
 class Loss:
-  """What the gradients of o (B, H, Sq, Dv) and of lse (B, H, Sq) are, the latter or none. dO has the dtype of o."""
+  """Gradients of o (B, H, Sq, Dv) and of lse (B, H, Sq); the second may be None. dO has the dtype of o."""
   do: np.ndarray
   dlse: np.ndarray|None
 
@@ -26,7 +26,7 @@ def loss_of(p:Problem, dlse:bool=False, size:float=1.0) -> Loss:
   return Loss(do, rng.standard_normal(rows, dtype=np.float32) if dlse else None)
 
 def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """(o, lse) by the textbook: 0 and -inf in rows of no sequence."""
+  """Computes (o, lse) by the textbook. Rows that belong to no sequence get 0 and -inf."""
   if not p.varlen: return same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, options_of(p, extras), dtype=p.dtype, out_dtype=p.out_dtype)
   o, lse = np.zeros((1, p.H, p.total_q, p.Dv), np.float32), np.full((1, p.H, p.total_q), -np.inf, np.float32)
   for b, (qs, ks) in enumerate(packed_sequences(p, extras)):
@@ -37,18 +37,19 @@ def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[
   return o, lse
 
 def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int, int]|None=None) -> Options:
-  """Of the whole problem, or of a packed sequence: (its number, its queries, its keys)."""
+  """Options of the reference for the whole problem, or for one packed sequence: (its number, its query count, its key count)."""
   found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
   return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, Law]:
-  """The laws of dq, dk and dv, and of dbias where there is a bias: 0 in rows of no sequence."""
+  """Accuracy laws of dq, dk and dv, and of dbias if there is a bias. Rows that belong to no sequence have gradient 0."""
   return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
-  """dq, dk and dv of the kernels, from the textbook's o and lse, in the shape of q, k and v. `only` one of them: "dq", or "dkdv" or "dbias" from the
-  textbook's delta; they leave so many `parts`, which are added here. On the emulator, or for the `arch` "CUDA" on that device."""
+  """Runs the backward kernels on the textbook's o and lse, and returns dq, dk and dv in the shapes of q, k and v. `only` runs one kernel: "dq", or
+  "dkdv" or "dbias" with the textbook's delta. With `parts`, the kernels write that many partial gradients, which are added here. The kernels run on
+  the emulator, or on the GPU where `arch` is "CUDA"."""
   on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
   dq_tile, dkdv_tile = map(tiles, tiles_of(p, on))
   launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
@@ -76,9 +77,9 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
 def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
                            size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0,
                            **parameters:Any) -> dict[str, np.ndarray]:
-  """Poses the problem, with any of its options, runs both kernels, and holds dq, dk and dv to the law. A query that sees no key, a
-  key that none sees, and a row of no sequence have exactly 0. `size` is that of dO, `tiles` changes the chosen ones, `only` and `parts` as
-  in `run_backward`."""
+  """Builds the problem with any of its options, runs both kernels, and checks dq, dk and dv against the accuracy law. Gradients are exactly 0 for a
+  query that sees no key, for a key that no query sees, and for a row of no sequence. `size` scales dO, `tiles` changes the chosen tiles; `only` and
+  `parts` are those of `run_backward`."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   x, loss = make(p), loss_of(p, dlse, size)
@@ -87,5 +88,5 @@ def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *,
   for name, out in got.items(): assert (verdict := judge(out, want[name])).ok, f"{name}: {verdict}"
   blind = np.isneginf(forward_results(p, x, extras)[1])
   for name, nothing in (("dq", blind), *((name, (want[name].exact == 0).all(-1)) for name in ("dk", "dv"))):
-    assert name not in got or (got[name][nothing] == 0).all(), f"{name}: not exactly 0 in rows that nothing reaches"
+    assert name not in got or (got[name][nothing] == 0).all(), f"{name}: must be exactly 0 in rows that see nothing or that nothing sees"
   return got

@@ -1,4 +1,4 @@
-"""Inputs and checks that the kernel tests share."""
+"""Inputs and checks that the tests of kernels share."""
 from __future__ import annotations
 import inspect, zlib
 from dataclasses import dataclass, replace
@@ -22,14 +22,15 @@ from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from attn.values import FLOATS as DTYPES
 
-ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one of each of AMD's matrix units
-EVERY_ARCH = (*ARCHS, "sm_80")                           # and NVIDIA's mma.sync
+ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one chip for each of AMD's matrix units
+EVERY_ARCH = (*ARCHS, "sm_80")                           # and one chip for NVIDIA's mma.sync
 GPU = pytest.param("CUDA", marks=pytest.mark.gpu)
-WIDTHS = (64, 80, 96, 128, 192, 256)                     # head dimensions, for each of which NVIDIA's kernels have a tile of its own
+WIDTHS = (64, 80, 96, 128, 192, 256)                     # head dimensions for which NVIDIA's kernels have a tile of their own
 DTYPES_AND_MASKS = (("bfloat16", True), ("float16", "top-left"), ("float16", False))
 
 def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any], Any]:
-  """A test on two of `on`, which its name chooses; on the others it has the mark `thorough`, on what is in `always` it has not."""
+  """Parametrizes a test over `on`: two values, chosen by the test's name, run by default, and the others carry the mark `thorough`. Values in
+  `always` are never marked."""
   def parametrized(test:Any) -> Any:
     first = zlib.crc32(test.__name__.encode()) % len(on)
     chosen = {first, (first + len(on)//2) % len(on)}
@@ -42,9 +43,9 @@ on_the_emulator = on_two("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=()) -> Any:
-  """Parameters (case, what it runs on): each case on one of `on`, the next case on the next one. The other combinations have the mark `thorough`. On
-  what is in `always` each case runs. `among`: of how many combinations one runs, where that is not as many as `on` has; `turn` says which.
-  Cases `besides` run on the last of `on` in any case."""
+  """Parametrizes a test over pairs (case, chip): case i runs on one chip of `on`, case i + 1 on the next, and so on. All other pairs carry the mark
+  `thorough`. Every case also runs on the chips in `always`. `among`: one pair in that many runs by default (0 means the length of `on`), and `turn`
+  says which one. Cases in `besides` also run on the last chip of `on`."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
@@ -55,14 +56,14 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
   return pytest.mark.parametrize(names, found)
 
 def every_other(cases:Iterable[Any]) -> list[Any]:
-  """Cases of which every other one has the mark `thorough`, in a list of pairs by turns the first and the second."""
+  """Marks every second case `thorough`; in a list of pairs it marks the second of one pair, the first of the next, and so on."""
   return [pytest.param(x, marks=() if (i + i//2) % 2 == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
 
 def drawn(test:Any) -> Any:
-  """A test of `draws` problems: a few in each run, and many among the thorough ones."""
+  """Parametrizes a test by `draws`, its number of random problems: a few by default, many in the thorough run."""
   return pytest.mark.parametrize("draws", (6, pytest.param(100, marks=pytest.mark.thorough)))(test)
 
-# each case on one of the matrix units
+# Runs each case on one of the matrix units.
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
 def chips_in_turn(name:str, cases:Iterable[Any], by_mma:Container[Any]=()) -> Any:
   return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU], besides=by_mma)
@@ -97,8 +98,8 @@ def array(t:Tensor) -> np.ndarray:
 def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=32, Dv:int|None=None, dtype:str="float16",
             out_dtype:str|None=None, layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
             **options:Any) -> Problem:
-  """`extras` has the optional tensors of Problem by name; of layout "thd", Sq and Sk are the rows of all sequences. D is 32 where the head dimension
-  is not the point: lowering takes as long as there are operations."""
+  """Builds a Problem. `extras` holds its optional tensors by name. With layout "thd", Sq and Sk are the rows of all sequences together. D is 32
+  where a test does not care about the head dimension, because the time to lower a kernel grows with its number of operations."""
   Hkv, Sk, Dv = Hkv or H, Sk or Sq, Dv or D
   shape = lambda h, s, d: {"nsd": (B*h, s, d), "bshd": (B, s, h, d), "thd": (s, h, d)}.get(layout, (B, h, s, d))
   return problem_of(shape(H, Sq, Dv), shape(H, Sq, D), shape(Hkv, Sk, D), shape(Hkv, Sk, Dv),
@@ -107,7 +108,7 @@ def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:
                     extras={n: (x.shape, bias_dtype if n == "bias" else str(x.dtype)) for n, x in (extras or {}).items()})
 
 def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """o (B, H, Sq, Dv) and lse of the kernel under test, on the emulator, or for the `arch` "CUDA" on that device."""
+  """Runs the kernel under test and returns o (B, H, Sq, Dv) and lse. It runs on the emulator, or on the GPU where `arch` is "CUDA"."""
   device = "CUDA" if arch == "CUDA" else "EMU"
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype, device).realize() for a in (x.q, x.k, x.v))
@@ -124,18 +125,18 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 # ***** the kernels themselves, with every option *****
 
 def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> None:
-  """Gives dispatch another record of a kernel, with these fields of it changed."""
+  """Makes dispatch use a copy of a kernel's record with these fields changed."""
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
 def chip(arch:str) -> Chip:
-  """Of the emulator, or for the `arch` "CUDA" of that device."""
+  """Chip that the emulator simulates, or the GPU of this machine where `arch` is "CUDA"."""
   if arch != "CUDA": return get_chip(arch)
   with Context(DEV=arch): return device_arch()
 
 def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
-  """o (B, H, Sq, Dv) and lse of the forward kernel, and of `combine` where p has splits; of layout "thd", (1, H, total_q, Dv). On the emulator, or
-  for the `arch` "CUDA" on that device."""
+  """Runs the forward kernel, and `combine` where p has splits, and returns o (B, H, Sq, Dv) and lse; with layout "thd" o is (1, H, total_q, Dv). The
+  kernels run on the emulator, or on the GPU where `arch` is "CUDA"."""
   tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
   launches = kernels(p, Choice("split_kv", Work(tile, p.num_splits), chip(arch), ()))
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
@@ -152,7 +153,7 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
     return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
 def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> None:
-  """The law of o and lse of a forward kernel that takes plain problems only, on the emulator."""
+  """Checks o and lse of a forward kernel that takes no options against the accuracy law, on the emulator."""
   with Context(DEV=f"EMU::{arch}"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
     o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
@@ -165,7 +166,7 @@ def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> No
 # ***** dropout *****
 
 def philox4x32(counter:Sequence[Any], key:Sequence[int]) -> list[np.ndarray]:
-  """Philox4x32-10 as its authors write it (Random123, philox.h)."""
+  """Computes Philox4x32-10 as its authors define it (Random123, philox.h)."""
   low32 = 0xffffffff
   x, (k0, k1) = [np.asarray(c, np.uint64) for c in counter], key
   for _ in range(10):
@@ -175,14 +176,15 @@ def philox4x32(counter:Sequence[Any], key:Sequence[int]) -> list[np.ndarray]:
   return x
 
 def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:int=0, head:int=0) -> np.ndarray:
-  """bool (B, H, Sq, Sk): key j of a query is kept where half j%2 of word j%8//2 of the Philox of (query, j//8, head, batch) is at least p*2^16."""
+  """Mask of the weights that dropout keeps, bool (B, H, Sq, Sk). Key j of query i is kept if half j%2 of word j%8//2 of Philox(i, j//8, head, batch)
+  is at least p*2^16."""
   b, h, i, j = np.meshgrid(np.arange(B) + batch, np.arange(H) + head, np.arange(Sq), np.arange(Sk), indexing="ij")
   words = np.stack(philox4x32((i, j//8, h, b), [int(x) for x in seed]))
   word = np.take_along_axis(words, (j % 8//2)[None], 0)[0]
   return (word >> (j % 2*16).astype(np.uint64) & 0xffff) >= round(p*65536)
 
 def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:int=0, Sk:int=0) -> dict[str, Any]:
-  """Options of the reference: of the whole problem, or of a packed sequence."""
+  """Dropout options of the reference, for the whole problem or for one packed sequence."""
   if not p.dropout_p: return {}
   batch, head = map(int, extras.get("dropout_start", (0, 0)))
   B, Sq, Sk = (p.B, p.Sq, p.Sk) if sequence is None else (1, Sq, Sk)
@@ -191,17 +193,17 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
 SCORE_OPTIONS = (*TERM_TENSORS, "sinks", "kv_lengths")
 
 def numbers_of_rows(p:Problem) -> dict[str, float]:
-  """The numbers of terms and masks, as the reference has them."""
+  """Terms of the score and masks that are plain numbers, under the names that the reference gives them."""
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:
-  """Holds o and lse to the law."""
+  """Checks o and lse against the accuracy law."""
   law, of_lse = expected(p, x, extras)
   assert (verdict := judge(o, law)).ok, f"o: {verdict}"
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
 
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, Law]:
-  """The laws of o and lse; packed sequences one at a time: 0 and -inf in rows of none."""
+  """Accuracy laws of o and lse. Packed sequences are computed one at a time; rows of no sequence have 0 and -inf."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**options, **more})
@@ -216,14 +218,14 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, La
   return found
 
 def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
-  """The rows of each sequence, of q and of k."""
+  """Row ranges of each sequence, in q and in k."""
   if not p.varlen: return [(slice(None), slice(None))]
   q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
-  """The laws of the gradients of q, k, v, bias, sinks and slopes, those that there are, for the gradients of o and lse, which are (B, H, Sq, Dv) and
-  (B, H, Sq), or of packed sequences (1, H, total_q, ...). Sequences one at a time; rows of none get 0."""
+  """Accuracy laws of the gradients of q, k, v, bias, sinks and slopes, as far as the problem has them. The gradients of o and lse are given: (B, H,
+  Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed sequences are computed one at a time; rows of no sequence get 0."""
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
@@ -241,7 +243,8 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
 
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Poses the problem, with any of its options, runs the kernels, holds o and lse to the law and returns them. `tile` changes the chosen one."""
+  """Builds the problem with any of its options, runs the kernels, checks o and lse against the accuracy law and returns them. `tile` changes the
+  chosen tile."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   chosen = choose_tile(p, chip(arch))
@@ -252,7 +255,7 @@ def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Cal
   return o, lse
 
 def check(arch:str, make:Callable[[Problem], Inputs]=normal, **parameters:Any) -> None:
-  """Poses the problem, runs the kernel, and holds o and lse to the law."""
+  """Builds the problem, runs the kernel, and checks o and lse against the accuracy law."""
   p = problem(**parameters)
   options = {name: parameters[name] for name in ("causal", "window") if name in parameters}
   x = make(p)

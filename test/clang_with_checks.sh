@@ -1,4 +1,4 @@
 #!/bin/sh
-# The clang of examples/clang_of_zig.sh for tinygrad's DEV=CPU, of kernels that end their process where they leave an array of their own, or where a
-# vector is not aligned. tinygrad keeps what it has compiled whatever the compiler was: CCACHE=0.
+# Runs the clang of examples/clang_of_zig.sh for tinygrad's DEV=CPU, with checks: a kernel stops its process if it leaves a private array, or if a
+# vector is not aligned. tinygrad caches compiled kernels without regard to the compiler, so set CCACHE=0 or a CACHEDB of its own.
 exec "$(dirname "$0")/../examples/clang_of_zig.sh" "$@" -fsanitize=array-bounds,local-bounds,alignment,null -fsanitize-trap=all

@@ -1,14 +1,14 @@
-"""The accuracy law over many draws, kind by kind of input, on each unit: how far the kernels' outputs are from exact, in units of their own rounding.
+"""Samples the accuracy law: for each kind of input and each unit, how far the kernels' outputs are from exact, in units of their own rounding.
 
     python test/contract.py --write docs/contract.csv [--draws 100] [--jobs 2] [--units gfx942 tiled] [--missing] [--seconds 400]
     python test/contract.py --write docs/contract.csv --device CUDA --units sm_80 sm_90
 
-The first command uses the emulator, the second one a Hopper GPU: there the unit sm_80 means the kernels of mma.sync, and sm_90 those of wgmma. A run
-writes a line for each output of each case as the case is done, and the table of docs/contract.md from all lines. Lines of units that are not among
---units stay. Where --seconds or anything else ends a run before it is done, --missing goes on. The run fails where an output breaks the law.
+The first command uses the emulator, the second a Hopper GPU; on that GPU the unit sm_80 means the mma.sync kernels, and sm_90 the wgmma kernels. A
+run writes one line for each output of a case as soon as the case is done, and the table of docs/contract.md from all lines. Lines of units not in
+--units are kept. --missing continues a run that --seconds or anything else ended early. The run fails if an output breaks the law.
 
-A draw is a batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO of each draw's own. The bias is one
-row of keys of each draw; sinks are shared by the draws that run together. `tiled` has no bias.
+One draw is one batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO that differs by draw. The bias
+is one row of keys for each draw. The sinks are shared by the draws that run together. `tiled` has no bias.
 """
 from __future__ import annotations
 import argparse, csv, math, os, sys, time
@@ -28,14 +28,14 @@ from cases import DTYPES, array, expected, expected_gradients, floats, problem, 
 from kinds import DEEP, KINDS, LARGE
 
 UNITS = ("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90", "tiled")
-TILED_ON = "gfx1030"      # which has no matrix unit
-TOGETHER = 20             # draws
+TILED_ON = "gfx1030"      # a chip without a matrix unit
+TOGETHER = 20             # draws in one launch
 
 SHAPES:dict[str, dict[str, Any]] = {
   "2 heads 90x150 D32": dict(H=2, Sq=90, Sk=150, D=32), "4 heads 1x300 D32 in 3 splits": dict(H=4, Sq=1, Sk=300, D=32, num_splits=3),
   "gradients 2 heads on 1 70x90 D64 causal bias sinks": dict(H=2, Hkv=1, Sq=70, Sk=90, D=64, causal=True)}
-BY_GRADIENTS = ("dO", "gradients")      # how a kind, or a shape, begins that is of gradients
-KERNELS = {"sm_80": "forward_mma", "sm_90": "forward_wgmma", "tiled": "tiled"}      # where dispatch might take another
+BY_GRADIENTS = ("dO", "gradients")      # first words of the kinds and shapes that need gradients
+KERNELS = {"sm_80": "forward_mma", "sm_90": "forward_wgmma", "tiled": "tiled"}      # forces these kernels where dispatch might choose another
 BACKWARD = {"sm_80": "backward_dq_mma", "sm_90": "backward_dq_wgmma"}
 EMULATOR, GPU = "EMU", "CUDA"
 ON_GPU = ("sm_80", "sm_90")      # units whose kernels run on one Hopper GPU
@@ -53,7 +53,8 @@ class Case:
   def arch(self) -> str: return TILED_ON if self.unit == "tiled" else self.unit
   @property
   def kernel(self) -> str:
-    """What ATTN_KERNEL asks for. A split problem has too few queries for wgmma, whose backward kernels take no dO of float32: dispatch decides."""
+    """Value of ATTN_KERNEL for this case. It is empty for a split problem, which has too few queries for wgmma. The wgmma backward kernels take no
+    dO of float32, so dispatch chooses there."""
     if "splits" in self.shape: return ""
     backward = BACKWARD.get(self.unit, "") if self.gradients and (self.unit != "sm_90" or self.out_dtype == self.dtype) else ""
     return ",".join(filter(None, (KERNELS.get(self.unit, ""), backward)))
@@ -61,7 +62,7 @@ class Case:
   def key(self) -> tuple[str, ...]: return (self.shape, self.unit, self.dtype, self.out_dtype, self.kind)
 
 def cases_of(units:Iterable[str]) -> list[Case]:
-  """Those of the same kernels side by side: a process keeps what it has lowered."""
+  """All cases of these units. Cases that share a kernel are neighbours, because a process keeps the kernels that it has lowered."""
   every = [Case(shape, unit, dtype, out, kind) for shape in SHAPES for unit in units for dtype in ("float16", "bfloat16")
            for out in (dtype, "float32") for kind in KINDS]
   return [case for case in every if case.gradients or not case.kind.startswith(BY_GRADIENTS)]
@@ -69,12 +70,12 @@ def cases_of(units:Iterable[str]) -> list[Case]:
 # ***** one case *****
 
 def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict]:
-  """Verdicts of n draws together, by output, computed on the emulator of the case's chip or on a GPU."""
+  """Judges n draws together, and returns a verdict for each output. They run on the emulator of the case's chip or on a GPU."""
   options = dict(SHAPES[case.shape])
   extras = {"sinks": floats(options["H"], seed=seed + 3)} if case.gradients else {}
-  if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # its backward takes none
+  if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # `tiled` has none backward
   p = problem(B=n, dtype=case.dtype, out_dtype=case.out_dtype, extras=extras, **options)
-  if case.kind == DEEP and extras: extras["sinks"] += np.float32(4*-12*p.D*p.softmax_scale)      # as low as the scores: else a sink has all of P
+  if case.kind == DEEP and extras: extras["sinks"] += np.float32(4*-12*p.D*p.softmax_scale)      # else a sink would take all of P
   x = KINDS[case.kind](p, seed)
   do = rounded(floats(n, p.H, p.Sq, p.Dv, seed=seed + 4)*np.float32(1000.0 if case.kind == LARGE else 1.0), p.dtype)
   call = {name: options[name] for name in ("causal", "num_splits") if name in options}
@@ -90,8 +91,9 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 
 @dataclass(frozen=True)
 class Line:
-  """An output in so many draws: the largest error in parts of its limit, which is at most 1; over the elements that fp32 leaves alone, in percent of
-  all, the largest error/sigma and the root of its mean square, 0 where they are too few for one; and the device that computed it."""
+  """Result for one output over a number of draws. `limit` is the largest error as a fraction of its limit; it must be at most 1. `sigmas` and `rms`
+  are the largest error/sigma and its root mean square, over the elements whose error fp32 does not dominate; they are 0 where such elements are too
+  few. `resolved` is the percentage of these elements. `device` computed the output."""
   output: str
   draws: int
   limit: float
@@ -110,14 +112,14 @@ class Line:
 HEADER = ["shape", "unit", "inputs", "output type", "kind", "output", "draws", "error/limit", "error/sigma", "rms", "resolved %", "device"]
 
 def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) -> Line:
-  """From the verdicts of some draws each, and how many elements they are of."""
+  """Combines the verdicts of several launches, each given with its number of elements, into one line."""
   resolved = sum(v.resolved for v, _ in found)
   rms = math.sqrt(sum(v.rms**2*v.resolved for v, _ in found)/resolved) if resolved >= ENOUGH_ELEMENTS else 0.0
   worst = max(math.inf if v.pattern else v.ratio for v, _ in found)
   return Line(output, draws, worst, max(v.furthest for v, _ in found), rms, 100*resolved/sum(n for _, n in found), device)
 
 def lines_of(case:Case, draws:int, device:str=EMULATOR, seed:int=0, together:int=TOGETHER) -> list[Line]:
-  """Runs the kernels on so many draws, some at a time, and judges each element."""
+  """Runs the kernels on this many draws, `together` at a time, and judges each element."""
   runs = [judged(case, min(together, draws - first), seed + first, device) for first in range(0, draws, together)]
   return [line_of(name, draws, [(run[name], run[name].count) for run in runs], device) for name in runs[0]]
 
@@ -143,13 +145,13 @@ BEGIN, END = "<!-- of docs/contract.csv -->\n", "<!-- end -->\n"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 def worst_of(lines:list[Line]) -> str:
-  """The largest part of the limit, and the largest rms where there is one."""
+  """Formats the largest error/limit, and the largest rms if there is one."""
   if not lines: return ""
   of_many = [line.rms for line in lines if line.rms]
   return f"{max(line.limit for line in lines):.2f}" + (f", {max(of_many):.2f}" if of_many else "")
 
 def table(lines:Lines) -> str:
-  """The worst of all shapes and types, by kind and by unit."""
+  """Table of the worst results over all shapes and types, by kind and by unit."""
   def rows(names:Iterable[str], field:str) -> Iterator[str]:
     for name in names:
       every = [line for case, of in lines.items() if getattr(case, field) == name for line in of]
@@ -165,12 +167,12 @@ def with_table(page:str, lines:Lines) -> str:
 # ***** many cases *****
 
 def lines_until(case:Case, draws:int, device:str, until:float) -> list[Line]|None:
-  """Lines of a case; None where this time has come before the case is begun."""
+  """Lines of a case, or None if the time `until` has passed before the case begins."""
   return None if time.time() > until else lines_of(case, draws, device)
 
 def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:
-  """Yields each case as it is done, by so many processes; after so many seconds none is begun any more."""
-  os.environ["OMP_NUM_THREADS"] = "1"      # of the processes to come: each core has one
+  """Yields each case when it is done, computed by `jobs` processes. After `seconds` no new case begins."""
+  os.environ["OMP_NUM_THREADS"] = "1"      # for the worker processes: each one has one core
   with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
     begun = {pool.submit(lines_until, case, draws, device, time.time() + seconds): case for case in cases}
     for future in as_completed(begun):
@@ -178,13 +180,13 @@ def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:floa
 
 def main() -> int:
   options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  options.add_argument("--write", type=Path, help="the file of lines, beside a page of the same name with its table; else lines are printed")
+  options.add_argument("--write", type=Path, help="file of the lines; a page of the same name gets their table; by default lines are printed")
   options.add_argument("--draws", type=int, default=100)
   options.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-  options.add_argument("--units", nargs="+", choices=UNITS, default=UNITS, help="those to compute")
-  options.add_argument("--device", choices=(EMULATOR, GPU), default=EMULATOR, help=f"what computes them; {GPU}: {' and '.join(ON_GPU)} only")
-  options.add_argument("--missing", action="store_true", help="only what the file does not have, of so many draws")
-  options.add_argument("--seconds", type=float, default=float("inf"), help="after these nothing is begun any more")
+  options.add_argument("--units", nargs="+", choices=UNITS, default=UNITS, help="units to compute")
+  options.add_argument("--device", choices=(EMULATOR, GPU), default=EMULATOR, help=f"device to run on; {GPU} has only {' and '.join(ON_GPU)}")
+  options.add_argument("--missing", action="store_true", help="compute only cases that the file lacks or has with fewer draws")
+  options.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
   given = options.parse_args()
   if given.device == GPU and (others := set(given.units) - set(ON_GPU)): options.error(f"--device {GPU} has no units {', '.join(sorted(others))}")
   lines = read(given.write) if given.write is not None else {}
@@ -197,7 +199,7 @@ def main() -> int:
     if given.write is None: continue
     write(given.write, lines)
     page = given.write.with_suffix(".md")
-    page.write_text(with_table(page.read_text(), read(given.write)))      # as the file has them, rounded
+    page.write_text(with_table(page.read_text(), read(given.write)))      # read back, so that numbers are rounded as in the file
   for text in over: print(f"the law is broken: {text}", file=sys.stderr)
   print(f"drawn {done} of {len(wanted)} cases", file=sys.stderr)
   return bool(over)

@@ -1,4 +1,4 @@
-"""Buffers of DEV=CPU beside memory that nobody may touch: a kernel that reads or writes beyond one ends its process there and then."""
+"""Buffers of DEV=CPU that lie between protected pages: a kernel that reads or writes outside its buffer crashes the process at once."""
 from __future__ import annotations
 import contextlib, ctypes, mmap
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ SIDES = ("end", "begin")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 def closed(address:int) -> None:
-  """Has whoever touches this page die."""
+  """Protects this page, so that any access to it kills the process."""
   if LIBC.mprotect(ctypes.c_void_p(address), PAGE, 0): raise OSError(ctypes.get_errno(), "mprotect")
 
 @contextlib.contextmanager
 def guarded(side:str) -> Iterator[None]:
-  """Within, each buffer on a CPU lies in memory of its own between two closed pages: at the "end" as near to the second as ALIGNED has it, or at the
-  "begin" of what follows the first. What nobody has written there is NaN in every type of floats."""
+  """Context in which every CPU buffer has memory of its own between two protected pages. The buffer ends as close to the second page as ALIGNED
+  allows for side "end", or begins right behind the first page for side "begin". Memory that nobody has written is NaN in every float type."""
   own = CPUAllocator._alloc
   def alloc(self:Any, size:int, options:BufferSpec) -> HCQBuffer:
     if options.external_ptr is not None: return own(self, size, options)
@@ -31,6 +31,6 @@ def guarded(side:str) -> Iterator[None]:
     for address in (first - PAGE, first + inner): closed(address)
     at = first + (inner - size)//ALIGNED*ALIGNED if side == "end" else first
     return HCQBuffer(at, size, meta=memory, view=MMIOInterface(at, size, fmt="B"), owner=self.dev)
-  with pytest.MonkeyPatch.context() as patch, Context(NO_MEMORY_PLANNER=1, LRU=0):      # which would put many buffers into one
+  with pytest.MonkeyPatch.context() as patch, Context(NO_MEMORY_PLANNER=1, LRU=0):      # each buffer needs memory of its own
     patch.setattr(CPUAllocator, "_alloc", alloc)
     yield

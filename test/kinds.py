@@ -1,4 +1,4 @@
-"""Kinds of input that the accuracy law is drawn on: each is hard in a way of its own."""
+"""Kinds of input on which the accuracy law is sampled. Each kind stresses a different part of the arithmetic."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,8 @@ from cases import Inputs, normal
 def plain(p:Problem, seed:int) -> Inputs: return normal(p, seed)
 
 def peaked(p:Problem, seed:int, ramp:np.ndarray) -> Inputs:
-  """Keys are as long as `ramp` says, and up to 2 to 16 times that, another number in each draw: rows are peaked, and their maxima follow it."""
+  """Keys whose length follows `ramp`, times a factor between 2 and 16 that differs by draw. Rows of P are peaked, and their maxima follow the
+  ramp."""
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   longest = rng.uniform(2, 16, (p.B, 1, 1, 1)).astype(np.float32)
   return replace(x, q=np.abs(x.q), k=rounded(x.k*ramp[:, None]*longest, p.dtype))
@@ -23,24 +24,24 @@ def steep(p:Problem, seed:int) -> Inputs:
   return replace(x, q=rounded(8*x.q, p.dtype))
 
 def constant_rows(p:Problem, seed:int) -> Inputs:
-  """All keys are alike, and so are the scores of a row."""
+  """Identical keys, so all scores of a row are equal."""
   x = normal(p, seed)
   return replace(x, k=np.broadcast_to(x.k[:, :, :1], x.k.shape).copy())
 
 def huge_key(p:Problem, seed:int) -> Inputs:
-  """One key of each draw, which each query likes or dislikes above all others, is 30 times as long as others."""
+  """One key of each draw is 30 times as long as it was, so its score is each query's largest or smallest."""
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   k = x.k.copy()
   k[np.arange(p.B), :, rng.integers(0, p.Sk, p.B)] *= 30
   return replace(x, k=rounded(k, p.dtype))
 
 def all_equal(p:Problem, seed:int) -> Inputs:
-  """Every score is 0."""
+  """Queries that are 0, so every score is 0."""
   x = normal(p, seed)
   return replace(x, q=np.zeros_like(x.q))
 
 def one_hot(p:Problem, seed:int) -> Inputs:
-  """Each query has one key, which has all of P but for e^-9 to e^-5: of those that point along its axis, the longest."""
+  """Each query gives all of P, except e^-9 to e^-5, to one key: the longest of the keys along that query's axis."""
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   far = rng.uniform(5, 9, (p.B, p.H, p.Sq, 1)) + np.log(p.Sk)
   k = np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32)
@@ -50,12 +51,12 @@ def one_hot(p:Problem, seed:int) -> Inputs:
   return replace(x, q=rounded(q.astype(np.float32), p.dtype), k=rounded(k, p.dtype))
 
 def deep(p:Problem, seed:int) -> Inputs:
-  """Every lse is below -100."""
+  """Scores so low that every lse is below -100."""
   x = normal(p, seed)
   return replace(x, q=np.full_like(x.q, 4), k=rounded(x.k*0.125 - 12, p.dtype))
 
 def level(p:Problem, seed:int) -> Inputs:
-  """dP and delta nearly cancel."""
+  """Values near 3, so that dP and delta nearly cancel."""
   x = normal(p, seed)
   return replace(x, v=rounded(3 + 0.1*x.v, p.dtype))
 

@@ -1,15 +1,17 @@
-"""Random calls of all that is public, each held to the accuracy law against float64: on every emulated chip, on a CPU, by OpenCL, on a GPU.
+"""Random calls of the whole public API, each checked by the accuracy law against float64: on every emulated chip, on a CPU, through OpenCL, on a
+GPU.
 
     python test/night.py --forward 2000 --backward 1000 [--jobs 2] [--seconds 3600] [--chips gfx942,sm_90] [--first 0]
     python test/night.py --seed 12345 [--device CUDA]
 
-The first runs a night: the calls of the seeds from --first on, until there are so many, and prints a table of what ran, was refused and failed, with
-the seed of each failure. The second repeats the call of one seed, and prints it as a script to paste (PYTHONPATH=.:test). A call may be refused by
-ValueError or NotImplementedError of attn; all else that is no right result is a failure. Each call has a worker process to itself for so many --limit
-seconds: a crash and a call that hangs have a seed, too. What fails is run once more in a new process, which says whether it fails alone.
+The first command runs a night: it takes seeds from --first on until it has the wanted number of calls. It prints a table of the calls that ran, were
+refused and failed, with the seed of each failure. The second command repeats the call of one seed and prints it as a script to paste (run it with
+PYTHONPATH=.:test). attn may refuse a call with ValueError or NotImplementedError; any other outcome that is not a right result is a failure. A
+worker process runs one call at a time, for at most --limit seconds, so a crash or a hanging call can be traced to its seed. A failed call runs once
+more in a new process, to show whether it also fails alone.
 
-DEV=CPU takes CC=test/clang_with_checks.sh, which is the default here, and buffers beside memory that nobody may touch (test/guarded.py): a kernel
-that leaves an array or a buffer ends its process. Calls by OpenCL are left out where there is no driver (docs/plain.md).
+DEV=CPU uses CC=test/clang_with_checks.sh, the default here, and buffers between protected pages (test/guarded.py): a kernel that leaves an array or
+a buffer crashes its process. Calls through OpenCL are skipped where there is no driver (docs/plain.md).
 """
 from __future__ import annotations
 import multiprocessing, os, re, sys, tempfile, threading, time, traceback
@@ -25,17 +27,17 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = {"PARALLEL": "0", "DEV": "CPU", "OPENBLAS_NUM_THREADS": "1", "CC": str(ROOT/"test/clang_with_checks.sh"),
-            "CACHEDB": f"{tempfile.gettempdir()}/tinygrad_with_checks.db"}     # where tinygrad keeps what CC has compiled, whichever it was
-if __name__ == "__main__":      # before tinygrad and numpy are imported
+            "CACHEDB": f"{tempfile.gettempdir()}/tinygrad_with_checks.db"}     # a cache for this CC alone: tinygrad's key does not name the compiler
+if __name__ == "__main__":      # before any import of tinygrad and numpy
   for setting, value in SETTINGS.items(): os.environ.setdefault(setting, value)
 sys.path[:0] = [str(ROOT), str(ROOT/"test")]
 from night_draw import CHIPS, MACHINE, Call, drawn     # noqa: E402
 
-CALLS_OF_A_WORKER = 60      # then a new one: what lowering leaves behind is never freed
+CALLS_OF_A_WORKER = 60      # then a new process takes over, because memory that lowering used is never freed
 
 @dataclass(frozen=True)
 class Outcome:
-  """What became of a call: "right", "refused" or "failed", and why; the seconds are those of the process."""
+  """Result of a call: its state "right", "refused" or "failed" and the reason. `seconds` is the process time that it took."""
   seed: int
   state: str
   why: str = ""
@@ -44,12 +46,12 @@ class Outcome:
 # ***** one call *****
 
 def in_attn(error:BaseException) -> bool:
-  """Whether a word of attn raised it, or it is what `by_attn` says of a call that attn left to tinygrad."""
+  """Tells whether attn raised the error, or `by_attn` did because attn left the call to tinygrad."""
   last = traceback.extract_tb(error.__traceback__)[-1]
   return last.filename.startswith(str(ROOT/"attn")) or last.name == "by_attn"
 
 def run(call:Call) -> Outcome:
-  """Runs a call and judges it."""
+  """Runs a call and checks its results."""
   from night_oracle import hold
   begin, found = time.process_time(), dict[str, Any]()
   def outcome(state:str, why:str="") -> Outcome: return Outcome(call.seed, state, why, time.process_time() - begin)
@@ -61,7 +63,7 @@ def run(call:Call) -> Outcome:
   return outcome("failed" if wrong else "right", "; ".join(wrong))
 
 def work(pipe:Connection, does:Callable[[Call], Outcome]) -> None:
-  """Runs the calls that a worker is given, one after another."""
+  """Runs, in a worker process, the calls that arrive through the pipe."""
   import gc
   gc.disable()
   while True:
@@ -69,7 +71,7 @@ def work(pipe:Connection, does:Callable[[Call], Outcome]) -> None:
     pipe.send(does(drawn(seed, on)))
 
 class Worker:
-  """A process that runs calls. A new one takes the place of one that died, hangs, or has run many."""
+  """Process that runs calls. A new process replaces one that crashed, hangs, or has run many calls."""
   def __init__(self, limit:float, does:Callable[[Call], Outcome]=run) -> None:
     self.limit, self.does, self.ran = limit, does, list[int]()
     self.process: Any = None
@@ -101,13 +103,13 @@ class Worker:
 # ***** a night *****
 
 def opens(device:str) -> bool:
-  """Whether there is such a device here, asked in a process of its own."""
+  """Tells whether this machine has the device, by opening it in a separate process."""
   import subprocess
   script = f"from tinygrad import Tensor; Tensor([1.0], device={device!r}).realize()"
   return subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ, "DEV": device}).returncode == 0
 
 def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -> Iterator[Call]:
-  """Calls from the first seed on, as many as are wanted of each direction."""
+  """Calls of the seeds from `first` on, until each direction has its wanted number of calls."""
   left, seed = dict(wanted), first
   while any(left.values()):
     call = drawn(seed, device)
@@ -117,7 +119,8 @@ def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -
     yield call
 
 def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tuple[Call, Outcome]]:
-  """Runs calls side by side, until then at most. Devices of this machine have workers of their own: their drivers don't go with each other."""
+  """Runs calls in parallel, and begins none after `until`. Each device of this machine has workers of its own, because the drivers conflict within
+  one process."""
   own = threading.local()
   def worker(call:Call) -> Worker:
     workers = own.__dict__.setdefault("workers", {})
@@ -135,11 +138,12 @@ def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tupl
   with ThreadPoolExecutor(jobs) as pool: yield from pool.map(one, calls)
 
 def reason(why:str) -> str:
-  """Why a call was refused, without its numbers; of many kernels that refuse, what the last ones say, which take the most."""
+  """Reason of a refusal, with # for numbers. Where several kernels refused, it keeps the reason of `tiled`, the last one and the one that takes the
+  most problems."""
   return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "#", why[max(why.find("tiled: "), 0):])[:170]
 
 def table(done:list[tuple[Call, Outcome]]) -> str:
-  """What was run, refused and failed, by chip and by kind."""
+  """Table of the calls that ran, were refused and failed, by chip and by kind."""
   lines = []
   for title, of in (("chip", lambda c: c.on), ("kind", lambda c: f"{c.kind} {c.direction}")):
     lines.append(f"{title:24}{'run':>8}{'right':>8}{'refused':>8}{'failed':>8}{'seconds':>9}")
@@ -155,16 +159,16 @@ def table(done:list[tuple[Call, Outcome]]) -> str:
   return "\n".join([*lines, "in all: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items()))])
 
 @click.command(help=__doc__)
-@click.option("--forward", default=0, help="Calls forward.")
-@click.option("--backward", default=0, help="Calls with gradients.")
-@click.option("--first", default=0, help="The first seed.")
-@click.option("--seed", type=int, help="Repeat the call of this seed alone.")
-@click.option("--chips", default="", help="Of these alone, with commas between them.")
-@click.option("--device", default="", help="Each call there, instead of on the chip that its seed says: a chip, CPU, CL or CUDA.")
-@click.option("--jobs", default=1, help="Calls side by side.")
-@click.option("--seconds", default=0.0, help="Begin no call after so long; 0 for no end.")
-@click.option("--log", type=click.Path(), help="A file that gets a line for each call: its seed, what became of it, seconds, and why.")
-@click.option("--limit", default=600.0, help="Seconds that a call may take.")
+@click.option("--forward", default=0, help="Forward calls to run.")
+@click.option("--backward", default=0, help="Calls with gradients to run.")
+@click.option("--first", default=0, help="First seed.")
+@click.option("--seed", type=int, help="Repeat only the call of this seed.")
+@click.option("--chips", default="", help="Run only calls for these chips and devices, separated by commas.")
+@click.option("--device", default="", help="Run every call on this chip or device (CPU, CL, CUDA) instead of the one that its seed draws.")
+@click.option("--jobs", default=1, help="Calls that run in parallel.")
+@click.option("--seconds", default=0.0, help="Begin no call after this many seconds; 0 for no limit.")
+@click.option("--log", type=click.Path(), help="File that gets one line for each call: its seed, state, seconds and reason.")
+@click.option("--limit", default=600.0, help="Time limit of one call, in seconds.")
 def main(forward:int, backward:int, first:int, seed:int|None, chips:str, device:str, jobs:int, seconds:float, log:str|None, limit:float) -> None:
   if seed is not None:
     call = drawn(seed, device)

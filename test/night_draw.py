@@ -1,4 +1,5 @@
-"""Calls of attention at random: a seed says which, down to the last number. A call is a script, which is what runs and what a person can paste."""
+"""Random calls of attention. The seed determines a call completely, down to the last number. A call is a script, which night.py runs and a person
+can paste."""
 from __future__ import annotations
 import itertools, random
 from dataclasses import dataclass, field
@@ -7,14 +8,14 @@ from guarded import SIDES
 from night_oracle import Facts
 
 CHIPS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1030", "gfx1010", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-MACHINE = {"CPU": "CPU", "CL": "CL", "CUDA": "CUDA"}                      # devices that are no emulated chip
-AXES = {"bhsd": "bhsd", "bshd": "bshd", "nsd": "hsd", "thd": "shd"}       # b, h, s and d: batch, heads, rows, width
-COUNTS = (2, 3, 4, 5, 8)                                                  # of devices
+MACHINE = {"CPU": "CPU", "CL": "CL", "CUDA": "CUDA"}                      # real devices, not emulated chips
+AXES = {"bhsd": "bhsd", "bshd": "bshd", "nsd": "hsd", "thd": "shd"}       # axes of each layout: b batch, h heads, s rows, d width
+COUNTS = (2, 3, 4, 5, 8)                                                  # numbers of devices
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 48, 64, 65, 70, 100, 127, 128, 129, 150, 200, 257, 300)
-WORK = {"tiled": 2e6, "": 1.2e7}                                          # products of a score, at most: of chips without a matrix unit, of others
+WORK = {"tiled": 2e6, "": 1.2e7}                                          # products of a call, at most: without and with a matrix unit
 
 def longest(ends:list[int]) -> int:
-  """Of packed sequences, the most rows; at least 1."""
+  """Number of rows of the longest packed sequence; at least 1."""
   return max(1, *(after - before for before, after in itertools.pairwise(ends)))
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class Call:
 
 @dataclass
 class Posed:
-  """A call while it is drawn. `arrays` are the inputs by name, as (B, H, S, D), `outside` makes tensors of them, `inside` the views of these that the
-  call gets; `restored` says how a result comes back to the shape of the oracle."""
+  """Call while it is drawn. `arrays` holds the code of the inputs by name, in shape (B, H, S, D). `outside` holds the code of the tensors made of
+  them, `inside` the code of the step, beginning with views of these tensors. `restored` holds the code that brings a result back to the oracle's
+  shape."""
   rng: random.Random
   on: str
   backward: bool
@@ -52,10 +54,10 @@ class Posed:
   settings: dict[str, Any] = field(default_factory=dict)
   arrays: dict[str, str] = field(default_factory=dict)
   outside: dict[str, str] = field(default_factory=dict)
-  before: list[str] = field(default_factory=list)       # in the script, of all turns
-  each: list[str] = field(default_factory=list)         # of a turn, before its tensors are made
+  before: list[str] = field(default_factory=list)       # lines that run once, before all turns
+  each: list[str] = field(default_factory=list)         # lines that run in each turn before its tensors are made
   inside: list[str] = field(default_factory=list)
-  after: list[str] = field(default_factory=list)        # of a turn, when results are there
+  after: list[str] = field(default_factory=list)        # lines that run in each turn after the results exist
   restored: dict[str, str] = field(default_factory=dict)
   wanted: tuple[str, ...] = ()
   device_count: int = 1
@@ -79,7 +81,7 @@ class Posed:
   def length(self) -> int: return self.one(*LENGTHS)
 
   def sizes(self) -> None:
-    """Of the problem, and its types. Long rows and sequences make room for each other."""
+    """Draws the problem's sizes and types."""
     self.dtype = self.one("float16", "float16", "float16", "bfloat16", "bfloat16", "float32")
     self.out_dtype = self.dtype if self.chance(.75) else self.one("float16", "bfloat16", "float32")
     self.B, self.Hkv = self.one(1, 1, 2, 3), self.one(1, 1, 2, 3)
@@ -89,7 +91,7 @@ class Posed:
     self.Dv = self.D if self.chance(.75) else self.width()
 
   def held_to_work(self) -> None:
-    """Long sequences become shorter, and then wide rows narrower, until there is no more to compute than takes a second."""
+    """Halves the longer sequence, then the wider rows, until the call computes no more than fits in a second."""
     most = WORK["tiled" if self.plain_uops and self.on not in MACHINE else ""]/(2.5 if self.backward else 1)
     def work() -> int: return self.B*self.H*(self.Sq + 32)*(self.Sk + 32)*(self.D + self.Dv)
     while work() > most and (longest := max(self.Sq, self.Sk)) > 8: self.Sq, self.Sk = (-(-n//2) if n == longest else n for n in (self.Sq, self.Sk))
@@ -98,12 +100,12 @@ class Posed:
   # ***** inputs *****
 
   def values(self, name:str, kind:str, shape:tuple[int, ...]|str, dtype:str, same:int|None=None) -> None:
-    """An input of this kind, another one in each turn of a TinyJit."""
+    """Adds an input of this kind, with other numbers in each turn of a TinyJit."""
     seed = f"{self.rng.randrange(10**6)}" + (" + turn" if self.turns > 1 else "")
     self.arrays[name] = f"values({kind!r}, {shape}, {dtype!r}, {seed}{f', same={same}' if same is not None else ''})"
 
   def profile(self) -> dict[str, str]:
-    """Of what kind q, k and v are. What has NaN or inf in v goes without masks: docs/attention.md says how far it reaches."""
+    """Draws the kinds of q, k and v. No kind has NaN or inf in v, because these spread to other rows where there are masks (docs/attention.md)."""
     hard = [{"q": "positive", "k": "rising"}, {"q": "positive", "k": "falling"}, {"q": "large"}, {"k": "large"}, {"v": "large"}, {"k": "huge"},
             {"q": "constant", "k": "constant"}, {"k": "zero"}, {"q": "small", "v": "small"}, {"v": "constant"}]
     odd = [{"q": "nan"}, *([] if self.facts.get("v_dim") else [{"k": "nan"}, {"q": "positive", "k": "-inf"}, {"q": "positive", "k": "inf"}])]
@@ -111,7 +113,7 @@ class Posed:
     return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
 
   def inputs(self, may_be_same:bool=False, kinds:dict[str, str]|None=None) -> None:
-    """q, k and v; perhaps all batches, or all heads, of k and v are `same`, and views of one."""
+    """Adds q, k and v. Sometimes all batches, or all heads, of k and v are equal, and become views of one."""
     if kinds is None: kinds = self.profile()
     shapes = {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D), "v": (self.B, self.Hkv, self.Sk, self.Dv)}
     same = self.one(0, 1) if may_be_same and self.chance(.08) else None
@@ -121,13 +123,13 @@ class Posed:
     if same is not None: self.settings["same"] = same
 
   def far_reaching(self) -> dict[str, str]:
-    """A row of no numbers, which reaches other rows: of V, whose NaN and inf go to all that see it, or of any input of a gradient."""
+    """Kinds with a row of NaN or inf that spreads to other rows: in v to all rows that see it, and in a gradient from any input."""
     return {self.one("q", "k", "v"): "nan"} if self.backward else {"v": self.one("nan", "inf", "-inf")}
 
   def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
 
   def steps(self, name:str, shape:tuple[int, ...], dtype:str) -> list[tuple[Any, ...]]:
-    """A view, as steps from a base: the last one first, for each is chosen by the shape that it leads to."""
+    """Draws steps that make a view of this shape from a base. Each step is drawn from the shape that it produces, so the last step is drawn first."""
     found: list[tuple[Any, ...]] = []
     if (same := self.settings.get("same")) is not None and name in "kv" and self.layout == "bhsd":
       found.append(("expand", same, shape[same]))
@@ -160,22 +162,22 @@ class Posed:
     return tuple(sizes[axis] for axis in AXES[layout])
 
   def place(self, name:str, text:str, dtype:str, shape:tuple[int, ...], views:bool=True, after:str="") -> None:
-    """A tensor of an array, given by its text; `after` is what becomes of it before the call has it, a shard say."""
+    """Adds a tensor made of the array that `text` computes. `after` is code appended to it before the call receives it, for example a shard."""
     steps = ", ".join(map(repr, self.steps(name, shape, dtype))) if views else ""
     realized = ".realize()" if self.jit or self.chance(.3) else ""
     made = f"tensor(base({text}, {steps}), {dtype!r}, {self.device!r})" if steps else f"tensor({text}, {dtype!r}, {self.device!r})"
     if not steps: self.outside[name] = f"{made}{after}{realized}"
-    elif after: self.outside[name] = f"view({made}.realize(), {steps}){after}{realized}"    # else tinygrad shards no permuted one
+    elif after: self.outside[name] = f"view({made}.realize(), {steps}){after}{realized}"    # tinygrad would not shard a permuted tensor
     else:
       self.outside[name] = made + realized
       self.inside.append(f"{name} = view({name}, {steps})")
 
   def tensor(self, text:str) -> str:
-    """A tensor of the problem's type, in memory."""
+    """Code of a tensor of the problem's type, realized in memory."""
     return f"tensor({text}, {self.dtype!r}, {self.device!r}).realize()"
 
   def three(self, views:bool=True) -> None:
-    """q, k and v in the layout."""
+    """Adds q, k and v in the drawn layout."""
     for name, h, s, d in (("q", self.H, self.Sq, self.D), ("k", self.Hkv, self.Sk, self.D), ("v", self.Hkv, self.Sk, self.Dv)):
       if name == "v" and self.facts.get("v_dim"): continue
       self.place(name, f"arrange(x[{name!r}], {self.layout!r})", self.dtype, self.shape_in(self.layout, h, s, d), views)
@@ -232,7 +234,7 @@ class Posed:
   # ***** the call *****
 
   def call(self, text:str, lse:bool|None=None, shape_of_o:tuple[int, ...]|None=None, between:str="") -> None:
-    """The call, text with {options} in it, and what is asked for: o, lse or both, or gradients through them."""
+    """Adds the call and draws what it returns: o, lse or both, or gradients through them. `text` is its code, with {options} in it."""
     lse = self.chance(.5) if lse is None else lse
     if self.backward: return self.gradients(text, lse, between)
     self.inside.append(f"{'o, lse' if lse else 'o'} = " + text)
@@ -254,7 +256,7 @@ class Posed:
     batch, terms = 1 if self.layout == "thd" else self.B, []
     if "o" in through:
       self.values("do", self.one("normal", "normal", "large"), (batch, self.H, self.Sq, self.Dv), self.out_dtype)
-      if self.dtype != self.out_dtype: self.arrays["do"] = f"rounded({self.arrays['do']}, {self.dtype!r})"     # as a factor, which the law has it as
+      if self.dtype != self.out_dtype: self.arrays["do"] = f"rounded({self.arrays['do']}, {self.dtype!r})"     # the law takes dO in this type
       self.outside["do"] = f"tensor(arrange(x['do'], {self.layout!r}), {self.out_dtype!r}, {self.device!r})" + self.of_shards("do")
       terms.append("(o*do).float().sum()")
     if "lse" in through:
@@ -279,12 +281,12 @@ class Posed:
   def of_shards(self, name:str) -> str: return self.settings.get("shards", {}).get(name, "")
 
   def attention(self, more:str="") -> str:
-    """The text of a call of attn.attention, with all options."""
+    """Code of a call of attn.attention with all drawn options."""
     options = "".join(f", {name}={value}" for name, value in self.options.items())
     return f"attn.attention(q, k, {'None' if self.facts.get('v_dim') else 'v'}{options}{more})"
 
   def common(self, lse:bool|None=None, between:str="") -> None:
-    """A call of attn.attention as it is posed."""
+    """Adds a call of attn.attention with all drawn options."""
     if self.layout != "bhsd": self.options["layout"] = repr(self.layout)
     if self.out_dtype != self.dtype: self.options["out_dtype"] = self.one(repr(self.out_dtype), f"DTYPES[{self.out_dtype!r}]")
     lse = self.chance(.5) if lse is None else lse
@@ -309,7 +311,7 @@ class Posed:
     self.common()
 
   def lengths(self) -> None:
-    """kv_lengths as a tensor, a number or a Variable, and kv_starts."""
+    """Adds kv_lengths as a tensor, a number or a Variable, and sometimes kv_starts."""
     self.layout = self.one("bhsd", "bshd")
     self.held_to_work()
     self.inputs()
@@ -336,13 +338,13 @@ class Posed:
     self.common()
 
   def poison(self) -> None:
-    """What lies beyond a length, or before a start, is NaN and has no effect."""
+    """Fills the rows beyond a length or before a start with NaN, which must have no effect."""
     for name in ("k", "v"):
       if name == "v" and self.facts.get("v_dim"): continue
       self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")
 
   def ends(self, count:int, total:int) -> list[int]:
-    """The rows at which so many sequences begin, and the last one ends: empty ones, and rows of none, now and then."""
+    """Draws cumulative row counts of this many packed sequences. Sometimes a sequence is empty, and some rows belong to no sequence."""
     inner = sorted(self.rng.randint(0, total) for _ in range(count - 1))
     first, last = (0, total) if self.chance(.7) else (min(2, total), max(total - 3, min(2, total)))
     return [first, *(min(max(n, first), last) for n in inner), last]
@@ -367,7 +369,7 @@ class Posed:
     self.common()
 
   def latent(self) -> None:
-    """V is the first columns of K, as of MLA."""
+    """Draws a call of multi-head latent attention (MLA): V is the first columns of K."""
     self.layout = self.one("bhsd", "bshd", "bhsd")
     if self.chance(.15) and not self.backward: self.B, self.Hkv, self.H, self.D, self.Dv, self.Sq, self.Sk = 1, 1, 16, 576, 512, self.one(1, 2), 40
     else: self.Dv = self.rng.randint(1, self.D)
@@ -384,7 +386,7 @@ class Posed:
     self.common()
 
   def flash(self) -> None:
-    """FlashAttention's names, of whole and of packed sequences, q, k and v apart and in one tensor."""
+    """Draws a call with FlashAttention's names, for whole or packed sequences, with q, k and v in separate tensors or in one."""
     self.out_dtype = self.dtype
     form, varlen = self.one("", "kv", "qkv"), self.chance(.5)
     if form: self.Dv = self.D
@@ -419,7 +421,7 @@ class Posed:
     self.call(f"{function}({names}, {sequences}{options})".replace(", )", ")") + ("[:2]" if lse else ""), lse)
 
   def sdpa(self) -> None:
-    """Of tinygrad's arguments, by itself or installed in place of tinygrad's own."""
+    """Draws a call with tinygrad's argument names, of attn's function or of tinygrad's method while attn is installed."""
     self.out_dtype = self.dtype
     self.held_to_work()
     self.inputs()
@@ -450,7 +452,7 @@ class Posed:
     self.call(f"{function}({three}{given})", False, between=back)
 
   def custom(self) -> None:
-    """A kernel for Tensor.custom_kernel."""
+    """Draws a kernel for Tensor.custom_kernel."""
     self.layout = self.one("bhsd", "bshd", "nsd")
     if self.layout == "nsd": self.B = 1
     self.held_to_work()
@@ -477,7 +479,7 @@ class Posed:
   # ***** several devices *****
 
   def shards(self) -> None:
-    """Batch, heads, rows or keys over several devices, or all on each."""
+    """Draws a call over several devices, which share the batch, heads, rows or keys, or each hold everything."""
     self.device_count = n = self.one(*COUNTS)
     shared = self.one("batch", "heads", "rows", "rows", "rows", "keys", "keys", "none", "one head")
     self.layout = self.one("bhsd", "bhsd", "bshd") if shared in ("batch", "none") else self.one("bhsd", "bshd", "nsd")
@@ -510,7 +512,7 @@ class Posed:
     self.bias(.15)
     if shared in ("batch", "heads", "one head", "none"): self.dropout()
     if shared in ("batch", "none") and self.chance(.2): self.integers("kv_lengths", *(self.rng.randint(0, self.Sk) for _ in range(self.B)))
-    for name in [x for x in self.outside if x not in before]:       # on each device, or left on the first for attention to place
+    for name in [x for x in self.outside if x not in before]:       # already on each device, or on the first one, from where attention moves it
       if self.chance(.6): self.outside[name] += f".shard({at})"
     if shared in ("rows", "keys"):
       self.options["sequence_order"] = repr(order)
@@ -531,7 +533,8 @@ class Posed:
     self.common(lse, back)
 
   def dealt(self, name:str, text:str, dtype:str, shape:tuple[int, ...], axis:int, order:str) -> None:
-    """A tensor whose rows devices share, dealt out before the call, or within it, where a gradient goes back to the whole."""
+    """Adds a tensor whose rows the devices share. It is sharded before the call, or inside the step, where the gradient flows back to the whole
+    tensor."""
     if self.jit or (not self.backward and self.chance(.5)):
       self.outside[name] = f"attn.shard_sequence(tensor({text}, {dtype!r}, {self.device!r}), {self.devices}, {axis}, {order!r}).realize()"
       if self.backward:
@@ -549,7 +552,7 @@ class Posed:
   # ***** caches *****
 
   def cache(self) -> None:
-    """Rows appended in several steps, and attended to: whole caches and pages, by each of the functions for it."""
+    """Draws several steps that append rows to a cache and attend to it, with whole caches or pages, through each of the public functions."""
     self.out_dtype = self.dtype
     paged, form = self.chance(.45), self.one("kv_cache", "append", "flash")
     self.layout = "bshd" if form == "flash" else self.one("bhsd", "bshd")
@@ -630,7 +633,8 @@ class Posed:
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
 
   def turned(self, positions:int) -> None:
-    """Rows of q and new ones of k come before their rotation, which is by quarters of a circle: exact in every type."""
+    """Replaces q and the new rows of k by rows that the rotary embedding turns into them. Angles are quarter turns, so the rotation is exact in
+    every type."""
     half, interleaved = self.rng.randint(1, max(self.D//2, 1)), self.one(True, False)
     moving = "causal" in self.options or "window" in self.options
     if self.D < 2: return
@@ -642,7 +646,7 @@ class Posed:
     self.options |= {"rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin", "rotary_interleaved": repr(interleaved)}
 
   def pages(self) -> None:
-    """Keys in pages, of tables with entries that nobody may read; packed queries, too."""
+    """Draws keys in pages whose table has invalid entries that no kernel may read; sometimes queries are packed."""
     self.layout = self.one("bhsd", "bshd", "nsd", "bhsd")
     self.held_to_work()
     size = self.one(1, 3, 7, 8, 16, 20, 32, 64, 128)
@@ -668,7 +672,7 @@ class Posed:
     self.common()
 
   def sliced(self) -> None:
-    """Slices of a cache as long as a Variable says, as tinygrad's models have them."""
+    """Draws slices of a cache whose length is a Variable, as in tinygrad's models."""
     self.out_dtype, self.B, self.layout = self.dtype, self.one(1, 1, 2), "bhsd"
     self.Dv = self.D
     self.held_to_work()
@@ -707,23 +711,23 @@ class Posed:
     lines += [f"    found[{name!r}] = {text}" for name, text in self.restored.items() if name in self.wanted]
     return "\n".join([*lines, *(f"    {line}" for line in self.after), "    got.append((x, found))"]) + "\n"
 
-KINDS = {   # how often, forward and backward
+KINDS = {   # weights of each kind, forward and backward
   "dense": (30, 36), "lengths": (12, 10), "packed": (12, 14), "pages": (9, 0), "latent": (5, 4), "flash": (8, 8), "sdpa": (7, 8), "cache": (10, 0),
   "shards": (16, 22), "custom": (4, 4), "sliced": (3, 0)}
 
 def drawn(seed:int, on:str="") -> Call:
-  """The call of a seed, `on` that chip or device instead of the one that the seed says."""
+  """Draws the call of a seed; `on` overrides the drawn chip or device."""
   rng = random.Random(seed)
   direction = "backward" if rng.random() < 1/3 else "forward"
   chosen = rng.choice((*CHIPS, "CPU", "CL"))
   p = Posed(rng, on or chosen, direction == "backward")
-  several = p.on not in ("CL", "CUDA")     # of which there is one device
+  several = p.on not in ("CL", "CUDA")     # a machine has one such device
   p.kind, = rng.choices(list(KINDS), [weights[p.backward]*(several or kind != "shards") for kind, weights in KINDS.items()])
   p.jit = rng.random() < .15
   p.turns = 3 if p.jit else 1
   if p.backward: p.settings["TRAINING"] = rng.choice((0, 1))
   if p.on not in MACHINE: p.settings["NOOPT"] = int(rng.random() < .9)
-  if p.on == "CPU": p.settings["guard"] = SIDES[seed % 4 == 0]     # beyond its end is where a kernel goes more often
+  if p.on == "CPU": p.settings["guard"] = SIDES[seed % 4 == 0]     # kernels more often run past the end than before the beginning
   if rng.random() < .04: p.settings["kernel"] = rng.choice((*["backward_three_pass"]*p.backward, "three_pass", "tiled"))
   p.sizes()
   getattr(p, p.kind)()

@@ -1,4 +1,4 @@
-"""What attention is, sequence by sequence in float64, whatever call asks for it; and the one place that holds results to it."""
+"""Oracle for random calls: computes attention sequence by sequence in float64 for every kind of call, and holds the results to the accuracy law."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Facts:
-  """What is computed, beside the arrays: `wanted` names the results, o and lse, or gradients by the name of their input. V is the first `v_dim`
-  columns of K, if any. `types` has the dtype of what is not in `dtype`."""
+  """Facts about a call that its arrays do not tell. `wanted` names its results: o and lse, or the inputs whose gradients it returns. If `v_dim` is
+  set, V is the first `v_dim` columns of K. `types` lists the inputs whose type is not `dtype`."""
   dtype: str
   out_dtype: str
   scale: float
@@ -28,7 +28,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sequence:
-  """The queries and keys of one softmax: those of a batch, or of packed sequence `number`, which lie in batch `batch`."""
+  """Queries and keys of one softmax: a batch, or packed sequence `number` in batch `batch`."""
   batch: int
   number: int
   rows: slice
@@ -38,7 +38,8 @@ class Sequence:
   def offset(self, f:Facts) -> int: return 0 if f.top_left else self.counts[1] - self.counts[0]
 
 def sequences(x:Arrays) -> Iterator[Sequence]:
-  """Of q (B, H, Sq, D) and k (B, Hkv, Sk, D): packed where there are cu_seqlens, else one a batch, with the keys from kv_starts to kv_lengths."""
+  """Sequences of q (B, H, Sq, D) and k (B, Hkv, Sk, D): the packed sequences if there are cu_seqlens, else one for each batch, with its keys from
+  kv_starts to kv_lengths."""
   if "cu_seqlens_q" in x:
     ends = x["cu_seqlens_q"], x["cu_seqlens_k"]
     for i in range(len(ends[0]) - 1):
@@ -53,7 +54,7 @@ def sequences(x:Arrays) -> Iterator[Sequence]:
 def four(bias:np.ndarray) -> np.ndarray: return bias.reshape((1,)*(4 - bias.ndim) + bias.shape)
 
 def where_of_bias(bias:np.ndarray, s:Sequence) -> tuple[Any, ...]:
-  """The index of a sequence's part of a bias of four dimensions."""
+  """Index of a sequence's part of a 4-dimensional bias."""
   return slice(s.batch, s.batch + 1) if len(bias) > 1 else slice(None), slice(None), slice(None), s.keys if bias.shape[3] > 1 else slice(None)
 
 def bias_of(bias:np.ndarray, s:Sequence) -> np.ndarray: return four(bias)[where_of_bias(four(bias), s)]
@@ -69,7 +70,7 @@ def part(x:Arrays, s:Sequence) -> tuple[np.ndarray, ...]:
   return x["q"][one, :, s.rows], x["k"][one, :, s.keys], x["v"][one, :, s.keys]
 
 def forward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """o and lse: 0 and -inf in rows of no sequence."""
+  """Laws of o and lse. Rows of no sequence have o 0 and lse -inf."""
   shape = x["q"].shape[:3]
   total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
   for s in sequences(x):
@@ -78,7 +79,7 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   return total
 
 def backward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """The gradients that are wanted, of sum(o*do) + sum(lse*dlse), the latter over rows that see a key."""
+  """Laws of the wanted gradients of sum(o*do) + sum(lse*dlse), where the second sum is over rows that see a key."""
   total = {name: without_error(x[name].shape) for name in f.wanted}
   for s in sequences(x):
     at, rows = slice(s.batch, s.batch + 1), (slice(s.batch, s.batch + 1), slice(None), s.rows)
@@ -93,12 +94,12 @@ def backward(x:Arrays, f:Facts) -> dict[str, Law]:
     if laws.sinks is not None and "sinks" in total: total["sinks"].add(..., laws.sinks)
     if laws.alibi_slopes is not None and "alibi_slopes" in total:
       total["alibi_slopes"].add(slice(s.number, s.number + 1) if x["alibi_slopes"].ndim == 2 else ..., laws.alibi_slopes)
-  return total | {name: total[name].rounded_to(f.type_of(name)) for name in ("sinks", "alibi_slopes") if name in total}    # once, as sums
+  return total | {name: total[name].rounded_to(f.type_of(name)) for name in ("sinks", "alibi_slopes") if name in total}    # rounds sums once
 
 # ***** the judge *****
 
 def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
-  """What is wrong with results, by name, in the shapes of `forward` and of the inputs: nothing where all keep to the accuracy law."""
+  """Lists errors in the results, which have the shapes of `forward` or of the inputs. The list is empty if every result keeps the accuracy law."""
   expected = forward(x, f) if "o" in f.wanted or "lse" in f.wanted else backward(x, f)
   wrong = []
   for name in f.wanted:

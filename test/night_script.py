@@ -1,4 +1,4 @@
-"""Words of the scripts that test/night_draw.py writes: inputs that are hard on purpose, tensors that are views, caches, and results read back."""
+"""Functions for the scripts that test/night_draw.py writes: hard inputs, tensors that are views, caches, and reading results back."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "arr
 
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
-  """DEV is `device`, ATTN_KERNEL is `kernel`, and tinygrad's settings are these; buffers of a CPU are guarded at this side, if any."""
+  """Sets DEV, ATTN_KERNEL and settings of tinygrad. `guard` names the side of CPU buffers that lies at a protected page, if any."""
   with Context(DEV=device, **settings), pytest.MonkeyPatch.context() as patch, guarded(guard) if guard else contextlib.nullcontext():
     patch.setenv("ATTN_KERNEL", kernel)
     Tensor.manual_seed(0)
@@ -28,18 +28,18 @@ def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None
 # ***** inputs *****
 
 def lowest(dtype:str) -> float:
-  """The lowest finite number, which masks are made of where -inf is not."""
+  """Lowest finite number of a type. Models write it into masks instead of -inf."""
   return {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": -3.4028234663852886e38}[dtype]
 
 def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=None) -> np.ndarray:
-  """Numbers of this kind, rounded to `dtype`, as float32; along the axis `same`, if any, the first ones again and again. The last axis but one has
-  the rows.
+  """Draws numbers of a kind, rounded to `dtype`, as float32. With `same`, all slices along that axis are copies of the first. Rows are the last axis
+  but one.
 
   normal; positive; constant; zero; small;
   falling, rising: rows that make the maxima of scores fall, or rise, over the tiles;
   large: some rows 100 times as large; huge: one row of 512;
-  nan, inf, -inf: one row of it;
-  masked, blind, lowest, -10000: of a bias: some elements -inf, whole rows of them, some of the lowest number, or of the one that models mask with"""
+  nan, inf, -inf: one row of this value;
+  masked, blind, lowest, -10000: for a bias: some elements -inf, whole rows of -inf, some elements the lowest number, some -10000, as models mask."""
   rng = np.random.default_rng(seed)
   x = rng.standard_normal(shape, dtype=np.float32)
   rows = x.shape[-2] if x.ndim > 1 else 1
@@ -67,11 +67,11 @@ def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=Non
 def integers(kind:type, *of:int) -> np.ndarray: return np.array(of, kind)
 
 def bools(x:np.ndarray) -> np.ndarray:
-  """The bias that a mask of bools is: 0 or -inf."""
+  """Bias of 0 and -inf that is equivalent to a mask of bools."""
   return np.where(x > -.5, np.float32(0), np.float32(-np.inf))
 
 def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
-  """Rows of keys or values, with NaN for those that kv_lengths and kv_starts say are none."""
+  """Replaces rows of keys or values that kv_lengths and kv_starts hide by NaN."""
   found = until(a, x["kv_lengths"])
   for b, n in enumerate(x.get("kv_starts", ())): found[b, :, :n] = np.nan
   return found
@@ -81,7 +81,7 @@ def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
 Step = tuple[Any, ...]
 
 def base(a:np.ndarray, *steps:Step) -> np.ndarray:
-  """The array of which `view` with these steps makes `a`; what no step leaves is NaN."""
+  """Builds the array from which `view` with these steps makes `a`. Elements that no step keeps are NaN."""
   for name, *at in reversed(steps):
     match name, *at:
       case "permute", *axes: a = a.transpose(np.argsort(axes))
@@ -98,7 +98,7 @@ def base(a:np.ndarray, *steps:Step) -> np.ndarray:
   return np.ascontiguousarray(a)
 
 def view(t:Tensor, *steps:Step) -> Tensor:
-  """What these steps make of a tensor."""
+  """Applies the steps of a view to a tensor."""
   for name, *at in steps:
     match name, *at:
       case "permute", *axes: t = t.permute(*axes)
@@ -114,7 +114,7 @@ def view(t:Tensor, *steps:Step) -> Tensor:
 # ***** caches *****
 
 def paged(a:np.ndarray, table:np.ndarray, size:int, pages:int) -> np.ndarray:
-  """Rows (B, Hkv, S, D) in so many pages of this size, where a table says; what is in no row is NaN."""
+  """Spreads rows (B, Hkv, S, D) over pages of `size` rows as the table says. Everything else in the pages is NaN."""
   B, heads, rows, width = a.shape
   found = np.full((pages, size, heads, width), np.nan, np.float32)
   for b in range(B):
@@ -123,30 +123,30 @@ def paged(a:np.ndarray, table:np.ndarray, size:int, pages:int) -> np.ndarray:
   return found
 
 def entries(table:np.ndarray, lengths:Sequence[int], size:int) -> np.ndarray:
-  """A table whose entries beyond a length are no pages."""
+  """Copy of a block table with invalid page numbers beyond each length."""
   found = table.copy()
   for b, n in enumerate(lengths): found[b, -(-n//size):] = 10**9
   return found
 
 def until(a:np.ndarray, ends:Sequence[int]) -> np.ndarray:
-  """The rows of each batch up to its end, and NaN for those beyond."""
+  """Replaces the rows of each batch beyond its end by NaN."""
   found = a.copy()
   for b, n in enumerate(ends): found[b, :, n:] = np.nan
   return found
 
 def rows_of_steps(a:np.ndarray, start:Sequence[int], count:int) -> np.ndarray:
-  """So many rows of each batch, from where it is on."""
+  """Takes `count` rows of each batch, from its start on."""
   return np.stack([a[b, :, at:at + count] for b, at in enumerate(start)])
 
 def indexed(a:np.ndarray, batches:np.ndarray, count:int) -> np.ndarray:
-  """A cache of so many batches, of which these are the ones of an array in turn, and the others NaN."""
+  """Cache of `count` batches that holds the batches of `a` at the indices `batches`, and NaN elsewhere."""
   found = np.full((count, *a.shape[1:]), np.nan, np.float32)
   found[batches] = a
   return found
 
 def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved:bool, moving:bool) -> np.ndarray:
-  """The rows (B, H, S, D) that a rotary embedding makes `a` of: pair i of row j of batch b is turned by quarters[at[b] + j, i] quarters of a circle,
-  or by quarters[at[b], i] where rows are not `moving`. Pairs are neighbours where they are interleaved, else half of the turned columns apart."""
+  """Rows (B, H, S, D) that a rotary embedding turns into `a`. It turns pair i of row j of batch b by quarters[at[b] + j, i] quarters of a circle, or
+  by quarters[at[b], i] if rows are not `moving`. A pair is two neighbouring columns if `interleaved`, else columns half of the turned width apart."""
   found, half = a.copy(), quarters.shape[1]
   first, second = (slice(0, 2*half, 2), slice(1, 2*half, 2)) if interleaved else (slice(0, half), slice(half, 2*half))
   for b, start in enumerate(at):
@@ -160,17 +160,17 @@ def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved
 # ***** calls and results *****
 
 def by_attn(q:Tensor, *args:Any, **options:Any) -> Tensor:
-  """Tensor.scaled_dot_product_attention while attn is installed. Raises NotImplementedError where it left the call to tinygrad's own."""
+  """Calls Tensor.scaled_dot_product_attention with attn installed. Raises NotImplementedError if attn left the call to tinygrad."""
   with attn.installed() as decisions: o = q.scaled_dot_product_attention(*args, **options)
   if decisions[-1].kernel is None: raise NotImplementedError(f"left to tinygrad's own: {decisions[-1].reason}")
   return o
 
 
 def whole(t:Tensor) -> Tensor:
-  """A tensor, from however many devices, on the first: tinygrad would take several to the CPU."""
+  """Gathers a tensor that may be sharded onto the first device; reading a sharded tensor directly would make tinygrad move it to the CPU."""
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
 def read(results:dict[str, Tensor], order:Sequence[str], together:bool) -> dict[str, np.ndarray]:
-  """The numbers of these results, asked for in this order, or computed all at once before. A gradient that nothing depends on is a constant 0."""
+  """Reads results as arrays, one after another in this order, or all at once if `together`. A gradient that depends on nothing is a constant 0."""
   if together: Tensor.realize(*[results[name] for name in order if results[name].device is not None])
   return {name: array(whole(t)) if (t := results[name]).device is not None else np.zeros(t.shape, np.float32) for name in order}

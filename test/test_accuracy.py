@@ -1,4 +1,4 @@
-"""The accuracy law, in numpy: who computes as FlashAttention-2 does keeps it, whatever the input, and who makes a fault does not."""
+"""Tests of the accuracy law in numpy: FlashAttention-2's arithmetic keeps it for every kind of input, and faulty arithmetic breaks it."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ def gradient_of_o(p:Problem, seed:int, size:float=1.0) -> np.ndarray:
   return rounded(floats(p.B, p.H, p.Sq, p.Dv, seed=seed)*np.float32(size), p.dtype)
 
 def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> dict[str, Verdict]:
-  """Of the textbook, FlashAttention-2's arithmetic, at an output of the inputs' type."""
+  """Judges FlashAttention-2's arithmetic, as the textbook computes it, with outputs of the inputs' type."""
   of = (p.softmax_scale, p.window, p.offset, options)
   found = {n: judge(got, law) for n, got, law in zip(("o", "lse"), same(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype),
                                                      law_of(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype), strict=True)}
@@ -57,11 +57,11 @@ def test_fair_with_options(name:str, dtype:str) -> None:
   check(p, KINDS["normal"](p, 0), gradient_of_o(p, 3), options, floats(3, 4, 50, seed=5))
 
 def test_errors_that_scores_share() -> None:
-  """All keys are alike, so one rounding error moves all of their scores; beside a sink that has most of P it does not cancel."""
+  """Equal keys share one rounding error in all of their scores. Beside a sink that has most of P, that error does not cancel."""
   p = problem(B=50, H=1, Sq=4, Sk=18, D=118, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 4, 118), 0.3, np.float32), k=np.full((50, 1, 18, 118), -2.0, np.float32))
   dot = np.zeros((), np.float32)
-  for a, b in zip(x.q[0, 0, 0], x.k[0, 0, 0]): dot += a*b         # one product after another, each sum rounded
+  for a, b in zip(x.q[0, 0, 0], x.k[0, 0, 0]): dot += a*b         # adds one product after another and rounds each sum
   weights, sink = np.exp(np.float64(dot)*p.softmax_scale), 1.0
   o = weights*x.v.astype(np.float64).sum(2, keepdims=True)/(18*weights + sink)
   lse = np.full((50, 1, 4), np.log(18*weights + sink))
@@ -70,19 +70,19 @@ def test_errors_that_scores_share() -> None:
     assert (verdict := judge(got, law)).ok, verdict
 
 def test_errors_that_scores_do_not_share() -> None:
-  """All products are alike, and a bias makes scores of them that are rounded each by itself: those errors do not cancel, whatever V is."""
+  """All products are equal, but a bias makes the scores round independently. These errors do not cancel, whatever V is."""
   p, bias = problem(B=50, H=1, Sq=1, Sk=18, D=128, dtype="float32"), floats(50, 1, 1, 18, seed=1)
   x = replace(normal(p), q=np.full((50, 1, 1, 128), 0.25, np.float32), k=np.full((50, 1, 18, 128), -2.0, np.float32))
   up_or_down = np.where(floats(50, 1, 1, 18, seed=2) > 0, 1, -1)
   exact_scores = -64*p.softmax_scale + bias.astype(np.float64)
-  scores = exact_scores + up_or_down*2.0**-22           # half a unit in the last place of what lies between 4 and 8
+  scores = exact_scores + up_or_down*2.0**-22           # half a unit in the last place of numbers between 4 and 8
   law, _ = law_of(x.q, x.k, x.v, p.softmax_scale, options=Options(bias=bias, sinks=np.ones(1)), dtype="float32", out_dtype="float32")
   for of, ok in ((exact_scores, True), (scores, True), (exact_scores + up_or_down*2.0**-16, False)):
     verdict = judge(np.exp(of) @ x.v.astype(np.float64)/(np.exp(of).sum(-1, keepdims=True) + np.exp(1)), law)
     assert verdict.ok is ok, verdict
 
 def test_sums_that_cancel() -> None:
-  """All keys weigh alike, so nothing but adding them up errs: where a sum is near 0 in the end, it was not on its way."""
+  """Equal weights leave only the additions to err. A sum that ends near 0 was larger on its way, and the law must allow for that."""
   p = problem(B=50, H=1, Sq=1, Sk=23, D=64, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 1, 64), 0.25, np.float32), k=np.ones((50, 1, 23, 64), np.float32))
   sums = np.zeros((50, 1, 1, 64), np.float32)
@@ -91,7 +91,8 @@ def test_sums_that_cancel() -> None:
   assert (verdict := judge(sums/np.float32(23), law)).ok, verdict
 
 def test_gradients_below_the_normal_numbers() -> None:
-  """Their errors have the same size whatever the mantissa: the root of their mean square is about the law's sigma itself, and not 0.73 of it."""
+  """Errors of numbers below the normal range have the same size for every mantissa, so their root mean square is about the law's sigma, and not 0.73
+  of it."""
   p = problem(H=6, Hkv=2, Sq=3, Sk=150, D=48)
   x, dlse = normal(p, 2), floats(1, 6, 3, seed=7)
   x = replace(x, q=rounded(x.q*np.float32(1e-3), p.dtype))
@@ -102,14 +103,14 @@ def test_gradients_below_the_normal_numbers() -> None:
   assert judge(stored, law).ok and not judge(stored + np.float32(2.0**-21), law).ok
 
 def test_weights_that_a_sink_leaves_nothing_of() -> None:
-  """Scores of -10000 beside a sink of 0: every limit is a number."""
+  """Every limit is a finite number for scores of -10000 beside a sink of 0."""
   p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
   options = Options(bias=np.full((1, 1, 1, 3), -10000.0), sinks=np.zeros(1))
   laws = law_of_gradients(*vars(normal(p)).values(), gradient_of_o(p, 3), None, 1.0, options=options, dtype="float16", out_dtype="float16")
   assert all(np.isfinite(law.limit).all() for law in vars(laws).values() if law is not None)
 
 def test_float32() -> None:
-  """Nothing but fp32 itself, in every kind, with a dO of both sizes."""
+  """Only the error of fp32 itself is allowed for float32, in every kind, with dO of normal size and 1000 times as large."""
   for kind in KINDS:
     p = problem(B=2, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype="float32")
     check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
@@ -117,7 +118,7 @@ def test_float32() -> None:
 # ***** what it is made of *****
 
 def test_rounded_once_more() -> None:
-  """A sum in fp32 that is stored in 16 bits, as the gradient of a tensor of these is."""
+  """A sum in fp32 that is stored in 16 bits gets one more rounding, as the gradient of a 16-bit tensor does."""
   x = floats(1000)
   law = replace(without_error(x.shape), exact=x.astype(np.float64), slack=np.full(x.shape, 1e-6))
   stored = law.rounded_to("bfloat16")
@@ -127,7 +128,7 @@ def test_rounded_once_more() -> None:
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
 
 def test_batches_by_themselves() -> None:
-  """With lengths the laws of a batch are those of its keys; gradients that are shared add up, as variances."""
+  """With kv_lengths, the laws of a batch are the laws of its visible keys alone. Gradients that batches share add up like variances."""
   p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
   x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
   how, found = dict(dtype="float16", out_dtype="float16"), []
@@ -149,7 +150,8 @@ def test_batches_by_themselves() -> None:
   np.testing.assert_allclose(np.square(gradients.sinks.sigma), sum(parts), rtol=1e-6)
 
 def test_equal_scores_are_rounded_alike() -> None:
-  """Half of the keys have one score, the others another: as if their roundings were independent, this row is 20 sigma off."""
+  """Equal scores round alike. Half of the keys have one score, half another; a law that assumed independent roundings would put this row 20 sigma
+  off."""
   n, q = 16384, np.float32([[[1.0, 0, 0, 0, 0, 0, 0, 0]]])
   k, v = np.zeros((1, n, 8), np.float32), np.zeros((1, n, 8), np.float32)
   k[:, n//2:, 0] = np.log(1 + 1.98*ROUNDOFF["float16"])*-1
@@ -169,12 +171,12 @@ def test_patterns_as_before() -> None:
 
 @pytest.mark.parametrize("count, alike, ok", ((10**4, False, False), (9999, False, True), (10**4, True, True)))
 def test_scattered(count:int, alike:bool, ok:bool) -> None:
-  """Elements that are all 1.1 sigma off are far from their limit, and wrong."""
+  """Elements that are all 1.1 sigma off are wrong together, although each alone is far from its limit."""
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
 def test_infinite_inputs_stay_where_they_are() -> None:
-  """A row that is NaN or inf leaves the others their law."""
+  """A row of NaN or inf leaves the law of all other rows unchanged."""
   p = problem(H=1, Sq=30, Sk=40, D=16)
   x = KINDS["normal"](p, 0)
   clean = law_of(x.q, x.k, x.v, p.softmax_scale, dtype="float16", out_dtype="float16")[0]
@@ -195,7 +197,7 @@ def arrays(Sq:int, Sk:int, dtype:str, heads:int=1, near:float=0.0) -> tuple[np.n
 
 def forward(x:tuple[np.ndarray, ...], dtype:str, out:str="", *, wrong:tuple[np.ndarray, ...]=(), scale:float=SCALE, offset:int=0,
             window:tuple[int, int]=(-1, -1)) -> Found:
-  """o and lse of inputs, or scale, or diagonal, that are not those they ought to be."""
+  """Computes o and lse with wrong inputs, a wrong scale or a wrong diagonal, and pairs them with the right laws."""
   how = dict(dtype=dtype, out_dtype=out or dtype)
   laws = law_of(*x, SCALE, window, **how)
   got = same(*(wrong or x), scale, window, offset, **how)
@@ -207,7 +209,7 @@ def dropped_key(dtype:str) -> Found:
   return {"o": forward((q, k, v), dtype, wrong=(q, k[:, :, left], v[:, :, left]))["o"]}
 
 def truncated(dtype:str) -> Found:
-  """P rounded towards zero, under the sum of P before that."""
+  """Rounds P towards zero, but divides by the sum of P before that rounding."""
   q, k, v = arrays(512, 300, dtype, near=3.0)
   s = q @ k.swapaxes(2, 3)*np.float32(SCALE)
   weights = np.exp(s - s.max(-1, keepdims=True))
@@ -216,7 +218,7 @@ def truncated(dtype:str) -> Found:
   return {"o": (rounded(down @ v/weights.sum(-1, keepdims=True), dtype), law_of(q, k, v, SCALE, dtype=dtype, out_dtype=dtype)[0])}
 
 def wrong_split(dtype:str) -> Found:
-  """Two ranges of keys, of values near 1 and near -1, the first of which weighs 1 + 2^-10 of what it should."""
+  """Merges two key ranges, with values near 1 and near -1, where the first range weighs 1 + 2^-10 times what it should."""
   q, k, v = arrays(200, 256, dtype)
   v = rounded(v*np.float32(0.1) + np.where(np.arange(256) < 128, 1, -1)[:, None].astype(np.float32), dtype)
   parts = [same(q, k[:, :, at], v[:, :, at], SCALE, dtype=dtype, out_dtype="float32") for at in (slice(128), slice(128, None))]
@@ -232,7 +234,7 @@ def gradients(dtype:str, out:str="", wrong_out:str="", wrong_dlse:bool=False, ne
   got = same_backward(q[:, some], k, v, do[:, some], None if wrong_dlse else dlse[:, some], SCALE, dtype=dtype, out_dtype=wrong_out or out or dtype)
   return {n: (getattr(got, n), getattr(laws, n)) for n in ("kv" if dropped else "qk")}
 
-DROPPED = "a key of 16384 is dropped"      # whose weight is below the roundings of the others' in bfloat16
+DROPPED = "a key of 16384 is dropped"      # in bfloat16 its weight is smaller than the rounding errors of the others
 
 FAULTS:dict[str, Callable[[str], Found]] = {
   DROPPED: dropped_key,
@@ -251,14 +253,14 @@ def test_sharp(fault:str, dtype:str) -> None:
   for name, (got, law) in FAULTS[fault](dtype).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
 def test_what_no_such_law_can_see() -> None:
-  """Errors that the types' own roundings hide: a split's weight that is wrong where all ranges have the same mean, a key whose weight is below a
-  rounding of the others', P truncated where V has no mean."""
+  """Some errors hide below the roundings of the types: a wrong weight of a split where all key ranges have the same mean, and a dropped key whose
+  weight is smaller than the rounding errors of the others."""
   q, k, v = arrays(16, 256, "bfloat16")
   law = law_of(q, k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
   parts = [exact(q, k[:, :, at], v[:, :, at], SCALE) for at in (slice(128), slice(128, None))]
   weights = [np.exp(lse)[..., None]*factor for (_, lse), factor in zip(parts, (1 + 2**-10, 1))]
   assert judge(sum(w*o for w, (o, _) in zip(weights, parts))/sum(weights), law).ok
-  k[:, :, 9] = -16*np.sign(q[:, :, 0])      # a key that no other query minds as much, and the first one not at all
+  k[:, :, 9] = -16*np.sign(q[:, :, 0])      # the first query gives this key no weight
   law = law_of(q[:, :, :1], k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
   left = np.arange(256) != 9
   assert judge(exact(q[:, :, :1], k[:, :, left], v[:, :, left], SCALE)[0], law).ok

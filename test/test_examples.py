@@ -1,4 +1,4 @@
-"""Every example runs by itself, with no settings, and says what it should."""
+"""Every example runs by itself, without settings, and prints what it should."""
 import os, re, subprocess, sys
 from pathlib import Path
 import pytest
@@ -26,8 +26,8 @@ def run(name:str, *args:str, **settings:str) -> subprocess.CompletedProcess[str]
 
 def test_every_example_is_here() -> None: assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS)
 
-# less of the same: every further length of a prompt has kernels of its own, and so has every layer of a training step; and tinygrad does not unroll
-# its own kernels
+# Smaller runs of the examples: each new prompt length and each layer of a training step needs kernels of its own. NOOPT=1 stops tinygrad from
+# unrolling its own kernels.
 SETTINGS = {"train_gpt": {"STEPS": "8", "LAYERS": "1", "NOOPT": "1"}, "long_context": {"GRADIENT": "0", "NOOPT": "1"}, "tiny_gpt": {"TOKENS": "2"},
             "decode_kv_cache": {"TOKENS": "6"}, "serve": {"NOOPT": "1"}}
 

@@ -1,4 +1,4 @@
-"""What used to be wrong without a word, and what used to crash or mislead: each case by the public names alone."""
+"""Regression tests through public names only: inputs that once gave wrong results silently, crashed, or got a misleading message."""
 from __future__ import annotations
 import itertools, os, re, subprocess, sys
 from pathlib import Path
@@ -25,23 +25,24 @@ ON_EVERY_KERNEL = pytest.mark.parametrize("arch, kernel", KERNELS)
 def int32(*values:int) -> Tensor: return Tensor(np.array(values, np.int32), device="EMU")
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half, device="EMU")
 def rounded_to(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
-  """Holds o to the law."""
+  """Checks o against the accuracy law."""
   x = [array(t) for t in (q, k, v)]
   args = (x[0].shape[-1]**-.5, options.get("window", (-1, -1)), options.get("offset", 0))
   assert (verdict := judge(array(o), law_of(*x, *args, dtype="float16", out_dtype="float16")[0])).ok, verdict
 
 # ***** packed sequences *****
 
-ROWS = 200     # enough for two key tiles of every kernel
+ROWS = 200     # two key tiles or more in every kernel
 
 def packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:bool) -> None:
-  """Rows of sequences as those of each by itself; rows of none 0 and -inf, call after call into the same memory."""
+  """Rows of a sequence equal those of a call with that sequence alone. Rows of no sequence are 0 with lse -inf, even where the output held other
+  numbers before the call."""
   with emulated(arch, kernel):
     more: dict[str, Any] = {"num_splits": 2} if kernel == "split_kv" else {}
     if sinks: more["sinks"] = draw(2, dtype="float32")
     out = Tensor.full((ROWS, 2, 32), float("nan"), dtype=dtypes.half, device="EMU").contiguous().realize()
     q, k, v = (draw(ROWS, 2, 32, seed=i) for i in range(3))
-    seen = Tensor.zeros(1, device="EMU", dtype=dtypes.int).contiguous() + int32(*ends)      # which the host does not know
+    seen = Tensor.zeros(1, device="EMU", dtype=dtypes.int).contiguous() + int32(*ends)      # the host does not know these values
     o, lse = attn.attention(q, k, v, layout="thd", cu_seqlens_q=seen, cu_seqlens_k=seen, max_seqlen_q=longest, causal=True, return_lse=True, out=out,
                             **more)
     Tensor.realize(o, lse)
@@ -68,7 +69,7 @@ def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: packed(
 def test_rows_beyond_the_longest_sequence_are_zero(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70, 72), 11, False)
 
 def test_padding_under_jit() -> None:
-  """Fixed shapes, padding at the end: no row keeps what an earlier call wrote."""
+  """Padding at the end is 0 after every call: no row keeps what an earlier call with the same shapes wrote."""
   with emulated("gfx942"):
     @TinyJit
     def step(q:Tensor, ends:Tensor) -> Tensor:
@@ -96,7 +97,8 @@ def test_bounds_beyond_the_lengths_are_none(kernel:str, window:tuple[int, int]) 
     rounded_to(q, k, v, o, window=tuple(-1 if n > 1000 else n for n in window), offset=50)
 
 def test_bounds_are_held_to_where_queries_stand() -> None:
-  """A window is cut only where no query reaches its bound: of Problem, so that every kernel has it, and of shards, which stand elsewhere."""
+  """A window bound is dropped only if it hides no key from any query, wherever the queries stand: at every offset that a problem or a shard can
+  have."""
   def cut(window:tuple[int, int], offset:int, Sq:int=40, Sk:int=90) -> tuple[int, int]:
     return Problem(1, 1, 1, Sq, Sk, 16, 16, window=window, offset=offset, softmax_scale=1.0).window
   def seen(window:tuple[int, int], offset:int, Sq:int, Sk:int) -> np.ndarray:
@@ -113,7 +115,7 @@ def test_bounds_are_held_to_where_queries_stand() -> None:
 @pytest.mark.parametrize("options", ({"softcap": 2.0**100}, {"softcap": 1e-30}, {"softmax_scale": 1e30}, {"softmax_scale": 1.2e-38},
                                      {"softcap": 1e20, "softmax_scale": 1e-10}), ids=str)
 def test_scales_that_fp32_holds(kernel:str, options:dict[str, float]) -> None:
-  """Right, or at least no NaN, up to the ends of what is accepted."""
+  """Results are right, and never NaN, at both ends of the accepted scales."""
   from attn.reference import Options
   with emulated("gfx942", kernel):
     q, k, v = (draw(1, 1, 20, 32, seed=i) for i in range(3))
@@ -165,13 +167,13 @@ def test_nothing_is_appended_before_a_complaint() -> None:
     assert (array(k) == 0).all() and (array(v) == 0).all()
 
 def clang(folder:Path) -> str:
-  """A PATH on which `clang` is that of the PyPI package ziglang."""
+  """Value of PATH with which `clang` runs the clang of the PyPI package ziglang."""
   pytest.importorskip("ziglang")
   (script := folder/"clang").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang clang "$@"\n')
   script.chmod(0o755)
   return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
-# one step as it is, one that is captured, and one that is replayed
+# The three steps run eagerly, captured, and replayed.
 CACHE_ON_THE_CPU = """
 import numpy as np
 from tinygrad import Tensor, TinyJit, Variable
@@ -224,10 +226,10 @@ def test_another_librarys_method_comes_back() -> None:
     with attn.installed(): assert Tensor.scaled_dot_product_attention is not theirs
     assert Tensor.scaled_dot_product_attention is theirs
     with emulated("gfx942"), attn.installed():
-      q = draw(1, 1, 4, 520)                            # no kernel of ours has such rows
+      q = draw(1, 1, 4, 520)                            # no kernel of attn takes rows this wide
       q.scaled_dot_product_attention(q, q)
       assert calls
-    with attn.installed():                              # and one that is put over ours stays, and works, when ours goes
+    with attn.installed():                              # a method set over ours stays, and still works, when ours is removed
       ours = Tensor.scaled_dot_product_attention
       over = lambda self, *args, **kwargs: ours(self, *args, **kwargs)
       setattr(Tensor, name, over)
@@ -273,7 +275,7 @@ def test_numbers_of_numpy_and_lists_are_accepted() -> None:
 # ***** words *****
 
 def said(call:Callable[[], Any]) -> str:
-  """What a refusal says; it launches nothing and prints no graph."""
+  """Message of a refusal. The refused call must launch nothing, and the message must not print a graph."""
   before = GlobalCounters.kernel_count
   with pytest.raises(REFUSALS) as e: call()
   assert GlobalCounters.kernel_count == before and "UOp(" not in str(e.value) and "<UOp" not in str(e.value) and len(str(e.value)) < 500, str(e.value)
@@ -315,7 +317,7 @@ def test_a_kernel_for_another_chip_is_not_launched() -> None:
   with emulated("gfx942"):
     q = half(1, 2, 4, 64)
     assert "arch='gfx1100': EMU is gfx942" in said(lambda: half(1, 2, 4, 64).custom_kernel(q, q, q, fxn=attn.flash_attention_fn(arch="gfx1100")))
-    assert attn.explain(q, q, q, arch="gfx950").arch.name == "gfx950"      # asking is not launching
+    assert attn.explain(q, q, q, arch="gfx950").arch.name == "gfx950"      # explaining a kernel for another chip is allowed: it launches nothing
 
 def test_a_grid_beyond_the_chip_is_named() -> None:
   with emulated("gfx942"):

@@ -1,4 +1,5 @@
-"""Calls at random, of test/night.py: a few by default, whose seeds stay the same, and more among the thorough ones; and what a night notices."""
+"""Random calls from test/night.py: a few with fixed seeds by default, many more in the thorough run. Other tests check what a night reports as a
+failure."""
 from __future__ import annotations
 import os, random, signal, sys, time
 from pathlib import Path
@@ -12,10 +13,10 @@ from night_script import base, on, turned_back, view
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
 
 def emulated_seeds(first:int, count:int) -> list[int]:
-  """The first seeds from there on whose calls run on emulated chips."""
+  """First `count` seeds, counted from `first`, whose calls run on emulated chips."""
   return [seed for seed in range(first, first + 3*count) if drawn(seed).on in CHIPS][:count]
 
-CHEAP = (1003, 1004)     # of a second or so each
+CHEAP = (1003, 1004)     # each takes about a second
 
 @pytest.mark.parametrize("seed", [*CHEAP, *(pytest.param(n, marks=pytest.mark.thorough) for n in emulated_seeds(200, 100))])
 def test_a_call(seed:int) -> None:
@@ -33,7 +34,7 @@ def test_views_have_the_numbers_of_their_array() -> None:
     np.testing.assert_array_equal(view(Tensor(base(a, *steps), device="PYTHON"), *steps).numpy(), a, err_msg=str(steps))
 
 def test_rows_before_a_rotary_embedding() -> None:
-  """Turned by the angles they are the rows again: column pairs as complex numbers."""
+  """Rows that `turned_back` has turned become the original rows when their column pairs, as complex numbers, are turned by the same angles."""
   rng = np.random.default_rng(0)
   a, quarters, at = rng.standard_normal((2, 3, 4, 8)).astype(np.float32), rng.integers(4, size=(9, 3)), (5, 2)
   for interleaved, moving in ((True, True), (False, True), (True, False)):
@@ -47,7 +48,7 @@ def test_rows_before_a_rotary_embedding() -> None:
 # ***** what a night notices *****
 
 def changed(call:Any, line:str) -> Any:
-  """A call whose script has one more line."""
+  """Copy of a call with one more line in its script."""
   return night.Call(call.seed, call.on, call.direction, call.kind, call.script + line, call.facts)
 
 def a_right_call() -> Any:
@@ -74,11 +75,11 @@ def test_a_crash_and_a_call_that_hangs_have_a_seed(does:Any, why:str) -> None:
 # ***** what a kernel on a CPU may not touch *****
 
 def of_a_number(o:UOp, x:UOp) -> UOp:
-  """A kernel that reads the element of x that its first number says."""
+  """Kernel that reads element x[x[0]]."""
   return o[0].store(x[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_a_number", opts_to_apply=()))
 
 def of_its_own(o:UOp, x:UOp) -> UOp:
-  """A kernel that reads the element of an array of its own that x says, of eight."""
+  """Kernel that copies x into a private array of eight elements and reads element x[0] of it."""
   own, i = UOp.placeholder((8,), dtypes.float, 3, AddrSpace.REG), UOp.range(8, 0, AxisType.LOOP)
   filled = own.after(own[i].store(x[i].load()).end(i))
   return o[0].store(filled[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_its_own", opts_to_apply=()))
@@ -86,7 +87,7 @@ def of_its_own(o:UOp, x:UOp) -> UOp:
 BEYOND = {"end": (of_a_number, 8, -signal.SIGSEGV), "begin": (of_a_number, -1, -signal.SIGSEGV), "array": (of_its_own, 8, -signal.SIGILL)}
 
 def reads(call:Any) -> Outcome:
-  """The seventh element, and where the seed is 1 one that is none; `call.on` says of what."""
+  """Runs the kernel of BEYOND named `call.on`, which reads element 7, or with seed 1 an element that does not exist."""
   with on("CPU", guard="begin" if call.on == "begin" else "end"):
     x = Tensor(np.full(8, BEYOND[call.on][1] if call.seed else 7, np.float32), device="CPU").realize()
     return Outcome(call.seed, str(Tensor.empty(8, device="CPU").custom_kernel(x, fxn=BEYOND[call.on][0])[0].numpy()[0]))

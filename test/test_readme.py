@@ -1,4 +1,4 @@
-"""Every command in README.md runs, and the samples there look like what is printed."""
+"""Every command in README.md runs, and the samples there look like the real output."""
 import os, re, subprocess, sys, tomllib
 from pathlib import Path
 import pytest
@@ -10,7 +10,7 @@ README = (ROOT/"README.md").read_text()
 BLOCKS = [text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL) if not kind]
 COMMANDS = [line[2:] for block in BLOCKS for line in block.splitlines() if line.startswith("$ ")]
 TESTS, GPU_TESTS, INSTALL = "python -m pytest -n 2", "python -m pytest -m gpu", "python -m pip install -e '.[dev]'"
-# what a long command is run with here, and what stands in for a GPU
+# Smaller settings for long commands, and emulators in place of GPUs.
 SMALL = {"N=4096": "N=96", "B=4 H=16": "B=1 H=2", "DEV=AMD": "DEV=EMU::gfx942", "DEV=CUDA": "DEV=EMU::sm_90",
          "SWEEP=1": "SWEEP=1 H=2 HKV=1 N=64 SK=64 D=32"}
 
@@ -25,7 +25,7 @@ def run(command:str, folder:Path) -> str:
   return done.stdout
 
 def shape(line:str) -> str:
-  """A line without its figures and widths: what a sample and a run have in common."""
+  """Strips figures and widths from a line. What is left must be equal in a sample and in a real run."""
   return " ".join(re.sub(r"[\d.]+", "#", line).split())
 
 def test_the_main_commands_are_there() -> None:
@@ -33,7 +33,7 @@ def test_the_main_commands_are_there() -> None:
   assert len(COMMANDS) > 10
 
 def test_the_gate_runs_the_test_command() -> None:
-  """.ci/run takes it from here by this very expression."""
+  """.ci/run reads the test command from README.md with this expression."""
   script = (ROOT/".ci/run").read_text()
   expression = re.search(r"sed -n '([^']*)' README.md", script)
   assert expression is not None
@@ -51,7 +51,7 @@ def test_the_test_commands_collect(tmp_path:Path) -> None:
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "COMPARE=1" in c])
 def test_a_comparison_needs_a_gpu(command:str, tmp_path:Path) -> None:
-  """The settings of the command are known ones: what stops it is that there is nothing to compare with."""
+  """The command's settings are valid: it stops only because there is nothing to compare with."""
   with pytest.raises(AssertionError, match=r"bench\.py: COMPARE=1 on EMU: it is for DEV=CUDA"): run(command, tmp_path)
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in (TESTS, GPU_TESTS, INSTALL) and "examples/" not in c and "COMPARE=1" not in c])
@@ -61,7 +61,7 @@ def test_command(command:str, tmp_path:Path) -> None:
   if command == "python bench.py" and not output.startswith("no DEV"): pytest.skip("the sample is from a machine without an AMD GPU")
   _, sample = next(b for b in BLOCKS if f"$ {command}\n" in b).split(f"$ {command}\n")
   printed = {shape(line) for line in output.splitlines()}
-  for line in sample.split("$ ")[0].splitlines():   # what it prints, but for the rows of tables
+  for line in sample.split("$ ")[0].splitlines():   # compares all lines but the rows of tables
     if not line.startswith(("│", "┏", "┡", "└")): assert shape(line) in printed, f"the sample of {command!r} has {line!r}"
 
 def test_every_example_is_shown_and_tested() -> None:
@@ -69,11 +69,11 @@ def test_every_example_is_shown_and_tested() -> None:
   assert shown == set(test_examples.SAYS)
 
 def test_it_stays_short() -> None:
-  """Rows of tables are not counted: a chip has one."""
+  """README.md has few lines of prose. Rows of tables are not counted, because each chip has one."""
   assert len([line for line in README.splitlines() if not line.startswith("|")]) <= 112
 
 def test_the_table_of_chips_is_the_one_in_code() -> None:
-  """Only a GPU that measurements were made on is said to have run them."""
+  """The README calls a chip measured only if measurements were made on that GPU."""
   table = re.search(r"^\| chip \|.*\n.*\n((?:\|.*\n)+)", README, re.MULTILINE)
   assert table is not None
   rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
@@ -90,7 +90,7 @@ def test_links_and_files_exist() -> None:
     for name in re.findall(r"(?<![\w/])((?:attn|test)/[\w/]+\.\w+)", page.read_text()): assert (ROOT/name).exists(), f"{page.name}: {name}"
 
 def test_what_the_algorithm_names_is_in_code() -> None:
-  """Functions, classes and fields of them: each part of a name in backticks is a word of some module of attn."""
+  """Each part of a name in backticks on the algorithm page is a word in some module of attn."""
   words = set(re.findall(r"\w+", "".join(path.read_text() for path in (ROOT/"attn").rglob("*.py"))))
   names = re.findall(r"`([A-Za-z_][\w.]*)`", (ROOT/"docs"/"algorithm.md").read_text())
   assert names and not {name for name in names if not set(name.split(".")) <= words}

@@ -1,4 +1,4 @@
-"""The reference itself: its gradients against central differences of `exact`, and of `three_pass` by tinygrad."""
+"""Tests of the reference: its gradients agree with central differences of `exact`, and tinygrad's gradients of `three_pass` agree with them."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def inputs() -> dict[str, np.ndarray]:
 DO, DLSE = normal(B, H, SQ, DV, seed=4), normal(B, H, SQ, seed=5)
 
 def slope(f:Any, x:np.ndarray, h:float=1e-5) -> np.ndarray:
-  """The gradient of f() for each element of x, by central differences."""
+  """Gradient of f() with respect to each element of x, by central differences."""
   found = np.zeros_like(x)
   for i in np.ndindex(x.shape):
     at, ends = x[i], []
@@ -91,7 +91,7 @@ def test_exact_is_tinygrads_autograd_of_three_pass(name:str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_textbook_is_near_and_rounds(dtype:str) -> None:
-  """In float32 it is exact up to fp32; in a short type it has the type's values, and an error of the type's size and not less."""
+  """The textbook is exact up to fp32 errors in float32. In a 16-bit type it rounds to that type, and its error is as large as the type's."""
   rng = np.random.default_rng(0)
   q, k, v, do = (rounded(rng.standard_normal((1, 2, 64, 32), dtype=np.float32), dtype) for _ in range(4))
   dlse = rng.standard_normal((1, 2, 64), dtype=np.float32)

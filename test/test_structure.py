@@ -1,4 +1,4 @@
-"""The house: what `import attn` loads, which way imports point, and that a name at module level means one thing."""
+"""Rules of the code base: what `import attn` loads, which way imports point, and that a name at module level has one meaning."""
 from __future__ import annotations
 import ast, graphlib, json, os, subprocess, sys
 from collections import defaultdict
@@ -10,10 +10,10 @@ MODULES = sorted((ROOT/"attn").rglob("*.py"))
 
 # ***** one name, one meaning *****
 
-ALLOWED = {"main", "Array"}     # what a module that is run begins with; numpy's array as a type
+ALLOWED = {"main", "Array"}     # the entry of a module that can be run; a type alias for numpy's array
 
 def defined(tree:ast.Module) -> set[str]:
-  """What a module defines itself at module level, not what it imports, nor what is its own business (`_names`)."""
+  """Names that a module defines at module level, without imported and private names."""
   names = set()
   for node in tree.body:
     if isinstance(node, ast.FunctionDef|ast.ClassDef): names.add(node.name)
@@ -28,7 +28,7 @@ def test_a_name_means_one_thing() -> None:
   assert not {name: paths for name, paths in where.items() if len(paths) > 1 and name not in ALLOWED}
 
 def test_no_module_only_forwards() -> None:
-  """Every module but the package's own defines something, or is a room's sign: a docstring."""
+  """Every module except the package's own defines something, or consists of one docstring."""
   for path in MODULES:
     tree = ast.parse(path.read_text())
     if path == ROOT/"attn/__init__.py" or all(isinstance(node, ast.Expr) for node in tree.body): continue
@@ -37,8 +37,8 @@ def test_no_module_only_forwards() -> None:
 
 # ***** which way imports point *****
 
-# What measures, predicts, draws and searches, and the references, stands before what computes attention: each room may import from those after it. A
-# room may be one module, and `__main__` of a package is a room of its own.
+# Tools that measure, predict, draw and search, and the references, come before the code that computes attention: each room may import only from
+# rooms after it. A room may be a single module. The `__main__` of a package is a room of its own.
 TOOLS = ("isa.__main__", "pictures.__main__", "tune", "measure", "search", "isa.timing", "isa", "pictures", "accuracy", "reference", "extras")
 COMPUTES = ("__init__", "flash_attn", "api", "parallel", "calls", "choose", "compilers", "cache", "kernels", "kernels.amd", "kernels.mma",
             "kernels.wgmma", "kernels.plain", "kernels.parts", "kernels.tiles", "kernels.parts.layouts", "kernels.parts.allocator",
@@ -50,7 +50,7 @@ def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suf
 NAMES = {module_of(path) for path in MODULES}
 
 def imports(path:Path) -> set[str]:
-  """The modules of attn that one imports anywhere, in functions and for types as well."""
+  """Modules of attn that a file imports anywhere, inside functions and for types as well."""
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -59,7 +59,7 @@ def imports(path:Path) -> set[str]:
   return found & NAMES
 
 def room_of(module:str) -> str:
-  """The room of ROOMS that a module of attn is in, the innermost one."""
+  """Innermost room of ROOMS that holds a module of attn."""
   if module == "attn": return "__init__"
   return max((room for room in ROOMS if f"{module}.".startswith(f"attn.{room}.")), key=len)
 
@@ -76,12 +76,12 @@ def test_few_modules_are_in_no_room() -> None:
   assert len(list((ROOT/"attn").glob("*.py"))) <= 8
 
 def test_no_kernel_imports_another() -> None:
-  """What two of them need is a part."""
+  """No kernel imports another kernel; what two kernels share is a part."""
   for path in (ROOT/"attn/kernels").glob("*.py"):
     assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
 def test_forward_knows_nothing_of_backward() -> None:
-  """No kernel but those of gradients takes what is named for gradients, however far down."""
+  """Only kernels of gradients import modules named for gradients, directly or indirectly."""
   of = {module_of(path): imports(path) for path in MODULES}
   taken = {x for x in of if x.startswith("attn.kernels.") and x.count(".") == 2 and "backward" not in x}
   while more := set().union(*(of[x] for x in taken)) - taken: taken |= more
@@ -89,7 +89,7 @@ def test_forward_knows_nothing_of_backward() -> None:
 
 # ***** functions that fit on a screen *****
 
-LONGEST = 60     # lines of a function of a kernel, with those in it
+LONGEST = 60     # lines of a function of a kernel, nested functions included
 
 def test_functions_fit_on_a_screen() -> None:
   for path in (ROOT/"attn/kernels").rglob("*.py"):
@@ -100,7 +100,7 @@ def test_functions_fit_on_a_screen() -> None:
 # ***** what `import attn` loads *****
 
 def test_import_loads_no_tools() -> None:
-  """Neither the reports on machine code, nor the search for a compiler, nor what only a command needs; and it starts no process."""
+  """`import attn` starts no process, and loads neither the reports on machine code, nor the search for a compiler, nor what only a command needs."""
   script = ("import subprocess, sys, json\n"
             "def started(*args, **kwargs): raise AssertionError(f'import attn starts {args}')\n"
             "subprocess.Popen.__init__ = started\n"
@@ -116,17 +116,17 @@ def test_import_loads_no_tools() -> None:
 # ***** what is known of a family of chips *****
 
 def keys_that_are_chips(tree:ast.AST) -> list[str]:
-  """The keys of tables that are names of chips."""
+  """Keys of dictionaries that are names of chips."""
   keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
   return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value in CHIPS]
 
 def family_names_in(tree:ast.AST) -> list[str]:
-  """The constants that are names of families."""
+  """String constants that are names of chip families."""
   return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES]
 
 def test_a_family_is_known_in_its_own_file() -> None:
-  """Nothing outside attn/chips goes by the name of a family, but for the emulator, which knows them from the documents by itself, and for tinygrad's
-  tables of instructions, which have such names."""
+  """Only attn/chips uses names of chip families. Excepted are the emulator, which knows the families from the vendors' documents independently, and
+  the names of tinygrad's instruction tables."""
   wrong = ast.parse('if arch.family == "rdna4": x = {"cdna3": 1, "gfx950": 2}')
   assert family_names_in(wrong) == ["rdna4", "cdna3"] and keys_that_are_chips(wrong) == ["gfx950"]
   for path in MODULES:
