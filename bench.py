@@ -431,7 +431,7 @@ def task() -> Task:
   if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
   if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"):
     raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
-  if x.isa: importable("ISA=1", "attn.isa.table", "the extra attn[isa] has it: pip install -e '.[isa]'")
+  if x.isa: importable("ISA=1", "attn.isa.table", "the extra isa has it: run pip install '.[isa]' in a clone of attn")
   return x
 
 def file_for(name:str) -> str:

@@ -11,7 +11,6 @@ def needs(extra:str, program:str, module:str) -> Iterator[None]:
   except ModuleNotFoundError as e:
     package = (e.name or "").partition(".")[0]
     if package in ("", "attn", "tinygrad", "numpy"): raise
-    sentence = (f"{program}: needs {package}, which the extra attn[{extra}] installs: pip install 'attn[{extra}]', "
-                f"or in a clone pip install -e '.[{extra}]'")
+    sentence = f"{program}: needs {package}, which the extra {extra} installs: run pip install '.[{extra}]' in a clone of attn"
     if module == "__main__": raise SystemExit(sentence) from None
     raise ModuleNotFoundError(sentence, name=e.name) from None

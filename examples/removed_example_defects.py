@@ -3,7 +3,7 @@
 tinygrad carried an example kernel, extra/gemm/amd_flash_attention.py, whose test was: inputs uniform in [0, 1), mean squared error below 1e-2.
 Versions of it (1) multiplied by V transposed inside each 64x64 tile, (2) did not scale P by exp(m_tile - m_new), and (3) let a fast wave store V over
 the K that a slow wave still reads. Kernels with these defects pass that test; attn's checks stop each one.
-It prints a table, for which it needs the extra attn[bench].
+It prints a table, for which it needs the extra bench (pip install '.[bench]').
 """
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")

@@ -92,6 +92,8 @@ def _clang_on_path() -> Found|str: return tools if isinstance(tools := clang.on_
 SEARCH: dict[str, tuple[Callable[[], Found|str], ...]] = {
   "": (_clang_in_package, comgr.loaded_comgr, _clang_on_path), "clang": (_clang_in_package, _clang_on_path), "comgr": (comgr.loaded_comgr,)}
 
+EXTRA = "the extra isa, which brings a clang (pip install '.[isa]' in a clone of attn)"
+
 @functools.cache
 def _search(arch:str, name:str) -> Found:
   reasons = []
@@ -101,7 +103,7 @@ def _search(arch:str, name:str) -> Found:
     else: reasons.append(f"{found.version} can't ({reason})")
   forced = f"ATTN_COMPILER={name}: " if name else ""
   rocm = f"ROCm {ROCM[oldest_for(arch)]} or later"
-  install = {"clang": "attn[isa], which brings a clang", "comgr": rocm, "": f"attn[isa], which brings a clang, or {rocm}"}[name]
+  install = {"clang": EXTRA, "comgr": rocm, "": f"{EXTRA}, or {rocm}"}[name]
   raise NoCompiler(f"{forced}no compiler here can compile the kernels of attn for {arch}, which takes {_oldest(arch)}: {'; '.join(reasons)}; "
                    f"install {install}")
 

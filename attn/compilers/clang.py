@@ -1,4 +1,4 @@
-"""HIP text -> assembly and code object, with no ROCm: by the clang of the PyPI package `ziglang` (extra `attn[isa]`), or by another clang or hipcc.
+"""HIP text -> assembly and code object, with no ROCm: by the clang of the PyPI package `ziglang` (extra `isa`), or by another clang or hipcc.
 
     assembly(source, "gfx942")      the text that `python -m attn.isa FILE.s` reports on
     code_object(source, "gfx942")   a linked ELF, as tinygrad's AMDProgram loads it
@@ -14,7 +14,7 @@ from attn.compilers.found import OLDEST, Found, NoCompiler, base_arch, llvm_rele
 from attn.tinygrad_compat import CompileError
 from attn.cache.user_cache import kept
 
-INSTALL = "install attn[isa] (the PyPI package ziglang brings clang), or name a clang or hipcc in ATTN_CLANG"
+INSTALL = "install the extra isa, which brings a clang (pip install '.[isa]' in a clone of attn), or name a clang or hipcc in ATTN_CLANG"
 NEEDED = f"needed is a clang or hipcc of LLVM {OLDEST} or later that knows AMD's chips (amdgcn)"
 
 # As near to tinygrad's own comgr call (runtime/support/compiler_amd.py: -O3 -mcumode -std=c++14 -nogpuinc, internalized symbols) as the driver goes.
@@ -94,8 +94,8 @@ def named() -> Toolchain|None:
 
 @functools.cache
 def packaged() -> Toolchain|str:
-  """The clang of the extra attn[isa], or why there is none."""
-  if (zig := _zig()) is None: return "attn[isa] is not installed"
+  """The clang of the extra `isa`, or why there is none."""
+  if (zig := _zig()) is None: return "the extra isa is not installed"
   where = f"ziglang {importlib.metadata.version('ziglang')}"
   found = inspected((zig, "clang"), where)
   return found if isinstance(found, Toolchain) else f"{where} is {found}"

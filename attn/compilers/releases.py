@@ -31,7 +31,7 @@ def _get(version:str) -> Path:
   return place
 
 def toolchain_of(llvm:int) -> Toolchain:
-  """The clang of this release of LLVM: that of attn[isa] where it is, else one that pip gets. Raises ValueError for a release that is not in ZIGLANG,
+  """The clang of this release of LLVM: the packaged one, else one that pip gets. Raises ValueError for a release that is not in ZIGLANG,
   and NoCompiler where it can't be had."""
   if llvm not in ZIGLANG: raise ValueError(f"llvm={llvm}: must be one of {', '.join(map(str, ZIGLANG))}")
   if isinstance(own := packaged(), Toolchain) and own.llvm == llvm: return own

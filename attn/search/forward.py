@@ -5,8 +5,8 @@ A row is for one family of matrix units and for head dimensions up to one of CLA
 has the greatest `Bound`, of which what attn.isa.timing predicts comes first, its figures being the worst over fp16 and bf16, full and causal. Where
 that one takes more than SMALL_TILE queries, the best of those that don't follows it, for grids too small to fill a chip.
 
-Rows belong to the release of LLVM that was searched with: that of attn[isa], or another that ATTN_CLANG names. The rows of an older release are for
-it and those before, and stand in the table only where their tiles are others. On a GPU, TUNE=1 of bench.py goes by time instead.
+Rows belong to the release of LLVM that was searched with: the release of the extra `isa`, or another that ATTN_CLANG names. The rows of an older
+release are for it and those before, and stand in the table only where their tiles are others. On a GPU, TUNE=1 of bench.py goes by time instead.
 """
 from __future__ import annotations
 import functools, itertools, multiprocessing, re

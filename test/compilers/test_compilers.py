@@ -117,14 +117,14 @@ SENTENCE = "no compiler here can compile the kernels of attn for gfx942, which t
   ({"comgr": "old"}, PACKAGED),
   ({}, PACKAGED),
   ({"comgr": "good", "without": EXTRAS}, GOOD),                                                      # else comgr, if it can
-  ({"comgr": "old", "without": EXTRAS}, f"NoCompiler: {SENTENCE}attn\\[isa\\] is not installed; {REFUSES}; there is no clang or hipcc on PATH; "
-   r"install attn\[isa\], which brings a clang, or ROCm 6.4 or later"),
-  ({"without": EXTRAS}, f"NoCompiler: {SENTENCE}attn\\[isa\\] is not installed; comgr not available: .*; there is no clang .*; install .*"),
+  ({"comgr": "old", "without": EXTRAS}, f"NoCompiler: {SENTENCE}the extra isa is not installed; {REFUSES}; there is no clang or hipcc on PATH; "
+   r"install the extra isa, which brings a clang \(pip install '\.\[isa\]' in a clone of attn\), or ROCm 6.4 or later"),
+  ({"without": EXTRAS}, f"NoCompiler: {SENTENCE}the extra isa is not installed; comgr not available: .*; there is no clang .*; install .*"),
   ({"comgr": "good", "ATTN_COMPILER": "comgr"}, GOOD),                                               # forced
   ({"comgr": "good", "ATTN_COMPILER": "clang"}, PACKAGED),
   ({"comgr": "good", "ATTN_COMPILER": ""}, PACKAGED),
   ({"comgr": "old", "ATTN_COMPILER": "comgr"}, f"NoCompiler: ATTN_COMPILER=comgr: {SENTENCE}{REFUSES}; install ROCm 6.4 or later"),
-  ({"comgr": "good", "ATTN_COMPILER": "clang", "without": EXTRAS}, f"NoCompiler: ATTN_COMPILER=clang: {SENTENCE}.*; install attn\\[isa\\], which .*"),
+  ({"comgr": "good", "ATTN_COMPILER": "clang", "without": EXTRAS}, f"NoCompiler: ATTN_COMPILER=clang: {SENTENCE}.*; install the extra isa, which .*"),
   ({"comgr": "good", "ATTN_COMPILER": "gcc"}, "ValueError: ATTN_COMPILER='gcc': must be clang or comgr, or not set"),
   ({"comgr": "good", "ATTN_CLANG": "/no/such", "without": EXTRAS},
    "ValueError: ATTN_CLANG='/no/such': it is neither a file nor a command on PATH; .*"),
@@ -322,10 +322,9 @@ def test_a_program_without_its_extra_ends_in_one_sentence(machine, case, without
   done = python(machine, *program, without=without)
   assert done.returncode != 0 and done.stdout == ""
   name = "python " + " ".join(program[:2]) if program[0] == "-m" else program[0]
-  sentence = (rf"{re.escape(name)}: needs \w+, which the extra attn\[{extra}\] installs: pip install 'attn\[{extra}\]', "
-              rf"or in a clone pip install -e '\.\[{extra}\]'\n")
+  sentence = rf"{re.escape(name)}: needs \w+, which the extra {extra} installs: run pip install '\.\[{extra}\]' in a clone of attn\n"
   assert re.fullmatch(sentence, done.stderr), done.stderr
-  if program[0].startswith("examples"): assert f"attn[{extra}]" in (ROOT/program[0]).read_text().split('"""')[1]
+  if program[0].startswith("examples"): assert f"pip install '.[{extra}]'" in (ROOT/program[0]).read_text().split('"""')[1]
 
 def test_the_other_examples_need_no_extra(machine):
   for path in sorted((ROOT/"examples").glob("*.py")):
@@ -336,7 +335,7 @@ def test_the_other_examples_need_no_extra(machine):
 
 def test_an_import_without_the_extra_has_the_sentence_too(say):
   code = "\ntry: import attn.tune\nexcept ModuleNotFoundError as e: print(e.name, e)"
-  assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra attn[isa] installs")
+  assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra isa installs")
 
 def test_bench_without_a_compiler_for_bounds(machine):
   """ISA=1 with rich but no clang: one sentence."""
