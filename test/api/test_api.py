@@ -1,4 +1,4 @@
-"""`attention`: every option on every kernel that has it, placement on devices, TinyJit, dispatch, and what it refuses."""
+"""Tests of `attention`: each option on each kernel that supports it, placement on devices, TinyJit, dispatch, and refused calls."""
 import itertools
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_layouts(layout, kernel): on_kernel(kernel, B=2, H=4, Sq=20, Sk=150, D=3
 
 @pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_more_queries_than_keys(kernel):
-  """Causal with Sq=5, Sk=2: rows 0 to 2 see nothing."""
+  """Causal attention with Sq=5 and Sk=2: rows 0 to 2 see no key and must be 0 with lse -inf."""
   o, lse = on_kernel(kernel, Sq=5, Sk=2, causal=True)
   assert (o[:, :, :3] == 0).all() and np.isneginf(lse[:, :, :3]).all() and np.isfinite(lse[:, :, 3:]).all()
 
@@ -65,7 +65,7 @@ def test_an_empty_split_weighs_nothing():
 
 @on_two("kernel", KERNELS)
 def test_nan_beyond_the_lengths(kernel):
-  """A cache of 128 with lengths 32, 64, 96 and 48."""
+  """NaN in the cache beyond each batch's length (32, 64, 96 and 48 of 128 keys) must not reach the output."""
   def poisoned(p:Problem) -> Inputs:
     x = normal(p)
     for b, n in enumerate((32, 64, 96, 48)): x.k[b, :, n:], x.v[b, :, n:] = np.nan, np.nan
@@ -74,7 +74,7 @@ def test_nan_beyond_the_lengths(kernel):
 
 @on_two("kernel", KERNELS)
 def test_window_counts_the_diagonal(kernel):
-  """(W-1, 0) is W keys; causal is (-1, 0); W=128 of 256 keys for a single query."""
+  """The window (W-1, 0) shows W keys, the diagonal included; causal equals the window (-1, 0). Here one query sees W=128 of 256 keys."""
   with emulated(arch_of(kernel), kernel):
     q, k, v = draw(1, 2, 1, 64), draw(1, 2, 256, 64, seed=1), draw(1, 2, 256, 64, seed=2)
     more = SPLITS.get(kernel, {})
@@ -85,7 +85,7 @@ def test_window_counts_the_diagonal(kernel):
 
 @in_turn("causal, kernel", (False, True), KERNELS, among=2)
 def test_empty_sequences(kernel, causal):
-  """Of queries, of keys and of both, at the start, in the middle and at the end."""
+  """Sequences without queries, without keys or without both, at the start, in the middle and at the end, give right results."""
   on_kernel(kernel, H=2, Sq=50, Sk=170, D=32, layout="thd", causal=causal,
             extras={"cu_seqlens_q": int32(0, 0, 20, 20, 30, 50, 50), "cu_seqlens_k": int32(0, 10, 10, 30, 150, 170, 170)})
 
@@ -102,7 +102,7 @@ def test_a_sink_counts_once(kernel):
 
 @on_two("kernel", KERNELS)
 def test_low_scores_are_not_taken_for_masked_ones(kernel):
-  """All scores of the visible keys below -5e4."""
+  """Scores below -5e4 of visible keys must not count as masked."""
   def low(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:] = 64*np.sign(x.q[:, :, :1])
@@ -113,7 +113,8 @@ def test_low_scores_are_not_taken_for_masked_ones(kernel):
 
 @pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_huge_scores(kernel):
-  """bf16 scores of 1.7e10, scaled by 0.25. (Parts that are merged by LSE have rounded it to 256: a split is finite here, and no more.)"""
+  """Scores of 1.7e10 in bfloat16, scaled by 0.25, give finite results. split_kv is left out: fp32 rounds an lse of this size to multiples of 256, so
+  merging the splits gives finite but no exact results."""
   def huge(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:], x.k[:] = 16384.0, 16384.0
@@ -195,7 +196,7 @@ def test_a_variable_number_of_keys_is_one_kernel(kernel):
       got, x = array(step(q, n.bind(count))), [array(t) for t in (q, k[:, :, :max(count, 1)], v[:, :, :max(count, 1)])]
       law, _ = law_of(*x, 32**-.5, dtype="float16", out_dtype="float16")
       assert judge(got, law).ok if count else (got == 0).all(), count
-    assert len(captured) == 2      # once to run, once to capture
+    assert len(captured) == 2      # the first call runs eagerly, the second is captured
 
 # ***** several devices *****
 
@@ -250,7 +251,7 @@ def test_explain(capsys):
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
 
 def test_explain_on_nvidia():
-  """The same choices with mma.sync: no option of the score, no length and no split leads to three_pass."""
+  """Dispatch on NVIDIA chooses the same way, with mma.sync: no score option, length or split leads to three_pass."""
   for arch in ("sm_80", "sm_90"):
     with emulated(arch):
       q, k = draw(1, 8, 1, 64), draw(1, 1, 4096, 64)
@@ -281,7 +282,7 @@ FORCED = [("gfx950", "dual_wave", {"D": 128}, "blocks of 256 queries leave compu
 
 @pytest.mark.parametrize("arch, kernel, sizes, slower", FORCED)
 def test_a_kernel_that_would_be_slower_can_be_forced(arch, kernel, sizes, slower):
-  """Dispatch says of itself that another is faster, and why; named, the kernel computes the problem."""
+  """ATTN_KERNEL runs a kernel that dispatch would not choose, and `explain` says why another kernel is faster."""
   problem = {"H": 2, "Sq": 20, "Sk": 150, "D": 64, "causal": True} | sizes
   with emulated(arch):
     q, k = draw(1, 2, problem["Sq"], problem["D"]), draw(1, 2, 150, problem["D"])
@@ -397,7 +398,8 @@ def test_flash_attn_names():
 # ***** what a process keeps *****
 
 def test_kernels_of_long_ago_are_forgotten(monkeypatch) -> None:
-  """Half as many are kept as may be, in each of tinygrad's caches; what was captured before replays, and what was forgotten is made again."""
+  """A full cache of tinygrad forgets kernels until half of the limit remains. Calls captured earlier still replay, and a forgotten kernel is made
+  again."""
   most, scale, before = 4, 0.25, set(schedule.schedule_cache)
   monkeypatch.setattr(launch, "MOST_KERNELS", most)
   with emulated("gfx942"):
@@ -409,7 +411,7 @@ def test_kernels_of_long_ago_are_forgotten(monkeypatch) -> None:
     asts, programs = {key[0] for key in ours}, {x.key for x in ours.values()}
     launched = [call.src[0] for key, linear in schedule.schedule_cache.items() if key not in before for call in linear.src]
     of_ours = [x for x in launched if x.op is Ops.SINK and x.arg is not None and x.arg.name.startswith("attn_")]
-    assert 1 <= len(ours) <= most + 1 and {x.key for x in of_ours} <= asts      # one is made after it was looked how many there are
+    assert 1 <= len(ours) <= most + 1 and {x.key for x in of_ours} <= asts      # one kernel is made after the count was checked
     assert sum(key[0] in programs for key in realize.runtime_cache) <= most + 1
     np.testing.assert_array_equal(array(captured(*(t.clone().realize() for t in (q, k, v)))), first)
     np.testing.assert_array_equal(array(attn.attention(q, k, v, softmax_scale=scale)), first)

@@ -1,5 +1,5 @@
-"""Every argument of every public function, with wrong types, wrong values and values at their ends: each call gives the right result, or a ValueError
-or NotImplementedError that names the argument. And random problems, as many as ATTN_EXAMPLES says:
+"""Every argument of every public function, with wrong types, wrong values and extreme values. Each call gives the right result, or raises ValueError
+or NotImplementedError that names the argument. Random problems follow, as many as ATTN_EXAMPLES says:
 
     ATTN_EXAMPLES=2000 python -m pytest test/api/test_arguments.py -k random
 """
@@ -23,10 +23,10 @@ from cases import array
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 REFUSALS = (ValueError, NotImplementedError)
-EXAMPLES = int(os.environ.get("ATTN_EXAMPLES", "10"))     # 100 are thorough
+EXAMPLES = int(os.environ.get("ATTN_EXAMPLES", "10"))     # the thorough run uses 100
 
 def half(*shape:int) -> Tensor: return draw(*shape)
-draw = functools.cache(api_cases.draw)      # once: the tests pose thousands of calls
+draw = functools.cache(api_cases.draw)      # cached, because the tests make thousands of calls
 @functools.cache
 def int32(*values:int) -> Tensor: return Tensor(np.array(values, np.int32), device="EMU").realize()
 def caches() -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def new() -> dict[str, Any]: return {"k_new": draw(1, 2, 1, 16), "v_new": draw(1
 class Strange:
   def __repr__(self) -> str: return "Strange()"
 
-# what may be given for anything
+# Values that every argument gets in turn.
 VALUES: dict[str, Callable[[], Any]] = {
   "None": lambda: None, "True": lambda: True, "False": lambda: False, "numpy bool": lambda: np.bool_(True),
   # words
@@ -52,10 +52,10 @@ VALUES: dict[str, Callable[[], Any]] = {
   "10**400": lambda: 10**400, "2.0": lambda: 2.0, "2.5": lambda: 2.5, "-2.5": lambda: -2.5, "nan": lambda: float("nan"),
   "inf": lambda: float("inf"), "1e308": lambda: 1e308, "1e-45": lambda: 1e-45, "1j": lambda: 1j, "int64": lambda: np.int64(2),
   "float32": lambda: np.float32(2),
-  # several
+  # tuples, lists and other collections
   "[]": lambda: [], "()": lambda: (), "[1, 1]": lambda: [1, 1], "(1,)": lambda: (1,), "(1, 1)": lambda: (1, 1), "(0, -1)": lambda: (0, -1),
   "(1.5, 1)": lambda: (1.5, 1), "('1', 1)": lambda: ("1", 1), "(2**40, 1)": lambda: (2**40, 1), "{}": lambda: {}, "set": lambda: {1},
-  # things
+  # other objects
   "strange": Strange, "a type": lambda: int, "a function": lambda: len, "a dtype": lambda: dtypes.half, "an int dtype": lambda: dtypes.int,
   # tensors
   "an array": lambda: np.zeros((3, 4), np.float32), "a number tensor": lambda: Tensor(1.5, device="EMU"),
@@ -71,13 +71,13 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 def packed_but(*names:str) -> dict[str, Any]: return {name: x for name, x in packed().items() if name not in names}
 def pages(k:str, v:str) -> dict[str, Any]:
-  """One of four rows of four heads, which is also a cache of one batch."""
+  """Arguments for one page of four rows and four heads; the page also works as a cache of one batch."""
   found = [draw(1, 4, 4, 16, seed=i).contiguous().realize() for i in range(2)]
   return {k: found[0], v: found[1], "block_table": Tensor([[0]], dtype=dtypes.int, device="EMU").realize()}
 
 TWO = ("EMU:0", "EMU:1")
 
-# function -> (what it takes, of which one argument at a time is replaced)
+# function -> (the function, its right arguments); each test replaces one argument
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
   "attention": (attn.attention, four), "explain": (attn.explain, four), "attention, packed": (attn.attention, lambda: {**packed(), "layout": "thd"}),
   "append_kv": (attn.append_kv, new), "attention_with_kv_cache": (attn.attention_with_kv_cache, lambda: {"q": draw(1, 2, 1, 16), **new()}),
@@ -102,7 +102,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
   "flash_attn_with_kvcache": (flash_attn.flash_attn_with_kvcache, lambda: {"q": draw(1, 1, 2, 16), "k_cache": draw(1, 8, 2, 16),
                                                                          "v_cache": draw(1, 8, 2, 16, seed=1)}),
 }
-# what else a message may call an argument by: of tensors, the dimension or the tensor that it does not go with
+# Other words by which a message may name an argument: for tensors, a dimension or another tensor that it does not fit.
 ALSO = {
   "q": ("query", "H=", "k has", "B=", "v has", "bias", "D=", "k_cache"), "k": ("q, k and v", "v has", "Hkv"), "v": ("q, k and v", "Dv"),
   "kv": ("k has", "k is"), "qkv": ("q has",), "layout": ("has shape",), "k_new": ("k_cache",), "v_new": ("v_cache",), "k_cache": ("k_new", "q, k"),
@@ -114,7 +114,7 @@ def parameters(name:str) -> list[str]:
   return [p.name for p in inspect.signature(FUNCTIONS[name][0]).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 def mentions(value:Any, text:str) -> bool:
-  """Whether a message tells the value that was given. Of a Tensor that is what is wrong with it, of what is missing that it is needed."""
+  """Tells whether a message shows the value that was given. For a Tensor it need not; for a missing argument it may say what needs it."""
   if isinstance(value, (Tensor, np.ndarray)): return True
   if value is None and "needs" in text: return True
   parts = value if isinstance(value, (tuple, list)) else ()
@@ -123,7 +123,7 @@ def mentions(value:Any, text:str) -> bool:
   return any(x in text for x in told)
 
 def right(name:str, given:dict[str, Any], result:Any) -> None:
-  """Of `attention` of (B, H, S, D) the law, of the others that what came is finite."""
+  """Checks a result: o of `attention` in layout bhsd against the accuracy law, other results for finite numbers."""
   tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
   if tensors: Tensor.realize(*tensors)
   if name == "attention" and not any(given.get(x) is not None for x in ("kv_lengths", "bias")) and given.get("layout", "bhsd") == "bhsd":
@@ -138,7 +138,8 @@ def right(name:str, given:dict[str, Any], result:Any) -> None:
     for t in tensors[:1]: assert np.isfinite(array(t) if dtypes.is_float(t.dtype) else t.numpy()).all()
 
 def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|None:
-  """What a call is given and gives, nothing of it computed yet; None where it is refused as it should be."""
+  """Calls a function with one argument replaced, and returns the arguments and the result, not yet computed. Returns None if the function refuses
+  the call with a good message."""
   function, make = FUNCTIONS[name]
   given, before = make() | {argument: VALUES[label]()}, GlobalCounters.kernel_count
   try: return given, function(**given)
@@ -148,23 +149,23 @@ def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|N
     assert mentions(given[argument], text), f"{argument} is {label}: {text}"
     assert GlobalCounters.kernel_count == before and "UOp(" not in text and "<UOp" not in text and len(text) < 600, f"{label}: {text}"
   except RuntimeError as e:
-    assert name == "scaled_dot_product_attention" and argument == "attn_mask", f"{argument} is {label}: {e}"     # as PyTorch
+    assert name == "scaled_dot_product_attention" and argument == "attn_mask", f"{argument} is {label}: {e}"     # as PyTorch does
   except Exception as e: raise AssertionError(f"{name}({argument}={label}): {type(e).__name__}: {e}") from e
   return None
 
 ARGUMENTS = [(name, argument) for name in FUNCTIONS for argument in parameters(name)]
 
 def check_argument(name:str, argument:str, computed:slice) -> None:
-  """Poses every value; of those that are accepted, `computed` are computed and compared."""
+  """Calls the function with every value. Of the accepted calls, it computes and checks those in the slice `computed`."""
   with emulated("gfx942"):
     accepted = [(label, found) for label in VALUES if (found := result_of(name, argument, label)) is not None]
     for label, (given, result) in accepted[computed]:
       try: right(name, given, result)
-      except Exception as e: raise AssertionError(f"{name}({argument}={label}) is accepted, and wrong: {type(e).__name__}: {e}") from e
+      except Exception as e: raise AssertionError(f"{name}({argument}={label}) is accepted, but the result is wrong: {type(e).__name__}: {e}") from e
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_every_argument(name:str, argument:str) -> None:
-  """Each time another of the accepted values is computed."""
+  """Each value is refused with a good message or accepted. Which accepted results are computed and checked differs by argument, to save time."""
   turn = ARGUMENTS.index((name, argument))
   check_argument(name, argument, slice(turn % 20, None, 20))
 
@@ -174,7 +175,7 @@ def test_every_accepted_value(name:str, argument:str) -> None: check_argument(na
 
 def test_every_public_function_is_here() -> None:
   functions = {name for name in attn.__all__ if inspect.isfunction(getattr(attn, name))}
-  of_others = {"flash_attention", "install", "installed", "uninstall"}     # they have the arguments of `attention`, or none
+  of_others = {"flash_attention", "install", "installed", "uninstall"}     # they take the arguments of `attention`, or none
   assert functions - of_others <= {name.split(",")[0] for name in FUNCTIONS} and of_others <= functions
   assert {name for name in vars(flash_attn) if name.startswith("flash_attn")} <= FUNCTIONS.keys()
 
@@ -205,7 +206,7 @@ def random_problems(d:Any) -> dict[str, Any]:
   return p | {"extras": extras}
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """A test of so many random problems; few are the same in every run."""
+  """Parametrizes a test by its number of random problems. A few problems are the same in every run."""
   problems = given(random_problems(), st.sampled_from(("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90")))
   many = settings(max_examples=examples, deadline=None, derandomize=examples <= 25, suppress_health_check=list(HealthCheck))
   return lambda test: many(problems(test))

@@ -1,4 +1,4 @@
-"""`batch_invariant=True`: a row is bitwise the same alone and in any batch, with whatever lengths and pages beside it."""
+"""Tests of `batch_invariant=True`: a row has the same bits alone and in any batch, whatever the other lengths and pages are."""
 from __future__ import annotations
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ H, HKV, D = 4, 2, 16
 
 @pytest.mark.parametrize("arch, batches", [("sm_80", 1), *[pytest.param(x, 20, marks=pytest.mark.thorough) for x in ("gfx942", "gfx1201", "sm_80")]])
 def test_in_random_batches(arch:str, batches:int) -> None:
-  """A decoding step of a sequence of 600 keys in pages of 16, alone and with up to seven others, with tables of other widths."""
+  """One decoding step over 600 keys in pages of 16 gives the same bits alone and with up to seven other sequences and wider tables."""
   rng, most = np.random.default_rng(7), 600
   q, k, v = (rng.standard_normal((1, h, n, D)).astype(np.float16) for h, n in ((H, 1), (HKV, most), (HKV, most)))
   def step(others:tuple[int, ...], pages_more:int, invariant:bool) -> np.ndarray:
@@ -31,7 +31,7 @@ def test_in_random_batches(arch:str, batches:int) -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_what_is_chosen_does_not_go_by_the_batch(arch:str) -> None:
-  """Neither tile nor key ranges, where they do without; packed sequences likewise."""
+  """Tile and number of key ranges do not depend on the batch size, although they do without batch_invariant; with few queries and with many."""
   def choice(B:int, invariant:bool, Sq:int=1) -> tuple[str, str, int]:
     q, k = (Tensor.empty(B, *shape, 64, dtype="half", device="EMU") for shape in ((H, Sq), (HKV, 2048)))
     found = attn.api.attention.choice_of(q, k, k, kv_lengths=1100, batch_invariant=invariant)

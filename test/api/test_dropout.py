@@ -1,4 +1,5 @@
-"""Dropout: its bits, the same everywhere and random; P and its gradient dropped by them on every matrix unit; and the ways to ask for it."""
+"""Tests of dropout: its random bits are equal on every chip and statistically random, every matrix unit drops P and its gradient by these bits, and
+each way to ask for dropout works."""
 from __future__ import annotations
 import functools, itertools, re
 from collections.abc import Callable, Iterator
@@ -39,14 +40,14 @@ P = 0.3
 def with_seed(**extras:np.ndarray) -> dict[str, Any]: return dict(dropout_p=P, extras={**extras, "dropout_seed": SEED})
 
 def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
-  """Each case on one of these, the next one on the next; on the others it has the mark `thorough`."""
+  """Runs case i on one chip and case i + 1 on the next one. All other pairs carry the mark `thorough`."""
   return pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
     for i, case in enumerate(cases) for k, arch in enumerate(archs)])
 
 # ***** the bits *****
 
-# Random123's kat_vectors, philox 4x32 of 10 rounds: counter, key, result
+# Test vectors of Random123 (kat_vectors), philox 4x32 with 10 rounds: counter, key, result
 VECTORS = [((0,)*4, (0,)*2, (0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8)),
            ((0xffffffff,)*4, (0xffffffff,)*2, (0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd)),
            ((0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344), (0xa4093822, 0x299f31d0), (0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1))]
@@ -56,7 +57,7 @@ class OneLane:
 
 @pytest.mark.parametrize("counter, key, result", VECTORS)
 def test_philox(counter:tuple[int, ...], key:tuple[int, ...], result:tuple[int, ...]) -> None:
-  """The operation's definition, and the tests' own."""
+  """The operation's definition and the tests' own Philox both give the published numbers."""
   def words(xs:tuple[int, ...]) -> list[np.ndarray]: return [np.array([x], np.uint32) for x in xs]
   interpreter: Any = Numbers(OneLane())     # type: ignore[arg-type]
   assert tuple(int(x[0]) for x in philox(interpreter, words(counter), words(key))) == result
@@ -71,18 +72,18 @@ def test_the_mask_in_tensor_operations() -> None:
     assert attn.dropout_mask(seed, 0.0, 1, 1, 3, 9).numpy().all()
 
 def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Pairs of elements some places apart along each axis: of one octet, of neighbouring ones, and further on."""
+  """Pairs of elements at several distances along each axis: within one octet, in neighbouring octets, and further apart."""
   for axis, name in enumerate(("batch", "head", "query", "key")):
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64):
       if lag < mask.shape[axis]:
         yield f"{name} {lag}", np.take(mask, range(lag, mask.shape[axis]), axis), np.take(mask, range(mask.shape[axis] - lag), axis)
 
-SIGMAS = 5      # of 150 statistics here one would be beyond it by chance in 1 of 10,000 seeds
+SIGMAS = 5      # one of these 150 statistics exceeds it by chance for 1 of 10,000 seeds
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_rate_and_independence(p:float) -> None:
-  """The rate of the whole, of each head, query and key, and of each of an octet's eight numbers; and the correlation over distances along each
-  axis, of neighbouring seeds, and of a query with the key of its number."""
+  """The rate of kept elements is right in all, in each head, query and key, and at each place of an octet. No correlation shows over distances along
+  each axis, between neighbouring seeds, or between (i, j) and (j, i)."""
   mask = kept_mask(SEED, p, 4, 4, 160, 160)
   q, n = round(p*65536)/65536, mask.size
   def held(name:str, mean:np.ndarray, count:int, variance:float) -> None:
@@ -99,7 +100,7 @@ def test_rate_and_independence(p:float) -> None:
     held(f"seed {i} {bit}", (x*(kept_mask(other, p, 4, 4, 160, 160) - (1 - q))).mean(), n, variance**2)
 
 def test_a_rate_that_is_wrong_is_noticed() -> None:
-  """What 8 bits a score would make of p = 0.1, a rate of 26/256, is 6 sigma away; and so would a mask be that all heads share."""
+  """The statistics detect a rate of 26/256, which 8 bits for each score would give for p = 0.1 (6 sigma away), and a mask that all heads share."""
   mask = kept_mask(SEED, 26/256, 4, 4, 320, 320)
   assert abs(mask.mean() - 0.9) > SIGMAS*np.sqrt(0.09/mask.size)
   shared = np.broadcast_to(mask[:, :1], mask.shape) - 0.9
@@ -107,16 +108,16 @@ def test_a_rate_that_is_wrong_is_noticed() -> None:
 
 # ***** on every matrix unit *****
 
-UNITS = (*ARCHS, "sm_80", "sm_90")      # sm_90 from 64 queries on by wgmma
+UNITS = (*ARCHS, "sm_80", "sm_90")      # sm_90 uses wgmma from 64 queries on
 
 def showing(p:Problem) -> Inputs:
-  """Every key weighs the same, and column j of O is key j's part: the mask can be seen."""
+  """Inputs that make the mask visible: all keys weigh the same, and column j of O is the part of key j."""
   assert p.Dv >= p.Sk
   v = np.broadcast_to(np.eye(p.Sk, p.Dv, dtype=np.float32), (p.B, p.Hkv, p.Sk, p.Dv)).copy()
   return Inputs(np.zeros((p.B, p.H, p.Sq, p.D), np.float32), np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32), v)
 
 def mask_of(arch:str, tile:Callable[[Any], Any]=lambda x: x, **parameters:Any) -> np.ndarray:
-  """Which elements of P the kernels keep."""
+  """Mask of the elements of P that the kernels keep."""
   p = problem(**{**dict(B=2, H=2, Sq=70, Sk=104, D=8, Dv=104, lse=False), **with_seed(), **parameters})
   o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED}, tile(choose_tile(p, get_chip(arch))))
   found = o != 0
@@ -180,7 +181,7 @@ def test_rates_near_the_ends(p:float) -> None:
 def unscaled(self:Any, row:Any, m:Any, totals:Any) -> Any: return finish(m, totals, self.scores, None)
 
 def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> Any:
-  """`weigh` by sums of what is left of P."""
+  """Faulty `weigh` that sums only the kept elements of P."""
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, biases = s.softmax.biases(self.dual)
@@ -206,7 +207,7 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
   "dK with too much delta": ("dkdv", gradients, "scaled_delta", whole_delta)}
 
 def hold_to_the_law(kernel:str) -> None:
-  rare = lambda tile: replace(tile, rescale_above=8.0)      # P is as a rule that of a trip's first look, and not of a correction
+  rare = lambda tile: replace(tile, rescale_above=8.0)      # makes corrections rare: most trips keep their first P
   if kernel == "o": check_kernels("gfx1201", H=1, Sq=16, Sk=96, D=16, tile=rare, **with_seed())
   else: check_backward_kernels("gfx1201", H=1, Sq=40, Sk=40, D=16, only=kernel, **with_seed())
 
@@ -241,7 +242,7 @@ def test_a_fault_is_caught(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_comparisons_stay_packed(arch:str) -> None:
-  """Two numbers of 16 bits at a time, in two instructions; clang would make a comparison and a select of each."""
+  """Two 16-bit numbers are compared at a time, by two packed instructions. clang would otherwise use a comparison and a select for each number."""
   pytest.importorskip("ziglang")
   from attn.compilers.clang import assembly
   p, chip = problem(Sq=256, Sk=256, D=64, lse=False, **with_seed()), get_chip(arch)
@@ -275,7 +276,7 @@ def shards(of_q:int|None, of_k:int|None) -> Callable[[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize("of_q, of_k, heads", [(0, 0, 2), (1, 1, 2), (1, None, 1), (None, None, 2)])
 def test_shards_count_in_the_whole(of_q:int|None, of_k:int|None, heads:int) -> None:
-  """Along batch, along heads, those of a single head of keys, and not at all."""
+  """Each shard uses the mask of its place in the whole: sharded along batch, along heads, along the heads of q alone, and replicated."""
   check_gradients(**{**SMALL, "Hkv": heads}, place=shards(of_q, of_k), **with_seed())
 
 def test_shards_that_count_from_0_are_caught(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -284,11 +285,12 @@ def test_shards_that_count_from_0_are_caught(monkeypatch:pytest.MonkeyPatch) -> 
     with pytest.raises(AssertionError, match="error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
 
 def drops(call:Callable[[], Tensor]) -> bool:
-  """Whether two calls give different results."""
+  """Tells whether two calls give different results."""
   return not np.array_equal(array(call()), array(call()))
 
 def test_a_seed_is_drawn() -> None:
-  """In each call another one, from tinygrad's generator; and o and the gradients have the same: o is linear in v."""
+  """Every call without a seed draws a new one from tinygrad's generator. o and its gradients use the same seed; as o is linear in v, the gradient of
+  v shows this."""
   with emulated("gfx942"), Context(TRAINING=1):
     q, k, v = draw(1, 2, 12, 16), draw(1, 2, 20, 16, seed=1), draw(1, 2, 20, 16, seed=2)
     def call() -> Tensor: return attn.attention(q, k, v, dropout_p=P)
@@ -350,7 +352,7 @@ def test_explain(capsys:pytest.CaptureFixture[str]) -> None:
     first = Tensor.rand(1).item()
     Tensor.manual_seed(1)
     choice = attn.explain(q, q, q, dropout_p=P)
-    assert Tensor.rand(1).item() == first != before, "explain draws no seed"
+    assert Tensor.rand(1).item() == first != before, "explain must not draw a seed"
     assert choice.kernel == "forward" and choice.why_not("dual_wave") == "dropout_p: it takes plain problems only"
     assert "dropout_p=0.3: each element of P is kept with probability 0.7" in capsys.readouterr().out
     patch.setenv("ATTN_KERNEL", "dual_wave")
@@ -358,7 +360,7 @@ def test_explain(capsys:pytest.CaptureFixture[str]) -> None:
   with emulated("gfx942"):
     q = draw(1, 2, 32, 16)
     assert "backward_dq_mma" in str(attn.explain(q, q, q, dropout_p=P, arch="sm_80", backward=True))
-    assert "backward_dq_tiled" in str(attn.explain(q, q, q, dropout_p=0.99999, backward=True)), "P/(1 - dropout_p) would be more than float16 holds"
+    assert "backward_dq_tiled" in str(attn.explain(q, q, q, dropout_p=0.99999, backward=True)), "P/(1 - dropout_p) overflows float16 on a matrix unit"
 
 # ***** errors *****
 
@@ -387,7 +389,7 @@ def test_what_is_wrong_with_a_seed() -> None:
     np.testing.assert_array_equal(array(attn.attention(q, q, q, dropout_seed=seed)), array(attn.attention(q, q, q)))
 
 def test_what_is_given_whole_and_lies_elsewhere() -> None:
-  """A seed on the first of the devices is taken to all."""
+  """A seed on the first of several devices is copied to all."""
   with emulated("gfx942"):
     t = [draw(2, 2, 12, 16, seed=i) for i in range(3)]
     want = attn.attention(*t, dropout_p=P, dropout_seed=Tensor(SEED, device="EMU"))

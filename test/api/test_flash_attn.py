@@ -1,4 +1,4 @@
-"""FlashAttention's functions: every argument of each is run, and the table of docs/flash_attention.md is made of what is run here."""
+"""Tests of FlashAttention's functions: every argument of each function is run, and the table of docs/flash_attention.md is made from these runs."""
 from __future__ import annotations
 import inspect, sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import attn
 from attn import flash_attn
 from attn.accuracy import judge, law_of
 from attn.tinygrad_compat import Tensor
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # where it is run as a program
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # when the file runs as a program
 from api_cases import draw, emulated
 from api_cases import whole as whole_tensor
 from cases import array, tensor
@@ -32,7 +32,7 @@ CU_Q, CU_K = [(0, n, 2*n) for n in (SQ, SK)]
 # ***** the functions on the same numbers: each returns out (B, SQ, H, D), and lse where wanted *****
 
 def whole(function:str, **more:Any) -> Any:
-  """The call of a function that has whole keys, with these arguments, and what `attention` says to ours."""
+  """Calls a function that takes whole keys, on the shared inputs, with these arguments."""
   q, k, v = qkv()
   if function == "flash_attn_func": return flash_attn.flash_attn_func(q, k, v, **more)
   if function == "flash_attn_kvpacked_func": return flash_attn.flash_attn_kvpacked_func(q, half(np.stack([K, V], 2)), **more)
@@ -59,7 +59,7 @@ def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
   return run
 
 def close_packed(function:str) -> None:
-  """By the law: packed sequences may get another tile."""
+  """Causal attention agrees by the accuracy law and not bit by bit, because packed sequences may get another tile."""
   o = array(whole(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
   k, v = (x[:, :SQ].repeat(2, 2) if "qkvpacked" in function else x for x in (K, V))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, k, v)]
@@ -89,12 +89,12 @@ def softcap(function:str) -> None:
   agrees({}, softcap=-1.0)(function)
 
 def longest(function:str) -> None:
-  """Beyond the rows that there are it is no bound."""
+  """A longest length above the number of rows sets no bound."""
   q = function == "flash_attn_varlen_qkvpacked_func"
   agrees({}, **({"max_seqlen": 99} if q else {"max_seqlen_q": 99, "max_seqlen_k": 999}))(function)
 
 def in_pages(function:str) -> None:
-  """Of pages of 6 rows, in another order."""
+  """Keys and values in pages of 6 rows, in another order, give the same result."""
   pages = [half(x.reshape(2*B, 6, HKV, D)[[3, 0, 1, 2]]) for x in (K, V)]
   o = flash_attn.flash_attn_varlen_func(half(packed_rows(Q)), *pages, int32(*CU_Q), int32(*CU_K), SQ, SK, block_table=int32([1, 2], [3, 0]))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, K, V)]
@@ -129,17 +129,17 @@ TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks): k and 
 
 # ***** a cache *****
 
-START = (5, 8)       # rows that are there
+START = (5, 8)       # rows already in the cache
 
 def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=None, new:int=2, **more:Any) -> Tensor:
-  """`flash_attn_with_kvcache` of two new rows."""
+  """Calls `flash_attn_with_kvcache` with `new` new rows."""
   k_cache, v_cache = caches or [half(x) for x in (K, V)]
   at = int32(*START) if start is None else start
   return flash_attn.flash_attn_with_kvcache(half(Q[:, :new]), k_cache, v_cache, half(Q[:, :new, :HKV]), half(Q[:, :new, 2:]), cache_seqlens=at,
                                             causal=causal, **more)
 
 def appended(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
-  """The caches as they are afterwards."""
+  """Caches as they must be after the call."""
   out = []
   for cache, rows in ((K, Q[:, :new, :HKV] if k_new is None else k_new), (V, Q[:, :new, 2:])):
     full = cache.copy()
@@ -163,7 +163,7 @@ def cache_full(_:str) -> None:
   o = flash_attn.flash_attn_with_kvcache(*qkv(), causal=True)
   judged(o, Q, K, V, (SK, SK))
 def cache_more_batches(_:str) -> None:
-  """The caches have three batches, of which the queries are about two, in another order, or the first ones."""
+  """Caches of three batches with queries for two of them: chosen in another order by cache_batch_idx, or the first two."""
   larger = [np.concatenate([x[1:], numbers(1, SK, HKV, D, seed=9).astype(np.float16), x[:1]]) for x in (K, V)]
   caches = [half(x) for x in larger]
   judged(cached(caches=(caches[0], caches[1]), cache_batch_idx=int32(2, 0)), Q[:, :2], *appended(), ENDS)
@@ -177,7 +177,7 @@ def cache_in_pages(_:str) -> None:
   judged(cached(caches=(k_pages, v_pages), block_table=int32([1, 2], [3, 0])), Q[:, :2], *appended(), ENDS)
 
 def turned(x:np.ndarray, places:np.ndarray, cos:np.ndarray, sin:np.ndarray, interleaved:bool) -> np.ndarray:
-  """RoPE by complex numbers: a pair of columns is one, which is multiplied by e^(i*angle)."""
+  """Rotary embedding by complex numbers: a pair of columns is one number, multiplied by e^(i*angle)."""
   half_, y = cos.shape[1], x.astype(np.float64)
   a, b = (y[..., 0:2*half_:2], y[..., 1:2*half_:2]) if interleaved else (y[..., :half_], y[..., half_:2*half_])
   z = (a + 1j*b)*(cos + 1j*sin)[places][:, :, None]
@@ -187,7 +187,7 @@ def turned(x:np.ndarray, places:np.ndarray, cos:np.ndarray, sin:np.ndarray, inte
 
 def rotary(interleaved:bool, causal:bool=True) -> Callable[[str], None]:
   def run(_:str) -> None:
-    angles = np.arange(16)[:, None]*np.array([1., .3, .1, .03])      # of the first 8 of 16 columns
+    angles = np.arange(16)[:, None]*np.array([1., .3, .1, .03])      # for the first 8 of 16 columns
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     caches = [half(x) for x in (K, V)]
     o = cached(causal, caches=(caches[0], caches[1]), rotary_cos=Tensor(cos, device="EMU"), rotary_sin=Tensor(sin, device="EMU"),
@@ -195,7 +195,7 @@ def rotary(interleaved:bool, causal:bool=True) -> Callable[[str], None]:
     at = np.array(START)[:, None] + np.arange(2)
     k_new, q = turned(Q[:, :2, :HKV], at, cos, sin, interleaved), turned(Q[:, :2], at if causal else at[:, :1].repeat(2, 1), cos, sin, interleaved)
     got, (k, v) = array(caches[0]), appended(k_new=k_new)
-    np.testing.assert_allclose(got, k.astype(np.float32), rtol=2e-3, atol=2e-3)      # an ulp of half: the angles are in fp32
+    np.testing.assert_allclose(got, k.astype(np.float32), rtol=2e-3, atol=2e-3)      # one ulp of half, because the angles are in fp32
     judged(o, q, got.astype(np.float16), v, ENDS, (-1, 0) if causal else (-1, -1))
   return run
 
@@ -238,12 +238,12 @@ def test_argument(function:str, argument:str) -> None:
   with emulated("gfx942"): TABLE[function, argument][1](function)
 
 def table() -> str:
-  """What docs/flash_attention.md says of the arguments."""
+  """Table of arguments in docs/flash_attention.md."""
   lines = ["| function | argument | here |", "|---|---|---|"]
   return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
 
 def test_the_table_has_every_argument_and_is_in_the_document() -> None:
-  """To write it anew: python test/api/test_flash_attn.py."""
+  """The table has every argument, and docs/flash_attention.md holds it. To rewrite the table: python test/api/test_flash_attn.py."""
   functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
   for name, f in functions.items():
     given = set(inspect.signature(f).parameters)

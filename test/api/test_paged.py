@@ -1,4 +1,5 @@
-"""Keys and values in pages: attention and append through a block table, on every matrix unit, and what the emulator finds wrong in one."""
+"""Tests of keys and values in pages: attention and append through a block table on every matrix unit, and the errors that the emulator finds in a
+table."""
 from __future__ import annotations
 import os, subprocess, sys
 from collections.abc import Callable
@@ -21,13 +22,13 @@ from api_cases import draw, emulated, whole
 from cases import EVERY_ARCH, array, arrange, restore, tensor
 
 H, HKV, D = 4, 2, 32
-NO_PAGE = 10**9     # in the entries that nobody may read
+NO_PAGE = 10**9     # in table entries that no kernel may read
 
 def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32), device=device).realize()
 
 @dataclass(frozen=True)
 class Paged:
-  """Sequences of these lengths in pages that lie in no order; what no sequence has is NaN."""
+  """Sequences of these lengths in pages of random order. Elements that belong to no sequence are NaN."""
   lengths: tuple[int, ...]
   k: np.ndarray
   v: np.ndarray
@@ -47,14 +48,14 @@ class Paged:
   def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
 def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
-  """Holds o (B, H, Sq, D) to the law, sequence by sequence."""
+  """Checks o (B, H, Sq, D) against the accuracy law, sequence by sequence."""
   for b, n in enumerate(x.lengths):
     one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
     args, more = (q.shape[-1]**-.5, window, n - q.shape[2]), {"options": Options(**options)} if options else {}
     verdict = judge(got[b:b+1], law_of(*one, *args, dtype="float16", out_dtype="float16", **more)[0])
     assert verdict.ok, f"sequence {b} of {n} keys: {verdict}"
 
-CASES = (   # page size, queries, lengths, head dimension, arguments, the chip that it runs on by default
+CASES = (   # page size, queries, lengths, head dimension, arguments, chip that runs the case by default
   (7, 3, (70, 33), D, {}, "sm_80"), (16, 1, (70, 0), D, {"num_splits": 2}, "gfx942"), (64, 70, (200, 130), D, {}, "sm_90"),
   (16, 1, (70, 33), 20, {}, "gfx1201"), (7, 3, (20, 9), 16, {}, "gfx1030"), (1, 1, (70, 33), D, {}, None),
   (128, 1, (200, 33), D, {"num_splits": 2}, None), (32, 40, (100, 61), D, {}, None), (3, 5, (30,), 3, {}, "gfx1030"))
@@ -63,7 +64,8 @@ CASES = (   # page size, queries, lengths, head dimension, arguments, the chip t
   pytest.param(*case[:-1], arch, marks=() if arch == case[-1] else pytest.mark.thorough)
   for case in CASES for arch in (*EVERY_ARCH, "sm_90", "gfx1030")])
 def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dict[str, Any], arch:str) -> None:
-  """Of any page size, with fewer queries than a tile and with more, rows that are no whole units, splits. A length of 0 gives 0."""
+  """Attention over pages of any size, with fewer and more queries than a tile, rows that do not fill 16-byte units, and splits. A sequence of length
+  0 gives 0."""
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
   with emulated(arch):
     o = array(attn.attention(tensor(q, "float16"), *x.tensors(), block_table=int32(x.table), kv_lengths=int32(lengths), causal=True, **options))
@@ -72,7 +74,7 @@ def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dic
 
 @pytest.mark.parametrize("layout, arch", [("bshd", "gfx942"), pytest.param("nsd", "sm_80", marks=pytest.mark.thorough)])
 def test_with_options_in_any_layout(layout:str, arch:str) -> None:
-  """A window, softcap, sinks and GQA packed into one tile, of pages that are views of one tensor; and tinygrad's operations find the same."""
+  """Pages that are views of one tensor work with a window, softcap, sinks and packed GQA in any layout; three_pass gives the same."""
   x, q = Paged.of((9, 5), 4), np.random.default_rng(5).standard_normal((2, H, 2, D)).astype(np.float16)
   sinks = np.random.default_rng(6).standard_normal(H).astype(np.float32)
   for kernel in ("", "three_pass"):
@@ -84,7 +86,8 @@ def test_with_options_in_any_layout(layout:str, arch:str) -> None:
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=() if a == "sm_80" else pytest.mark.thorough) for a in EVERY_ARCH])
 def test_a_prefix_that_two_sequences_share(arch:str) -> None:
-  """Two sequences begin with the same two pages, and go on in pages of their own, one row at a time under TinyJit: each as if it were alone."""
+  """Two sequences share their first two pages and continue in pages of their own, one row at a time under TinyJit. Each result is as if the sequence
+  were alone."""
   rng = np.random.default_rng(3)
   prefix = [rng.standard_normal((1, h, 16, D)).astype(np.float16) for h in (HKV, HKV)]
   own = [rng.standard_normal((2, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV)]
@@ -102,10 +105,10 @@ def test_a_prefix_that_two_sequences_share(arch:str) -> None:
 @pytest.mark.parametrize("count, arch, kernel", [(2, "sm_90", ""), pytest.param(4, "gfx942", "", marks=pytest.mark.thorough),
                                                  pytest.param(2, "gfx942", "three_pass", marks=pytest.mark.thorough)])
 def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
-  """The shards of a model: each device has its heads of every page, and the whole table."""
+  """A model sharded by heads: each device holds its heads of every page and the whole table."""
   devices, rng = tuple(f"EMU:{i}" for i in range(count)), np.random.default_rng(3)
   old, new = ([rng.standard_normal((2, h, n, D)).astype(np.float16) for h in (8, 4, 4)] for n in (8, 1))
-  pages = [np.concatenate([np.zeros((4, 8, 4, D), np.float16), x.transpose(0, 2, 1, 3)]) for x in old[1:]]      # in pages 4 and 5
+  pages = [np.concatenate([np.zeros((4, 8, 4, D), np.float16), x.transpose(0, 2, 1, 3)]) for x in old[1:]]      # the rows lie in pages 4 and 5
   def shard(x:np.ndarray, axis:int|None=1) -> Tensor: return tensor(x, "float16", devices[0]).shard(devices, axis).realize()
   with emulated(arch, kernel):
     k_pages, v_pages = (shard(x, 2) for x in pages)
@@ -125,7 +128,7 @@ def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"pages of {case[0]}, {case[1]} queries")
 def test_on_a_gpu(case:tuple[Any, ...]) -> None:
-  """The same cases, and rows that are appended in between; an entry that is no page reads some page, and stops nothing."""
+  """The cases above on a GPU, and rows that are appended. A table entry that is no page reads some other page and stops nothing."""
   page, Sq, lengths, d, options, _ = case
   if 0 in lengths: lengths = lengths[:1]
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
@@ -142,7 +145,8 @@ def test_on_a_gpu(case:tuple[Any, ...]) -> None:
     attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=wild, kv_lengths=int32(lengths, "CUDA"), **options).realize()
 
 def test_one_page_has_a_table_all_the_same() -> None:
-  """Kernels read none, but have it among their parameters: a CUDA graph under TinyJit gives each program every tensor of its call, or fails."""
+  """Kernels over a single page do not read the table, but keep it as a parameter: a CUDA graph under TinyJit passes every tensor of a call to each
+  program, and would fail otherwise."""
   with emulated("sm_90"):
     k, v = attn.empty_paged_cache(1, 64, HKV, D, device="EMU")
     table, n = int32([[0]]), attn.append_kv(*[draw(1, HKV, 3, D)]*2, k, v, int32([5]), block_table=int32([[0]]))
@@ -168,7 +172,7 @@ def test_the_emulator_stops_at_an_entry_that_is_no_page() -> None:
     k_pages.realize()
 
 def test_the_emulator_stops_at_two_rows_for_one_slot() -> None:
-  """Of sequences that share a page; different rows of it may be."""
+  """Two sequences that share a page may write different rows of it; two rows for the same slot are an error."""
   with emulated("gfx942"):
     k_pages, v_pages = attn.empty_paged_cache(3, 8, HKV, D, device="EMU")
     new, table = draw(2, HKV, 2, D), int32([[1], [1]])
@@ -207,8 +211,8 @@ def test_refused() -> None:
 
 @pytest.mark.parametrize("starts, there", (((14, -2), (14, 15, 16)), ((5, 16), (5, 6, 7))))
 def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[int, ...]) -> None:
-  """Lengths that only the device knows. The table has no entries for such rows: what lies in its place was read, for the last sequence beyond its
-  end, and an entry of another sequence was taken for two rows in one slot."""
+  """New rows beyond the table are dropped when only the device knows the lengths. Once, the append read behind the table's row for such a row: past
+  the table's end for the last sequence, and otherwise an entry of the next sequence, which reported two rows in one slot."""
   with emulated("gfx942"):
     k, v = attn.empty_paged_cache(4, 8, HKV, D, device="EMU")
     new = draw(2, HKV, 3, D)
@@ -217,7 +221,7 @@ def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[in
     for cache in (k, v): assert np.flatnonzero(array(cache).reshape(32, -1).any(-1)).tolist() == list(there)
 
 def test_append_where_there_are_no_operations_of_ours() -> None:
-  """On a device that prints none of them, such as CPU, the kernel is made of tinygrad's own UOps."""
+  """Append uses tinygrad's own UOps on a device that does not print attn's operations, such as CPU."""
   a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)
   shapes = ((a.places.size,), dtypes.half), ((2, HKV, 1, D), dtypes.half), ((2,), dtypes.int), ((2, 2), dtypes.int)
   for checked in (False, True):
@@ -226,7 +230,7 @@ def test_append_where_there_are_no_operations_of_ours() -> None:
 
 @pytest.mark.thorough
 def test_on_a_cpu() -> None:
-  """Slowly: by tinygrad's operations, which first take the rows out of their pages."""
+  """Pages on a CPU work, slowly: tinygrad's operations first gather the rows from the pages."""
   pytest.importorskip("ziglang")
   root = Path(__file__).parent.parent.parent
   script = "import numpy as np, attn, test_paged as t\n" \
@@ -240,7 +244,7 @@ def test_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
 def test_flash_attn_varlen_func(arch:str) -> None:
-  """Packed queries over pages, by FlashAttention's name."""
+  """FlashAttention's varlen function takes packed queries over pages."""
   x, counts = Paged.of((30, 17), 8), (5, 3)
   q = np.random.default_rng(5).standard_normal((8, H, D)).astype(np.float16)
   with emulated(arch):
@@ -253,7 +257,7 @@ def test_flash_attn_varlen_func(arch:str) -> None:
 # ***** a single page, whose table no kernel reads *****
 
 def step_of_one_page(device:str) -> Callable[[int], tuple[Tensor, Paged, np.ndarray]]:
-  """A step under TinyJit: row i is appended, and what its query sees is returned, with the keys until then and the query."""
+  """Step under TinyJit that appends row i to a single page. It returns what the row's query computes, the keys so far and the query."""
   rng, pages, table = np.random.default_rng(3), attn.empty_paged_cache(1, 8, HKV, D, device=device), int32([[0]], device)
   q, k, v = (rng.standard_normal((1, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV))
   jitted = TinyJit(lambda q, k, v, n: attn.attention_with_kv_cache(q, k, v, *pages, n, block_table=table).realize())

@@ -1,4 +1,5 @@
-"""`scaled_dot_product_attention` as a drop-in: the same as tinygrad's own within the law, by itself and installed under a transformer."""
+"""Tests of `scaled_dot_product_attention` as a drop-in: it agrees with tinygrad's method by the accuracy law, alone and installed under a
+transformer."""
 import numpy as np
 import pytest
 from tinygrad import TinyJit
@@ -13,7 +14,7 @@ from cases import EVERY_ARCH, array, in_turn, tensor
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 def law(q, k, v, mask=None, is_causal=False, scale=None, dtype=""):
-  """The law of PyTorch's definition: any axes before the last two, whatever they broadcast to; a row that sees no key gives 0."""
+  """Accuracy law of PyTorch's definition, with any broadcast axes before the last two. A row that sees no key gives 0."""
   if q.ndim > 2 and k.shape[-3] not in (1, q.shape[-3]): k, v = (np.repeat(x, q.shape[-3]//x.shape[-3], -3) for x in (k, v))
   lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], () if mask is None else mask.shape[:-2])
   flat = lambda x, *last: np.broadcast_to(x, (*lead, *(last or x.shape[-2:]))).reshape(-1, 1, *(last or x.shape[-2:]))
@@ -74,7 +75,7 @@ def test_refused():
 # ***** in place of tinygrad's own *****
 
 class Block:
-  """A layer of a transformer, with grouped queries, as one writes it in tinygrad."""
+  """Layer of a transformer with grouped queries, written as a user of tinygrad would."""
   def __init__(self, width=64, heads=4, kv_heads=2, dtype=dtypes.half):
     self.heads, self.kv_heads, self.head = heads, kv_heads, width//heads
     draw = lambda out, inp, seed: np.random.default_rng(seed).standard_normal((out, inp), np.float32)/inp**.5
@@ -98,7 +99,7 @@ HOW = {"causal": {"is_causal": True}, "mask": {"attn_mask": np.random.default_rn
 @pytest.mark.parametrize(("name", "arch"), [pytest.param(name, arch, marks=() if how and k == 2*i else pytest.mark.thorough)
                                             for i, (name, how) in enumerate(HOW.items()) for k, arch in enumerate(EVERY_ARCH)])
 def test_a_transformer_both_ways(name, arch):
-  """The same layers in half precision, with tinygrad's attention and with ours, are equally far from themselves in fp32."""
+  """A transformer in half precision is as close to its fp32 results with attn's attention as with tinygrad's, up to a factor of 2."""
   with emulated(arch):
     x = draw(2, 24, 64)
     how = {option: Tensor(x) if isinstance(x, np.ndarray) else x for option, x in HOW[name].items()}
@@ -108,7 +109,7 @@ def test_a_transformer_both_ways(name, arch):
       ours = array(network(x, **how))
       assert [d.kernel for d in list(decisions)[before:]] == ["forward_mma" if arch.startswith("sm_") else "forward"]*2
     assert np.abs(ours - exact).max() <= 2*np.abs(own - exact).max() + 1e-5
-    assert np.abs(ours - own).max() > 0     # not the same kernels
+    assert np.abs(ours - own).max() > 0     # different kernels round differently
 
 def test_install_and_uninstall():
   own, stored = Tensor.scaled_dot_product_attention, vars(Tensor).get("scaled_dot_product_attention")
@@ -116,7 +117,7 @@ def test_install_and_uninstall():
   try:
     assert Tensor.scaled_dot_product_attention is not own and attn.install() is sdpa.decisions
     with attn.installed(): pass
-    assert Tensor.scaled_dot_product_attention is not own     # the outer installation stays
+    assert Tensor.scaled_dot_product_attention is not own     # leaving the inner `installed` keeps the outer installation
   finally: attn.uninstall()
   assert Tensor.scaled_dot_product_attention is own and vars(Tensor).get("scaled_dot_product_attention") is stored
   attn.uninstall()
@@ -136,7 +137,7 @@ def test_tinygrads_own_where_dispatch_says_no(q, call, reason):
     np.testing.assert_array_equal(got, want)
 
 def test_training_with_dropout():
-  """By the kernels; all of P is dropped by tinygrad's own."""
+  """Training with dropout uses attn's kernels. tinygrad's method handles dropout_p=1.0, which drops all of P."""
   with emulated("gfx942"), Context(TRAINING=1), attn.installed() as decisions:
     q = draw(1, 2, 8, 32)
     assert np.isfinite(q.scaled_dot_product_attention(q, q, dropout_p=.5).float().sum().gradient(q)[0].numpy()).all()

@@ -1,5 +1,5 @@
-"""`scaled_dot_product_attention` under the models of tinygrad: their caches are read where they lie, by one kernel for every position, and the causal
-mask that comes with them is known from all that look like it."""
+"""Tests of `scaled_dot_product_attention` under tinygrad's models: caches are read where they lie by one kernel for every position, and only the
+models' causal mask is recognized as causal."""
 from __future__ import annotations
 import math, warnings
 from typing import Any
@@ -19,7 +19,7 @@ def causal_mask(T:Any, start:Any, buffer:bool=True) -> Tensor:
   return Tensor.full((1, 1, T, start + T), -math.inf, dtype=dtypes.half, buffer=buffer).triu(start + 1)
 
 class Gpt2:
-  """The cache of examples/gpt2.py and examples/llama.py: (2, B, S, H, D), and heads repeated as llama.py has it."""
+  """Cache of examples/gpt2.py and examples/llama.py in tinygrad: (2, B, S, H, D), with heads repeated as in llama.py."""
   def __init__(self, dtype:str, device:str) -> None:
     self.cache = Tensor.zeros(2, 1, CAPACITY, HKV, D, dtype=dtype, device=device).contiguous().realize()
   def __call__(self, q:Tensor, k:Tensor, v:Tensor, start:UOp) -> Tensor:
@@ -30,7 +30,8 @@ class Gpt2:
     return q.scaled_dot_product_attention(keys, values, causal_mask(T, start) if T > 1 else None).realize()
 
 class Llm:
-  """That of tinygrad/llm/model.py: (2, B, H, S, D) in half, queries in float32, chunks of a prompt as long as a Variable says, in a function."""
+  """Cache of tinygrad/llm/model.py: (2, B, H, S, D) in half, with queries in float32. A Variable gives the length of a prompt's chunks, which run in
+  a precompiled function."""
   def __init__(self, dtype:str, device:str) -> None:
     self.cache = Tensor.zeros(2, 1, HKV, CAPACITY, D, dtype=dtypes.half, device=device).contiguous().realize()
   def attend(self, q:Tensor, k:Tensor, v:Tensor, start:UOp) -> Tensor:
@@ -48,8 +49,9 @@ class Llm:
   for n, model in enumerate((Gpt2, Llm)) for dtype in ("float16", "bfloat16") for i, arch in enumerate(EVERY_ARCH)]
   + [pytest.param(model, "float16", "CUDA", marks=pytest.mark.gpu) for model in (Gpt2, Llm)])
 def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
-  """A prompt in two chunks, then token by token under TinyJit: every call by the kernels, one capture, and no kernel that copies the cache."""
-  if model is Llm and dtype == "bfloat16": pytest.skip("its cache is half")
+  """A prompt in two chunks and then single tokens under TinyJit: attn's kernels take every call, one capture serves all tokens, and no kernel copies
+  the cache."""
+  if model is Llm and dtype == "bfloat16": pytest.skip("this model's cache is always half")
   device = "CUDA" if arch == "CUDA" else "EMU"
   with Context(DEV="CUDA") if arch == "CUDA" else emulated(arch), attn.installed() as decisions:
     decisions.clear()
@@ -70,12 +72,13 @@ def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
       assert (verdict := judge(array(o), law)).ok, f"{n} rows from {at} on: {verdict}"
       at += n
     assert len(decisions) == (3 if model is Gpt2 else 4) and all(x.kernel is not None for x in decisions), list(decisions)
-    assert arch == "CUDA" or kernels == (2 if model is Gpt2 else 4)     # rows to the cache, attention; q rounded, what is returned contiguous
+    assert arch == "CUDA" or kernels == (2 if model is Gpt2 else 4)     # append and attention; Llm adds rounding q and making the result contiguous
 
 INF = -math.inf
 
 def test_the_causal_mask_is_known_and_nothing_else() -> None:
-  """Each of the others hides other keys, or hides them by another number."""
+  """The causal mask of tinygrad's models is recognized in every form. A similar mask is not, if it hides other keys or hides them by another
+  number."""
   with emulated("gfx942"):
     n, other, T = Variable("n", 0, 15).bind(3), Variable("m", 0, 15).bind(3), UOp.variable("T", 1, 4).bind(2)
     def full(rows:Any, columns:Any, value:float=INF) -> Tensor: return Tensor.full((1, 1, rows, columns), value, dtype=dtypes.float)
@@ -93,7 +96,7 @@ def test_the_causal_mask_is_known_and_nothing_else() -> None:
       assert not is_causal_mask(mask, rows, keys), (rows, keys)
 
 def test_where_rows_lie() -> None:
-  """Constant strides, and what has none is no cache."""
+  """Slices with constant strides are read in place; a tensor without constant strides is no cache."""
   with emulated("gfx942"):
     base, n = Tensor.zeros(3, 2, 16, 2, 8, dtype="half", device="EMU").contiguous().realize(), Variable("n", 1, 15).bind(3)
     def places(x:Tensor, y:Tensor) -> Any:
@@ -105,7 +108,7 @@ def test_where_rows_lie() -> None:
     heads_first = base.permute(0, 3, 1, 2, 4)[0, :, :, :n + 1]     # (2, 2, n + 1, 8)
     repeated = heads_first.unsqueeze(2).expand(2, 2, 3, n + 1, 8).reshape(2, 6, n + 1, 8)
     assert places(repeated, repeated) == [(0, 8, 256, 16, 3)]*2
-    assert places(heads_first.repeat((1, 3, 1, 1)), part(1)) is None       # other heads side by side
+    assert places(heads_first.repeat((1, 3, 1, 1)), part(1)) is None       # heads 0 1 0 1 0 1: copies of a head are not neighbours
     for x in (part(0)*2, part(0)[..., ::-1], part(0).pad((None, None, None, (0, 4)))): assert places(x, part(1)) is None
 
 def test_what_falls_back_says_why_once() -> None:

@@ -1,4 +1,5 @@
-"""Rows that devices share: what each launch sees against the mask by true places, results against float64, what is copied, and what is refused."""
+"""Tests of sequences whose rows are spread over devices: what each launch sees, compared with the mask by true positions; results against float64;
+what is copied; what is refused."""
 from __future__ import annotations
 import itertools, math, random, re, zlib
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from cases import DTYPES, arrange, array, expected, expected_gradients, hold, no
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
-ROWS = {"bhsd": 2, "bshd": 1, "nsd": 1}          # the axis of rows of q, k, v and o
+ROWS = {"bhsd": 2, "bshd": 1, "nsd": 1}          # axis of the rows in q, k, v and o
 LSE_ROWS = {"bhsd": 2, "bshd": 2, "nsd": 1}
 def devices(n:int) -> tuple[str, ...]: return tuple(f"EMU:{i}" for i in range(n))
 
@@ -41,13 +42,14 @@ def shards(p:Problem, count:int, order:str, whole_q:bool=False) -> SequenceShard
   return SequenceShards(count, order, rows_held(p.Sk, count, order), None if whole_q else rows_held(p.Sq, count, order))
 
 def held(s:SequenceShards, rows:int, length:int, device:int) -> np.ndarray:
-  """The places in the sequence of the rows that a device holds, -1 for padding: by the words of docs/sharding.md, not the functions under test."""
+  """Positions in the sequence of the rows that a device holds, -1 for padding. It follows the text of docs/sharding.md and not the functions under
+  test."""
   places = np.arange(rows*s.count)
   pieces = np.split(np.where(places < length, places, -1), s.count if s.order == "contiguous" else 2*s.count)
   return pieces[device] if s.order == "contiguous" else np.concatenate([pieces[device], pieces[-1 - device]])
 
 def counted(p:Problem, s:SequenceShards) -> np.ndarray:
-  """How often all launches see each key of each query: by the window and the offset that they are given, at the rows that they are given."""
+  """Counts how often the launches of all devices see each pair (query, key), from the window, the offset and the rows of each launch."""
   seen = np.zeros((p.Sq, p.Sk), int)
   for device in range(s.count):
     mine = np.arange(p.Sq) if s.queries is None else held(s, s.queries, p.Sq, device)
@@ -55,7 +57,7 @@ def counted(p:Problem, s:SequenceShards) -> np.ndarray:
       theirs = held(s, s.keys, p.Sk, owner)
       for launch in launches:
         i, j = (table[run.first:run.first + run.count] for table, run in ((mine, launch.queries), (theirs, launch.keys)))
-        assert (i >= 0).all() and (j >= 0).all(), "padding is computed, or seen"
+        assert (i >= 0).all() and (j >= 0).all(), "a launch computes or sees rows of padding"
         mask = visible(len(i), len(j), launch.seen.window, launch.seen.offset)
         seen[np.ix_(i, j)] += mask
         distances = np.arange(len(i))[:, None] + launch.seen.offset - np.arange(len(j))
@@ -89,7 +91,7 @@ def test_a_causal_mask_takes_one_launch_of_an_owner_and_the_same_work_of_all(cou
     assert s.queries is not None
     assert seen[held(s, s.queries, p.Sq, device)].sum() == seen.sum()//count
   first = shards(p, count, "contiguous").plan(p, 0)
-  assert [owner for owner, _ in first] == [0]      # the others' keys are all behind its queries
+  assert [owner for owner, _ in first] == [0]      # all keys of the other devices lie behind its queries
 
 def broken_plan(monkeypatch:pytest.MonkeyPatch, name:str, fault:Any) -> None:
   original = getattr(dealing, name)
@@ -112,7 +114,7 @@ def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fau
 @pytest.mark.parametrize("count, order", ((1, "zigzag"), (2, "zigzag"), (3, "zigzag"), (3, "contiguous")))
 @pytest.mark.parametrize("block_m", (3, 5, 8))
 def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> None:
-  """In the sequence, in pieces of 5 rows, over which no block reaches."""
+  """A kernel computes the true position of each query from pieces of 5 rows; no block of queries crosses the border of a piece."""
   length = 5*count*ORDERS[order] - 3
   p = posed(length, length, (-1, 0), 0)
   s = shards(p, count, order)
@@ -123,7 +125,8 @@ def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> 
     assert places_of_blocks(q, block_m) == mine[mine >= 0].tolist()
 
 def check_keys(p:Problem, s:SequenceShards) -> None:
-  """That a device has what its queries see, and REACH rows about it, where its kernel looks for them: a key of each head is its own number here."""
+  """Checks that a device holds the keys that its queries see, and REACH rows around them, at the places where its kernel looks for them. Here the
+  key of each head is a number of its own."""
   keys, heads = np.arange(p.Sk), np.arange(p.B*p.Hkv)[:, None]
   for device in range(s.count):
     mine = held(s, s.queries or 0, p.Sq, device)
@@ -151,7 +154,7 @@ def test_keys_are_where_kernels_look_for_them(monkeypatch:pytest.MonkeyPatch) ->
     for p, s in some: check_keys(p, s)
 
 def places_of_blocks(p:Problem, block_m:int) -> list[int]:
-  """Where in the sequence the queries of all blocks of so many are, in order; those of one block all follow one another."""
+  """Positions in the sequence of the queries of all blocks of `block_m` rows, in order. No query may be in two blocks."""
   tile: Any = SimpleNamespace(block_m=block_m, pack_gqa=False)
   places = dict[int, int]()
   for number in range(math.prod(blocks_of_queries(p, tile))):
@@ -181,7 +184,7 @@ def test_zigzag_deals_out_front_and_back() -> None:
 
 def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
           shared_bias:bool=False, **parameters:Any) -> None:
-  """Holds o and lse of `attention` on so many devices to the law; with `keys` q is whole on each of them."""
+  """Checks o and lse of `attention` on `count` devices against the accuracy law. With `keys`, every device holds all of q."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis = normal(p), ROWS[p.layout]
@@ -239,11 +242,12 @@ def test_contract(name:str) -> None:
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.thorough
 def test_contract_of_every_option(name:str, count:int, order:str, arch:str, kernel:str, dtype:str, layout:str, keys:bool) -> None:
-  if (keys and count == 1) or (kernel and "splits" in name): pytest.skip("one device has all keys, and three_pass no splits")
+  if (keys and count == 1) or (kernel and "splits" in name): pytest.skip("one device holds all keys, and three_pass has no splits")
   check(count, order, arch, kernel, keys=keys, layout=layout, dtype=dtype, **MORE[name])
 
 def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Those before and behind what a window leaves: the emulator stops where a kernel reads what has not been copied."""
+  """Tiles read rows before and after those that a window leaves, so a device needs REACH more rows: with REACH=0 the emulator stops at a read of
+  rows that were not copied."""
   monkeypatch.setattr(dealing, "REACH", 0)
   with pytest.raises(UninitialisedRead): check(2, Sq=300, D=16, H=1, window=(70, 0), causal=True)
 
@@ -251,28 +255,31 @@ def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("order", ("zigzag", "contiguous"))
 @pytest.mark.parametrize("arch, dtype", (("gfx942", "float16"), ("gfx1100", "bfloat16"), ("sm_80", "float16"), ("sm_90", "bfloat16")))
 def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dtype:str, order:str) -> None:
-  """Of which a device has a part alone: two tiles reach further than any of these kernels' does."""
+  """A device copies only a part of a long sequence with a window. REACH is set to 256 rows here, two tiles, which is still more than these kernels
+  need."""
   monkeypatch.setattr(dealing, "REACH", 256)
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 @pytest.mark.thorough
 def test_a_bias_of_one_query() -> None:
-  """Whose one row is no row of all queries: the other device has none of them, and rows of padding."""
+  """A bias of one query is not taken for a bias that all queries share: the second device has no query, only rows of padding."""
   check(2, Sq=1, Sk=31, D=16, extras={"bias": floats(1, 2, 1, 31)})
 
 @pytest.mark.thorough
 def test_as_on_opencl(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Its buffers have no regions, and its renderer prints no operation of ours: parts are put together, and the kernel that merges is plain UOps."""
+  """OpenCL buffers have no regions, and its renderer prints none of attn's operations. Copied parts are then joined, and plain UOps merge the
+  results."""
   monkeypatch.setattr(context, "region", lambda u: None)
   monkeypatch.setattr(context, "CHIPS", {})
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
 
 def test_keys_alone() -> None:
-  """As for decoding: each device its own keys, of which zigzag gives it two pieces."""
+  """Sharded keys with a single query on every device, as in decoding; zigzag gives each device two pieces of the keys."""
   check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
 
 def test_keys_alone_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The loops of a CPU's grid, on the emulator, and how tinygrad prints the kernel that merges for a CPU."""
+  """Sharded keys on a chip without workgroups: kernels loop over the grid as on a CPU, here on the emulator, and tinygrad prints the merging kernel
+  for a CPU as such a loop."""
   for module in (checked_call, checked_kernel):
     monkeypatch.setattr(module, "arch_of", lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   check(2, arch="gfx1030", kernel="tiled", Sq=6, Sk=5, D=6, keys=True, dtype="float32")
@@ -286,7 +293,7 @@ def test_keys_alone_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch
 
 def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
                     shared_bias:bool=False, **parameters:Any) -> None:
-  """Holds the gradients of a loss through o and lse to the law."""
+  """Checks the gradients of a loss through o and lse against the accuracy law."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis, lse_axis, at = normal(p), ROWS[p.layout], LSE_ROWS[p.layout], devices(count)
@@ -316,7 +323,7 @@ SMALL = {"Sq": 8, "D": 16, "H": 2, "Hkv": 1}
 def test_gradients_go_back_to_their_owners(monkeypatch:pytest.MonkeyPatch) -> None:
   check_gradients(2, **SMALL)
   added_up = context_gradient.added_up
-  monkeypatch.setattr(context_gradient, "added_up", lambda parts, *args: added_up(parts[:1], *args))     # what others have found is not returned
+  monkeypatch.setattr(context_gradient, "added_up", lambda parts, *args: added_up(parts[:1], *args))     # loses what other devices found
   with pytest.raises(AssertionError, match=r"d[qkv]: error"): check_gradients(2, **SMALL)
 
 @pytest.mark.parametrize("keys", (False, True))
@@ -325,11 +332,11 @@ def test_gradients_go_back_to_their_owners(monkeypatch:pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.thorough
 def test_gradients_of_every_option(name:str, count:int, order:str, arch:str, dtype:str, keys:bool) -> None:
-  if "splits" in name: pytest.skip("the gradient is of the whole")
+  if "splits" in name: pytest.skip("gradients are not computed by splits")
   check_gradients(count, order, arch, keys=keys, dtype=dtype, D=16, **MORE[name])
 
 def test_the_gradient_of_a_sum_and_a_shard_of_padding() -> None:
-  """The gradient of o is the same number everywhere, and one device has nothing but padding of q."""
+  """Gradients are right where dO is the same number everywhere and one device holds nothing but padding of q."""
   with emulated("gfx942"):
     x = [draw(1, 1, rows, 16) for rows in (1, 6, 6)]
     def gradients(place:Any, **options:Any) -> list[np.ndarray]:
@@ -343,10 +350,10 @@ def test_gradients_of_a_bias_that_lies_as_q() -> None:
 
 # ***** results, read in any order *****
 
-SHARED = {"rows": 2, "keys": 2, "heads": 1, "batch": 0}     # what devices share, and the axis of k and v that it is
+SHARED = {"rows": 2, "keys": 2, "heads": 1, "batch": 0}     # what devices share, and its axis in k and v
 
 def groups(names:list[str], seed:int) -> list[list[str]]:
-  """The names in a random order, in groups of one or more."""
+  """Splits the names, in random order, into groups of one or more."""
   rng = random.Random(seed)
   order = rng.sample(names, len(names))
   cuts = sorted(rng.sample(range(1, len(order)), rng.randrange(len(order))))
@@ -354,8 +361,8 @@ def groups(names:list[str], seed:int) -> list[list[str]]:
 
 def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list[str]]], *, order:str="zigzag", calls:int=1, arch:str="gfx942",
                   extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> None:
-  """Holds o, lse and all gradients to the contract, where they are computed in these groups, one after another. With several `calls`, each of other
-  inputs, under TinyJit."""
+  """Checks o, lse and all gradients against the accuracy law, computed group by group as `reading` says. With several `calls`, the step runs under
+  TinyJit with other inputs in each call."""
   p, at, extras = problem(extras=extras, **parameters), devices(count), extras or {}
   options, in_order = {name: parameters[name] for name in ("causal", "softcap") if name in parameters}, shared in ("rows", "keys")
   if in_order: options |= {"sequence_order": order}
@@ -388,7 +395,7 @@ def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list
 def one_by_one(names:list[str]) -> list[list[str]]: return [[name] for name in names]
 
 def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Of more devices than there are buffers for the keys of others, which come over in turn into these."""
+  """Gradients that are read one by one are right on three devices with one buffer for other devices' keys, which these keys use in turn."""
   monkeypatch.setattr(context, "SLOTS", 1)
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
 
@@ -397,7 +404,7 @@ READ: dict[str, dict[str, Any]] = {
   "sinks": {"causal": True, "extras": {"sinks": SINKS}}, "slopes": {"causal": True, "extras": {"alibi_slopes": SLOPES}}}
 
 def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, Hkv:int=2, **parameters:Any) -> dict[str, Any]:
-  """A problem of READ, for so many devices: rows, or batches, or heads that all of them have as many of."""
+  """Adapts a problem of READ to this many devices, so that every device has the same number of rows, batches or heads."""
   rows, heads = 80//(2*count)*2*count, count if shared == "heads" else 1
   def scaled(name:str, a:np.ndarray) -> np.ndarray: return np.repeat(a, heads, 1)[:, :, :rows, :rows] if name == "bias" else np.repeat(a, heads, 0)
   return {"B": count if shared == "batch" else 1, "H": 2*heads, "Hkv": Hkv*heads, "Sq": rows, "D": 16,
@@ -408,7 +415,7 @@ def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, 
 @pytest.mark.parametrize("count", (2, 3, 4, 5, 8))
 @pytest.mark.parametrize("shared", SHARED)
 def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
-  """Of problems that are drawn: one after another, some together, with and without TinyJit."""
+  """Results of random problems are right in any order of reading, one at a time or in groups, with and without TinyJit."""
   rng = random.Random(zlib.crc32(f"{shared} {count} {seed}".encode()))
   name, order, calls, reading = rng.choice([*READ]), rng.choice([*ORDERS]), rng.choice((1, 3)), rng.randrange(1000)
   check_reading(count, shared, lambda names: groups(names, reading), order=order, calls=calls, **scaled_up(shared, count, **READ[name]))
@@ -416,7 +423,8 @@ def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
 # ***** under TinyJit *****
 
 def test_under_tinyjit() -> None:
-  """Grouped heads, padding, a causal mask; of computed inputs, whose buffers tinygrad plans anew, as it does those of parts and of what is passed."""
+  """Grouped heads, padding and a causal mask are right under TinyJit. Inputs are computed, so tinygrad plans their buffers, and those of parts and
+  messages, anew."""
   p = problem(H=2, Hkv=1, Sq=21, D=16, causal=True)
   with emulated("gfx942"):
     @TinyJit
@@ -430,8 +438,8 @@ def test_under_tinyjit() -> None:
       assert (verdict := judge(got, law)).ok, f"call {seed}: {verdict}"
 
 class StandInGraph(MultiGraphRunner):
-  """What tinygrad's graph of CUDA does, on the emulator: addresses are written down once, those of inputs anew in each call, and what a node waits
-  for; of the nodes that wait for nothing the last one runs first."""
+  """Stand-in on the emulator for tinygrad's graph of CUDA. It records the addresses of a call once, replaces those of inputs in each later call, and
+  records which nodes each node waits for. Among nodes that are ready, the last one runs first."""
   made: ClassVar[list[StandInGraph]] = []
   def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
     super().__init__(linear, input_uops)
@@ -464,17 +472,17 @@ class StandInGraph(MultiGraphRunner):
     while len(found) < len(self.waits): found.append(max(n for n, waits in enumerate(self.waits) if n not in found and waits <= {*found}))
     return found
   def launches_on(self, device:str) -> list[int]:
-    """Those of attention."""
+    """Nodes that launch attention on a device."""
     return [n for n, (_, ast, buffers, _) in enumerate(self.calls)
             if ast.op is Ops.PROGRAM and buffers[0].device == device and "in_order" not in ast.arg.name]
   def before(self, node:int) -> set[int]:
-    """All that a node waits for, and what that waits for."""
+    """Nodes that a node waits for, directly or indirectly."""
     return self.waits[node].union(*map(self.before, self.waits[node]))
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """Of which each device's launches and copies take a part, where a launch has the keys of one device. tinygrad's own graph keeps those of the first
-  call, which this shows as well."""
+  """Each call under TinyJit uses its own inputs, although launches and copies of a device take only parts of them. tinygrad's own graph keeps the
+  parts of the first call; the case `mended=False` shows this."""
   monkeypatch.setattr(context.SharedRows, "gathers", False)
   with emulated("gfx942", "tiled"):
     anew = list[int]()
@@ -483,16 +491,17 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     @TinyJit
     def step(q:Tensor, k:Tensor, v:Tensor) -> Tensor: return attn.attention(q, k, v).realize()
     inputs = [[draw(1, 1, 4, 8, seed=3*n + i) for i in range(3)] for n in range(4)]
-    kept = [[attn.shard_sequence(t, devices(2), 2, "contiguous").realize() for t in x] for x in inputs]     # no buffer comes twice
+    kept = [[attn.shard_sequence(t, devices(2), 2, "contiguous").realize() for t in x] for x in inputs]     # every input has a buffer of its own
     right = [np.abs(array(whole(step(*t))) - array(attn.attention(*x))).max() < 4e-3 for t, x in zip(kept, inputs)]
     assert right == [True, True, mended, mended]
     copied_anew = list(anew)
     step(*kept[-1])
-    # k and v of the other on both; where they lie as before copies stay as they are
+    # Each device copies k and v of the other one. Where inputs lie as in the call before, the copies stay as they are.
     assert anew == copied_anew and (copied_anew == [4, 4]) == mended
 
 def test_keys_that_take_long_come_over_beside_a_launch() -> None:
-  """Of 32 heads half at a time, of so many rows that no less fit, and of 8 likewise; where they are few all at once. All heads, in equal parts."""
+  """Heads are computed in several launches of equal size when their keys take long to copy, so that copies run beside a launch: 32 or 8 heads in two
+  halves, 9 heads by threes. Short sequences take all heads in one launch."""
   def parts(H:int, Hkv:int, rows:int) -> list[tuple[int, int]]:
     p = Problem(1, H, Hkv, rows, rows, 128, 128, window=(-1, 0), softmax_scale=1.0)
     return head_chunks(p, shards(p, 2, "zigzag"))
@@ -503,7 +512,7 @@ def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
   monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
 
 def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
-  """The graph of two devices that compute three heads one after another, and whether what it computes is right of inputs that change."""
+  """Captures the graph of two devices that compute three heads one after another. Also returns whether its results are right for changing inputs."""
   heads_at_a_time(monkeypatch, 1)
   with emulated("gfx942", "tiled"), Context(JIT_BATCH_SIZE=0):
     for name in devices(2): monkeypatch.setattr(Device[name], "graph", with_selected_inputs(StandInGraph, lambda *_: None))
@@ -516,16 +525,18 @@ def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
     return StandInGraph.made[-1], judge(array(o), expected(p, inputs[-1], {})[0]).ok
 
 def test_in_a_graph_keys_come_over_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A launch waits for keys, which come over one head after another, and until its device has put its own ones of the next head in order: those of
-  the third head when the first one's launch has read its own and the other device has copied, which had their buffer."""
+  """A launch waits for the keys of its head, and until its device has put its own keys of the next head in order. The third head's keys reuse the
+  buffer of the first: they wait until the first launch has read it and the other device has copied from it."""
   graph, right = graph_of_heads(monkeypatch)
   assert right
   for device in ("EMU", "EMU:1"):
     launches = graph.launches_on(device)
     before = [graph.before(n) for n in launches]
     assert len(launches) == 3 and [sorted(of & {*launches}) for of in before] == [[], launches[:1], launches[:1]]
-    # of k and v of a head: own ones and the other's in order (4), copies of two pieces (4), the next head's own ones in order (2); then all of the
-    # first two heads (16), its launch, copies of the second head's and the third one's own; then all of these, and both launches of the first head
+    # Head 0 waits for k and v: put in order on both devices (4), two pieces of each copied here (4), head 1 put in order here (2).
+    # Head 1: heads 0 and 1 put in order and head 0 copied, on both devices (16), the launch of head 0 (1), head 1 copied here (4), head 2 put in
+    # order here (2).
+    # Head 2: the same 16, both launches of head 0 (2), head 1 copied on both devices (8), head 2 put in order on both (4) and copied here (4).
     assert [len(of) for of in before] == [4 + 4 + 2, 16 + 1 + 4 + 2, 16 + 2 + 8 + 4 + 4]
 
 @pytest.mark.thorough
@@ -536,7 +547,7 @@ def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatc
 # ***** what is copied *****
 
 def copies(o:Tensor) -> list[tuple[str, str, int]]:
-  """(from, to, bytes) of each copy between devices that computes o."""
+  """Copies between devices that computing o needs, each as (from, to, bytes)."""
   calls = [u for u in o.schedule_linear().src if u.src[0].op is Ops.COPY and u.src[1].device != u.src[2].device]
   return [(u.src[2].device, u.src[1].device, u.src[1].max_numel()*u.src[1].dtype.itemsize) for u in calls]
 
@@ -548,7 +559,7 @@ def test_small_heads_are_passed_and_only_what_is_seen(monkeypatch:pytest.MonkeyP
   with emulated("gfx942", "tiled"):
     q, k = sequence(2, 1, 4, 32, 16), sequence(2, 1, 1, 32, 16)
     found = copies(attn.attention(q, k, k, causal=True, sequence_order="zigzag"))
-    assert sorted(found) == sorted([("EMU", "EMU:1", 8*row), ("EMU", "EMU:1", row), *[("EMU:1", "EMU", 8*row)]*2]*2)    # of the last piece one row
+    assert sorted(found) == sorted([("EMU", "EMU:1", 8*row), ("EMU", "EMU:1", row), *[("EMU:1", "EMU", 8*row)]*2]*2)    # one row of the last piece
     q, k = sequence(3, 1, 4, 48, 16, order="contiguous"), sequence(3, 1, 1, 48, 16, order="contiguous")
     found = copies(attn.attention(q, k, k, causal=True, window=(8, 0)))
     before, behind = [("EMU", "EMU:1", 9*row), ("EMU:1", "EMU:2", 9*row)], [("EMU:1", "EMU", row), ("EMU:2", "EMU:1", row)]
@@ -557,7 +568,7 @@ def test_small_heads_are_passed_and_only_what_is_seen(monkeypatch:pytest.MonkeyP
 @pytest.mark.thorough
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
-  """Of as many rows on each, under TinyJit: o and lse, as on one device, and k and v of some heads of all devices, twice."""
+  """Under TinyJit each device needs, beside its inputs, o and lse of its own rows and two buffers for k and v of some heads of all devices."""
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   rows, heads, together, D = 32, 4, 1, 16
   heads_at_a_time(monkeypatch, together)
@@ -569,7 +580,7 @@ def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pyte
 
 @pytest.mark.thorough
 def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """`python -m attn.measure.context`, which needs two GPUs to mean anything, without one."""
+  """`python -m attn.measure.context` prints its table on the emulator; its times mean something only on two GPUs."""
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   monkeypatch.setenv("SMALL", "1")
   with emulated("gfx942", "tiled"): measure.main(["524288", "keys"])
@@ -577,7 +588,7 @@ def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:
   assert "(1, 4 on 1, 1 x 128, 16) full, keys shared: one" in printed and "bytes, inputs:" in printed and "copy from EMU:1" in printed
 
 def test_few_queries_are_exchanged_once() -> None:
-  """One buffer with o and lse goes from each device to each other one, and one kernel merges them."""
+  """With few queries each device sends every other device one buffer with o and lse, and one kernel merges them."""
   with emulated("gfx942"):
     q, k = draw(1, 4, 1, 16).shard(devices(2)).realize(), sequence(2, 1, 1, 64, 16, order="contiguous")
     o = attn.attention(q, k, k)
@@ -628,7 +639,7 @@ def test_refusals() -> None:
 # ***** two GPUs *****
 
 GPUS = ("CUDA:0", "CUDA:1")
-ON_GPUS: dict[str, tuple[bool, str, dict[str, Any]]] = {     # whether q is whole on both, the order, the problem
+ON_GPUS: dict[str, tuple[bool, str, dict[str, Any]]] = {     # whether both hold all of q, the order, the problem
   "rows, zigzag": (False, "zigzag", {"H": 16, "Hkv": 8, "Sq": 4100, "D": 128, "causal": True}),
   "rows, contiguous": (False, "contiguous", {"H": 4, "Sq": 1500, "Sk": 2300, "D": 64, "dtype": "bfloat16"}),
   "rows beside heads": (False, "zigzag", {"H": 8, "Hkv": 2, "Sq": 1000, "D": 64, "causal": True, "layout": "bshd", "window": (300, 0)}),
@@ -636,15 +647,16 @@ ON_GPUS: dict[str, tuple[bool, str, dict[str, Any]]] = {     # whether q is whol
 
 def have_two_gpus() -> bool:
   try: return all(Device[name] is not None for name in GPUS)
-  except Exception: return False     # tinygrad has several kinds of errors for a device that is not there
+  except Exception: return False     # tinygrad raises several kinds of errors for a missing device
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", (False, True))
 @pytest.mark.parametrize("name", ON_GPUS)
 @pytest.mark.parametrize("at_once", (False, True))
 def test_two_gpus(monkeypatch:pytest.MonkeyPatch, at_once:bool, name:str, backward:bool) -> None:
-  """Under TinyJit, whose inputs are others in each call: o, or the gradients of a loss through o. With all heads in a launch, and with one."""
-  if not have_two_gpus(): pytest.skip("there are no two GPUs")
+  """o, or the gradients of a loss through o, is right on two GPUs under TinyJit with other inputs in each call; with all heads in one launch, and
+  with one head in each."""
+  if not have_two_gpus(): pytest.skip("this machine does not have two GPUs")
   if not at_once: heads_at_a_time(monkeypatch, 1)
   keys, order, parameters = ON_GPUS[name]
   p = problem(**parameters, lse=False)
