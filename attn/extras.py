@@ -1,12 +1,12 @@
-"""What a program says where a package is missing that an extra of attn installs."""
+"""Error message for a missing package that one of attn's extras installs."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needs(extra:str, program:str, module:str) -> Iterator[None]:
-  """Imports in here may want packages of `extra`, such as "bench". Where one is missing a `module` that runs as a program ("__main__") ends with one
-  sentence, and another raises ModuleNotFoundError with that sentence."""
+  """Context manager around imports that need the packages of an extra, such as "bench". If a package is missing, it reports in one sentence what to
+  install: as SystemExit if `module` runs as a program ("__main__"), else as ModuleNotFoundError."""
   try: yield
   except ModuleNotFoundError as e:
     package = (e.name or "").partition(".")[0]

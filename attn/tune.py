@@ -1,10 +1,10 @@
-"""`python -m attn.tune`: the search that makes the tables of forward's tiles in attn/chips, as a command.
+"""Command that searches the forward kernel's tiles and makes their tables in attn/chips.
 
-    python -m attn.tune                        prints what it would choose, and what the table has not
-    python -m attn.tune --check                the same, and fails where the table has something else
+    python -m attn.tune                        prints the tiles it would choose, and where they differ from the tables
+    python -m attn.tune --check                also fails if they differ from the tables
     python -m attn.tune --write                rewrites the tables
-    python -m attn.tune --arch gfx942 --d 128  one class only; with --all also every tile that compiles, best first
-    python -m attn.tune --gradient dkdv        the tiles of a backward kernel, beside those in attn/chips, which are written by hand
+    python -m attn.tune --arch gfx942 --d 128  searches one class only; --all prints every tile that compiles, best first
+    python -m attn.tune --gradient dkdv        prints the best tiles of a backward kernel, whose table in attn/chips is written by hand
 """
 from __future__ import annotations
 import multiprocessing, os
@@ -36,7 +36,7 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   return table
 
 def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Table:
-  """The leading tiles of a backward kernel, or all of them; a star at the one in use."""
+  """Table of a backward kernel's best tiles, or of all of them; a star marks the tile in use."""
   chip, p = get_chip(arch), problem_of_spec(Spec(arch, d))
   in_use = amd_backward_tile(p, chip, kernel == "dkdv")
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)
@@ -49,21 +49,21 @@ def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Ta
     table.add_row(str(tile), tile.options, *uses, str(x.bound.waves), "*"*(tile == in_use))
   return table
 
-SHOWN = 5     # tiles of a backward kernel
+SHOWN = 5     # tiles of a backward kernel that are printed without --all
 
 @click.command()
-@click.option("--arch", "archs", multiple=True, type=click.Choice(SEARCHED), help="Only these. [default: one chip of each family]")
-@click.option("--d", "classes", multiple=True, type=click.Choice([str(d) for d in CLASSES]), help="Only this class. [default: all of them]")
-@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True, help="Processes.")
-@click.option("--all", "everything", is_flag=True, help="Print every tile that compiles without spills, by its bf16 causal kernel.")
-@click.option("--write", is_flag=True, help="Rewrite the table, of what was searched.")
-@click.option("--check", is_flag=True, help="Fail where the table has something else.")
-@click.option("--gradient", type=click.Choice(BACKWARD), help="Of a backward kernel, whose table is written by hand.")
+@click.option("--arch", "archs", multiple=True, type=click.Choice(SEARCHED), help="Search only these chips. [default: one chip of each family]")
+@click.option("--d", "classes", multiple=True, type=click.Choice([str(d) for d in CLASSES]), help="Only this class. [default: all classes]")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True, help="Number of processes.")
+@click.option("--all", "everything", is_flag=True, help="Print every tile whose bf16 causal kernel compiles without spills.")
+@click.option("--write", is_flag=True, help="Rewrite the searched part of the tables.")
+@click.option("--check", is_flag=True, help="Fail if the tables have other tiles.")
+@click.option("--gradient", type=click.Choice(BACKWARD), help="Search a backward kernel's tiles; its table is written by hand.")
 def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool, gradient:str|None) -> None:
   """Choose the tiles of the forward kernel by a search over predictions from machine code. Nothing is measured, and no GPU is needed."""
-  if write and check: raise click.UsageError("--write or --check: one of them")
+  if write and check: raise click.UsageError("--write and --check exclude each other: give one of them")
   if gradient is not None:
-    if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: the tiles of the backward are written by hand")
+    if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: tables of backward kernels are written by hand")
     tables = [backward_table(arch, int(d), gradient, jobs, everything) for arch in archs or SEARCHED for d in classes or map(str, CLASSES)]
     for table in tables: Console(width=None if Console().is_terminal else 160).print(table)
     return
@@ -75,7 +75,7 @@ def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bo
   click.echo("\n".join(changes) if changes else "attn/chips has these tiles")
   if write:
     for family, rows in new.items(): file_of(family).write_text(with_table(file_of(family).read_text(), rows))
-  elif check and changes: raise click.ClickException("attn/chips has other tiles: python -m attn.tune --write")
+  elif check and changes: raise click.ClickException("attn/chips has other tiles; to update them: python -m attn.tune --write")
 
 if __name__ == "__main__":
   try: main(prog_name="python -m attn.tune")

@@ -1,5 +1,5 @@
-"""What values an argument may have. A check takes an argument's name and value, and returns the value as plain Python has it (numpy's integers as
-ints), or raises ValueError that says name, value and what is supported."""
+"""Checks of argument values. A check takes an argument's name and value. It returns the value as a plain Python object (a numpy integer as an int),
+or raises ValueError with the name, the value and what is supported."""
 from __future__ import annotations
 import functools, math, numbers
 from collections.abc import Callable, Iterable
@@ -11,19 +11,19 @@ from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 FLOATS = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
 DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "int32", dtypes.uint: "uint32"}
 SHOWN_MOST = 60                                              # characters of a value that an error shows
-FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the normal numbers of fp32
+FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the smallest and the largest positive normal number of fp32
 
-MOST_KERNELS = 512      # problems of which a process keeps what was made for them, the latest ones: a kernel takes about 1 MB with all that is made
-cache_of_kernels = functools.lru_cache(MOST_KERNELS)      # for a function of a problem, whose results tinygrad's caches know by identity
+MOST_KERNELS = 512      # the latest problems whose kernels a process keeps: one kernel, with everything made for it, takes about 1 MB
+cache_of_kernels = functools.lru_cache(MOST_KERNELS)      # for functions of a problem: tinygrad's caches look up their results by identity
 
 Check = Callable[[str, Any], Any]
 
 def option(default:Any, check:Check, meaning:str) -> Any:
-  """A field of a record of options: what there is to say of an option stands in one place."""
+  """Dataclass field of an option, with its default, its check and its meaning in one place."""
   return field(default=default, metadata={"check": check, "meaning": meaning})
 
 def shown(x:Any) -> str:
-  """A value as an error shows it: whatever holds many numbers, or a graph, by its type, shape and dtype."""
+  """Text of a value for an error message. A tensor, an array or a graph is shortened to its type, shape and dtype, or to its first characters."""
   if isinstance(x, (Tensor, np.ndarray)): return f"{type(x).__name__} of shape {shown_shape(x.shape)} and dtype {x.dtype}"
   if isinstance(x, UOp): return f"UOp {x.render()[:SHOWN_MOST]}"
   text = repr(x)
@@ -31,11 +31,11 @@ def shown(x:Any) -> str:
 
 def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
   if all(isinstance(s, int) for s in shape): return tuple(map(int, shape))
-  raise NotImplementedError(f"{name} has the symbolic shape {shown_shape(shape)}: shapes must be integers, a variable number of keys is what "
-                            "kv_lengths is for")
+  raise NotImplementedError(f"{name} has the symbolic shape {shown_shape(shape)}: shapes must be integers; pass a variable number of keys as "
+                            "kv_lengths")
 
 def shown_shape(shape:Iterable[Any]) -> str:
-  """A shape, in which a symbolic size stands by its name."""
+  """Text of a shape for an error message; a symbolic size is shown by its name."""
   sizes = [s.render() if isinstance(s, UOp) else str(s) for s in shape]
   return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
@@ -44,12 +44,12 @@ def wrong(name:str, x:Any, supported:str) -> ValueError: return ValueError(f"{na
 def is_whole(x:Any) -> bool: return isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_))
 
 def whole_number(name:str, x:Any, least:int, most:int|None, supported:str) -> int:
-  """An integer of Python or numpy, between `least` and `most`."""
+  """Returns x as an int if it is a Python or numpy integer between `least` and `most` (None: no upper limit). Raises ValueError otherwise."""
   if not is_whole(x) or x < least or (most is not None and x > most): raise wrong(name, x, supported)
   return int(x)
 
 def real_number(name:str, x:Any, least:float, most:float, supported:str) -> float:
-  """A number of Python or numpy, between `least` and `most`."""
+  """Returns x as a float if it is a Python or numpy number between `least` and `most`. Raises ValueError otherwise."""
   if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real): raise wrong(name, x, supported)
   try: value = float(x)
   except OverflowError: value = math.inf
@@ -57,18 +57,18 @@ def real_number(name:str, x:Any, least:float, most:float, supported:str) -> floa
   return value
 
 def truth(name:str, x:Any) -> bool:
-  """A bool of Python or numpy, or 0 or 1."""
+  """Returns x as a bool if it is a Python or numpy bool, 0 or 1. Raises ValueError otherwise."""
   if isinstance(x, (bool, np.bool_)) or (is_whole(x) and x in (0, 1)): return bool(x)
   raise wrong(name, x, "True or False")
 
 def word(name:str, x:Any, known:Iterable[str], supported:str="") -> str:
-  """One of some strings."""
+  """Returns x if it is one of the `known` strings. Raises ValueError otherwise."""
   known = tuple(known)
   if isinstance(x, str) and x in known: return str(x)
   raise wrong(name, x, supported or f"one of {', '.join(map(repr, known))}")
 
 def is_nothing(x:Any) -> bool:
-  """Whether an argument is 0, False or empty."""
+  """Tells whether an argument is 0, False or empty."""
   return isinstance(x, (bool, int, float, str, tuple, list)) and not x
 
 def tensor(name:str, x:Any) -> Tensor:
@@ -80,11 +80,12 @@ def tensor_or_none(name:str, x:Any) -> Tensor|None:
   raise wrong(name, x, "a Tensor or None")
 
 def dtype_text(dtype:Any) -> str:
-  """The name of a dtype: numpy's where it has one for it."""
+  """Name of a dtype: numpy's name if numpy has this dtype, else tinygrad's."""
   return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("dtypes."))
 
 def dtype_name(name:str, dtype:DType, supported:Iterable[str]) -> str:
-  """The name of a tensor's dtype, one of `supported`. Raises NotImplementedError for another, and ValueError where there is only one."""
+  """Name of a tensor's dtype, which must be one of `supported`. Raises NotImplementedError for another dtype, or ValueError if only one is
+  supported."""
   if (found := dtype_text(dtype)) in (supported := tuple(supported)): return found
   several = len(supported) > 1
   raise (NotImplementedError if several else ValueError)(f"{name} has dtype {found}: must be {'one of ' if several else ''}{', '.join(supported)}")

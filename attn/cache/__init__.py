@@ -1,1 +1,1 @@
-"""What is kept on disk for the next process, in the user's cache directory: machine code, printed kernels, the fastest tiles."""
+"""Files kept for later processes in the user's cache directory: machine code, printed kernels, the fastest tiles."""

@@ -1,8 +1,10 @@
-"""Kernels that this machine has lowered and printed once are not again in the next process: the source of each, and how it is launched, is kept in
-the user's cache directory. Its machine code is kept by who compiles it.
+"""Kernel sources kept between processes: a kernel is lowered and printed once on a machine, and later processes read the result.
 
-What is found goes by all that a source is made of: the kernel's AST and tinygrad's settings, as in tinygrad's own cache within a process; the text of
-attn's operations; and the files of tinygrad that lower and print. Kernels of ours for CUDA and AMD are kept, but not those that take a Variable.
+The user's cache directory holds each kernel's source and its launch parameters. The compilers keep the machine code themselves.
+
+The key of an entry covers everything that a source depends on: the kernel's AST and tinygrad's settings, as in tinygrad's own cache within a process;
+the text of attn's operations; and the files of tinygrad that lower and print. attn's kernels for CUDA and AMD are kept, except those that take a
+Variable.
 """
 from __future__ import annotations
 import functools, hashlib, json
@@ -13,28 +15,29 @@ from attn.tinygrad_compat import (CCACHE, DEBUG, VIZ, Ops, Renderer, ToProgram, 
 from attn.cache.user_cache import is_kept, kept
 
 KEPT_ON = ("CUDA", "AMD")
-PRINTING = ("chips", "compilers", "ops", "tinygrad_compat", "cache/kept_programs.py")    # of attn
-LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                 # of tinygrad
+PRINTING = ("chips", "compilers", "ops", "tinygrad_compat", "cache/kept_programs.py")    # files and folders of attn
+LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                    # files and folders of tinygrad
 
 def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
-  """The modules that these are or have in them."""
+  """Lists the modules among `names` in `folder`, and all modules in the folders among them."""
   return [path for name in names for path in sorted((folder/name).rglob("*.py") if (folder/name).is_dir() else [folder/name])]
 
 @functools.cache
 def printed_by() -> str:
-  """A digest of the files of attn that say how a kernel is printed, and of names, sizes and times of tinygrad's that lower it."""
+  """Digest of everything that prints a kernel: the content of attn's files, and the names, sizes and times of tinygrad's."""
   digest = hashlib.sha256()
   for path in files(Path(__file__).parent.parent, PRINTING): digest.update(path.read_bytes())
   for path in files(Path(tinygrad_folder), LOWERING): digest.update(f"{path} {(found := path.stat()).st_size} {found.st_mtime_ns}".encode())
   return digest.hexdigest()
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
-  """What a kernel is kept by; None for one that is not. DEBUG and VIZ show how a kernel is lowered, and CCACHE=0 asks for no caches."""
+  """Key under which a kernel is kept, or None if it is not kept. DEBUG and VIZ show how a kernel is lowered, so nothing is kept with them; CCACHE=0
+  switches caches off."""
   ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 
 def kept_program(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
-  """The compiled PROGRAM of a kernel, lowered by `lowered` where no process before has done it."""
+  """Returns the compiled PROGRAM of a kernel. Calls `lowered` only if no process before has lowered this kernel."""
   if (key := key_of(ast, renderer)) is None: return lowered(ast, renderer)
   made = list[UOp]()
   def make() -> bytes:
@@ -45,10 +48,10 @@ def kept_program(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
   return lowered(ast if launch is None else program_of_launch(launch, ast, renderer), renderer)
 
 def has_program(ast:UOp, renderer:Renderer) -> bool:
-  """Whether a process before has lowered this kernel."""
+  """Tells whether an earlier process has lowered this kernel."""
   return (key := key_of(ast, renderer)) is not None and is_kept("program", key)
 
 @functools.cache
 def keep_programs() -> None:
-  """From now on tinygrad finds what is kept."""
+  """Makes tinygrad read and keep lowered kernels through this module, for the rest of the process."""
   programs_through(kept_program)

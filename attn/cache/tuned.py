@@ -1,8 +1,9 @@
-"""The tiles that TUNE=1 of bench.py found fastest by time, kept in the user's cache directory. Dispatch asks here on real devices only.
+"""Fastest tiles, timed by bench.py with TUNE=1 and kept in the user's cache directory. Dispatch reads them on real devices only.
 
-The file is {chip: {problem class, and the name of a backward kernel: {"tile": fields of a Candidate or BackwardCandidate, or null where no tile beat
-what dispatch does without, "seconds": its time, "stamp": the versions it was found with}}}. It is input: what is not valid, or of other versions, is
-ignored with one warning that names the file.
+The file has this form: {chip: {class: {"tile": ..., "seconds": ..., "stamp": ...}}}. `class` is a problem class, followed by the name of a backward
+kernel if it is one. "tile" has the fields of a Candidate, a BackwardCandidate or another record of a tile, or is null if no tile was faster than
+dispatch's own choice. "seconds" is the tile's time, "stamp" the versions with which it was measured. The file is untrusted input: an entry that is
+invalid, or made with other versions, is ignored with one warning that names the file.
 """
 from __future__ import annotations
 import functools, importlib.metadata, itertools, json, warnings
@@ -19,17 +20,17 @@ from attn.problem import Problem
 from attn.score.masks import hiding
 from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 
-CLASSES = (64, 128, 192, 256)   # head dimensions: a class goes up to its number
+CLASSES = (64, 128, 192, 256)   # the largest head dimension of each class
 
 def head_class(p:Problem) -> int:
-  """The class of a problem's head dimensions, the larger one where they differ."""
+  """Class of a problem's head dimensions; if D and Dv differ, the class of the larger one."""
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
-OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # what problems of one class may have or not, where v is part of k
+OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these share a class
 
 def problem_class(p:Problem) -> str|None:
-  """Problems of one class share a tile: the same but for lengths and heads, and those up to the next power of two. None for problems with an option
-  that takes registers of its own: they are not timed."""
+  """Name of the class of problems that share a tile. A class has one dtype and one kind of mask; it rounds lengths and the number of heads up to a
+  power of two, and head dimensions up to one of CLASSES. None for a problem with an option that takes registers of its own: those are not timed."""
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)
   mask = "window" if hidden.before else "causal" if hidden.after else "full"
@@ -38,14 +39,14 @@ def problem_class(p:Problem) -> str|None:
   return f"{p.dtype} {width} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
 
 def path() -> Path:
-  """Where the winners are kept."""
+  """Path of the file of the fastest tiles."""
   return user_cache.directory()/"tune.json"
 
-# ***** what the file may say *****
+# ***** valid content of the file *****
 
 @functools.cache
 def stamp() -> dict[str, str]:
-  """What a time depends on, besides the chip and the problem: this package, tinygrad, and the compiler that tinygrad takes on its default device."""
+  """Versions that a measured time depends on: attn, tinygrad, and the compiler of tinygrad's default device."""
   try: own = importlib.metadata.version("attn")
   except importlib.metadata.PackageNotFoundError: own = "not installed"
   compiler = device_of(Device.DEFAULT).renderer.compiler
@@ -68,16 +69,16 @@ TILED_BACKWARD_LIMITS: dict[str, tuple[Any, ...]|range] = {**TILED_LIMITS, "ahea
 C = TypeVar("C", Candidate, BackwardCandidate, TiledTile, TiledBackwardTile, MlaCandidate, MlaMmaCandidate)
 
 def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
-  """The tile of forward that an entry of the file says, as in `tile_of`."""
+  """Forward tile in an entry of the file; see `tile_of`."""
   return tile_of(found, arch, p, Candidate, LIMITS)
 
 def tile_said(found:Any, kind:type[C], limits:Mapping[str, tuple[Any, ...]|range]) -> C|None:
-  """What an entry of the file says, None for the table's own. Raises ValueError for what is no tile."""
+  """Reads the tile of an entry of the file; None stands for dispatch's own choice. Raises ValueError if the entry has no valid tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile")
   if (tile := found["tile"]) is None: return None
   if not isinstance(tile, dict): raise ValueError(f"tile={values.shown(tile)}: must be null, or the fields of a tile")
   if unknown := tile.keys() - limits.keys(): raise ValueError(f"{min(unknown)}: a tile has no such field")
-  tile = {name: tuple(x) if isinstance(x, list) else x for name, x in tile.items()}      # which JSON has no tuples for
+  tile = {name: tuple(x) if isinstance(x, list) else x for name, x in tile.items()}      # JSON has no tuples
   for f in fields(kind):
     if f.name not in tile:
       if f.default is MISSING: raise ValueError(f"a tile without {f.name}")
@@ -88,27 +89,27 @@ def tile_said(found:Any, kind:type[C], limits:Mapping[str, tuple[Any, ...]|range
 B = TypeVar("B", Candidate, BackwardCandidate)
 
 def tile_of(found:Any, arch:Chip, p:Problem, kind:type[B], limits:Mapping[str, tuple[Any, ...]|range]) -> B|None:
-  """The tile of a matrix unit that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this chip."""
+  """Reads the matrix-unit tile of an entry of the file; None stands for dispatch's own choice. Raises ValueError if it is not a tile of this chip."""
   if (c := tile_said(found, kind, limits)) is None: return None
   matrices = arch.matrix.get(p.dtype, ())
   if c.matrix >= len(matrices): raise ValueError(f"matrix={c.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat = matrices[c.matrix]
-  if c.block_n % mat.M or c.block_n % mat.span: raise ValueError(f"block_n={c.block_n}: no tiles of {mat.M} keys")
+  if c.block_n % mat.M or c.block_n % mat.span: raise ValueError(f"block_n={c.block_n}: must be a multiple of {mat.M} and of {mat.span} keys")
   return c
 
 def check_stamp(found:Any) -> None:
-  """Raises ValueError unless an entry was made with the versions that there are now."""
+  """Raises ValueError unless an entry was made with the current versions."""
   for name, now in stamp().items():
     then = found.get(name) if isinstance(found, dict) else None
     if then != now: raise ValueError(f"was made with {name} {values.shown(then)}, this is {now!r}")
 
 @functools.cache
 def warn(file:str, reason:str) -> None:
-  """Once."""
+  """Warns about the file. The cache gives each warning once per process."""
   warnings.warn(f"{file}: {reason}. It is ignored; TUNE=1 of bench.py writes it anew", stacklevel=2)
 
 def load() -> dict[str, Any]:
-  """The whole file; a cache that is missing is an empty one, and so is one that is damaged or made by other versions, after a warning."""
+  """Reads the whole file. A missing file counts as empty; so does a damaged one, after a warning."""
   file = path()
   try: text = user_cache.content_of(file).decode()
   except FileNotFoundError: return {}
@@ -117,7 +118,7 @@ def load() -> dict[str, Any]:
     return {}
   try: found = json.loads(text)
   except (ValueError, RecursionError) as e:
-    warn(str(file), f"is no JSON: {e}")
+    warn(str(file), f"is not valid JSON: {e}")
     return {}
   if not isinstance(found, dict) or not all(isinstance(x, dict) for x in found.values()):
     warn(str(file), "is not what TUNE=1 writes")
@@ -125,21 +126,21 @@ def load() -> dict[str, Any]:
   return found
 
 def winner(p:Problem, arch:Chip) -> Candidate|None:
-  """The tile that was fastest for the class of `p` on this chip, if it is known and `arch` is a real device's."""
+  """Fastest measured forward tile for the class of `p` on this chip, or None if it is not known or `arch` is not a real device's chip."""
   return kept_tile(p, arch, "", candidate_of)
 
 def tiled_winner(p:Problem, arch:Chip) -> TiledTile|None:
-  """The same of the kernel of plain UOps."""
+  """Fastest measured tile of the forward kernel in plain UOps, or None as in `winner`."""
   return kept_tile(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch, TiledTile, TILED_LIMITS))
 
 def tiled_backward_winner(p:Problem, arch:Chip, kernel:str) -> TiledBackwardTile|None:
-  """And of a backward kernel of plain UOps."""
+  """Fastest measured tile of a backward kernel in plain UOps, or None as in `winner`."""
   return kept_tile(p, arch, kernel, lambda found, arch, p: tiled_tile_of(found, arch, TiledBackwardTile, TILED_BACKWARD_LIMITS))
 
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
 def tiled_tile_of(found:Any, arch:Chip, kind:type[AnyTiledTile], limits:Mapping[str, tuple[Any, ...]|range]) -> AnyTiledTile|None:
-  """The tile of plain UOps that an entry of the file says, None for the table's own. Raises ValueError for what is no tile of this device."""
+  """Reads the plain-UOps tile of an entry of the file; None stands for dispatch's own choice. Raises ValueError if this device can't use it."""
   if (tile := tile_said(found, kind, limits)) is None: return None
   if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
   if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
@@ -148,7 +149,7 @@ def tiled_tile_of(found:Any, arch:Chip, kind:type[AnyTiledTile], limits:Mapping[
   return tile
 
 def backward_winner(p:Problem, arch:Chip, kernel:str) -> BackwardCandidate|None:
-  """The same of a backward kernel."""
+  """Fastest measured matrix-unit tile of a backward kernel, or None as in `winner`."""
   return kept_tile(p, arch, kernel, lambda found, arch, p: tile_of(found, arch, p, BackwardCandidate, BACKWARD_LIMITS))
 
 W = TypeVar("W")
@@ -165,18 +166,18 @@ def kept_tile(p:Problem, arch:Chip, kernel:str, read:Callable[[Any, Chip, Proble
   return found
 
 def entry_of(p:Problem, kernel:str) -> str|None:
-  """The name of an entry of the file: of a problem's class, of forward ("") or of a backward kernel."""
+  """Name of an entry of the file: the problem's class, followed by the kernel's name ("" for forward). None for a problem without a class."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
 Tuned = Candidate|BackwardCandidate|TiledTile|TiledBackwardTile|MlaCandidate|MlaMmaCandidate
 
 def store(p:Problem, arch:Chip, tile:Tuned|None, seconds:float, kernel:str="") -> Path:
-  """Keeps the winner of the class of `p`, None being the table's own choice. Raises ValueError where there is no class for it, OSError where the
-  file can't be written."""
+  """Writes the fastest tile for the class of `p` to the file; None stands for dispatch's own choice. Raises ValueError if `p` belongs to no class,
+  OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
-  if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class of which a winner is kept")
+  if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class for which a tile is kept")
   entry = {"tile": asdict(tile) if tile is not None else None, "seconds": seconds, "stamp": stamp()}
-  with user_cache.only_one(file):         # two processes that tune at a time keep each other's winners
+  with user_cache.only_one(file):         # so that processes that tune at the same time don't overwrite each other's tiles
     found = load()
     found[arch.name] = {**found.get(arch.name, {}), kind: entry}
     user_cache.write(file, (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())

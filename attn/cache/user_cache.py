@@ -1,8 +1,8 @@
-"""The directory in which attn keeps what is dear to find out again (machine code, sources, tiles that were timed), and files in it that are whole or
+"""attn's cache directory, for results that are expensive to make again (machine code, sources, timed tiles). A file in it is either complete or
 absent.
 
-It is the user's cache directory: $XDG_CACHE_HOME/attn, or ~/.cache/attn (on macOS ~/Library/Caches/attn) where that is not set. A relative
-XDG_CACHE_HOME counts as not set: XDG Base Directory Specification 0.8, "All paths set in these environment variables must be absolute".
+The directory is $XDG_CACHE_HOME/attn, or ~/.cache/attn (on macOS ~/Library/Caches/attn) if that variable is not set. A relative XDG_CACHE_HOME counts
+as not set: XDG Base Directory Specification 0.8, "All paths set in these environment variables must be absolute".
 """
 from __future__ import annotations
 import contextlib, hashlib, os, stat, sys, tempfile
@@ -11,40 +11,40 @@ from pathlib import Path
 try: import fcntl
 except ImportError: fcntl = None   # type: ignore[assignment] # Windows has none
 
-MOST_BYTES = 1 << 28      # a file of the cache has fewer; what is larger is none of ours
+MOST_BYTES = 1 << 28      # every file that attn writes here is smaller; a larger file is not attn's
 
 def directory() -> Path:
-  """Where everything is kept. It need not exist."""
+  """Path of the cache directory, which need not exist."""
   home = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
   named = os.environ.get("XDG_CACHE_HOME", "").strip()
   return Path(named if os.path.isabs(named) else os.path.expanduser(home))/"attn"
 
 def content_of(path:Path) -> bytes:
-  """Returns the content of a regular file, at once: nothing else that may have its name, a pipe or a device, is waited for or read. Raises OSError
-  where there is no such file, or one of MOST_BYTES or more."""
+  """Returns the content of a regular file without blocking: a pipe or a device of that name is neither waited for nor read. Raises OSError if there
+  is no regular file of that name, or if it has MOST_BYTES or more."""
   with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as f:
     found = os.fstat(f.fileno())
-    if not stat.S_ISREG(found.st_mode): raise OSError(f"{path} is no regular file")
-    if found.st_size >= MOST_BYTES: raise OSError(f"{path} has {found.st_size} bytes: a file of this cache has less than {MOST_BYTES}")
+    if not stat.S_ISREG(found.st_mode): raise OSError(f"{path} is not a regular file")
+    if found.st_size >= MOST_BYTES: raise OSError(f"{path} has {found.st_size} bytes: must have fewer than {MOST_BYTES}")
     return f.read(MOST_BYTES)
 
 def write(path:Path, data:bytes) -> None:
-  """Replaces the file at once, so that another process sees the old one or the new one. Leaves no other file behind, also where it is interrupted.
-  Raises OSError where the file can't be written."""
+  """Replaces the file in one step, so that another process sees either the old file or the new one. Leaves no temporary file behind, even when it is
+  interrupted. Raises OSError if the file can't be written."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
     try:
       f.write(data)
       f.close()
       os.replace(f.name, path)
-    except BaseException:         # KeyboardInterrupt is one
+    except BaseException:         # includes KeyboardInterrupt
       os.unlink(f.name)
       raise
 
 @contextlib.contextmanager
 def only_one(path:Path) -> Iterator[None]:
-  """Lets one process at a time, on systems that have flock, read a file, change what it says and write it. The lock is a file beside it, which stays.
-  Raises OSError where that can't be made."""
+  """Context manager that lets one process at a time read, change and write a file, on systems that have flock. The lock is a file beside it, which
+  stays. Raises OSError if the lock file can't be made."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with open(os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666), "rb") as lock:
     if fcntl is not None: fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,12 +54,12 @@ def _place(kind:str, key:tuple[str, ...]) -> Path:
   return directory()/"compilers"/f"{hashlib.sha256(chr(0).join((kind, *key)).encode()).hexdigest()}.{kind}"
 
 def is_kept(kind:str, key:tuple[str, ...]) -> bool:
-  """Whether `kept` has a file of this kind and key; it may be damaged."""
-  return os.path.isfile(_place(kind, key))     # False, too, where the directory cannot be entered
+  """Tells whether `kept` has a file for this kind and key; the file may be damaged."""
+  return os.path.isfile(_place(kind, key))     # also False if the directory cannot be entered
 
 def kept(kind:str, key:tuple[str, ...], make:Callable[[], bytes]) -> bytes:
-  """What `make` gives, made once for a `kind` and `key`. It is kept behind its SHA-256: a damaged file is as good as none, and so is a cache that
-  can't be read or written."""
+  """Returns the result of `make` for a `kind` and `key`, from the cache if it is there. The file begins with the SHA-256 of the data, so a damaged
+  file counts as missing. A cache that can't be read or written is ignored."""
   path = _place(kind, key)
   with contextlib.suppress(OSError):
     digest, data = (found := content_of(path))[:32], found[32:]
