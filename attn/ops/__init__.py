@@ -1,1 +1,1 @@
-"""The operations that kernels are written in, where tinygrad has no UOp for them: see operation.py."""
+"""Operations that attn's kernels use and tinygrad has no UOp for: see operation.py."""

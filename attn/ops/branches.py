@@ -1,31 +1,31 @@
-"""Which stored values have to be made before the branch that stores them.
+"""Analysis that finds stored values which must be computed before the branch that stores them.
 
-A store under a condition is a branch of its own, which the lanes that store take and the others do not. clang may move into that branch what makes
-the value. But an operation in which lanes meet needs them all, and LLVM does not know that of each such instruction: of v_permlane16_swap_b32,
-v_permlane32_swap_b32 and v_permlanex16_b32 from release 21 on, of matrix instructions not yet in 22. So a value that follows from one is taken by an
-assembly text without an instruction in front of the branch (ops.renderers). Any other value, as a tile on its way from memory to LDS, may be made in
-the branch: a wave that has nothing to store skips that. python -m attn.isa check looks for what this forgets.
+A store under a condition becomes a branch that only the storing lanes take. clang may move the computation of the value into that branch. But an
+operation across lanes needs all lanes, and LLVM does not know this for every such instruction: for v_permlane16_swap_b32, v_permlane32_swap_b32 and
+v_permlanex16_b32 it knows it from release 21 on, for matrix instructions not yet in 22. So the renderer (ops.renderers) prints an empty assembly text
+before the branch that reads every value that depends on such an operation. Any other value, such as a tile on its way from memory to LDS, may be
+computed in the branch: a wave that has nothing to store then skips it. `python -m attn.isa check` finds operations that this analysis misses.
 """
 from __future__ import annotations
 from collections.abc import Iterator
 from attn.ops.operation import Call
 from attn.tinygrad_compat import AddrSpace, Ops, UOp, new_uop
 
-ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct", "first_sum", "rounded_sum")    # operations in which lanes meet
-FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # and those whose result follows from no other value
+ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct", "first_sum", "rounded_sum")    # operations across lanes
+FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # operations whose result depends on memory only
 
 def _made_of(u:UOp) -> tuple[UOp, ...]:
-  """Operands that a value follows from. A value that is loaded follows from the array, and of arrays only registers are ever looked at."""
+  """Operands that a value depends on. A loaded value depends on the array; only register arrays are ever looked up."""
   if u.op in (Ops.LOAD, Ops.INDEX, Ops.AFTER): return u.src[:1]
   return () if isinstance(u.arg, Call) and u.arg.name in FROM_MEMORY else u.src
 
 def _written(u:UOp) -> Iterator[UOp]:
-  """Registers that a store writes, or that an operation may write: any that it is given."""
+  """Register arrays that a store writes, or that an operation may write: it may write any array that it is given."""
   for s in u.src[:1] if u.op is Ops.STORE else u.src if isinstance(u.arg, Call) else ():
     if s.op is Ops.INDEX and s.addrspace is AddrSpace.REG: yield s.buf_uop
 
 def from_all_lanes(uops:list[UOp]) -> set[UOp]:
-  """The values of a program, and the registers, that follow from an operation across lanes."""
+  """Values and register arrays of a program that depend on an operation across lanes."""
   found, before = set[UOp](), -1
   while len(found) > before:      # registers carry values from one trip of a loop to the next
     before = len(found)
@@ -35,8 +35,8 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """Stored values that have to be made before a branch, by its IF. Where branches follow one another the first has those of all: clang makes one
-  branch of those under one condition, with nothing between them."""
+  """Maps the IF of a branch to the stored values that must be computed before it. In a row of branches the first IF gets the values of all: clang
+  merges branches that have the same condition and nothing between them."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue

@@ -1,6 +1,6 @@
-"""The operations of kernels for every vendor: a value of n numbers is one value of a vector type, for n = 1 a scalar.
+"""Operations that kernels for every vendor use. A value of n numbers is one UOp of a vector type; for n = 1 it is a scalar.
 
-Where tinygrad has a UOp for an operation on such a value, it is that UOp.
+If tinygrad has a UOp for an operation on such a value, that UOp is used.
 """
 from __future__ import annotations
 from typing import Any
@@ -16,7 +16,7 @@ def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float3
 def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
 def length(x:UOp) -> int: return VECTORS[x.dtype][1] if x.dtype in VECTORS else 1
 def resized(x:UOp, n:int) -> DType:
-  """The type of n elements like those of x."""
+  """Type of a vector of n elements that have the type of x's elements."""
   return (u32 if x.dtype == dtypes.uint or VECTORS.get(x.dtype, ("",))[0] == "uint32" else f32)(n)
 
 # ***** vectors *****
@@ -33,13 +33,13 @@ def _slice(c:Any, x:Value, *, start:int, n:int) -> Value: return c.part(x, start
 def _concat(c:Any, x:Value, y:Value) -> Value: return c.join(x, y)
 
 def splat(x:float|UOp, n:int) -> UOp:
-  """A vector of n times the same number."""
+  """Vector of n copies of one number."""
   number = x if isinstance(x, UOp) else UOp.const(x, dtypes.float)
   return number if n == 1 else emit("splat", f32(n), number, n=n)
 def build(*xs:UOp) -> UOp: return emit("build", resized(xs[0], len(xs)), *xs)
 def extract(x:UOp, i:int) -> UOp: return emit("extract", resized(x, 1), x, i=i) if length(x) > 1 else x
 def slice_(x:UOp, start:int, n:int) -> UOp:
-  """The n elements from `start` on."""
+  """Vector of the n elements of x from element `start` on."""
   if n == length(x): return x
   return extract(x, start) if n == 1 else emit("slice", resized(x, n), x, start=start, n=n)
 def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + length(y)), x, y)
@@ -47,20 +47,20 @@ def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + le
 # ***** fp32 arithmetic, element by element *****
 
 def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
-  """The operands as vectors of the longest one's length."""
+  """Broadcasts the operands to the length of the longest one; returns the type and the vectors."""
   n = max(map(length, xs))
   return f32(n), [x if length(x) == n else splat(x, n) for x in xs]
 
 def arithmetic(op:Ops, *xs:UOp) -> UOp:
-  """A UOp of tinygrad's. (Its own operators would look for a common type of the operands, which vector types don't have.)"""
+  """Applies one of tinygrad's UOps to vectors. (tinygrad's own operators would look for a common type of the operands; vector types have none.)"""
   dtype, operands = widest(*xs)
   return new_uop(op, tuple(operands), dtype)
 def add(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.ADD, x, y)
 def sub(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.SUB, x, y)
 def mul(x:UOp, y:UOp|float) -> UOp: return arithmetic(Ops.MUL, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float))
 
-# tinygrad has UOps for the next ones, but HIPRenderer prints exp2 and log2 as calls that mind denormals, and CStyleLanguage a maximum as compare and
-# select, which gives NaN for a NaN
+# tinygrad has UOps for the next operations, but HIPRenderer prints exp2 and log2 as calls that handle denormals, and CStyleLanguage prints a maximum
+# as compare and select, which gives NaN for a NaN.
 @compound("fma", inline=True)
 def _fma(c:Any, x:Value, y:Value, z:Value) -> Value: return c.fma(x, y, z)
 @compound("exp2", inline=True)
@@ -80,7 +80,7 @@ def log2(x:UOp) -> UOp: return emit("log2", x.dtype, x)
 def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)
 def max_(x:UOp, y:UOp) -> UOp: return emit("max", x.dtype, x, y)
 def as_float(x:UOp) -> UOp:
-  """Dwords as the fp32 they are."""
+  """Reinterprets the bits of dwords as fp32."""
   return emit("as_float", f32(length(x)), x)
 
 # ***** 16-bit floats *****
@@ -98,20 +98,21 @@ def _widen(c:Any, words:Value, *, n:int, dtype:str) -> Value:
   return c.vector(*map(half, range(n)))
 
 def pack(x:UOp, dtype:str) -> UOp:
-  """n fp32 -> n/2 dwords of two numbers of `dtype`, rounded to nearest even."""
+  """Rounds n fp32 numbers to the 16-bit type `dtype`, to nearest even, and packs them into n/2 dwords."""
   return emit("pack", u32(length(x)//2), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """The same of P, in fewer instructions: x is finite and not above numerics.LARGEST_WEIGHT, or what becomes of it is only not finite either."""
+  """Packs elements of P as `pack` does, in fewer instructions. An element that is not finite, or that is above numerics.LARGEST_WEIGHT, only has to
+  give something that is not finite."""
   return emit("pack_weights", u32(length(x)//2), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
-  """n 16-bit floats, two a dword (a single one in the low half), as fp32."""
+  """Converts n 16-bit floats to fp32. A dword holds two of them; a single one lies in the low half."""
   return emit("widen", f32(n), x, n=n, dtype=dtype)
 
 # ***** scores *****
 
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  """A select and not an addition, so that a NaN score disappears too."""
+  """Uses a select and not an addition, so that a NaN score disappears too."""
   return c.masked(x, offsets, ">", limit, -c.inf)
 
 @compound("mask_beyond")
@@ -147,48 +148,48 @@ def _weights(c:Any, scores:Value, bias:Value, *, rows:int, scale:float) -> Value
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(bias, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """-inf in the elements whose offset is above the limit."""
+  """Sets the elements whose offset is above the limit to -inf."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """-inf in the elements whose offset is none from `first` to `last`."""
+  """Sets the elements whose offset is outside `first` to `last` (both included) to -inf."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
-  """-inf in the scores whose offset is "above" or "below" the limit of their row, as one statement. `scores` is a placeholder of registers, whose
-  vectors have the elements of two rows one after another: of the i-th vector these have the `offsets`, and i*apart more."""
+  """Sets the scores whose offset is "above" or "below" the limit of their row to -inf, as one statement. `scores` is a placeholder of registers. Each
+  of its vectors holds the elements of one row, then those of another. The elements of a row in vector i have the offsets `offsets` + i*apart."""
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """0 in the elements whose offset is above the limit, whatever was there."""
+  """Sets the elements whose offset is above the limit to 0, even if they are NaN or infinite."""
   return emit("clear_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """0 in the elements whose offset is none from `first` to `last`, whatever was there."""
+  """Sets the elements whose offset is outside `first` to `last` (both included) to 0, even if they are NaN or infinite."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """The distances from the first one: the same few for all vectors, which one function then serves."""
+  """Distances of the offsets from the first one. Most vectors have the same distances, so that one printed function serves them all."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, bias:UOp, scale:float) -> UOp:
-  """P = exp2(scores*scale + bias); `bias` has a number for each of the rows that the vector of scores is made of, one after another."""
+  """P = exp2(scores*scale + bias). The vector of scores holds its rows one after another; `bias` has one number for each row."""
   return emit("weights", scores.dtype, scores, bias, rows=length(bias), scale=scale)
 
 # ***** memory *****
 
-OUT_OF_RANGE = 0x80000000   # an offset beyond any descriptor's range, which is at most 0x7ffffffe
-MAX_RECORDS = 0x7ffffff0   # bytes of the largest range of a buffer descriptor
+OUT_OF_RANGE = 0x80000000   # an offset beyond every descriptor's range, which is at most 0x7ffffffe
+MAX_RECORDS = 0x7ffffff0   # largest range of a buffer descriptor in bytes
 
 def flat(placeholder:UOp) -> UOp:
-  """A placeholder as the one-dimensional buffer it is. (An index through `.flatten()` would be divided up by the shape and put together again: slow
-  to lower.)"""
+  """Returns the one-dimensional buffer under a placeholder. (An index into the placeholder's own `.flatten()` would be split by the shape and put
+  together again, which is slow to lower.)"""
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
 
 def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int) -> Array:
-  """Raw buffer load: `width` bytes at `pointer` + `offset`, all zero where the range check fails (offset + width > records, unsigned)."""
+  """Emulates a raw buffer load: `width` bytes at `pointer` + `offset`, all zero if the range check fails (offset + width > records, unsigned)."""
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
   return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))
 
 def descriptor(arch:str) -> str:
-  """The expression for a descriptor of the `records` bytes from `base` on."""
+  """C++ expression for a buffer descriptor of the `records` bytes from `base` on."""
   return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
 
 def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:
@@ -205,7 +206,7 @@ instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffe
             _buffer_load_hip, _buffer_load_cuda)
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
-  """`width` (1, 2, 4, 8 or 16) bytes at `base` (an INDEX: wave-uniform) + `offset` bytes, zero where offset + width exceeds `records`: the memory
+  """Loads `width` (1, 2, 4, 8 or 16) bytes from `base` (a wave-uniform INDEX) + `offset` bytes; zeros if offset + width exceeds `records`. The memory
   unit checks the range, so a masked lane costs no branch. One or two bytes come in the low end of a dword."""
   return emit("buffer_load", u32(max(1, width//4)), base, integer(records), offset.cast(dtypes.uint), width=width)
 
@@ -219,11 +220,11 @@ def _load_where(lanes:Any, pointer:Any, gate:Array, width:int) -> Array:
 instruction("load_where", _load_where, _load_where_text, _load_where_text)
 
 def load_where(at:UOp, gate:UOp, width:int) -> UOp:
-  """`width` (1, 2, 4, 8 or 16) bytes at `at` (an INDEX, of each lane its own), zero where `gate` does not hold. One or two bytes come in the low end
-  of a dword."""
+  """Loads `width` (1, 2, 4, 8 or 16) bytes from `at`, an INDEX that may differ from lane to lane; zeros in lanes where `gate` is false. One or two
+  bytes come in the low end of a dword."""
   return emit("load_where", u32(max(1, width//4)), at, gate, width=width)
 
-# ***** numbers that others wrote: the emulator looks at them *****
+# ***** numbers that the caller wrote: the emulator checks them *****
 
 def _page_number(lanes:Any, entry:Array, there:Array, count:int) -> Array:
   lanes.check_numbers("an entry of block_table", entry, lanes.active & there, count)
@@ -236,28 +237,30 @@ instruction("page_number", _page_number, "{0}", "{0}")
 instruction("alone", _alone, "{0}", "{0}")
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
-  """An entry of a block table that is used where `there` holds. The emulator stops where it is none of `count` pages."""
+  """Returns an entry of a block table, used only in lanes where `there` is true. The emulator stops if such an entry is not in 0..count-1."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """The number of a page, to whose `slot` this lane alone writes where `gate` holds. The emulator stops where another lane of the grid does, too."""
+  """Returns the number of a page to which this lane writes, at `slot`, if `gate` is true. The emulator stops if another lane of the grid writes to
+  the same slot."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 
-# ***** what the compilers know of an integer *****
+# ***** what the compilers know about an integer *****
 
 instruction("uniform", lambda lanes, x: x, "__builtin_amdgcn_readfirstlane({0})", "__shfl_sync(0xffffffffu, {0}, 0)")
-# clang computes some numbers that it knows to be uniform in vector registers (v_med3_i32), and then copies them to no scalar one: of what an assembly
-# text gives it knows nothing, and reads a lane.
+# clang computes some numbers in vector registers (v_med3_i32) although it knows that they are uniform, and then does not copy them to a scalar
+# register. It knows nothing about the result of an assembly text, so there it keeps the v_readfirstlane_b32.
 instruction("opaque_uniform", lambda lanes, x: x, Body('asm volatile("" : "+v"(x));\nreturn __builtin_amdgcn_readfirstlane(x);', "x"),
             Body('asm volatile("" : "+r"(x));\nreturn x;', "x"))
 
 def uniform(x:UOp) -> UOp:
-  """The integer x, which all lanes hold, told to the compiler to be uniform: on AMD (v_readfirstlane_b32) it goes to a scalar register."""
+  """Returns the integer x, equal in all lanes, and tells the compiler that it is uniform. On AMD (v_readfirstlane_b32) it goes to a scalar
+  register."""
   return emit("uniform", dtypes.int, integer(x))
 def opaque_uniform(x:UOp) -> UOp:
-  """The integer x, the same in the whole workgroup, in a way that neither tinygrad nor the compiler can tell."""
+  """Returns the integer x, equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """The integer x of 0 to `most`, the same in the whole workgroup, as a number that neither tinygrad nor the compiler takes apart: an offset with it
-  has no part below 0 (attn/emulator/offsets.py)."""
-  bits = (1 << most.bit_length()) - 1     # tinygrad keeps the bounds of a mask, and loses those of a maximum as it lowers it
+  """Returns the integer x, which is in 0..most and equal in the whole workgroup, as one opaque term. Neither tinygrad nor the compiler can split it,
+  so no part of an offset computed from it is negative (attn/emulator/offsets.py)."""
+  bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses those of a maximum
   return (opaque_uniform(x).cast(dtypes.weakint) & bits).minimum(most) if most else UOp.const(0)

@@ -1,12 +1,12 @@
-"""The primitives that compound operations are written in, and their interpretations: HIP text, CUDA text, numbers in numpy, and plain UOps.
+"""Small language in which compound operations are defined. A definition has four interpretations: HIP text, CUDA text, numpy and plain UOps.
 
 A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, the operands are its values. Values have Python's operators: + - * for
 numbers, < > <= == between them, & | ~ for conditions. `c` has the rest: `c.fma(x, y, z)`, `c.select(condition, x, y)`, registers, branches, exchanges
-between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n numbers is one value; an operation of a vector and a scalar
-takes the scalar for every element.
+between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n numbers is one value. An operation on a vector and a scalar
+applies the scalar to every element.
 
-attn/ops/interpret_numpy.py computes, interpret_hip.py and interpret_cuda.py print, on what printer.py gives them in common, and interpret_uops.py
-makes UOps, for kernels that have to run where nobody knows our operations (attn/ops/plain.py).
+attn/ops/interpret_numpy.py computes numbers. interpret_hip.py and interpret_cuda.py print text; printer.py is their common base. interpret_uops.py
+makes UOps, for devices whose renderer does not know attn's operations (attn/ops/plain.py).
 """
 from __future__ import annotations
 import inspect
@@ -23,28 +23,28 @@ LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 
 @dataclass
 class KernelText:
-  """The text of one kernel's calls, and of the functions that they need."""
+  """Text of one kernel's operation calls, with the functions that they need."""
   language: str
   arch: str
-  functions: dict[str, str] = field(default_factory=dict)                          # by name and types, each after those that it calls
-  compounds: dict[Any, tuple[str, list[Any]]] = field(default_factory=dict)        # the function and the operands of those printed so far
+  functions: dict[str, str] = field(default_factory=dict)                          # by name and types; a function stands after those that it calls
+  compounds: dict[Any, tuple[str, list[Any]]] = field(default_factory=dict)        # functions and operands of the compound operations printed so far
   def printer(self) -> Printer: return LANGUAGES[self.language](self.arch, self.functions)
 
   def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """The expression for a call of operands with these C types (a pointer's ends in *) and texts."""
+    """C++ expression for a call. `types` are the operands' C types (a pointer type ends in *), `sources` their texts, `out` the result's C type."""
     operation, printer = call.operation, self.printer()
     if operation.inline: return inlined(operation, call.parameters, printer, types, sources)
     if operation.definition is not None: return self.compound(call, operation.definition, out, types, sources)
     found: Any = operation.hip if self.language == "hip" else operation.cuda
-    if found is None: raise NotImplementedError(f"{call.name} is no operation of {self.arch}")
+    if found is None: raise NotImplementedError(f"{call.name} is not an operation of {self.arch}")
     if callable(found): found = found(printer, out, **call.parameters)
     if isinstance(found, str): return found.format(*sources)
     return function_text(call.name, found, printer, out, types, sources)
 
   def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Calls a compound operation's function, which is printed once for all calls with these types."""
+    """C++ expression that calls a compound operation's function. The function is printed once for all calls with these types."""
     names = operands_of(definition)
-    types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # what else there is only says what comes before
+    types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # further sources only order the call after other statements
     key = (call, out, *types)
     if key not in self.compounds: self.compounds[key] = compound_function(call, definition, self.printer(), out, dict(zip(names, types)))
     function, operands = self.compounds[key]
@@ -61,7 +61,7 @@ def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[
   return f"{name}{given}({', '.join(bare(x) for x in sources[:count])})"
 
 def operands_of(definition:Callable[..., Any]) -> list[str]:
-  """The names of a definition's operands."""
+  """Names of a definition's operands."""
   return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
 def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:Sequence[str], sources:Sequence[str]) -> str:
@@ -69,11 +69,11 @@ def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:S
   return bare(printer.term(operation.definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
 
 def compound_function(call:Call, definition:Callable[..., Any], printer:Printer, out:str, types:dict[str, str]) -> tuple[str, list[Any]]:
-  """Declares the function of a compound operation, its operands being of these types: its name, and what it uses of its operands."""
+  """Declares the function of a compound operation for operands of these types. Returns its name and its operands, which record the registers used."""
   static, name = call.parameters, call.name + call.operation.suffix.format(**call.parameters)
   operands = [RegisterArray(x, t[:-1]) if t.endswith("*") else Term(printer, x, t) for x, t in types.items()]
   registers = [x for x in operands if isinstance(x, RegisterArray)]
-  if registers:      # a first run tells which of their elements are used, and how
+  if registers:      # a first run records which of their elements are used, and how
     definition(type(printer)(printer.arch, {}), *operands, **static)
   printer.names.update(types.keys())
   signature = printer.registers_signature(call.name, registers)
@@ -85,7 +85,8 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
   return name, operands
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Makes the function below it the definition of the operation `name`; `suffix`, of static parameters, tells functions of the same types apart."""
+  """Decorator that makes a function the definition of the operation `name`. `suffix` is a format string of static parameters; it distinguishes
+  printed functions that have the same types."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)
@@ -94,7 +95,7 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
   return define
 
 def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None) -> None:
-  """An operation without parts. `meaning` (lanes, *sources, **static) is what it computes, in numpy. `hip` and `cuda` are its text for the languages
-  that have it, or a function (printer, C type of the result, **static) that gives the text. A text is an expression with {0} and {1} for the sources,
-  or a Body."""
+  """Registers an operation that is a single instruction. `meaning` (lanes, *sources, **static) computes its result in numpy. `hip` and `cuda` are its
+  text in these languages, a function (printer, C type of the result, **static) that returns the text, or None if the language has no such
+  instruction. A text is an expression with {0} and {1} for the sources, or a Body."""
   OPERATIONS[name] = Operation(meaning, hip, cuda)

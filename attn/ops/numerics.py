@@ -1,6 +1,6 @@
-"""What the arithmetic of the chips gives, in numpy: the roundings to 16 bits, and the instructions whose results are not those of plain fp32.
+"""Arithmetic of the chips, in numpy: rounding to 16 bits, and instructions whose results differ from plain fp32.
 
-A value of a kernel is an array with one column for every thread: (T,) for a scalar, (n, T) for a vector of n elements.
+A value of a kernel is an array with one column per thread: (T,) for a scalar, (n, T) for a vector of n elements.
 """
 from __future__ import annotations
 from typing import Any
@@ -8,48 +8,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}   # the largest relative error of rounding to nearest
-TWO_ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}    # two of them in a dword
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}   # largest relative error of rounding to nearest
+TWO_ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}    # dword that holds 1.0 twice
 
 def bits_as(x:Array, dtype:str) -> Array:
-  """The same bits as numbers of another type of the same size."""
+  """Reinterprets the bits of an array as numbers of another type of the same size."""
   return np.ascontiguousarray(x).view(dtype)
 
 def words_of(raw:Array) -> Array:
-  """Bytes (n, T) as lanes load them -> dwords (n/4, T), or for one dword (T,); fewer bytes lie in the low end of it."""
+  """Joins the bytes (n, T) that lanes load to dwords: (n/4, T), or (T,) for one dword. Fewer than four bytes lie in the low end of a dword."""
   if len(raw) < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
   words = np.ascontiguousarray(np.ascontiguousarray(raw.T).view(np.uint32).T)
   return words if len(words) > 1 else words[0]
 
 def round_bf16(x:Array) -> Array:
-  """fp32 -> the bits (uint32, low 16) of the nearest bf16, ties to even; a NaN stays one."""
+  """Rounds fp32 to the nearest bf16, ties to even; returns its bits in the low half of uint32. A NaN stays a NaN."""
   u = bits_as(x.astype(np.float32), "uint32")
-  r = (u + np.uint32(0x7fff) + (u >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)     # only what is no number may go beyond 32 bits
+  r = (u + np.uint32(0x7fff) + (u >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)     # only a NaN can overflow 32 bits here
   return np.where(np.isnan(x), np.uint32(0x7fc0), r)
 
 def round_fp16(x:Array) -> Array:
-  """fp32 -> the bits (uint32, low 16) of the nearest fp16, ties to even."""
+  """Rounds fp32 to the nearest fp16, ties to even; returns its bits in the low half of uint32."""
   with np.errstate(over="ignore", invalid="ignore"): return bits_as(x.astype(np.float16), "uint16").astype(np.uint32)
 
 def widen(bits:Array, dtype:str) -> Array:
-  """The fp32 values of fp16 ("float16") or bf16 ("bfloat16") bits held in the low 16 bits of uint32."""
+  """Converts fp16 ("float16") or bf16 ("bfloat16") bits, held in the low half of uint32, to fp32."""
   if dtype == "float16": return bits_as((bits & 0xffff).astype(np.uint16), "float16").astype(np.float32)
   return bits_as((bits & 0xffff).astype(np.uint32) << np.uint32(16), "float32")
 
 def pack_pairs(x:Array, dtype:str) -> Array:
-  """n fp32 -> n/2 dwords of two 16-bit floats, the even one in the low half."""
+  """Rounds n fp32 numbers to 16-bit floats and packs them into n/2 dwords, the even element in the low half."""
   r = round_fp16(x) if dtype == "float16" else round_bf16(x)
   return r[0::2] | (r[1::2] << np.uint32(16))
 
-SPLITTING = 2.0**16        # x*SPLITTING - (x*SPLITTING - x), the difference in the brackets rounded: x without its lower 16 bits, to nearest even
-LARGEST_WEIGHT = 2.0**111  # what it may multiply
+SPLITTING = 2.0**16        # x*SPLITTING - (x*SPLITTING - x), with the bracket rounded to fp32, is x rounded to its upper 8 bits, to nearest even
+LARGEST_WEIGHT = 2.0**111  # largest x for that: x*SPLITTING stays finite
 
 def fused_multiply_add(x:Array, y:Array, z:Array) -> Array:
-  """x*y + z with one rounding: a product of two fp32 is exact in fp64."""
+  """Computes x*y + z with one rounding: the product of two fp32 numbers is exact in fp64."""
   return np.asarray(np.asarray(x).astype(np.float64)*y + z).astype(np.float32)
 
 def power_of_two(x:Array) -> Array:
-  """v_exp_f32 and ex2.approx.ftz: denormal results are zero."""
+  """Computes 2^x as v_exp_f32 and ex2.approx.ftz do: denormal results become zero."""
   r = np.exp2(x.astype(np.float64)).astype(np.float32)
   return np.where(np.abs(r) < np.finfo(np.float32).tiny, np.float32(0), r)
 
@@ -57,7 +57,7 @@ def logarithm(x:Array) -> Array: return np.log2(x.astype(np.float64)).astype(np.
 def reciprocal(x:Array) -> Array: return (1/x.astype(np.float64)).astype(np.float32)
 
 def from_lane(x:Array, source:Array, wave:int) -> Array:
-  """Each lane takes x from lane `source` (T,) of its own wave."""
+  """Gives each lane the x of lane `source` (T,) of its own wave."""
   base = np.arange(x.shape[-1])//wave*wave
   return x[..., base + source % wave]
 

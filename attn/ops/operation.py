@@ -1,13 +1,13 @@
-"""How an operation that tinygrad has no UOp for gets into a kernel, to the printed source, and into the emulator.
+"""Operations that tinygrad has no UOp for: how they stand in a kernel, in the printed source and in the emulator.
 
-In a kernel it is one `Ops.CUSTOM` whose argument is a `Call`: the operation's name, the C types of its operands and its static parameters. The
-renderer asks the `Operation` of that name for its text, the emulator for its meaning in numpy. There are two kinds:
-- a compound operation is one Python function over a few primitives (attn/ops/language.py), which is run to get the HIP text, the CUDA text and the
+In a kernel an operation is one `Ops.CUSTOM` whose argument is a `Call`: the operation's name and its static parameters. The renderer asks the
+`Operation` of that name for its text, the emulator asks it for its meaning in numpy. There are two kinds:
+- a compound operation is one Python function over a few primitives (attn/ops/language.py). Running it gives the HIP text, the CUDA text or the
   meaning;
 - an instruction has its text and its meaning written out, side by side (attn/ops/amd.py, nvidia.py, hopper.py).
 
-Traps of `Ops.CUSTOM` in tinygrad 0.14.0, all dealt with in `emit`: it needs an explicit dtype and at least one source (its shape is that of its
-sources); an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed; a void one vanishes.
+Traps of `Ops.CUSTOM` in tinygrad 0.14.0, which `emit` avoids: it needs an explicit dtype and at least one source (its shape is that of its sources);
+an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed; a CUSTOM of dtype void vanishes.
 """
 from __future__ import annotations
 import functools
@@ -20,94 +20,96 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, VectorDType, dtypes, new_uop
 
 Array = NDArray[Any]
-Value = Any            # what a definition computes with: an array, or a Term of the printed text
+Value = Any            # value in a definition: an array, a Term of the printed text, or Elements (UOps)
 
 class Variable:
-  """A number that a branch of a definition may change."""
+  """Variable of a definition, which a branch may assign to."""
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
-  """What a meaning in numpy may ask of the emulator that runs it."""
+  """Interface of the emulator for an operation's meaning in numpy. T is the number of threads. A method that only has an effect returns zeros
+  (T,)."""
   wave: int                 # lanes of a wave
   @property
-  def active(self) -> Array: """(T,) bool: the threads that execute this operation."""
+  def active(self) -> Array: """Threads that execute this operation: bool (T,)."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
-    """uint8 (nbytes, T) from `pointer` + `offset` bytes, per thread; bounds-checked where `gate` holds, zero where it does not."""
+    """Loads uint8 (nbytes, T) from `pointer` + `offset` bytes, per thread. Checks bounds where `gate` is true; gives zeros where it is false."""
   def store_bytes(self, pointer:Any, offset:Array, data:Array, gate:Array) -> None:
-    """uint8 (nbytes, T) to `pointer` + `offset` bytes, per thread, where `gate` holds; bounds-checked."""
+    """Stores uint8 (nbytes, T) to `pointer` + `offset` bytes, per thread, where `gate` is true. Checks bounds."""
   def load_register(self, pointer:Any, i:int) -> Array:
-    """The i-th element of a register array from `pointer` on."""
+    """Reads element i of a register array, counted from `pointer`."""
   def store_register(self, pointer:Any, i:int, value:Array, gate:Array) -> None:
-    """Sets that element in the threads where `gate` holds."""
+    """Writes element i of a register array, counted from `pointer`, in the threads where `gate` is true."""
   def check_extent(self, pointer:Any, nbytes:Array) -> None:
-    """Raises where the `nbytes` from `pointer` on (a buffer descriptor's range) are not all inside the buffer."""
+    """Raises if the `nbytes` from `pointer` on (a buffer descriptor's range) are not all inside the buffer."""
   def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
-    """Raises where one of the numbers x is not in 0..count-1 though `gate` holds."""
+    """Raises if, in a thread where `gate` is true, the number x is not in 0..count-1."""
   def check_alone(self, name:str, x:Array, gate:Array) -> None:
-    """Raises where two of the numbers x of which `gate` holds are the same."""
+    """Raises if two threads where `gate` is true have the same number x."""
   def barrier(self, gate:Array) -> Array:
-    """The waves of the threads where `gate` holds reach a barrier; zeros."""
+    """Executes a barrier in the waves of the threads where `gate` is true."""
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
-    """`store_bytes` to LDS that is under way until the thread has waited for it: until then nobody may touch what it writes; zeros."""
+    """Starts an asynchronous `store_bytes` to LDS. Until the thread has waited for it, no thread may access the bytes that it writes."""
   def commit_stores(self) -> Array:
-    """The stores that each active thread has started since it last did this make a group; zeros."""
+    """Makes one group of the stores that each active thread has started since its last call of this."""
   def wait_stores(self, but:int) -> Array:
-    """The active threads wait for all their groups but the last so many; zeros."""
+    """Makes the active threads wait for their groups of stores, except the last `but` groups."""
   def arrive(self) -> Array:
-    """The workgroups of the active threads arrive at the next phase of their mbarrier, with the stores that they have started; zeros."""
+    """Makes the workgroups of the active threads arrive at the next phase of their mbarrier, with the stores that they have started."""
   def await_arrivals(self, parity:Array) -> Array:
-    """They wait for the next phase that they have not waited for, which must have this parity; zeros."""
+    """Makes the active threads wait for the next phase that they have not waited for, which must have this parity."""
   def only(self, gate:Array) -> AbstractContextManager[None]:
-    """Within it those of the active threads where `gate` holds are the active ones."""
+    """Context manager in which only the active threads where `gate` is true are active."""
   def warpgroup_operand(self, a:Array) -> Array:
-    """The fragments of A of a warpgroup's wgmma, uint32 (registers, T), as bits (warpgroups, 64, k)."""
+    """Converts the A fragments of a warpgroup's wgmma, uint32 (registers, T), to a matrix of bits (warpgroups, 64, k)."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
-    """Starts a wgmma on the `count` C fragments from `acc` on: A B^T, with `more` added to them. `a` and `b` read the operands, as bits of `dtype`
-    (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for it nobody may touch the fragments, nor write what was read; zeros."""
+    """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on; with `more` it adds to them. `a` and `b` read the operands, as
+    bits of `dtype`, (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for it, no thread may access the fragments or write what
+    the product reads."""
   def wait_products(self, but:int) -> Array:
-    """The active threads wait for all the products that they have started but the last so many; zeros."""
+    """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
-    """Raises where `pointer` is no multiple of `nbytes` from the begin of its buffer."""
+    """Raises if `pointer` is not a multiple of `nbytes` bytes from the start of its buffer."""
   def probe(self, name:str, x:Array) -> Array:
-    """Shows or collects x of the active threads under that name; x."""
+    """Shows or collects the active threads' x under a name; returns x."""
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """c + the dot product of two dwords of two numbers of `dtype` each, by AMD's v_dot2_f32_f16 or v_dot2_f32_bf16."""
+    """Computes c + a . b, the dot product of two dwords of two numbers of `dtype` each, as AMD's v_dot2_f32_f16 or v_dot2_f32_bf16 does."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """The matrix instruction `name` (of `attn.chips.matrix.Matrix.name`), on register images as the ISA lays them out."""
+    """Executes the matrix instruction `name` (see `attn.chips.matrix.Matrix.name`) on register images in the ISA's layout."""
 
 @dataclass(frozen=True)
 class Body:
-  """A function in C++: the statements in it, one a line, which end in a return."""
+  """C++ function: its statements, one per line, of which the last is a return."""
   statements: str
-  parameters: str                            # their names
-  template: tuple[tuple[str, int], ...] = () # static numbers that must be constants where they are used, by name
-  name: str = ""                             # where the operation's own does not say all
+  parameters: str                            # names of the parameters, separated by spaces
+  template: tuple[tuple[str, int], ...] = () # template parameters (name, value): numbers that must be compile-time constants
+  name: str = ""                             # name of the function, if not the operation's own
 
-Text = str|Body             # an expression with {0}, {1} for the sources, or a function
+Text = str|Body             # text of an operation: an expression with {0}, {1} for the sources, or a function
 
 @dataclass(frozen=True)
 class Call:
-  """The argument of a CUSTOM: which operation, with which static parameters."""
+  """Argument of a CUSTOM: the name of an operation and its static parameters."""
   name: str
   static: tuple[tuple[str, Any], ...]
   @functools.cached_property
   def order(self) -> str: return f"{self.static} {self.name}"
-  def __lt__(self, other:Call) -> bool: return self.order < other.order     # the linearizer sorts what may stand in any order
+  def __lt__(self, other:Call) -> bool: return self.order < other.order     # the linearizer sorts UOps whose order is free, by their arguments too
   @property
   def operation(self) -> Operation: return OPERATIONS[self.name]
   @property
   def parameters(self) -> dict[str, Any]: return dict(self.static)
   def meaning(self, lanes:Lanes, *sources:Any) -> Any:
-    """The value, (T,) or (n, T), on these sources."""
+    """Computes the operation in numpy on these sources: (T,) for a scalar, (n, T) for a vector."""
     with np.errstate(all="ignore"): return self.operation.meaning(lanes, *sources, **self.parameters)
   def format(self, *sources:str) -> str:
-    raise NotImplementedError(f"a renderer that does not know attn's operations was asked to print {self.name}: "
-                              "import attn before the device is opened")
+    raise NotImplementedError(f"this device's renderer can't print {self.name}, an operation of attn: import attn before the device is opened")
 
 @dataclass(frozen=True)
 class Operation:
-  """An instruction, which has its meaning (lanes, *sources, **static) and its texts for the languages that have it, or a compound operation, whose
-  `definition` (language, *sources, **static) is all of these; an inline one is an expression, printed where it is used and not as a function."""
+  """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static) and a text for each language that has it. A compound
+  operation has a `definition` (language, *sources, **static), from which its meaning and texts are made. An `inline` operation is printed as an
+  expression where it is used, and not as a function."""
   meaning: Callable[..., Any]
   hip: Callable[..., Text]|Text|None = None
   cuda: Callable[..., Text]|Text|None = None
@@ -118,12 +120,12 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 def is_ours(name:str, uops:Iterable[UOp]) -> bool:
-  """Whether a kernel is one of ours, as its name or its vector types tell."""
+  """Tells whether a kernel is one of attn's, by its name, its vector types or its operations."""
   return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
 
 def integer(x:UOp) -> UOp:
-  """An index as an int32, which holds it. What it is a minimum, a quotient or a remainder of may be more. tinygrad would compute that in 32 bits too,
-  unless the numbers in it are 64 bits wide already: (x % 16).cast(int32) is wrong where x is 2^31 or more."""
+  """Casts an index that fits an int32 to int32. Numbers inside its expression may not fit: (x % 16).cast(int32) is wrong if x is 2^31 or more,
+  because tinygrad would compute x in 32 bits too. In that case the parts of the expression are made 64 bits wide first."""
   parts = x.toposort(gate=lambda u: u.dtype == dtypes.weakint and u.op in GroupOp.ALU)
   if not any(s.overflows(dtypes.int) for u in parts for s in u.src if s.dtype == dtypes.weakint): return x.cast(dtypes.int)
   wide = dict[UOp, UOp]()
@@ -132,9 +134,10 @@ def integer(x:UOp) -> UOp:
   return wide[x].cast(dtypes.int)
 
 def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
-  """An operation as one UOp with result type `out`; `static` are its compile-time parameters."""
+  """Makes the UOp of an operation with result type `out`; `static` are its compile-time parameters."""
   return new_uop(Ops.CUSTOM, sources, out, Call(name, tuple(static.items())))
 
 def statement(name:str, /, *sources:UOp, **static:Any) -> UOp:
-  """An operation that is there for what it does. Its value, 0, is to be stored somewhere: that is what orders it among others."""
+  """Makes the UOp of an operation that is executed for its effect. Its value is 0 and must be stored somewhere: the store puts it in order among
+  other statements."""
   return new_uop(Ops.CUSTOMI, sources, dtypes.float, Call(name, tuple(static.items())))
