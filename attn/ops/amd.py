@@ -1,4 +1,4 @@
-"""The instructions of AMD's chips that tinygrad has no UOp for: HIP text and numpy meaning side by side. What all vendors have is in common.py."""
+"""Instructions of AMD's chips that tinygrad has no UOp for: HIP text and numpy meaning side by side. Operations of all vendors are in common.py."""
 from __future__ import annotations
 from typing import Any
 import functools
@@ -13,13 +13,13 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """What a statement means that has no effect on numbers."""
+  """Meaning of a statement that has no effect on numbers."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****
 
 def _byte_perm(lanes:Any, hi:Array, lo:Array, selector:int) -> Array:
-  moved: dict[tuple[int, int], int] = {}     # (word, bytes up) -> the bytes of the result that are of it
+  moved: dict[tuple[int, int], int] = {}     # (word, shift up in bytes) -> mask of the result's bytes that come from it
   for i in range(4):
     word, byte = divmod(selector >> 8*i & 7, 4)
     moved[word, i - byte] = moved.get((word, i - byte), 0) | 0xff << 8*i
@@ -34,14 +34,15 @@ def _byte_perm_cuda(printer:Any, out:str, selector:int) -> str:
 instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)", _byte_perm_cuda)
 
 def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
-  """Four bytes picked from the eight of (hi, lo): byte value 0-3 of `selector` takes from lo, 4-7 from hi (v_perm_b32)."""
+  """Picks four bytes out of the eight of (hi, lo): a byte of `selector` takes from lo if it is 0-3, from hi if it is 4-7 (v_perm_b32)."""
   return emit("byte_perm", dtypes.uint, hi, lo, selector=selector)
 
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
 
 def side_by_side(x:UOp) -> UOp:
-  """The vector x, whose elements lie in neighbouring registers at this point, and so in different banks: the compiler keeps them anywhere otherwise.
-  Two instructions issue at once only where their operands, and their results, are in different banks (VOPD: RDNA3 ISA section 7.6)."""
+  """Returns the vector x, with its elements in neighbouring registers at this point, and so in different banks. Otherwise the compiler may keep them
+  in any registers. Two instructions issue together only if their operands, and their results, are in different banks (VOPD: RDNA3 ISA section
+  7.6)."""
   return emit("side_by_side", x.dtype, x)
 
 # ***** across lanes *****
@@ -54,8 +55,9 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """x of this lane and of one that is `step` lanes away, in whatever order: for an operation that does not mind it, over all `matrix.group_steps`. By
-  v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32, as matrix.exchange says."""
+  """Pair of x of this lane and x of the lane `step` lanes away, in either order. It serves reductions that commute, over all `matrix.group_steps`.
+  `matrix.exchange` selects the instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or
+  ds_bpermute_b32."""
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
 
 def _share_halves(lanes:Any, x:Array, low:Array) -> Array:
@@ -72,30 +74,32 @@ def _share_halves_text(printer:Any, out:str) -> Body:
 instruction("share_halves", _share_halves, _share_halves_text)
 
 def share_halves(x:UOp, low:UOp) -> UOp:
-  """Lanes l and l+16 both get lane l's vector followed by lane l+16's; `low` holds in lanes 0-15."""
+  """Gives lanes l and l+16 both lane l's vector, followed by lane l+16's vector. `low` is true in lanes 0-15."""
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:
-  """A number that clang may neither know nor keep from one time to the next. (The intrinsic by its LLVM name: clang 19 has no builtin for it.)"""
+  """Text whose number clang can neither know nor keep from one use to the next. (It calls the intrinsic by its LLVM name: clang 19 has no
+  builtin.)"""
   return Body('__attribute__((device)) bool lanes_of(unsigned) __asm("llvm.amdgcn.inverse.ballot.i32");\n'
               'unsigned bits = 0xffffu;\nasm("" : "+s"(bits) : "v"(x[0]));\nreturn lanes_of(bits);', "x")
 
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Whether this is one of lanes 0-15: a condition that is made anew once the vector x is there. After a comparison it lies in VCC again, with which
-  two selects are one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
+  """Tells whether this lane is one of lanes 0-15. The condition is computed again once the vector x is there, so that it lies in VCC even after a
+  comparison has used VCC. Two selects by VCC are one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
   return emit("low_lanes", dtypes.bool, x)
 
 # ***** order *****
 
 def _waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
-  """CDNA's s_waitcnt: until at most so many loads from memory, and accesses to LDS, of this wave are under way (LLVM, AMDGPUBaseInfo.cpp)."""
+  """C++ text of CDNA's s_waitcnt: waits until at most `vmcnt` loads from memory and `lgkmcnt` accesses to LDS of this wave are under way. (The
+  encoding is in LLVM's AMDGPUBaseInfo.cpp.)"""
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
 def _in_order(*statements:str) -> str:
-  """Statements that no access to memory is moved across, by clang's passes or by its scheduler. The fences are of one wave, which cost nothing: a
-  release to the workgroup waits for loads to LDS as for other stores there, however few of them the barrier is meant to wait for."""
+  """C++ text of statements across which neither clang's passes nor its scheduler move accesses to memory. The fences have the scope of one wave and
+  cost nothing. A release with the scope of the workgroup would wait for all loads to LDS, even if the barrier is meant to wait for only some."""
   fence, scheduling = '__builtin_amdgcn_fence({}, "wavefront");', "__builtin_amdgcn_sched_barrier(0);"
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
@@ -112,10 +116,11 @@ instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\n
 instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
 
 def barrier(*done:UOp) -> UOp:
-  """A workgroup barrier by hand, with nothing scheduled or moved in LDS across it, once the values `done` are there. A statement."""
+  """Workgroup barrier, after the values `done` are computed. The compiler moves no access to LDS across it. (tinygrad does not insert this one: the
+  kernel places it.) A statement."""
   return statement("barrier", *done)
 def barrier_of(waves:UOp, *done:UOp) -> UOp:
-  """A barrier that only the waves for which `waves` is not zero execute: from then on the others are a barrier behind. A statement."""
+  """Barrier that only the waves with a nonzero `waves` execute: from then on the other waves are one barrier behind. A statement."""
   return statement("barrier_of", integer(waves), *done)
 def wait_loads(n:int, *done:UOp) -> UOp:
   """Waits until at most `n` of this wave's loads to LDS are under way (s_waitcnt vmcnt). A statement."""
@@ -124,20 +129,22 @@ def priority(level:int, *done:UOp) -> UOp:
   """This wave's priority among those of its SIMD from here on, 0 to 3 (s_setprio). A statement."""
   return statement("priority", *done, level=level)
 def fp32_apart(*done:UOp) -> UOp:
-  """In this kernel no two fp32 operations are one packed instruction: see ops.renderers. A statement."""
+  """Keeps clang from packing two fp32 operations of this kernel into one instruction: see GLOBAL_UNPACKED in ops.renderers. A statement."""
   return statement("fp32_apart", *done)
 def sched_barrier(*done:UOp) -> UOp:
-  """Nothing is scheduled across the point at which all of `done` are known: keeps loads from being started long before their use. A statement."""
+  """Keeps clang from scheduling anything across the point where all of `done` are computed, so that loads don't start long before their use. A
+  statement."""
   return statement("sched_barrier", *done)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """The integer x, in a way that the compiler can't tell: what is loaded from there is loaded anew in every `trip` and not kept in registers."""
+  """Returns the integer x and hides its value from the compiler. A load from an address made of it is repeated in every `trip` instead of being kept
+  in registers."""
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
 instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
 
 def made_here(*values:UOp) -> UOp:
-  """What makes the vectors `values` is done: the compiler may put work off into a later branch, beyond a barrier. A statement."""
+  """Makes the compiler compute the vectors `values` here. Otherwise it may delay the work into a later branch, beyond a barrier. A statement."""
   return statement("made_here", *values, n=len(values))
 
 # ***** memory *****
@@ -150,7 +157,7 @@ def _load_to_lds(lanes:Any, pointer:Any, records:Array, offset:Array, lds:Any, *
   return lanes.commit_stores()    # s_waitcnt counts each load by itself
 
 def _load_to_lds_text(printer:Any, out:str) -> Body:
-  """The instruction by its LLVM name: clang 20 has no builtin for it."""
+  """Text that calls the instruction by its LLVM name: clang 20 has no builtin for it."""
   shared = "__attribute__((address_space(3))) void*"
   return Body(f"__attribute__((device)) void load(__amdgpu_buffer_rsrc_t, {shared}, unsigned, int, int, int, int)\n"
               '    __asm("llvm.amdgcn.raw.ptr.buffer.load.lds");\n'
@@ -184,20 +191,22 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Numbers of 16 bits in LDS, `steps` bytes on from `lds` (an INDEX), two a dword: a column of a tile that lies in rows (ds_read_u16)."""
+  """Loads 16-bit numbers from LDS at `lds` (an INDEX) + each of `steps` bytes, two per dword: a column of a tile that is stored by rows
+  (ds_read_u16)."""
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
-  """`buffer_load` of 16 bytes straight to LDS: lane l's go to `lds` (an INDEX: wave-uniform) + 16*l. Under way until `wait_loads`. A statement."""
+  """Loads 16 bytes as `buffer_load` does, but directly to LDS: lane l's bytes go to `lds` (a wave-uniform INDEX) + 16*l. The load is under way until
+  `wait_loads`. A statement."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
 def load_transposed(lds:UOp) -> UOp:
-  """ds_read_b64_tr_b16: the 16 lanes of a group each name 4 consecutive 16-bit elements, lane l those of row l//4, columns 4*(l%4) on, of a 4 x 16
-  matrix; lane l gets its column l (CDNA4 ISA section 11.4)."""
+  """Loads a transposed 4 x 16 matrix of 16-bit elements for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive
+  elements, those of row l//4 from column 4*(l%4) on, and gets column l (CDNA4 ISA section 11.4)."""
   return emit("load_transposed", u32(2), lds)
 
 # ***** matrix unit *****
 
 def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
-  """A cast between vectors of the same size keeps the bits; from a vector to a number it takes the builtin."""
+  """Text of a matrix instruction. A C cast between vectors of the same size keeps the bits; a vector becomes a number only by __builtin_bit_cast."""
   if matrix.operand_type == "long": a, b = (f"__builtin_bit_cast(long, {{{i}}})" for i in range(2))
   else: a, b = (f"({matrix.operand_type}{matrix.operand}){{{i}}}" for i in range(2))
   return str(matrix.call(a, b, "{2}"))
@@ -205,10 +214,10 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """acc + A B by one matrix instruction; a and b are register images.
+  """Computes acc + A B by one matrix instruction; a and b are register images.
 
-  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0) with the shape in the value's type instead of in the UOp's. An `Ops.WMMA` wants operands of
-  one dimension. Those of n numbers the devectorizer (do_stack_wmma) takes apart; with one element, a vector, it works, but the RESHAPE, STACK and
-  INDEX around each operand make lowering 25 to 60 % longer (gfx942, D=64: 0.39 to 0.54 s), and HIPRenderer's `#define` names builtins that do not
+  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0), with the shape in the value's type and not in the UOp's. An `Ops.WMMA` needs operands of one
+  dimension. The devectorizer (do_stack_wmma) takes operands of n numbers apart. Operands of one element, a vector, work, but the RESHAPE, STACK and
+  INDEX around each operand make lowering 25 to 60 % slower (gfx942, D=64: 0.39 to 0.54 s). And HIPRenderer's `#define` names builtins that do not
   exist for the 32x32 shapes."""
   return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

@@ -1,12 +1,13 @@
-"""Which elements of P dropout keeps: bits from a counter, the same on every chip, in every pass and for every tile.
+"""Dropout's choice of the elements of P that it keeps. It comes from a counter-based generator: the same on every chip, in every pass, for every
+tile.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3") gives 128 bits for a counter (query, keys, head,
-batch) and a key, the seed. One call serves an octet, eight neighbouring keys of a query, with 16 bits each: key 2*i + h of the octet has half h of
-word i, and is kept where that number is at least p * 2^16. So p counts in steps of 2^-16.
+batch) and a key, which is the seed. One call serves an octet, which is eight neighbouring keys of a query, with 16 bits for each key. Key 2*i + h of
+the octet has half h of word i, and is kept if that number is at least p * 2^16. So p has steps of 2^-16.
 
-A lane has bits of scores that lie in its registers, and lanes that share a query, or eight whose keys are an octet, exchange what each of them has
-worked out. The bits of 32 rows of what a kernel walks over are one dword, in this order: row 8*j + 2*i + h is bit 4*j + i + 16*h, so that two
-neighbours are the same bit of both halves, where a mask for two packed numbers wants them.
+A lane needs the bits of the scores in its registers. Lanes that share a query, or eight lanes whose keys form an octet, divide the calls among
+themselves and exchange the results. The bits of 32 rows that a kernel walks over form one dword: row 8*j + 2*i + h is bit 4*j + i + 16*h. So two
+neighbouring rows have the same bit in both halves, as a mask for two packed numbers needs it.
 """
 from __future__ import annotations
 import functools, operator
@@ -18,21 +19,21 @@ from attn.ops.operation import Value
 from attn.ops.operation import emit
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 
-OCTET = 8                      # keys of a query that one call serves
-WORD = 32                      # rows whose bits are a dword
-STEPS_OF_P = 1 << 16           # of the probability
-SPREAD = 15                    # see `lane_bits`
+OCTET = 8                      # keys of a query that one call of Philox serves
+WORD = 32                      # rows whose bits form a dword
+STEPS_OF_P = 1 << 16           # the probability p is a multiple of 1/STEPS_OF_P
+SPREAD = 15                    # distance by which `lane_bits` moves the second of two neighbouring rows' bits up
 
 MULTIPLIERS = (0xd2511f53, 0xcd9e8d57)
-BUMPS = (0x9e3779b9, 0xbb67ae85)       # of the key, from round to round: the golden ratio and sqrt(3) - 1
+BUMPS = (0x9e3779b9, 0xbb67ae85)       # added to the key from round to round: the golden ratio and sqrt(3) - 1
 PHILOX_ROUNDS = 10
 
 def threshold(p:float) -> int:
-  """The least of the 16-bit numbers that are kept."""
+  """Smallest 16-bit number for which an element is kept."""
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
-  """The four words of Philox4x32-10; `c` is any interpreter that has `wide_product`."""
+  """Computes the four words of Philox4x32-10. `c` is any interpreter that has `word` and `wide_product`."""
   x0, x1, x2, x3 = counter
   k0, k1 = key
   for i in range(PHILOX_ROUNDS):
@@ -50,11 +51,11 @@ def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:
   return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
 
 def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
-  """A dword whose bits i + 16*h say which keys 2*i + h of an octet are kept."""
+  """Dword in which bit i + 16*h tells whether key 2*i + h of an octet is kept."""
   operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
   return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
 
-# ***** among lanes *****
+# ***** exchanges between lanes *****
 
 @compound("together")
 def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:str) -> Value:
@@ -63,10 +64,10 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """The bits that lanes have, each from bit `place` on, in one dword that all of them get."""
+  """Joins the bits of several lanes in one dword that all of them get; a lane's bits go to bit `place` and above."""
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
 
-LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # those that change places with what lies so much higher
+LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits that swap with the bits that much higher}
 
 @compound("turned")
 def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:str) -> Value:
@@ -79,8 +80,8 @@ def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:s
   return x
 
 def turned(x:UOp, own:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Eight lanes, number `own` of which has row `own` of four 8 x 8 matrices of bits, get their columns. A distance of `steps` is a bit of `own`. (By
-  exchanges of blocks of bits, each time half as large: Warren, Hacker's Delight, 7-3.)"""
+  """Transposes four 8 x 8 matrices of bits across eight lanes: lane number `own` of the eight has row `own` and gets column `own`. Each distance in
+  `steps` stands for one bit of `own`. The lanes exchange blocks of bits, each time half as large (Warren, Hacker's Delight, 7-3)."""
   return emit("turned", dtypes.uint, x, own.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 @compound("lane_bits")
@@ -91,11 +92,11 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """The bits of the rows that a lane has, of which the first is bit `place`. Where those are `alternate` ones, two neighbours are a bit apart: the
-  second goes to the upper half."""
+  """Bits of a lane's own rows, of which the first is bit `place` of x. If the lane has `alternate` rows, two of its rows that follow each other have
+  neighbouring bits: the second bit is moved to the upper half."""
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
 
-# ***** what they are for *****
+# ***** dropping elements *****
 
 @compound("drop_packed", suffix="_{first}")
 def _drop_packed(c:Any, packed:Value, words:Value, *, places:tuple[tuple[int, int], ...], first:int) -> Value:
@@ -109,17 +110,19 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
   return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
-  """Pairs of 16-bit numbers, 0 where they are not kept: `places` says of each pair which of the `words` has its bits, and where in both halves.
-  `first` is the number of the vector among those of a lane, for which there are other places."""
+  """Sets dropped elements of pairs of 16-bit numbers to 0. For each pair, `places` names the word of `words` that has its two bits, and their
+  position in both halves. `first` is the number of this vector among the lane's vectors: another vector has other places, and so a function of its
+  own."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, first=first)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
-  """The same of fp32 numbers: `places` says of each which of the `words` has its bit, and where."""
+  """Sets dropped elements of a vector of fp32 numbers to 0. For each number, `places` names the word of `words` that has its bit, and the bit.
+  `first` is the same as in `drop_packed`."""
   return emit("drop_numbers", f32(length(x)), x, words, places=places, first=first)
 
-# ***** in tensor operations *****
+# ***** dropout in tensor operations *****
 
 class TensorWords:
-  """The interpreter of `philox` on tensors of uint32."""
+  """Interpreter with which `philox` computes on tensors of uint32."""
   @staticmethod
   def word(n:int) -> int: return n
   @staticmethod
@@ -128,7 +131,8 @@ class TensorWords:
     return product.cast(dtypes.uint), (product >> 32).cast(dtypes.uint)
 
 def kept_elements(seed:Tensor, p:float, batch:Tensor, head:Tensor, query:Tensor, key:Tensor) -> Tensor:
-  """bool: which elements of P are kept, of places that broadcast; `seed` is uint32 (2)."""
+  """Tensor of bool that tells which elements of P are kept. `batch`, `head`, `query` and `key` are index tensors that broadcast; `seed` is uint32
+  (2,)."""
   if not threshold(p): return Tensor.full((batch + head + query + key).shape, True, device=seed.device)
   batch, head, query, key = (x.cast(dtypes.uint) for x in (batch, head, query, key))
   words = philox(TensorWords, (query, key >> 3, head, batch), (seed[0], seed[1]))

@@ -1,14 +1,14 @@
-"""The instructions of Hopper's warpgroup kernels: CUDA text and numpy meaning side by side.
+"""Instructions of Hopper's warpgroup kernels: CUDA text and numpy meaning side by side.
 
-Sections are those of the PTX ISA 8.7. wgmma.mma_async (9.7.15) multiplies for a warpgroup of 128 threads: 64 rows of A, from registers or shared
-memory, by up to 256 columns of B from shared memory. A thread's part of the result is that of mma.m16n8k16 for each 8 columns, warp w of the group
-having rows 16*w on; so is its part of A.
+Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together: it multiplies 64 rows of A, from
+registers or shared memory, by up to 256 columns of B, from shared memory. For each 8 columns a thread has the same part of the result as in
+mma.m16n8k16, and warp w of the group has the rows from 16*w on. The same holds for A in registers.
 
-Tiles in shared memory are panels of 64 columns: rows of 128 bytes whose 16-byte units are permuted by xor with the number of the row modulo 8 (the
-128-byte swizzle of 9.7.15.5.1), from an address that is a multiple of 1024 bytes.
+A tile in shared memory consists of panels of 64 columns. A panel's rows have 128 bytes; the 16-byte units of a row are permuted by xor with the row
+number modulo 8 (the 128-byte swizzle of 9.7.15.5.1). A tile begins at a multiple of 1024 bytes.
 
-What is asynchronous the emulator takes strictly: from `scores` or `output` on until `wait_products` has waited for it nobody may touch their
-accumulators, nor write what they read, in shared memory or in registers.
+The emulator is strict about asynchronous products: from `scores` or `output` on, until `wait_products` has waited for it, no thread may access its
+accumulators, or write what it reads in shared memory or registers.
 """
 from __future__ import annotations
 from typing import Any, Callable
@@ -21,16 +21,16 @@ from attn.ops.operation import Body, Lanes, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 GROUP = 128                  # threads of a warpgroup
-M, K = 64, 16                # of one instruction
-PANEL, ATOM = 128, 1024      # bytes of a row of a panel, and of 8 rows: the pattern of the swizzle
+M, K = 64, 16                # rows of A and depth of one instruction
+PANEL, ATOM = 128, 1024      # bytes of a panel's row, and of 8 rows, after which the swizzle repeats
 PTX = {"float16": "f16", "bfloat16": "bf16"}
 EVERYWHERE = UOp.const(True)
 
 # ***** the meaning *****
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int) -> Array:
-  """What each warpgroup reads: `lines` times `units` neighbouring units of 16 bytes, as uint16 (groups, lines, 8*units). `line` gives the byte, from
-  the tile's begin on, where a line begins; the swizzle goes by the address."""
+  """Reads an operand of each warpgroup from shared memory: `lines` times `units` neighbouring units of 16 bytes, as uint16 (groups, lines, 8*units).
+  `line` maps the number of a line to its first byte, counted from the start of the tile, before the swizzle."""
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
@@ -38,22 +38,22 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
     for first in range(0, lines*units, GROUP):
       i = np.minimum(first + thread, lines*units - 1)
       there = line(i//units) + i % units*16
-      # the pattern of the swizzle repeats where a tile may begin: so it is that of the offset from there
+      # a tile begins where the pattern of the swizzle repeats, so the offset in the tile is swizzled as the address is
       offset, gate = there ^ (there//PANEL % 8*16), first + thread < lines*units
       read.append(lanes.load_bytes(pointer, np.tile(offset, groups), 16, lanes.active & np.tile(gate, groups)))
     return read
-  load(lanes.wave)     # hardware does not say which wave of the group reads what: for the race check another one does, too
+  load(lanes.wave)     # hardware does not specify which wave of the group reads what: for the race check a second wave reads everything too
   read = load(0)
   bits = np.stack([np.ascontiguousarray(x.T).view(np.uint16).reshape(groups, GROUP, 8) for x in read], 1)
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """`rows` rows of K*steps columns, the contraction along the row: (groups, rows, K*steps)."""
+  """Reads `rows` rows of K*steps columns, for a contraction along the row: (groups, rows, K*steps)."""
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int) -> Array:
-  """`keys` rows of `width` columns, the contraction across the rows: (groups, width, keys)."""
+  """Reads `keys` rows of `width` columns, for a contraction across the rows: (groups, width, keys)."""
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
   return _read(lanes, pointer, keys*blocks, line, 1).reshape(-1, keys, width).swapaxes(1, 2)
@@ -71,21 +71,22 @@ def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, 
 # ***** the text *****
 
 def accumulators(n:int) -> str:
-  """The registers of n C fragments, within inline assembly."""
+  """Registers of n C fragments, as inline assembly names them."""
   return ", ".join(f"%{i}" for i in range(4*n))
 
 def both_ways(n:int) -> str:
-  """The same as operands that are read and written."""
+  """Registers of n C fragments, as operands of inline assembly that are read and written."""
   return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
 
 def _descriptor(name:str, pointer:str, apart:int=16) -> str:
-  """Matrix descriptor (9.7.15.5.1.2): address, distance of panels where B is transposed, distance of 8 rows, 128-byte swizzle."""
+  """Statement that makes a matrix descriptor (9.7.15.5.1.2) of the address, the distance of panels for a transposed B, the distance of 8 rows, and
+  the 128-byte swizzle."""
   rest = apart >> 4 << 16 | ATOM >> 4 << 32 | 1 << 62
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """One group of instructions, with the registers and predicates that they need, where operand number `there` is not 0. (The branch lies within the
-  assembly: around it ptxas would wait for each wgmma, warning C7511.)"""
+  """Inline assembly of one group of instructions, with the registers and predicates that they need. It is skipped if operand number `there` is 0.
+  (The branch is inside the assembly: with a branch around it, ptxas would wait for each wgmma, warning C7511.)"""
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
           "wgmma.commit_group.sync.aligned; over: }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
@@ -135,28 +136,28 @@ instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(bu
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
 def init(barrier:UOp, first:UOp, threads:int) -> UOp:
-  """Makes 8 bytes of shared memory (an INDEX) an mbarrier for so many threads; done by the thread for which `first` holds. A statement, after which a
-  block barrier must follow."""
+  """Makes 8 bytes of shared memory, `barrier` (an INDEX), an mbarrier for `threads` threads. The thread for which `first` is true does it. A
+  statement, after which a block barrier must follow."""
   return statement("init_arrivals", barrier, first, threads=threads)
 def arrive(barrier:UOp, order:UOp) -> UOp:
-  """This thread arrives at the mbarrier's next phase when the copies that it has started are there. A statement."""
+  """Makes this thread arrive at the mbarrier's next phase once the copies that it has started are complete. A statement."""
   return statement("arrive", barrier, order)
 def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
   """Waits until all threads have arrived at phase number `phase`, so that wgmma may read what they copied. A statement."""
   return statement("await_arrivals", barrier, integer(phase % 2), order)
 def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
-  """Starts acc = Q K^T: 64 rows of Q and 8 rows of K for each C fragment in `acc` (a placeholder), 16*steps columns of both, from INDEXes of their
-  first units; `panels` are the distances of Q's panels and of K's, in bytes. In the warpgroups where `there` does not hold nothing happens. A
+  """Starts acc = Q K^T, with 64 rows of Q, 8 rows of K for each C fragment in `acc` (a placeholder), and 16*steps columns of both. `q` and `k` are
+  INDEXes of their first units; `panels` has the distance between panels in bytes, of Q and of K. Warpgroups where `there` is false do nothing. A
   statement."""
   return statement("start_scores", acc[0], q, k, there, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
 def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
-  """Starts acc += P V: A fragments `p` (a placeholder, 16 keys each), as many rows of V. `place`: which C fragments of `acc`, if not all. In the
-  warpgroups where `there` does not hold nothing happens. A statement."""
+  """Starts acc += P V, with the A fragments `p` (a placeholder, 16 keys each) and one row of V for each key. `panel` is the distance between V's
+  panels in bytes. `place` selects C fragments of `acc`; None stands for all. Warpgroups where `there` is false do nothing. A statement."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
 def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
-  """All that was started is done, the last `but` products excepted: `acc` may be used. A statement."""
+  """Waits for all products that were started, except the last `but` products. After that `acc` may be used. A statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
-  """The number of this thread's warpgroup, told to the compiler to be the same in the warp."""
+  """Number of this thread's warpgroup. The compiler is told that it is uniform in the warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

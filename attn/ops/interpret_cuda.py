@@ -1,4 +1,4 @@
-"""A definition printed as CUDA, whose vectors have names for their elements and nothing else, so that all is done element by element."""
+"""Interpreter that prints a definition as CUDA. CUDA's vectors have named elements but no arithmetic, so everything is done element by element."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -7,7 +7,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 
 class Cuda(Printer):
-  """CUDA: its vectors have names for their elements and nothing else, so that all is done element by element."""
+  """Prints a definition as CUDA. CUDA's vectors have named elements but no arithmetic, so everything is done element by element."""
   header = "static __device__ __forceinline__ "
   functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "max": "fmaxf({0}, {1})"}
   infinity, not_a_number = "INFINITY", "__int_as_float(0x7fc00000)"
@@ -24,21 +24,22 @@ class Cuda(Printer):
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
     return self.vector(*[self.elementwise(name, scalar, *[self.element(t, i) if length_of(t.type) > 1 else t for t in terms]) for i in range(n)])
   def vector_operator(self, operator:str, x:str, y:str) -> None:
-    """Declares it for whoever prints it: tinygrad, of its own UOps."""
+    """Declares an operator between vectors, which tinygrad prints for its own UOps."""
     out, n = max((x, y), key=length_of), max(length_of(x), length_of(y))
     values = [f"{self.at('x', x, i)} {operator} {self.at('y', y, i)}" for i in range(n)]
     self.declare(f"operator{operator}({x}, {y})",
                  f"{self.header}{out} operator{operator}({x} x, {y} y) {{\n{returned(self.vector_text(out, values))}\n}}")
   def approximate(self, name:str, instruction:str, x:Value) -> Value:
-    """An instruction of one operand and one result, in PTX."""
+    """Prints a PTX instruction of one operand and one result."""
     self.declare(f"{name}(float)", f'{self.header}float {name}(float x) {{\n  float y;\n  asm("{instruction} %0, %1;" : "=f"(y) : "f"(x));\n'
                                    "  return y;\n}")
     return self.elementwise(name, f"{name}({{0}})", x)
   def exp2(self, x:Value) -> Value:
-    """9.7.3.24 of the PTX ISA."""
+    """Prints ex2.approx (PTX ISA 9.7.3.24)."""
     return self.approximate("exp2_of", "ex2.approx.ftz.f32", x)
   def rcp(self, x:Value) -> Value:
-    """To 1 unit in the last place, as AMD's. A division is a call where its operands are extreme, around which ptxas spills registers."""
+    """Prints rcp.approx, which is accurate to 1 unit in the last place, as AMD's v_rcp_f32. A division would call a function for extreme operands,
+    and ptxas spills registers around the call."""
     return self.approximate("rcp_of", "rcp.approx.ftz.f32", x)
   def fma(self, x:Value, y:Value, z:Value) -> Value: return self.elementwise("fma_of", "fmaf({0}, {1}, {2})", x, y, z)
   def abs(self, x:Value) -> Value: return self.elementwise("abs_of", "fabsf({0})", x)
@@ -57,13 +58,13 @@ class Cuda(Printer):
     return self.vector(*[element(i, key) for i, key in enumerate(offsets)])
   def as_float(self, x:Value) -> Value: return self.elementwise("as_float", "__uint_as_float({0})", x)
   def widen(self, bits:Value, dtype:str) -> Value:
-    """9.7.9.21 of the PTX ISA for fp16; bf16 is the upper half of an fp32."""
+    """Prints cvt for fp16 (PTX ISA 9.7.9.21); a bf16 is the upper half of an fp32."""
     if dtype == "bfloat16": return Term(self, f"__uint_as_float({bits.text} << 16)", "float")
     self.declare("widen_half(unsigned)", f'{self.header}float widen_half(unsigned x) {{\n  float y;\n'
                                          '  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)x));\n  return y;\n}')
     return self.call("widen_half", "float", bits)
   def pack(self, x:Value, dtype:str) -> Value:
-    """9.7.9.21 of the PTX ISA: the high half comes first."""
+    """Prints cvt of two numbers (PTX ISA 9.7.9.21); its first operand is the high half."""
     name, ptx = {"float16": ("pack_half", "f16x2"), "bfloat16": ("pack_bfloat", "bf16x2")}[dtype]
     self.declare(f"{name}(float, float)", f'{self.header}unsigned {name}(float low, float high) {{\n  unsigned y;\n'
                                           f'  asm("cvt.rn.{ptx}.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));\n  return y;\n}}')
@@ -74,7 +75,7 @@ class Cuda(Printer):
     low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))
     return Term(self, f"({low} | {high})", "unsigned")
   def sign_halves(self, x:Value) -> Value:
-    """9.7.9.7 of the PTX ISA: with its highest bit set a selector gives a byte's sign."""
+    """Prints prmt (PTX ISA 9.7.9.7); a selector with its highest bit set replicates a byte's sign."""
     self.declare("sign_halves(unsigned)", f"{self.header}unsigned sign_halves(unsigned x) {{\n  unsigned y;\n"
                                           '  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(y) : "r"(x));\n  return y;\n}')
     return self.call("sign_halves", "unsigned", x)
@@ -91,7 +92,8 @@ class Cuda(Printer):
 WARP = "0xffffffffu"
 
 def declare_mma(printer:Printer, matrix:Any) -> str:
-  """The function for mma.sync (PTX ISA 9.7.14.5.8), by name: (a, the two registers of b, c) -> c + A B."""
+  """Declares the function for mma.sync (PTX ISA 9.7.14.5.8) and returns its name. The function takes a, the two registers of b, and c; it returns
+  c + A B."""
   c, a = ", ".join(f"%{i}" for i in range(4)), ", ".join(f"%{i}" for i in range(4, 8))
   results, operands = (", ".join(f'"{kind}"({name}.{e})' for e in "xyzw") for kind, name in (("+f", "c"), ("r", "a")))
   printer.declare(f"mma_{matrix.ptx}", f"{printer.header}float4 mma_{matrix.ptx}(uint4 a, unsigned b0, unsigned b1, float4 c) {{\n"

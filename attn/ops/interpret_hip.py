@@ -1,4 +1,4 @@
-"""A definition printed as HIP, which clang compiles: its vectors have arithmetic and elements of their own."""
+"""Interpreter that prints a definition as HIP for clang, whose vector types have arithmetic and element access."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, float_literal, length_of, returned, vector_of, wrapped
 
 class Hip(Printer):
-  """HIP: clang's vectors have arithmetic and elements of their own."""
+  """Prints a definition as HIP. clang's vector types have arithmetic and element access."""
   header = "static inline __attribute__((device, always_inline)) "
   functions_of_numbers: ClassVar[dict[str, str]] = {
     "log2": "__builtin_amdgcn_logf({0})", "rcp": "__builtin_amdgcn_rcpf({0})", "max": "__builtin_fmaxf({0}, {1})"}
@@ -18,7 +18,7 @@ class Hip(Printer):
   def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}[{i}]"
   def vector_text(self, out:str, values:Sequence[str]) -> str: return f"({out}){{{', '.join(values)}}}"
   def same(self, *xs:Value) -> tuple[str, list[Term]]:
-    """The operands as values of one type, which clang's elementwise builtins want."""
+    """Converts the operands to one type, as clang's elementwise builtins need it; returns the type and the operands."""
     terms = [self.term(x) for x in xs]
     wide = max((t.type for t in terms), key=length_of)
     return wide, [t if t.type == wide else Term(self, f"({wide})({bare(t.text)})", wide) for t in terms]
@@ -27,13 +27,13 @@ class Hip(Printer):
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """By one comparison of vectors: of many clang keeps the results, in scalar registers that it hasn't got."""
+    """Prints one comparison of vectors. From separate comparisons clang would keep all results in scalar registers, of which there are too few."""
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """In waves of 64 lanes, where a result takes two scalar registers, by one comparison as well: of the distances from the first one, of which
-    those before it are large numbers without a sign."""
+    """Prints one comparison of vectors in waves of 64 lanes, where each result takes two scalar registers. It compares the unsigned distances from
+    `first`: an offset before `first` has a large unsigned distance."""
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
     n = len(offsets)
     count = self.let("count", Term(self, f"({last.text} < {first.text} ? 0u : {last.text} - {first.text} + 1u)", "unsigned"))
@@ -54,7 +54,7 @@ class Hip(Printer):
     if len(xs) != 2 or length_of(xs[0].type) == 1: return super().join(*xs)
     n = 2*length_of(xs[0].type)
     return Term(self, f"__builtin_shufflevector({xs[0].text}, {xs[1].text}, {', '.join(map(str, range(n)))})", vector_of(element_of(xs[0].type), n))
-  # Registers go to a function by value and come back as its result: of arrays whose address is taken clang makes worse code, though it inlines all.
+  # Registers go to a function by value and come back as its result: clang makes worse code for arrays whose address is taken, though it inlines all.
   def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
     if not registers: return Signature([])
     kept, kind = [x for x in registers if x.stored], name.capitalize()
@@ -85,46 +85,48 @@ class Hip(Printer):
     if dtype == "bfloat16": return Term(self, f"__builtin_bit_cast(float, {bits.text} << 16)", "float")
     return Term(self, f"(float)__builtin_bit_cast(_Float16, (unsigned short)({bare(bits.text)}))", "float")
   def pack(self, x:Value, dtype:str) -> Value:
-    """Without a conversion instruction for bf16: add half an ulp (and the odd bit, for ties) to the fp32 pattern and keep its upper half."""
+    """Prints the rounding to 16 bits. On a chip without a conversion instruction for bf16, it adds half an ulp (and the odd bit, for ties) to the
+    fp32 pattern and keeps the upper half."""
     n = length_of(x.type)
     if dtype == "float16":
       out = vector_of("unsigned", n//2)
       return Term(self, f"__builtin_bit_cast({out}, __builtin_convertvector({x.text}, half{n}))", out)
     if not get_chip(self.arch).bf16_pack:
       return self._upper_halves("pack_bfloat", x, f"  uint{n} u = __builtin_bit_cast(uint{n}, x);\n  u += 0x7fffu + ((u >> 16) & 1u);\n")
-    # pair by pair: of a whole vector clang makes copies
+    # pair by pair: for a whole vector clang makes copies
     return self._words("pack_bfloat", x, [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{x[{i}], x[{i + 1}]}}, bfloat2))"
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Without a conversion instruction for bf16: x*2^16 - x, rounded to 24 bits, has x's upper 8, so that its difference to x*2^16 is x rounded to
-    nearest even with 8 bits. Two operations, of which CDNA does two elements at a time and RDNA issues two; but x*2^16 has to be finite."""
+    """Prints the rounding of P to 16 bits. On a chip without a conversion instruction for bf16, it subtracts x*2^16 - x, which is rounded to 24 bits,
+    from x*2^16: the difference is x rounded to nearest even with 8 bits. These are two operations; CDNA does them for two elements at a time and RDNA
+    issues two together. x*2^16 has to be finite."""
     if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
     n, factor = length_of(x.type), numerics.SPLITTING
     rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"
     return self._upper_halves("pack_weights", x, f"  {x.type} less = x*{float_literal(1 - factor)};\n"
                               f"  uint{n} u = __builtin_bit_cast(uint{n}, {rounded});\n")
   def _upper_halves(self, name:str, x:Value, rounded:str) -> Value:
-    """Those of the dwords u that these lines make of x, two in a dword."""
+    """Packs the upper halves of the dwords u, two per dword. The lines `rounded` compute u from x."""
     return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
   def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
-    """By a function of this name: dwords, made of the elements of x."""
+    """Prints a call of a function `name` that computes the dwords `words` from the elements of x, after the lines `before`."""
     out = vector_of("unsigned", len(words))
     result = returned(self.vector_text(out, words) if len(words) > 1 else words[0])
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
     return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """A difference that saturates at 0 (v_pk_sub_u16 with clamp), held to 1 (v_pk_min_u16). Of a 1 that it knows clang would make comparisons of the
-    halves, one by one."""
+    """Prints a difference that saturates at 0 (v_pk_sub_u16 with clamp), limited to 1 (v_pk_min_u16). The 1 is hidden from clang, which would
+    otherwise compare the halves one by one."""
     self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
                  '  unsigned ones = 0x00010001u;\n  asm("" : "+s"(ones));\n'
                  f"  ushort2 above = __builtin_elementwise_sub_sat(__builtin_bit_cast(ushort2, x), (ushort2)({least - 1}));\n"
                  "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
     return self.call(f"at_least_{least}", "unsigned", x)
   def sign_halves(self, x:Value) -> Value:
-    """Selectors 8 and 9 of v_perm_b32 are the signs of the two halves of its second operand."""
+    """Prints v_perm_b32, whose selectors 8 and 9 give the signs of the two halves of its second operand."""
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
-    """By a mask that is the bit extended (v_bfe_i32). The number is an argument of a function, as that of `dot_ones`."""
+    """Prints an AND with a mask that is the bit, sign-extended (v_bfe_i32). x is the argument of a function, for the same reason as in `dot_ones`."""
     self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
                  "  return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & mask);\n}")
     return self.call("masked", "float", Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int"), x)
@@ -132,8 +134,8 @@ class Hip(Printer):
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """By v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32; among eight neighbours by
-    DPP or ds_swizzle_b32."""
+    """Prints an exchange by v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32, or among
+    eight neighbouring lanes by DPP or ds_swizzle_b32."""
     x = self.term(x)
     bits, pair = f"__builtin_bit_cast(unsigned, {x.text})", vector_of(x.type, 2)
     if how == "permlane_swap":
@@ -148,11 +150,11 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Where clang would pack dwords of x that have other uses once more for each, by an instruction of their own. (Elsewhere the hint costs
-    registers.)"""
+    """Prints a hint that keeps the dwords of x whole, on chips for which clang would otherwise pack a dword again for each of its uses. (On other
+    chips the hint costs registers.)"""
     if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """By a function, whose argument is a number: of an element v[1] of a vector clang's __builtin_bit_cast takes v[0]."""
+    """Prints a call of a function whose argument is a scalar: for an element v[1] of a vector, clang's __builtin_bit_cast would take v[0]."""
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
     p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{TWO_ONES[dtype]:08x}u"))
     self.declare(f"dot_ones({pair})", f"{self.header}float dot_ones(unsigned word, float sum) {{\n"
@@ -164,14 +166,14 @@ class Hip(Printer):
     a, b = (f"__builtin_bit_cast({kind}, {bare(x.text)})" for x in matrix.with_ones(p, ones))
     return Term(self, matrix.call(a, b, bare(self.term(c).text)), "float4")
 
-QUAD_PERM = {1: 0xb1, 2: 0x4e}     # of v_mov_b32_dpp: within four lanes, those whose number differs by this
+QUAD_PERM = {1: 0xb1, 2: 0x4e}     # controls of v_mov_b32_dpp, by the bit in which the lane numbers differ, within four lanes
 
 def exchange_neighbours(bits:str, step:int) -> str:
-  """The dword of the lane whose number differs in the bit `step`, of 1, 2 and 4: by v_mov_b32_dpp, or ds_swizzle_b32 in its mode of masks."""
+  """Text for the dword of the lane whose number differs in the bit `step` (1, 2 or 4): v_mov_b32_dpp, or ds_swizzle_b32 in its mask mode."""
   if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
-  """v_permlanex16_b32: the dword of the lane whose number differs by 16. It may fetch from lanes that are not active (there are none), so that clang
-  needs no copy of what the result replaces."""
+  """Text for the dword of the lane whose number differs by 16 (v_permlanex16_b32). The instruction may read inactive lanes; there are none, but with
+  this permission clang needs no copy of the register that the result replaces."""
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

@@ -1,4 +1,4 @@
-"""A definition run to compute: `Numbers` takes its operations on numpy arrays, which have a column a thread."""
+"""Interpreter that computes a definition: `Numbers` works on numpy arrays with one column per thread."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from attn.ops.numerics import TWO_ONES, Array
 from attn.ops.operation import Lanes, Value, Variable
 
 class Numbers:
-  """Runs a definition on numpy arrays: a scalar is (T,), a vector (n, T), a register array what the emulator's `load_register` takes."""
+  """Runs a definition on numpy arrays: a scalar is (T,), a vector (n, T), a register array any pointer that the emulator's `load_register` takes."""
   inf, nan = np.float32(np.inf), np.float32(np.nan)
   def __init__(self, lanes:Lanes): self.lanes, self.gate = lanes, lanes.active
 
@@ -30,11 +30,11 @@ class Numbers:
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """`instead` of the elements of x whose offset is above (>) or below (<) the limit."""
+    """Replaces the elements of x whose offset is above (">") or below ("<") the limit by `instead`."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """`instead` of the elements of x whose offset is none from `first` to `last`."""
+    """Replaces the elements of x whose offset is outside `first` to `last` (both included) by `instead`."""
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors
@@ -51,25 +51,25 @@ class Numbers:
     packed = numerics.pack_pairs(x, dtype)
     return packed if len(packed) > 1 else packed[0]
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """The same of P, which is finite and not above numerics.LARGEST_WEIGHT, or else is packed to anything that is not finite."""
+    """Packs elements of P. An element that is not finite, or above numerics.LARGEST_WEIGHT, may become any number that is not finite."""
     return self.pack(x, dtype)
   def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
   def word(self, n:int) -> Value: return np.uint32(n)
   def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
-    """The low and the high dword of a product of dwords."""
+    """Computes the low and the high dword of a product of two dwords."""
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)
     return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
   def at_least(self, x:Value, least:int) -> Value:
-    """1 in each half of a dword that is no less than `least`, which is not 0; else 0."""
+    """Sets each half of a dword to 1 if it is at least `least` (which is not 0), else to 0."""
     low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
     return low | high << np.uint32(16)
   def sign_halves(self, x:Value) -> Value:
-    """All bits of each half of a dword as its highest one is."""
+    """Sets all bits of each half of a dword to the half's highest bit."""
     halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
     return halves.view(np.uint32)
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
-    """x where that bit of a dword is set, else 0."""
+    """Returns x where the bit of a dword is set, else 0."""
     return np.where(word >> np.uint32(bit) & np.uint32(1), x, np.float32(0))
   # registers: arrays of vectors
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
@@ -79,20 +79,20 @@ class Numbers:
     wave = self.lanes.wave
     return np.repeat((condition & self.lanes.active).reshape(-1, wave).any(1), wave)
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """x of this lane and of one that is `step` lanes away, in whatever order: for an operation that does not mind it."""
+    """Returns x of this lane and x of the lane `step` lanes away, in either order."""
     wave, lane = self.lanes.wave, np.arange(x.shape[-1])
     if how == "bpermute": return x, numerics.from_lane(x, lane + step, wave)
     other = numerics.from_xor_lane(x, step, wave)
     if how != "permlane_swap": return x, other
-    odd = lane//step % 2 == 1     # the odd rows (of `step` lanes) of the first operand change places with the even ones of the second
+    odd = lane//step % 2 == 1     # the odd rows (of `step` lanes) of the first operand are swapped with the even rows of the second
     return np.where(odd, other, x), np.where(odd, x, other)
   def whole(self, x:Value) -> None:
-    """x is in its registers at this point: no more than a hint to a compiler."""
+    """Does nothing: in printed text this is a hint that all of x is in its registers at this point."""
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """c + the two numbers in a dword."""
+    """Adds the two numbers in each dword of x to c."""
     return self.lanes.dot(x, np.full(x.shape, TWO_ONES[dtype], np.uint32), c, dtype)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
-    """c + the product of P and a matrix of ones: sums of P, see `with_ones` of the matrix instruction."""
+    """Adds the product of P and a matrix of ones to c: sums of P. See `with_ones` of the matrix instruction."""
     ones = np.full((2, p.shape[-1]), TWO_ONES[dtype], np.uint32)
     a, b = matrix.with_ones(p, ones)
     return self.lanes.matrix(matrix.name, a, b, c)

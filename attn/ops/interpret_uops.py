@@ -1,4 +1,4 @@
-"""The interpreter of definitions that gives UOps: a value is the UOps of its elements."""
+"""Interpreter that turns a definition into UOps: a value is the tuple of its elements' UOps."""
 from __future__ import annotations
 import math, operator
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from attn.values import FLOATS
 
 @dataclass(frozen=True)
 class Elements:
-  """A number or a vector: the UOps of its elements. With a number an operation takes that for every element."""
+  """Scalar or vector, as the UOps of its elements. An operation of a vector and a scalar applies the scalar to every element."""
   each: tuple[UOp, ...]
   def with_(self, operation:Callable[[Any, Any], Any], other:Any) -> Elements: return elementwise(operation, self, other)
   def __add__(self, y:Any) -> Elements: return self.with_(operator.add, y)
@@ -30,13 +30,13 @@ class Elements:
 def number_of(x:float|UOp) -> Elements: return Elements((x if isinstance(x, UOp) else UOp.const(float(x), dtypes.float),))
 
 def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
-  """f of the elements of vectors, and of numbers for every element."""
+  """Applies f to the elements of vectors; a scalar operand is used for every element."""
   values = [x if isinstance(x, Elements) else number_of(x) if isinstance(x, float) else Elements((x,)) for x in xs]
   n = max(len(x.each) for x in values)
   return Elements(tuple(f(*[x.each[i if len(x.each) > 1 else 0] for x in values]) for i in range(n)))
 
 class PlainUOps:
-  """The interpreter of definitions whose values are UOps: the primitives of attn/ops/language.py that a thread has by itself."""
+  """Interpreter of definitions whose values are UOps. It has the primitives of attn/ops/language.py that need only one thread."""
   inf, nan = number_of(math.inf), number_of(math.nan)
   def let(self, name:str, x:Elements) -> Elements: return x
   def variable(self, name:str, x:Elements) -> Variable: return Variable(x)
@@ -76,7 +76,8 @@ class PlainUOps:
   def word(self, n:int) -> Elements: return Elements((UOp.const(n, dtypes.uint),))
   def wide_product(self, x:Elements, y:int) -> tuple[Elements, Elements]:
     def wide(a:UOp) -> UOp:
-      """Through a bitcast: tinygrad would make one cast of two, and an index of 64 bits, which mixed with those of 32 becomes a float."""
+      """Widens a to 64 bits through a bitcast. tinygrad would merge two plain casts into one and get a 64-bit index, which becomes a float when it is
+      mixed with 32-bit numbers."""
       return a.cast(dtypes.int).bitcast(dtypes.uint).cast(dtypes.ulong)
     product = elementwise(lambda a: wide(a)*y, x)
     return elementwise(lambda a: a.cast(dtypes.uint), product), elementwise(lambda a: (a >> 32).cast(dtypes.uint), product)

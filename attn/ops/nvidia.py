@@ -1,9 +1,9 @@
-"""The instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side.
+"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side.
 
-Sections are those of the PTX ISA 8.7. A C fragment is a float4, what belongs to the two rows of a lane a float2, an A fragment a uint4, and a uint4
-holds the B fragments of two neighbouring tiles.
+Section numbers refer to the PTX ISA 8.7. A C fragment is a float4. A lane's numbers of its two rows, one for each row, are a float2. An A fragment is
+a uint4. The B fragments of two neighbouring tiles share a uint4.
 
-The emulator takes asynchronous copies strictly: from its start until the thread has waited for it nobody may touch a copy's destination.
+The emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for it, no thread may access its destination.
 """
 from __future__ import annotations
 from typing import Any
@@ -18,11 +18,11 @@ from attn.ops.softmax import RowLanes
 from attn.tinygrad_compat import UOp, dtypes
 
 F2, F4, U4 = f32(2), f32(4), u32(4)
-ROWS = 2                             # rows of C (and of A) that a lane has a part in: g and g + 8
-ROW_LANES = RowLanes(ROWS, (1, 2))   # four neighbouring lanes share them
+ROWS = 2                             # rows of C (and of A) of which a lane has elements: g and g + 8
+ROW_LANES = RowLanes(ROWS, (1, 2))   # four neighbouring lanes share these rows
 
 def shared(name:str) -> str:
-  """The address of a pointer to shared memory, as an operand of inline assembly."""
+  """Address of a pointer to shared memory, as an operand of inline assembly."""
   return f'"r"((unsigned)__cvta_generic_to_shared({name}))'
 
 # ***** asynchronous copies: 9.7.9.25.3 *****
@@ -69,28 +69,28 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
-  """Copies `nbytes` (0..16, even) from `source` to `to`, 16 bytes of shared memory of which the rest becomes zero, where `gate` holds. Both are
-  INDEXes, each `step` bytes further: as in `ldmatrix`, many addresses then need but one register. With `asynchronous`, nbytes is 0 or 16, both
-  addresses are aligned to 16 and the data are there after `wait_copies`. A statement."""
+  """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true; the rest of the 16 bytes becomes zero. Both
+  are INDEXes; `step` has the bytes to add to `to` and to `source`, so that many addresses need only one register, as in `ldmatrix`. With
+  `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16, and the data are there after `wait_copies`. A statement."""
   return statement("copy", to, source, integer(nbytes), gate, step=step, asynchronous=asynchronous)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Copies 4 bytes from `source` to `to`, both INDEXes, in the way of `copy`, where `gate` holds; 0 where nothing is `there`. A statement."""
+  """Copies 4 bytes from `source` to `to`, both INDEXes, asynchronously, if `gate` is true. If `there` is false, it writes 0. A statement."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
-  """Stores a number, or a vector, to shared memory, an INDEX, where `gate` holds. (At a store that tinygrad sees it would add a barrier.) A
+  """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (For a store of its own tinygrad would add a barrier.) A
   statement."""
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(order:UOp) -> UOp:
-  """The copies started since the last one make a group. A statement."""
+  """Makes one group of the copies started since the last `commit`. A statement."""
   return statement("commit", order)
 def wait_copies(order:UOp, but:int) -> UOp:
-  """Waits for this thread's copies, the last `but` groups excepted: a barrier must follow before other threads read them. A statement."""
+  """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. A statement."""
   return statement("wait", order, but=but)
 
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
-  """Lane l gives the address of row l%8 of 8x8 matrix l//8, and gets two neighbours of each matrix."""
+  """Meaning of ldmatrix: lane l gives the address of row l%8 of the 8x8 matrix l//8, and gets two neighbouring elements of each matrix."""
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
@@ -111,10 +111,10 @@ def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
 instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c), cuda=_mma_text)
 
 def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
-  """Four 8x8 matrices of 16-bit elements; lane l's `row` is an INDEX, `step` units before row l%8 of matrix l//8."""
+  """Loads four 8x8 matrices of 16-bit elements. Lane l's `row` is an INDEX that, plus `step` units of 16 bytes, points to row l%8 of matrix l//8."""
   return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
-  """c + A B by one mma.sync; `half` says which of the two B fragments in `b`."""
+  """Computes c + A B by one mma.sync; `half` selects one of the two B fragments in `b`."""
   return emit("mma", F4, a, b, c, matrix=matrix, half=half)
 
 # ***** the operand P *****
@@ -135,16 +135,16 @@ def _clear(c:Any, acc:Value, *, count:int) -> Value:
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(order:UOp) -> UOp:
-  """A C fragment of zeros, made after `order`."""
+  """C fragment of zeros, made after `order`."""
   return emit("zero", F4, order)
 def clear(acc:UOp, *done:UOp) -> UOp:
-  """Zeros in all C fragments of a placeholder of registers. A statement."""
+  """Sets all C fragments of a placeholder of registers to zero. A statement."""
   return statement("clear", acc[0], *done, count=acc.max_numel())
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
-  """What a lane has of a row in four neighbouring C fragments, times a factor: four pairs, rounded to nearest even."""
+  """Multiplies a lane's elements of one row in four neighbouring C fragments by a factor, and packs them into four pairs, rounded to nearest even."""
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
-  """The C fragments of two neighbouring tiles -> the A fragment of 16 columns, rounded to nearest even."""
+  """Packs the C fragments of two neighbouring tiles into the A fragment of their 16 columns, rounded to nearest even."""
   return emit("pack_a", U4, p, q, dtype=dtype)
 
 # ***** across lanes *****
@@ -153,14 +153,14 @@ instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave
             cuda=lambda printer, out, mask: f"__shfl_xor_sync(0xffffffffu, {{0}}, {mask})")
 
 def xor_lane(x:UOp, mask:int) -> UOp:
-  """x of the lane whose number differs in the bits of `mask` (shfl.sync.bfly)."""
+  """Returns x of the lane whose number differs from this lane's in the bits of `mask` (shfl.sync.bfly)."""
   return emit("xor_lane", dtypes.float, x, mask=mask)
 
 def _transposed(lanes:Any, words:Array, in_quad:Array) -> Array:
   lane = np.arange(words.shape[-1])
   return np.stack([words[lane%4, lane//4*4 + source] for source in range(4)])
 
-# Two exchanges of half of the words each: between neighbours of the words that are neighbours, then between pairs of lanes of pairs of words.
+# Each of two steps exchanges half of the words: first neighbouring lanes exchange neighbouring words, then pairs of lanes exchange pairs of words.
 instruction("transposed", _transposed, cuda=Body("\n".join([
   "bool odd = lane & 1, upper = lane & 2;",
   "unsigned a = __shfl_xor_sync(0xffffffffu, odd ? words.x : words.y, 1), b = __shfl_xor_sync(0xffffffffu, odd ? words.z : words.w, 1);",
@@ -170,5 +170,5 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
   "return words;"]), "words lane"))
 
 def transposed(words:UOp, in_quad:UOp) -> UOp:
-  """Of four words in each of four neighbouring lanes, of which this one is number `in_quad`: those that are number `in_quad` in each lane."""
+  """Transposes 4 x 4 words across four neighbouring lanes: lane number `in_quad` gets word number `in_quad` of each of the four lanes."""
   return emit("transposed", U4, words, integer(in_quad))

@@ -1,5 +1,5 @@
-"""A definition run to be printed: `Printer` builds the C++ text of an operation. What HIP and CUDA spell differently are methods that
-attn/ops/interpret_hip.py and attn/ops/interpret_cuda.py define."""
+"""Interpreter that prints a definition: `Printer` builds the C++ text of an operation. Its subclasses in attn/ops/interpret_hip.py and
+attn/ops/interpret_cuda.py define what HIP and CUDA write differently."""
 from __future__ import annotations
 import functools, math, re
 from collections import Counter
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from attn.ops.operation import Value, Variable
 
-PRINTED_WIDTH = 120            # columns of a printed line, where what is in it can be broken
+PRINTED_WIDTH = 120            # columns of a printed line, if it can be broken
 
 # ***** layout of the text *****
 
 def float_literal(x:float) -> str:
-  """An fp32 constant."""
-  if math.isinf(x) or math.isnan(x): raise ValueError(f"{x}: a definition takes c.inf and c.nan")
+  """C++ text of an fp32 constant."""
+  if math.isinf(x) or math.isnan(x): raise ValueError(f"{x}: a definition must use c.inf or c.nan for it")
   return f"{float(x)!r}f"
 
 def bare(text:str) -> str:
-  """The expression without the parentheses around all of it."""
+  """Removes the parentheses that enclose the whole expression, if there are any."""
   if not (text.startswith("(") and text.endswith(")")): return text
   depth = 0
   for x in re.finditer(r"[()]", text):
@@ -27,7 +27,7 @@ def bare(text:str) -> str:
   return text
 
 def wrapped(text:str, indent:str) -> str:
-  """The text, broken after commas where a line would be longer than PRINTED_WIDTH."""
+  """Breaks a text after commas, so that no line is longer than PRINTED_WIDTH if possible; continuation lines begin with `indent`."""
   lines, line = [], ""
   for piece in re.split(r"(?<=, )", text):
     if line and len(line) + len(piece) > PRINTED_WIDTH:
@@ -42,7 +42,7 @@ def returned(expression:str) -> str: return wrapped(f"  return {expression};", "
 
 @functools.cache
 def length_of(ctype:str) -> int:
-  """Elements of a value of this C type."""
+  """Number of elements in a value of this C type."""
   return int(found[1]) if (found := re.fullmatch(r"[a-z]+(\d+)", ctype)) is not None else 1
 
 def element_of(ctype:str) -> str: return {"uint": "unsigned"}.get(name := ctype.rstrip("0123456789"), name)
@@ -50,7 +50,7 @@ def vector_of(element:str, n:int) -> str: return element if n == 1 else f"{'uint
 
 @dataclass(frozen=True)
 class Term:
-  """An expression of the text; of a vector that is put together from its elements, these as well."""
+  """C++ expression with its type. A vector that was built from single elements keeps their texts in `elements`."""
   printer: Printer
   text: str
   type: str
@@ -77,27 +77,27 @@ class Term:
 
 @dataclass
 class RegisterArray:
-  """An operand that is an array of registers, and which of its elements a definition uses."""
+  """Operand that is an array of registers, with a record of the elements that a definition reads (`used`) and writes (`stored`)."""
   text: str
-  type: str      # of an element
+  type: str      # type of an element
   used: set[int] = field(default_factory=set)
   stored: set[int] = field(default_factory=set)
-  apart: bool = False    # its elements are parameters of their own
+  apart: bool = False    # each element is a separate parameter of the function
   @property
   def size(self) -> int: return max(self.used | self.stored) + 1
 
 @dataclass(frozen=True)
 class Signature:
-  """How a function takes register arrays, and gives them back."""
+  """Signature by which a function takes register arrays and returns them."""
   parameters: Sequence[str]
-  declaration: str = ""
-  type: str = ""         # of the result, where it is not the operation's own
-  result: str = ""
+  declaration: str = ""  # declaration of a struct that the function takes and returns
+  type: str = ""         # type of the result, if not the operation's own
+  result: str = ""       # expression that is returned, if not the operation's value
 
 class Printer:
-  """Runs a definition to get the statements of a C++ function, and the functions that those call."""
-  header: str           # what a function begins with
-  functions_of_numbers: ClassVar[dict[str, str]]      # how the language takes them of numbers, {0} and {1} being these
+  """Runs a definition to get the statements of a C++ function, and the functions that it calls."""
+  header: str           # first words of every function's declaration
+  functions_of_numbers: ClassVar[dict[str, str]]      # the language's expressions for functions of scalars, with {0} and {1} for the operands
   infinity: ClassVar[str]
   not_a_number: ClassVar[str]
   def __init__(self, arch:str, functions:dict[str, str]):
@@ -108,7 +108,7 @@ class Printer:
     indent = "  "*self.depth
     self.lines.append(wrapped(indent + line, indent + " "*4))
   def fresh(self, name:str) -> str:
-    """A name like this one that nothing has yet."""
+    """Returns an unused name: the given one, with a number appended if it is taken."""
     self.names[name] += 1
     return name if self.names[name] == 1 else f"{name}{self.names[name]}"
   def let(self, name:str, x:Value) -> Value:
@@ -139,10 +139,10 @@ class Printer:
     if length_of(wide) > 1: self.vector_operator(operator, x.type, y.type)
     return Term(self, f"({x.text} {operator} {y.text})", type or wide)
   def vector_operator(self, operator:str, x:str, y:str) -> None:
-    """Sees to it that the language has this operator on these types."""
+    """Declares this operator on these types, if the language does not have it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
-    """The scalar expression, {0} and {1} being its operands, for each element of vectors: by a function of that name."""
+    """Applies a scalar expression, with {0} and {1} for its operands, to each element of vectors, by a function of that name."""
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
@@ -153,8 +153,9 @@ class Printer:
     self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
     return self.call(name, out, *terms)
   def declare(self, key:str, text:str) -> None:
-    """Adds a function, after those it calls. Two different ones of the same name and types are a mistake in an operation's text."""
-    if self.functions.setdefault(key, text) != text: raise ValueError(f"two functions {key}:\n{self.functions[key]}\n{text}")
+    """Adds a function after the functions that it calls. Raises ValueError if another function has the same name and types: that is a mistake in an
+    operation's text."""
+    if self.functions.setdefault(key, text) != text: raise ValueError(f"two different functions {key}:\n{self.functions[key]}\n{text}")
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)
   def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", self.functions_of_numbers["rcp"], x)
   def max(self, x:Value, y:Value) -> Value: return self.elementwise("max_of", self.functions_of_numbers["max"], x, y)
@@ -194,6 +195,6 @@ class Printer:
     registers.stored.add(i)
     self.say(f"{registers.text}[{i}] = {bare(self.term(x).text)};")
   def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
-    """As pointers."""
+    """Signature of a function that takes register arrays as pointers."""
     return Signature([f"{x.type}* {x.text}" for x in registers])
   def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str: return f"{name}({', '.join(sources.values())})"

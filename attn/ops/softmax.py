@@ -1,13 +1,13 @@
-"""The online softmax's correction: the rare branch in which the references of a wave's rows are raised, written once for all matrix units.
+"""Correction of the online softmax: the rare branch that raises the reference values of a wave's rows, written once for all matrix units.
 
-P = exp2(S*scale + bias) is taken from the reference m that a row has, bias = -m*scale. No P is negative, so sums of at most 2^above show that none
-exceeds it: then m still holds, and no maximum is looked for. Where a sum is larger, or inf or NaN, in any lane of the wave, the reference of every
-row becomes the maximum of its scores so far, what was accumulated is scaled to it, and P and its sums are taken anew.
+Each row has a reference m, and P = exp2(S*scale + bias) with bias = -m*scale. No P is negative. So if a sum of P is at most 2^above, no P in it
+exceeds 2^above: m still holds, and no maximum is computed. If a sum is larger, inf or NaN in any lane of the wave, then the reference of every row
+becomes the maximum of its scores so far, the accumulators are rescaled to it, and P and its sums are computed again.
 
-bias is NaN where it would be LARGE: its rounding would then show in one fma, so each trip comes here, where the difference of score and reference is
-taken first. The same goes for each trip in which a score is NaN or +inf: right, but slow. A row that has seen no key has the reference LOWEST, from
-which every score overflows and -inf gives 0; of natural scores of wide scores (kernels/parts/scores.py) not every one would, in base 2, so
-there its bias is NaN.
+If |bias| would exceed LARGE, its rounding error would show in the result of one fma. Such a row has a NaN as its bias: then every trip takes the
+branch, which first subtracts the reference from the score. Every trip with a score that is NaN or +inf takes the branch too: correct, but slow. A row
+that has seen no key has the reference LOWEST: with it every score overflows to inf, and -inf gives 0. Natural (not base 2) scores of wide scores
+(kernels/parts/scores.py) would not all overflow in base 2, so there the bias of such a row is NaN.
 """
 from __future__ import annotations
 import functools, operator
@@ -21,27 +21,28 @@ from attn.ops.operation import Value, Variable
 from attn.ops.operation import emit, statement
 from attn.tinygrad_compat import UOp
 
-LARGE = 2.0**14                             # a reference of more, in powers of two, has a rounding error that shows in exp2
-LOWEST = -float(np.finfo(np.float32).max)   # below every score, and finite
+LARGE = 2.0**14                             # a larger |bias| (in powers of two) has a rounding error that shows in exp2
+LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite score
 
 @dataclass(frozen=True)
 class RowLanes:
-  """How rows lie in a vector of scores: `rows` of them one after another, each shared by lanes that meet in exchanges over `steps`."""
+  """Layout of rows in a vector of scores: `rows` rows one after another. Several lanes share a row; they exchange values over the distances
+  `steps`."""
   rows: int
   steps: tuple[int, ...]
   exchange: str = "shuffle"
 
 def first_bias(scale:float) -> float:
-  """exp2(s*scale + bias) of a row that has seen no key: inf for a score, 0 for -inf."""
+  """First bias of a row, before it has seen a key: exp2(s*scale + bias) is inf for a finite score s and 0 for -inf."""
   return -LOWEST*min(scale, 1.0)
 
 def parts(c:Any, x:Value, rows:int) -> list[Value]:
-  """The elements of each row."""
+  """Splits a vector into the elements of each row."""
   n = c.length(x)//rows
   return [c.part(x, r*n, n) for r in range(rows)]
 
 def highest(c:Any, start:Value, scores:list[Value]) -> Value:
-  """The maximum of a number and of all elements. (clang makes maxima of three of pairs.)"""
+  """Maximum of a number and of all elements of `scores`. (Pairs of maxima become clang's maximum of three.)"""
   top = c.variable("top", start)
   for x in scores:
     for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
@@ -49,7 +50,8 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, bias:Value, scores:list[Value],
                     scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """(m, bias, factors of what was accumulated, and how P is taken from here on) of one tile's rows, whose references become their maxima so far."""
+  """Raises the references of one tile's rows to their maxima so far. Returns the new m, the new bias, the factors that rescale the accumulators, and
+  the function that computes P from scores with the new references."""
   split, tops, biases, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
@@ -68,16 +70,17 @@ def raise_reference(c:Any, rows:RowLanes, m:Value, bias:Value, scores:list[Value
   return c.vector(*tops), c.vector(*biases), factors, weigh
 
 def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
-  """Each row of x times its factor."""
+  """Multiplies each row of x by its factor."""
   return c.join(*[y*factor for y, factor in zip(parts(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
 
-# How sums of P are taken: of a lane's own elements in fp32; of P as it is rounded, by dot products of a lane's pairs with ones, which a product with
-# a matrix of ones may begin; of P as it is rounded, by products with a matrix of ones, on NVIDIA over all lanes that share a row; or of a lane's own
-# elements as they are rounded, unpacked again.
+# Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P as rounded to 16 bits:
+# DOT by dot products of a lane's pairs with ones (the first term may be a product with a matrix of ones),
+# ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
+# UNPACKED by unpacking a lane's own elements again.
 LANE, DOT, ONES, UNPACKED = "lane", "dot", "ones", "unpacked"
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
-  """Adds P to a lane's sums: those of each row; or of a single row those of the even and of the odd elements, in packed additions."""
+  """Adds P to a lane's sums. There is one sum per row; a single row has two, of its even and of its odd elements, for packed additions."""
   if rows == 1:
     for i in range(0, c.length(x), 2): c.assign(total, total.value + c.part(x, i, 2))
   else:
@@ -85,11 +88,11 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 def row_totals(c:Any, total:Value, rows:int) -> Value:
-  """Those sums, a number a row."""
+  """Sums of `lane_sums`, one number per row."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> Variable:
-  """Adds P, packed, to the sums of it as it is rounded, or begins them."""
+  """Adds packed P to the sums of rounded P; `total` None begins the sums."""
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
   words = range(0, c.length(packed), n)
@@ -105,7 +108,7 @@ def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, 
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Those sums, a number a row."""
+  """Sums of `add_rounded`, one number per row."""
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 @compound("weigh", suffix="_{count}")
@@ -123,8 +126,8 @@ def _weigh(c:Any, reference:Value, bias:Value, p:Value, scores:Value, part:Value
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
                   tiles:int, stride:int, count:int, together:int) -> None:
-  """Stores P of tile t, packed, and its sums. `weigh` gives that of the tile's i-th scores."""
-  total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # even and odd elements, or two rows
+  """Stores the packed P of tile t and its sums. `weigh(i)` computes P of the tile's i-th vector of scores."""
+  total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # of even and odd elements, or of two rows
   kind = next((x for x in sums if x != LANE), "")
   rounded = None
   for i in range(0, count, together):
@@ -142,7 +145,7 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
              rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
              scale:float, above:float) -> Value:
   def grown(t:int) -> Value:
-    """Whether the reference of tile t no longer holds."""
+    """Tells whether a reference of tile t no longer holds."""
     total = [c.element(c.load(part, t), r) for r in range(rows.rows)]
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
@@ -162,8 +165,8 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
 
 def weigh(reference:UOp, bias:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float) -> UOp:
-  """P of a trip and its sums, from the references that rows have, as one statement: of a wave none of whose rows has seen a key there is none to take
-  it from, and its sums are inf, which `correct` corrects. The operands are those of `correct`."""
+  """Computes P of one trip and its sums from the rows' references, as one statement. If no row of the wave has seen a key yet, there is no reference:
+  the sums are then inf, and `correct` computes P. The operands are the same as in `correct`."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   return statement("weigh", *[x[0] for x in (reference, bias, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles,
@@ -171,18 +174,19 @@ def weigh(reference:UOp, bias:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:
 
 def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
-  """The correction as one statement: tinygrad has no branch around stores to registers.
+  """Corrects P of one trip if a reference no longer holds. This is one statement, because tinygrad has no branch around stores to registers.
 
-  `p` holds P of a trip, packed to `dtype`, of the `scores`, and `part` its sums, as `sums` says how, kind by kind. All are placeholders of registers,
-  with as many elements for each tile of queries; of the scores, those of `count` vectors from `first` on in each tile. With above = 0 the reference
-  follows every maximum that has grown, for which scores are compared."""
+  All operands are placeholders of registers with the same number of elements for each tile of queries: `reference` and `bias` of the rows, `l` the
+  running sums, `acc` the accumulators of O, `p` the trip's P, packed to `dtype`, `scores` the trip's scores, and `part` the trip's sums, one kind of
+  `sums` after another. In each tile, `count` vectors of scores from `first` on are used. With above = 0 the scores are compared with the reference,
+  and it follows every larger maximum."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = [x[0] for x in (reference, bias, l, acc)] + [p[first//together], scores[first], part[0]]
   return statement("correct", *operands, *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
                    count=stride if count is None else count, accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
 
-# ***** the same where a row's scores are several waves': its reference is raised by all of them at a time *****
+# ***** the correction where several waves share a row's scores: all of them raise its reference together *****
 
 @compound("raised")
 def _raised(c:Any, reference:Value, top:Value, *, rows:int, scale:float, above:float) -> Value:
@@ -204,14 +208,16 @@ def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) 
   return c.number(0.0)
 
 def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
-  """The references of rows whose largest scores so far are `top`: these, where they exceed what there was by more than 2^above."""
+  """New references of rows whose largest scores so far are `top`. A reference becomes `top` if exp2((top - reference)*scale) exceeds 2^above or if
+  the row has seen no key before; otherwise it stays."""
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
-  """P = exp2((scores - reference)*scale), of rows one after another in the vector: exact however large both are."""
+  """P = exp2((scores - reference)*scale) of the rows, which lie one after another in the vector. The difference is taken first, so that large scores
+  lose no accuracy."""
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
-  """Each tile of rows of what was accumulated times the factors of its rows, where any of the wave's is not 1. Both are placeholders of registers. A
-  statement."""
+  """Multiplies the accumulators of each tile by the factors of its rows, if any factor in the wave is not 1. Both operands are placeholders of
+  registers. A statement."""
   tiles = factors.max_numel()
   return statement("rescale", acc[0], factors[0], *done, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 
@@ -222,7 +228,7 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
   return sums.value
 
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
-  """total + P: see `lane_sums`."""
+  """Adds P to a lane's sums, as `lane_sums` does."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
 
 @compound("rounded_sum")
@@ -236,7 +242,8 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """The sums of P, packed, as it is rounded, a number a row. `zero` is what they begin with, where that has a place in the order of statements."""
+  """Sums of packed P as it is rounded, one number per row. `zero` is the value that they begin with, if it has to stand in the order of
+  statements."""
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]
   total = functools.reduce(lambda l, x: emit("rounded_sum", l.dtype, l, x, **how), packed, zero)
