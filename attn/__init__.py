@@ -1,4 +1,5 @@
-"""Flash attention for tinygrad: one UOp program, specialised per matrix unit, and an emulator that runs it without a GPU."""
+"""Flash attention for tinygrad: kernels written as UOps for the matrix units of AMD and NVIDIA GPUs, and an emulator that runs them without a GPU.
+Begin with `attention` and `explain`."""
 from attn.api.attention import attention, explain
 from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache, empty_paged_cache
 from attn.api.custom_kernel import flash_attention, flash_attention_fn

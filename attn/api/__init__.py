@@ -1,1 +1,1 @@
-"""What users call: attention of Tensors, the key/value cache, `scaled_dot_product_attention`, and kernels for `Tensor.custom_kernel`."""
+"""The public functions: attention of Tensors, the key/value cache, `scaled_dot_product_attention`, and kernels for `Tensor.custom_kernel`."""

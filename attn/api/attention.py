@@ -1,4 +1,4 @@
-"""`attention` takes Tensors and finds the kernel; `explain` says which, and why not the others."""
+"""`attention` computes attention of Tensors with the fastest kernel for the chip. `explain` says which kernel that is, and why not the others."""
 from __future__ import annotations
 from typing import Any
 from attn import values
@@ -19,81 +19,111 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
               dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, return_lse:bool=False,
               sequence_order:str="contiguous", sequence_lengths:tuple[int, int]|None=None, out:Tensor|None=None, out_dtype:DType|str|None=None,
               arch:str|None=None) -> Any:
-  """softmax(score) V of Tensors, by the kernel that `explain` tells: o in the layout of q, or (o, lse) with `return_lse`. Nothing runs until it is
-  realized.
+  """Computes softmax(score) V. Returns o in the layout of q, or (o, lse) with `return_lse`. Nothing runs before a result is realized.
 
-  q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv): float16, bfloat16 or float32, views of tensors included (they are copied). H is a multiple
-  of Hkv: query head h reads key/value head h // (H // Hkv). Score: softmax_scale * Q K^T, then softcap, ALiBi, bias and the masks, in this order.
+    o = attn.attention(q, k, v, causal=True)
+    o, lse = attn.attention(q, k, v, window=(127, 0), softcap=30.0, return_lse=True)
+    attn.explain(q, k, v, causal=True)            # prints which kernel this call takes, and why not the others
 
-  causal:        False; True or "bottom-right" (query i sees keys j <= i + Sk - Sq); "top-left" (query i sees keys j <= i, as PyTorch has it)
-  softmax_scale: 1/sqrt(D) by default
-  layout:        "bhsd"; "bshd" (B, S, H, D); "nsd" (B*H, S, D); "thd" (total, H, D), sequences one after another, with cu_seqlens_q and cu_seqlens_k,
-                 int32 (sequences + 1), the row each begins at, and perhaps max_seqlen_q and max_seqlen_k, the longest
-  window:        (left, right) keys seen on each side of the diagonal, itself included; -1 for no bound
-  softcap:       scores become softcap*tanh(score/softcap); 0 for none
-  v_dim:         V is k[..., :v_dim], and v None: multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) as it decodes, with D=576 and
-                 v_dim=512, and 16 to 128 query heads on one. K is read once, and no V is copied out of it. The default of softmax_scale stays
-                 1/sqrt(D); DeepSeek's models take (128 + 64)**-0.5, of the head before its projections are absorbed, and with YaRN times
-                 mscale**2, mscale = 0.1*mscale_all_dim*ln(factor) + 1 by their configuration's rope_scaling. The gradient is by tinygrad
-  alibi_slopes:  (H) or (B, H): slope*|i + Sk - Sq - j| is subtracted
-  bias:          added, broadcastable to (B, H, Sq, Sk); -inf masks
-  sinks:         (H): scores of one more key per head, which has no value; lse counts it
-  kv_lengths:    keys there are, the alignment of `causal` being to them: int32 Tensor (B), or an int or a Variable for all; what lies beyond, NaN
-                 included, has no effect
-  kv_starts:     int32 (B), beside kv_lengths: the keys before it do not exist either, and are not counted
-  block_table:   int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv) whatever the layout, and the
-                 rows of sequence b are in the pages block_table[b, 0], block_table[b, 1], ... kv_lengths says how many rows, at most
-                 max_blocks*page_size. Entries beyond are not read. Any page_size; fastest is a multiple of the tile's keys, which `explain` tells
-  dropout_p:     each element of P becomes 0 with this probability (0 <= dropout_p < 1, in steps of 2^-16) and the others P/(1 - dropout_p), in
-                 training or not; lse is that without dropout. attn.dropout_mask tells which
-  dropout_seed:  uint32 (2), whole on every device: what decides which. By default it is drawn from tinygrad's generator (Tensor.manual_seed), in each
-                 call anew, of a TinyJit too
-  num_splits:    key ranges computed apart: 0 as a heuristic finds, 1 never, more: so many
-  batch_invariant: a row comes out the same, bit by bit, alone and in any batch of as many queries, whatever the lengths of the others and the pages
-                 are: the tile and the key ranges don't go by what else there is. Costs speed: docs/serving.md
-  sequence_order: how devices hold q, k and v that are sharded along their rows: "contiguous", or "zigzag" as attn.shard_sequence deals them out, the
-                 same work for all under a causal mask. Everything else goes by the true places of rows: masks, ALiBi, and a bias, whose keys are
-                 in order, and its rows too unless they are sharded as those of q
-  sequence_lengths: (Sq, Sk) of the sequences that devices share, without the padding: rows of k beyond are never seen, and those of q give 0, and
-                 -inf in lse
-  return_lse:    also the natural-log sum of exponentials, float32 (B, H, Sq); (B*H, Sq) in layout "nsd", (H, total) in "thd"
-  out:           where to put o, a whole buffer; it is also what is returned
-  out_dtype:     that of out or of q by default
-  arch:          such as "gfx942"; by default that of q's device
+  The score is softmax_scale * Q K^T. Then softcap, ALiBi, bias and the masks act on it, in this order.
 
-  A row that sees no key gives 0, and -inf in lse. Tensors sharded over devices: along batch or heads nothing is communicated; q, k and v along their
-  rows: each device computes its own queries, and gathers k and v meanwhile, some heads after others; k and v alone along their rows, with q on every
-  device: o and lse are exchanged once, and merged (docs/sharding.md).
-  Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
-  """
+  Tensors
+    q                 (B, H, Sq, D), float16, bfloat16 or float32. A view is copied.
+    k                 (B, Hkv, Sk, D), in the dtype of q. H is a multiple of Hkv: query head h reads key/value head h // (H // Hkv).
+    v                 (B, Hkv, Sk, Dv), in the dtype of q. None if `v_dim` is given.
+    v_dim             V is k[..., :v_dim]: multi-head latent attention, see MLA below.
+    layout            "bhsd", "bshd" (B, S, H, D), "nsd" (B*H, S, D) or "thd" (total, H, D): packed sequences, one after another.
+    out               Buffer to write o to, and what the call returns as o. It must be a whole buffer.
+    out_dtype         Dtype of o. Default: the dtype of `out`, or of q.
+    return_lse        Also return lse, the natural-log sum of exponentials: float32 (B, H, Sq), (B*H, Sq) in "nsd", (H, total) in "thd".
+
+  Scores
+    softmax_scale     Factor of Q K^T. Default: 1/sqrt(D).
+    softcap           A score becomes softcap*tanh(score/softcap). 0: no cap.
+    alibi_slopes      (H) or (B, H): slope*|i + Sk - Sq - j| is subtracted from the score of query i and key j.
+    bias              Added to the scores, broadcastable to (B, H, Sq, Sk). -inf masks.
+    sinks             (H): score of one extra key per head that has no value. lse counts it.
+
+  Masks
+    causal            False. True or "bottom-right": query i sees keys j <= i + Sk - Sq. "top-left": keys j <= i, as in PyTorch.
+    window            (left, right): number of keys seen before and after the diagonal key, which is seen too. -1: no bound.
+
+  Lengths
+    kv_lengths        Number of keys that exist: an int or a Variable for all batches, or int32 (B). See Lengths below.
+    kv_starts         int32 (B), only with kv_lengths: earlier keys do not exist either, and key numbers count from here.
+    block_table       int32 (B, max_blocks): k and v are pages, see Pages below.
+    cu_seqlens_q      int32 (sequences + 1), for "thd": the row of q where each sequence begins, then the total.
+    cu_seqlens_k      int32 (sequences + 1), for "thd": the row of k and v where each sequence begins, then the total.
+    max_seqlen_q      Longest sequence of q, for "thd". Default: the total, which is right but slower.
+    max_seqlen_k      Longest sequence of k, for "thd". Default: the total, which is right but slower.
+
+  Dropout
+    dropout_p         Probability that an element of P becomes 0, at least 0 and below 1. The others become P/(1 - dropout_p).
+    dropout_seed      uint32 (2): decides which elements. Default: a new one for each call, from tinygrad's generator.
+
+  Execution
+    num_splits        Number of key ranges computed in parallel and then merged. 0: chosen by a heuristic. 1: no split.
+    batch_invariant   A row of o has the same bits alone and in any batch. Costs speed.
+    sequence_order    Order of rows sharded over devices: "contiguous", or "zigzag" as attn.shard_sequence deals them.
+    sequence_lengths  (Sq, Sk) without padding, of rows sharded over devices.
+    arch              Chip, for example "gfx942". Default: the chip of q's device.
+
+  Masks: a query that sees no key gives 0, and -inf in lse.
+
+  Lengths: rows of k and v beyond kv_lengths have no effect, NaN included. `causal` aligns the last query to the last key that exists.
+
+  Pages: with block_table, k is (pages, page_size, Hkv, D) and v (pages, page_size, Hkv, Dv) in every layout. Sequence b has its rows in the pages
+  block_table[b, 0], block_table[b, 1], ... kv_lengths says how many rows, at most max_blocks*page_size; later entries are not read. Any page_size
+  works. A multiple of the tile's keys, which `explain` prints, is fastest.
+
+  MLA: v=None with v_dim is latent attention as DeepSeek-V2 decodes (arXiv 2405.04434): D=576, v_dim=512, and 16 to 128 query heads on one key head. K
+  is read once and V is not copied. softmax_scale stays 1/sqrt(D) by default. DeepSeek's models use (128 + 64)**-0.5, from the head dimension before
+  the projections are absorbed; with YaRN they multiply it by mscale**2, mscale = 0.1*mscale_all_dim*ln(factor) + 1, from rope_scaling of their
+  configuration. tinygrad computes the gradient.
+
+  Dropout: dropout_p counts in steps of 2^-16 and is active in training or not. lse is that without dropout. dropout_seed is whole on every device;
+  attn.dropout_mask shows which elements it keeps. The default follows Tensor.manual_seed, and a TinyJit draws a new seed in each call, too.
+
+  Batch invariance: tile and key ranges are fixed, so a row depends only on the number of queries, not on the lengths of other sequences or on the
+  pages (docs/serving.md).
+
+  Devices (docs/sharding.md): with tensors sharded along batch or heads, devices exchange nothing. With q, k and v sharded along rows, each device
+  computes its own queries and gathers k and v meanwhile, some heads after others. With only k and v sharded along rows, and q on every device,
+  devices exchange o and lse once and merge them. "zigzag" gives all devices the same work under a causal mask. Masks, ALiBi and bias use the true
+  positions of rows: a bias has its keys in order, and its rows too unless they are sharded like those of q. Keys beyond sequence_lengths are never
+  seen; queries beyond give 0, and -inf in lse.
+
+  Raises ValueError or NotImplementedError before anything runs. The error names the argument, its value and what is supported."""
   options = {name: x for name, x in locals().items() if name not in ("q", "k", "v")}
   return attend(prepare(q, k, v, AttentionOptions(**options)))
 
 def attend(c:CheckedCall) -> Any:
-  """o, or (o, lse)."""
+  """Runs a checked call. Returns o, or (o, lse)."""
   check_devices(c)
   o, *lse = run(seeded(c))
   return (o, *lse) if lse else o
 
 def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
-  """The kernel, tile and split that `attention` takes with these arguments, and why not the others; `arch` may be any chip."""
+  """Returns which kernel, tile and split `attention` takes with these arguments, and why not the others. `arch` may be any chip."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:
-  """What computes the gradients of `attention` with these arguments, and why not the backward kernels. Raises NotImplementedError, with its name,
-  for a term that has no derivative."""
+  """Returns what computes the gradients of `attention` with these arguments, and why not the backward kernels. Raises NotImplementedError for a
+  term that has no derivative, and names it."""
   call = prepare(q, k, v, options_of("attention", options))
   check_differentiable(call.problem)
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
   return choose_backward(of, call.arch, call.choice().kernel)
 
 def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
-  """Names of k and v, of those that are pages, which a kernel cannot read where they lie."""
+  """Names of those of k and v that are pages which no kernel can read in place, so that every call copies them."""
   return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
 
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
-  """Prints and returns `choice_of(...)`; on an AMD GPU also prints which compiler the kernel gets (docs/compilers.md). With `backward` it also
-  prints what computes the gradients, `backward_choice_of(...)`, and returns that."""
+  """Prints and returns which kernel, tile and split `attention` takes with these arguments, and why not the others.
+
+  With `backward` it also prints what computes the gradients, and returns that. On an AMD GPU it also prints which compiler the kernel gets
+  (docs/compilers.md). `arch` may be any chip, so no GPU is needed."""
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
   if call.shards is not None: print(f"  {call.shared_rows.told}")

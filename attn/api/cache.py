@@ -1,5 +1,5 @@
-"""The key/value cache of decoding: buffers of a fixed capacity, of which each batch has filled some rows. New rows are appended in place and
-attended to in the same call; what lies in the cache beyond a length has no effect, NaN included."""
+"""The key/value cache for decoding: buffers of a fixed capacity, in which each batch has filled some rows. One call appends new rows in place and
+attends over them. Rows beyond the filled length have no effect, even if they are NaN."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,8 @@ def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names i
 
 def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, layout:str="bhsd",
                    device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
-  """A cache for `capacity` rows of `width` elements for each batch and key/value head: (k_cache, v_cache) of zeros, in `layout` "bhsd" or "bshd"."""
+  """Returns (k_cache, v_cache), zeros: `capacity` rows of `width` elements for each batch and key/value head, in `layout` "bhsd" (B, Hkv,
+  capacity, width) or "bshd" (B, capacity, Hkv, width)."""
   layout = values.word("layout", layout, ("bhsd", "bshd"))
   batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
                                    for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
@@ -42,21 +43,22 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
 
 def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=None, *, dtype:DType|str=dtypes.half,
                       device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
-  """A cache of pages, (k_pages, v_pages) of zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size, Hkv, Dv), Dv by default D. Which of them
-  a sequence has, and which are free, is for an allocator to say: examples/serve.py has one. Several devices share out the heads of each page."""
+  """Returns a cache of pages (k_pages, v_pages), zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size, Hkv, Dv), Dv = D by default. An
+  allocator decides which pages a sequence gets and which are free: examples/serve.py has one. On several devices each page is sharded along its
+  heads."""
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
            for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
   dtype = check_out_dtype("dtype", dtype)
   if device is not None: device = one_or_several(device_names("device", device))
   if isinstance(device, tuple) and Hkv % len(device):
-    raise ValueError(f"Hkv={Hkv} on device={device}: must be a multiple of the {len(device)} devices, which share out the heads")
+    raise ValueError(f"Hkv={Hkv} on device={device}: must be a multiple of the {len(device)} devices, each of which takes a part of the heads")
   def zeros(width:int) -> Tensor:
     if not isinstance(device, tuple): return Tensor.zeros(*sizes[:3], width, dtype=dtype, device=device).contiguous().realize()
     return Tensor.zeros(*sizes[:3], width, dtype=dtype, device=device[0]).contiguous().shard(device, AXES["bshd"].index("heads")).realize()
   return zeros(sizes[3]), zeros(sizes[4])
 
 def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
-  """(rows, capacity). Raises ValueError where `new` doesn't fit into `cache`."""
+  """(rows of `new`, capacity of `cache`). Raises ValueError if `new` doesn't fit into `cache`."""
   rows = AXES[layout].index("rows")
   got, want = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
   if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
@@ -71,7 +73,7 @@ def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
   return got[rows], want[rows]
 
 def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
-  """Raises ValueError for caches that don't go with each other or with q."""
+  """Raises ValueError if the shapes, dtypes or devices of q, k_cache and v_cache don't fit together."""
   shapes = []
   for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
     values.dtype_name(name, values.tensor(name, t).dtype, values.FLOATS)
@@ -88,11 +90,11 @@ def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
     if got.get(axis) != want.get(axis): raise ValueError(f"{name} has {axis} {got[axis]}: must be that of {of}, {want[axis]}")
 
 def has_threads(device:str|tuple[str, ...]|None) -> bool:
-  """Whether a workgroup of the device has threads; one core of a CPU has not."""
+  """Whether a workgroup of the device has threads. On a CPU core it has none."""
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
 def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]) -> bool:
-  """Whether there are two caches, and they share memory; `places` are where their rows lie in a buffer, where that is known."""
+  """Whether there are two caches that share memory. `places` are where their rows lie in a buffer, where that is known."""
   if len(parts) == 1: return False
   x, y = (part.cache for part in parts)
   if places[0] is not None and places[1] is not None:
@@ -102,7 +104,7 @@ def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]
   return a is not None and b is not None and a[0] is b[0] and max(a[1], b[1]) < min(a[1] + a[2], b[1] + b[2])
 
 def buffer_of(u:UOp) -> UOp:
-  """The buffer under a view, whatever is still to be written to it."""
+  """The buffer under a view, also if writes to it are pending."""
   while u.op is not Ops.BUFFER and u.src: u = u.src[0]
   return u
 
@@ -114,13 +116,13 @@ def _kernel(name:str, a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """New rows of a cache, checked: `launches` has, for each cache, one or two, the cache, its rows and the kernel that writes them."""
+  """New rows for a cache, checked. `launches` has one entry for each cache (one or two): the cache, its new rows, and the kernel that writes them."""
   launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
-  start: Tensor      # int32 (batch): the rows filled before
-  filled: Tensor     # and after
-  table: tuple[Tensor, ...] = ()    # the block table, where the cache is pages
+  start: Tensor      # int32 (batch): rows filled before the append
+  filled: Tensor     # int32 (batch): rows filled after it
+  table: tuple[Tensor, ...] = ()    # the block table, if the cache is pages
   def append(self) -> None:
-    """The caches, and all tensors that are the same buffers or views of them, have the new rows from now on."""
+    """Appends. From then on the caches have the new rows, and so do all tensors that are the same buffers or views of them."""
     for cache, rows, fxn in self.launches:
       tensors = rows.contiguous(), self.start, *(t.contiguous() for t in self.table)
       if (buffer := buffer_under(cache.uop)) is None or not isinstance(cache.device, str):
@@ -128,7 +130,7 @@ class NewRows:
       else: written_to(buffer, Tensor.custom_kernel(Tensor(buffer), *tensors, fxn=fxn)[0].uop.src[1])
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
-  """Where the rows of a cache that is to be written lie in the buffer that it is a view of, None for a buffer of its own or one on each of several
+  """Where the rows of a cache to be written lie in the buffer that it is a view of. None for a buffer of its own, or one on each of several
   devices. Raises ValueError for a computed value, and for a view in which two rows are the same memory."""
   found = in_buffer(bhsd(cache, layout)) if isinstance(cache.device, str) else None
   if found is None:
@@ -140,18 +142,19 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
   sizes, places = dict(zip(AXES[layout], static_shape(name, cache.shape))), found.places
   for axis, step in (("batch", places.batch), ("heads", places.head), ("rows", places.row)):
     if step == 0 and sizes.get(axis, 1) > 1:
-      raise ValueError(f"{name} is expanded along its {axis}, of which {sizes[axis]} are the same memory: there is no appending to it")
+      raise ValueError(f"{name} is expanded along its {axis} axis: {sizes[axis]} entries are the same memory; must be a buffer of its own "
+                       "(.contiguous().realize())")
   return places
 
 @dataclass(frozen=True)
 class OfCache:
-  """The new rows of k or v, and the cache that they go to."""
+  """New rows of k or v, and the cache that they go to."""
   name: str
   new: Tensor
   cache: Tensor
 
 def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
-  """The arguments of `append_kv` with pages, checked."""
+  """Checks the arguments of `append_kv` with pages."""
   options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
   k_new, k_cache = parts[0].new, parts[0].cache
   pages = check_pages(k_new, k_cache, parts[-1].cache, options, "cache_seqlens", ("k_new", "k_cache", f"{parts[-1].name}_cache"))
@@ -178,7 +181,7 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
 
 def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout:str, layout_of_cache:str,
               pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
-  """What appends to each cache: on a device, so many batches, new rows and capacity."""
+  """Prepares the launches that append to each cache. `sizes` are batches, new rows and capacity on one device."""
   B, new, capacity = sizes
   places = [rows_in(f"{x.name}_cache", x.cache, layout_of_cache) for x in parts]
   if overlap(parts, places, dict(zip(AXES[layout_of_cache], local_shape(parts[0].cache)))): raise ValueError(OVERLAP)
@@ -195,9 +198,9 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
 def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None) -> list[OfCache]:
-  """Of k and v, or where v is part of k of k alone."""
+  """k and v with their caches, or k alone if V is part of K."""
   for one, other, x, y in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
-    if x is None and y is not None: raise ValueError(f"{one}=None with {other}: must both be Tensors, or both None where v is part of k")
+    if x is None and y is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
   given = [("k", k_new, k_cache), ("v", v_new, v_cache)][:1 if v_new is None else 2]
   found = [OfCache(name, values.tensor(f"{name}_new", new), values.tensor(f"{name}_cache", cache)) for name, new, cache in given]
   for part in found:
@@ -207,7 +210,7 @@ def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None)
 
 def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, layout:str,
           block_table:Tensor|None=None) -> NewRows:
-  """The arguments of `append_kv`, checked."""
+  """Checks the arguments of `append_kv`."""
   layout, parts = check_cache_layout("layout", layout), _parts(k_new, v_new, k_cache, v_cache)
   cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
   if values.tensor_or_none("block_table", block_table) is not None:
@@ -220,43 +223,52 @@ def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, 
   if (n := known(cache_seqlens)) is not None and n + new > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
   at, size = placement_of(k_cache, k_cache, parts[-1].cache, layout), dict(zip(AXES[layout], local_shape(k_cache)))
-  if at.shared == "rows": raise ValueError("k_cache is sharded along its rows: rows are appended where a device has all; shard batch or heads")
+  if at.shared == "rows": raise ValueError("k_cache is sharded along its rows: must be sharded along batch or heads, or whole")
   return _launches(parts, at, cache_seqlens, (size.get("batch", 1), new, size["rows"]), layout, layout)
 
 def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *, layout:str="bhsd",
               block_table:Tensor|None=None) -> Tensor:
-  """Writes the new rows of every batch into the caches, in place, from row cache_seqlens on; returns the lengths after that, int32 (B).
+  """Writes new rows of every batch into the caches, in place, from row cache_seqlens on. Returns the new lengths, int32 (B).
 
-  k_new, v_new (B, Hkv, new, D) and k_cache, v_cache (B, Hkv, capacity, D), in `layout` "bhsd", "bshd" or "nsd"; the caches must share no memory. They
-  may be views of larger buffers with constant strides, such as slices of one tensor for K and V and all layers: that tensor, and views of it that are
-  there already, have the new rows, too. v_new and v_cache are None where values are part of the keys, as of MLA.
-  block_table, int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D) whatever the layout, as `attention` has them, and the rows go
-  to the pages that the table says. To a page that sequences share nobody may append: the emulator stops where two rows go to one place.
-  An overflow that the host knows of raises ValueError: cache_seqlens + new > capacity for an int, or for the value that a Variable is bound to.
-  One that only the device knows, in a Tensor, writes nothing beyond the cache: the rows that don't fit are dropped, and the length returned is the
-  capacity.
-  """
+    lengths = attn.append_kv(k_new, v_new, k_cache, v_cache, lengths)
+
+    k_new, v_new      (B, Hkv, new, D). v_new and v_cache are None if V is part of K, as in MLA.
+    k_cache, v_cache  (B, Hkv, capacity, D), memory that does not overlap. They may be views of larger buffers with constant strides, such as slices
+                      of one tensor for K and V and all layers. Other views of that tensor then show the new rows, too.
+    cache_seqlens     rows filled before: an int or a Variable for all batches, or int32 (B)
+    layout            "bhsd", "bshd" or "nsd", of new rows and caches
+    block_table       int32 (B, max_blocks): the caches are pages (pages, page_size, Hkv, D) in every layout, as in `attention`, and rows go to the
+                      pages that the table says. Never append to a page that sequences share: the emulator stops if two rows go to one place.
+
+  An overflow that the host knows raises ValueError: cache_seqlens + new > capacity for an int, or for the value that a Variable is bound to. With
+  lengths in a Tensor only the device knows: rows that don't fit are dropped, and the returned length is the capacity."""
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, block_table)
   rows.append()
   return rows.filled
 
 def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *,
                             causal:bool|str=True, layout:str="bhsd", **options:Any) -> Any:
-  """Appends k_new and v_new to the caches, in place, as `append_kv` does, and attends over the cache_seqlens + new rows that each batch has then.
+  """Appends k_new and v_new to the caches in place, as `append_kv` does, then attends over all cache_seqlens + new rows of each batch.
 
-  q (B, H, Sq, D), the other tensors as `append_kv` has them, in `layout`. causal is bottom-right: the last query sees every row. `options` are those
-  of `attention`, but for dropout and what says where rows lie; so is what is returned. What is wrong with any argument is said before a row is
-  appended.
-  With v_dim v_new and v_cache are None, and V is k_cache[..., :v_dim]: one cache of rows of D=576 with v_dim=512 is that of MLA.
-  With block_table the caches are pages, as `append_kv` has them. The caches may be views of larger buffers: they are read where they lie.
+    k_cache, v_cache = attn.empty_kv_cache(B, Hkv, 4096, D)
+    o = attn.attention_with_kv_cache(q, k_new, v_new, k_cache, v_cache, lengths)
+
+    q        (B, H, Sq, D), in `layout`
+    k_new, v_new, k_cache, v_cache, cache_seqlens  as in `append_kv`, in `layout`
+    causal   True is bottom-right: the last query sees every row
+    options  those of `attention`, except dropout and those that say where rows lie
+
+  Returns what `attention` returns. Raises for a wrong argument before a row is appended.
   Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
-  """
+  MLA: with v_dim, v_new and v_cache are None, and V is k_cache[..., :v_dim] (D=576, v_dim=512: one cache for keys and values).
+  Pages: with block_table the caches are pages, as in `append_kv`.
+  Views of larger buffers are read in place."""
   for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
-    if name in options: raise ValueError(f"{name} with a cache: the lengths are cache_seqlens, of before the new rows")
+    if name in options: raise ValueError(f"{name} with a cache: give cache_seqlens instead, the rows filled before the new ones")
   for name in ("sequence_order", "sequence_lengths"):
-    if name in options: raise ValueError(f"{name} with a cache: a device has all rows of its batches and heads; shard those")
+    if name in options: raise ValueError(f"{name} with a cache: caches are not sharded along rows; shard batch or heads")
   for name in ("dropout_p", "dropout_seed"):
-    if name in options: raise ValueError(f"{name} with a cache: there is no training with a cache, and so no dropout")
+    if name in options: raise ValueError(f"{name} with a cache: attention over a cache has no dropout; train with attn.attention")
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, options.get("block_table"))
   checked = options_of("attention_with_kv_cache", {**options, "causal": causal, "layout": layout, "kv_lengths": rows.filled})
   part_of_k(v_cache, checked.v_dim)
@@ -265,4 +277,4 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:T
   call.choice()
   check_devices(call)
   rows.append()
-  with Context(TRAINING=0): return attend(call)      # of a cache: its gradient is refused
+  with Context(TRAINING=0): return attend(call)      # attention over a cache has no gradient

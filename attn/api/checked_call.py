@@ -1,4 +1,4 @@
-"""A call of `attention`, checked before anything runs: where its tensors lie, which optional ones there are, and the Problem they pose."""
+"""Checks a call of `attention` before anything runs: where its tensors lie, which optional tensors it has, and the Problem that they pose."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
@@ -21,20 +21,20 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class CheckedCall:
-  """A problem with its tensors: q, k, v and the extras, by name. `problem` is what one device has to do, or all of them where they share its rows, as
-  `shards` says."""
+  """A checked call: its problem, and q, k, v and the optional tensors by name. `problem` is the work of one device; with `shards`, where devices
+  share the rows of a sequence, it is the work of all of them."""
   problem: Problem
   tensors: dict[str, Tensor]
   arch: Chip|None
   at: Placement
   out: Tensor|None
-  variables: tuple[UOp, ...] = ()     # bound, that the problem's numbers of rows are made of
+  variables: tuple[UOp, ...] = ()     # bound Variables that the problem's numbers of rows are sums of
   shards: SequenceShards|None = None
-  part: bool = False              # of what devices share, computed on one of them
-  into: tuple[Tensor, ...] = ()   # where to put lse, and its rest, as `out` is for o, and the buffers that these are regions of
+  part: bool = False              # this call is one device's part of a call whose rows devices share
+  into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is the one for o), then the buffers that these are regions of
   @property
   def log_sums(self) -> tuple[str, ...]:
-    """The names of what it wants besides o: lse, and its rest."""
+    """Names of the outputs besides o: lse, lse_rest, both or none."""
     return self.problem.outputs[1:]
   def choice(self) -> Choice:
     if self.shards is None: return choose(self.problem, self.arch)
@@ -45,12 +45,12 @@ class CheckedCall:
     return SharedRows(self.problem, self.arch, self.at, self.shards)
 
 def known(n:int|UOp|Tensor) -> int|None:
-  """The number of rows where the host knows it: an int, or the value that a Variable is bound to."""
+  """The number of rows if the host knows it (an int, or the value that a Variable is bound to), else None."""
   return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
 
 def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
-  """A number of rows as an int32 tensor (batch): given so, or the same for all as an int or a tinygrad Variable. Raises ValueError beyond
-  0..capacity."""
+  """Numbers of rows as an int32 tensor (batch). `n` is such a tensor already, or one number for all batches: an int or a tinygrad Variable. Raises
+  ValueError for a number outside 0..capacity that the host knows."""
   if isinstance(n, Tensor):
     values.dtype_name(name, n.dtype, ("int32",))
     placed = place(name, n, at)
@@ -62,29 +62,29 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
   return of_each_device(Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous(), at.axis(("batch",)))
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
-  """Raises ValueError for sequences that don't lie in order within `rows` rows, or are longer than `longest`: where the host can read the numbers at
-  no cost, on the emulator. Elsewhere rows beyond are 0."""
+  """Raises ValueError for sequences that are not in order within `rows` rows, or longer than `longest`. This is checked only where the host reads
+  the numbers at no cost, on the emulator. Elsewhere rows beyond are 0."""
   if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
     raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
-  if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows")
+  if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
 def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
-  """Whether V is part of K. Raises ValueError where neither v nor v_dim says what it is, or both do."""
-  if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: must be a Tensor, or v_dim say how many columns of k it is")
-  if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: must be None where V is k[..., :v_dim]")
+  """Whether V is part of K. Raises ValueError if neither v nor v_dim is given, or both are."""
+  if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: give v as a Tensor, or v_dim, the number of columns of k that are V")
+  if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with a Tensor v: v_dim says that V is k[..., :v_dim], so v must be None")
   return v is None
 
 def columns_of(shape:tuple[int, ...], v_dim:int) -> tuple[int, ...]:
-  """The shape of so many first columns of k."""
+  """Shape of k[..., :v_dim]."""
   if v_dim > shape[-1]: raise ValueError(f"v_dim={v_dim}: must lie in 1..{shape[-1]}, the columns of k, which has shape {shape}")
   return (*shape[:-1], v_dim)
 
 @dataclass(frozen=True)
 class PlacedInputs:
-  """q, k and v, checked each for itself. `tensors` has no v where that is part of k; `shapes` are those that one device computes with, of q, k and v
-  alike, in `layout` for q and `layout_of_keys` for k and v; `types` are the dtype names of q, k and v."""
+  """q, k and v, each checked by itself. `tensors` has no v if V is part of k. `shapes` are the shapes of q, k and v on one device, in `layout` for
+  q and in `layout_of_keys` for k and v. `types` are the dtype names of q, k and v."""
   tensors: dict[str, Tensor]
   shapes: dict[str, tuple[int, ...]]
   types: list[str]
@@ -96,12 +96,12 @@ class PlacedInputs:
   @property
   def layout_of_keys(self) -> str: return self.layout if self.pages is None else "bhsd"
   def keys(self, axis:str) -> int:
-    """The batches, or the rows that there is room for, of k."""
+    """Size of k along "batch" or "rows" (which is its capacity); 1 if the layout has no such axis."""
     axes = AXES[self.layout_of_keys]
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
 def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
-  """Where q, k and v lie, whole, sharded, in a cache or in pages."""
+  """Finds where q, k and v lie: whole, sharded over devices, in a cache or in pages."""
   layout = options.layout
   tensors = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v)) if name != "v" or not part_of_k(v, options.v_dim)}
   types = [dtype_of(name, tensors.get(name, k)) for name in ("q", "k", "v")]
@@ -120,7 +120,8 @@ def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_
   return PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards)
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """The same where k and v are pages. As one device computes with them they are (sequences, Hkv, the rows that a sequence may have, width)."""
+  """Finds where q lies, and k and v that are pages. On one device the shapes of k and v are (sequences, Hkv, rows that a sequence may have,
+  width)."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None
   pages = check_pages(q, k, v, options, lengths_name)
@@ -135,7 +136,7 @@ def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:Attentio
   return PlacedInputs({name: given[name] for name in tensors}, shapes, types, at, options.layout, pages, (in_k, in_v))
 
 def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str) -> dict[str, Tensor]:
-  """Those that are given, in the order of EXTRAS, each where the inputs need it."""
+  """The optional tensors that the call gives, in the order of EXTRAS, each placed on the devices of q."""
   extras: dict[str, Tensor] = {}
   def per_batch(name:str, n:int|UOp|Tensor, called:str) -> Tensor: return lengths(n, x.keys("batch"), x.keys("rows"), x.at, called)
   for name, tensor in TERM_TENSORS.items():
@@ -149,10 +150,11 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
                                 "cu_seqlens_k")
     extras["kv_lengths"] = per_batch("kv_lengths", options.kv_lengths, lengths_name)
   if options.kv_starts is not None:
-    if options.kv_lengths is None: raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
+    if options.kv_lengths is None: raise ValueError("kv_starts without kv_lengths: give both, keys kv_starts[b] <= j < kv_lengths[b] exist")
     for name in extras:
       if name in TERM_TENSORS and "keys" in TERM_TENSORS[name].axes:
-        raise NotImplementedError(f"kv_starts with {name}: keys are counted from their start, so a {name} has no place for them")
+        raise NotImplementedError(f"kv_starts with {name}: kv_starts makes key numbers begin at a row that only the device knows, so the columns of "
+                                  f"{name} cannot be matched to keys; give one of the two")
     extras["kv_starts"] = per_batch("kv_starts", options.kv_starts, "kv_starts")
   for name in ("block_table", "cu_seqlens_q", "cu_seqlens_k"):
     if (given := getattr(options, name)) is not None:
@@ -163,7 +165,7 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
   return {name: extras[name] for name in EXTRAS if name in extras}
 
 def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
-  """Raises ValueError where the call gives a buffer for o that cannot take it."""
+  """Raises ValueError if o cannot be written to the buffer `out`: its shape, dtype, device or sharding is not that of o."""
   if (out := options.out) is None: return
   check_output("out", out.uop)
   want = (*q.shape[:-1], width)
@@ -174,13 +176,13 @@ def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
     raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
 
 def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
-  """The dtype of o: that asked for, that of the buffer given for it, or that of q."""
+  """Dtype of o: `out_dtype`, else the dtype of `out`, else the dtype of q."""
   if options.out_dtype is not None: return values.dtype_text(options.out_dtype)
   return x.types[0] if options.out is None else dtype_of("out", options.out)
 
 def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
-  """A call of `attention`, checked. `lengths_name` is what its caller calls kv_lengths; `in_place`: k and v that are views of a buffer are read where
-  they lie in it."""
+  """Checks a call of `attention` and poses its problem. `lengths_name` is the caller's name for kv_lengths, for error messages. With `in_place`, k
+  and v that are views of a buffer are read where they lie in it."""
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)
@@ -198,5 +200,6 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
   device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
   arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
   if x.shards is not None: check_moves(p)
-  if x.shards is not None and arch is None: raise NotImplementedError(f"rows that devices share: no kernel merges results on {device}")
+  if x.shards is not None and arch is None:
+    raise NotImplementedError(f"q, k or v sharded along rows: no kernel merges results on {device}; shard along batch or heads")
   return CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out, shards=x.shards)

@@ -1,4 +1,4 @@
-"""Kernels for `Tensor.custom_kernel`: `flash_attention` and `flash_attention_fn`."""
+"""Kernels for `Tensor.custom_kernel`: `flash_attention` for the plain case, `flash_attention_fn` for one with options."""
 from __future__ import annotations
 from attn import values
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip
@@ -12,23 +12,29 @@ from attn.values import cache_of_kernels, static_shape
 def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
                        softcap:float=0.0, dropout_p:float=0.0, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False,
                        arch:str|None=None, extras:tuple[str, ...]=()) -> KernelFunction:
-  """A kernel function for `Tensor.custom_kernel(o, q, k, v, fxn=...)`, or `(o, lse, q, k, v)` when `return_lse`. One object per set of options.
+  """Returns a kernel function for `Tensor.custom_kernel`. Equal options return the identical object.
 
-  causal:        False; True or "bottom-right" (query i sees keys j <= i + Sk - Sq); "top-left" (query i sees keys j <= i)
-  softmax_scale: factor of the scores, 1/sqrt(D) by default
-  layout:        "bhsd", "bshd" or "nsd" (B*H, S, D), or "thd" (sequences one after another)
-  window:        (left, right) keys seen on each side of the diagonal, itself included; -1 for no bound
-  arch:          such as "gfx942"; by default that of tinygrad's default device
-  return_lse:    also write the natural-log sum of exponentials, float32 (B, H, Sq)
-  softcap:       scores become softcap*tanh(score/softcap)
-  dropout_p:     elements of P become 0 with this probability, and the others P/(1 - dropout_p): takes dropout_seed, uint32 (2), among the extras
-  extras:        names of the tensors that follow v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k, dropout_seed,
-                 dropout_start (see Problem)
-  max_seqlen_q, max_seqlen_k: the longest sequence, of layout "thd"
+    fn = attn.flash_attention_fn(causal=True)
+    o = Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=fn)[0]
 
-  q, k, v and o: float16, bfloat16 or float32, q, k and v the same. Rows that see no key give o = 0 and lse = -inf.
-  Raises ValueError or NotImplementedError, naming the argument, its value and what is supported, before anything runs.
-  """
+  The function takes the tensors (o, q, k, v), or (o, lse, q, k, v) with `return_lse`, and then the tensors that `extras` names. q, k, v and o are
+  float16, bfloat16 or float32; q, k and v have the same dtype.
+
+    layout         "bhsd", "bshd", "nsd" (B*H, S, D) or "thd" (total, H, D): packed sequences, one after another
+    softmax_scale  factor of Q K^T, 1/sqrt(D) by default
+    softcap        a score becomes softcap*tanh(score/softcap); 0: no cap
+    causal         False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": keys j <= i
+    window         (left, right): number of keys seen before and after the diagonal key, which is seen too; -1: no bound
+    dropout_p      probability with which an element of P becomes 0, the others P/(1 - dropout_p); needs dropout_seed, uint32 (2), among the extras
+    max_seqlen_q   longest sequence of q, for "thd"
+    max_seqlen_k   longest sequence of k, for "thd"
+    return_lse     also write the natural-log sum of exponentials, float32 (B, H, Sq)
+    arch           chip, for example "gfx942"; by default the chip of tinygrad's default device
+    extras         names of the tensors after v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k, dropout_seed,
+                   dropout_start (their shapes and dtypes: see attn.problem.Problem)
+
+  A query that sees no key gives o = 0 and lse = -inf.
+  Raises ValueError or NotImplementedError before anything runs. The error names the argument, its value and what is supported."""
   options = KernelOptions(**{name: x for name, x in locals().items() if name != "extras"})
   if not isinstance(extras, (tuple, list)) or list(extras) != [*(names := tuple(name for name in EXTRAS if name in extras))]:
     raise values.wrong("extras", extras, f"some of {', '.join(EXTRAS)}, in this order")
@@ -53,5 +59,5 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
   return kernel
 
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:
-  """Full attention of (B, H, S, D) tensors: `Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=flash_attention)[0]`."""
+  """Full attention of (B, H, S, D) tensors: `Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=attn.flash_attention)[0]`."""
   return flash_attention_fn()(o, q, k, v)

@@ -1,4 +1,4 @@
-"""How a checked call is run: the kernels that it launches, their buffers, and where its gradient comes from."""
+"""Runs a checked call: launches its kernels, allocates their buffers, and attaches the gradient."""
 from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,11 +21,12 @@ from attn.problem import Problem
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels
 from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels
 
-OF_A_CACHE = "the gradient of attention over part of a cache: train with attn.attention of whole k and v"
+OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.attention of whole k and v"
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
 def seeded(c:CheckedCall) -> CheckedCall:
-  """With the tensors that dropout takes: a seed, drawn where none is given, and where devices share out batches or heads the first ones of each."""
+  """Adds the tensors that dropout takes: a seed, drawn if none is given, and, if devices share batches or heads, the first batch and head of each
+  device."""
   if not c.problem.dropout_p: return c
   t = dict(c.tensors)
   if "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
@@ -34,8 +35,8 @@ def seeded(c:CheckedCall) -> CheckedCall:
 
 @cache_of_kernels
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
-  """What `choice` launches, in order: as single objects, for tinygrad's schedule cache goes by identity. The last one has the gradient, and so takes
-  the tensors of `launched(p)`."""
+  """Kernel functions that `choice` launches, in order. Equal arguments give identical objects, because tinygrad's schedule cache compares by
+  identity. The last kernel carries the gradient, so it is called on all tensors of `launched(p)`."""
   assert choice.arch is not None and choice.work.tile is not None
   forget_oldest_kernels("attn_", MOST_KERNELS)
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
@@ -51,17 +52,17 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
 
 def launched(p:Problem) -> list[tuple[str, ...]]:
-  """The names of the tensors that each launch is given: what its kernel takes, and for `combine` what the gradient goes to besides."""
+  """Names of the tensors that each launch is called on: those that its kernel takes and, for `combine`, also the inputs that get a gradient."""
   if p.num_splits == 1: return [tuple(arguments(p))]
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
 
 def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
-  """o, in the buffer that the call gives for it, and of lse and its rest what it wants."""
+  """The results that the call wants: o, copied into `out` if the call gives it, and lse and lse_rest as far as wanted."""
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
-  """A buffer for what a kernel of `p` writes."""
+  """Buffer for the output `name` of a kernel of `p`: the one that the call gives, or a new one."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
@@ -71,26 +72,26 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
 
 def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
-  """A whole buffer: a copy where x is none."""
+  """x if it is a whole buffer, else a copy that is one."""
   return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """forward, or for split_kv the same into partial results and then combine."""
+  """Launches one kernel, or, with split keys, a kernel that writes partial results and then `combine`."""
   p = replace(c.problem, num_splits=choice.work.splits)
   t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else in_a_buffer(c, x) for name, x in c.tensors.items()}
-  if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # as in run_three_pass
+  if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = of_backward(p)
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
-    given += c.into[len(c.log_sums):]     # which the kernel does not take
+    given += c.into[len(c.log_sums):]     # whole buffers behind the regions: the kernel takes no argument for them
     written = Tensor.custom_kernel(*given, fxn=called_by(c, fxn))
-    t = dict(zip(names, written)) | t      # the inputs stay what they were: their gradients go there
+    t = dict(zip(names, written)) | t      # inputs keep their own UOps, because gradients go there
   if c.out is not None: t["o"] = c.out.replace(t["o"])
   return [t["o"], *[t[name] for name in c.log_sums]]
 
 def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
-  """A kernel function as a call has it: its kernel gets the Variables of the call besides the tensors. Of a part of what devices share no inputs are
-  kept: gradients are those of the whole."""
+  """Wraps a kernel function for one call: the kernel also gets the call's Variables. A part of a call whose rows devices share keeps no inputs,
+  because the gradient is taken of the whole call."""
   if not c.variables and not c.part: return fxn
   def called(*placeholders:UOp) -> CheckedKernel:
     kernel = fxn(*placeholders)
@@ -98,23 +99,23 @@ def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
   return called
 
 def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  choose_backward(c.problem, c.arch, choice.kernel)      # where ATTN_KERNEL asks for backward kernels: why there can be none
+  choose_backward(c.problem, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """By devices that share rows."""
+  """Runs a call whose rows devices share."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
-  choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # as in run_three_pass
+  choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # raises as in run_three_pass
   return deliver(c, *with_context_gradient(c.shared_rows, *run_shared_rows(c.shared_rows, c.tensors, attend_part)))
 
 def check_devices(c:CheckedCall) -> None:
-  """Raises ValueError where the call is for another chip than one of its devices is."""
+  """Raises ValueError if the call is for a chip that is not the chip of its devices."""
   for device in (c.at.device,) if isinstance(c.at.device, str) else c.at.device:
     if c.arch is not None: check_device(c.arch.name, device)
 
 def run(c:CheckedCall) -> list[Tensor]:
-  """o and, where wanted, lse."""
+  """Runs a call. Returns o, and lse and lse_rest where wanted."""
   if c.shards is not None: return run_across(c)
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)

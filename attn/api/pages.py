@@ -1,4 +1,4 @@
-"""Keys and values in pages: blocks of rows of which a table says, for each sequence, which ones it has and in what order."""
+"""Keys and values in pages: blocks of rows. A table says for each sequence which pages hold its rows, in order."""
 from __future__ import annotations
 from dataclasses import replace
 import numpy as np
@@ -13,15 +13,15 @@ from attn.tinygrad_compat import Tensor, UOp, buffer_under
 from attn.values import static_shape
 
 def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
-  """The pages that k and v are, (pages, page_size, Hkv, D), and which of them the sequences of q have. `names` are what its caller calls q, k and
-  v."""
+  """Checks q, pages k and v (pages, page_size, Hkv, D), and the table of their pages. Returns the Pages. `names` are the caller's names of q, k
+  and v, for error messages."""
   table = options.block_table
   assert table is not None
   of_q, of_k, of_v, of_table = (static_shape(name, values.tensor(name, t).shape) for name, t in zip((*names, "block_table"), (q, k, v, table)))
   for name, shape in zip(names[1:], (of_k, of_v)):
     if len(shape) != 4 or 0 in shape:
       raise ValueError(f"{name} has shape {shape}: with block_table it must be pages, (pages, page_size, Hkv, D), each at least 1")
-  if of_v[:3] != of_k[:3]: raise ValueError(f"{names[2]} has shape {of_v}: its pages, their size and heads must be those of {names[1]}, {of_k}")
+  if of_v[:3] != of_k[:3]: raise ValueError(f"{names[2]} has shape {of_v}: its pages, page_size and heads must be those of {names[1]}, {of_k}")
   for name, t in zip((*names[1:], "block_table"), (k, v, table)):
     if t.device == q.device or (t is table and not isinstance(q.device, str)): continue
     raise ValueError(f"{name} is on {t.device} but {names[0]} on {q.device}: all tensors must be on the same device")
@@ -34,30 +34,31 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
   if len(of_table) != 2 or 0 in of_table or sequences not in (None, of_table[0]):
     raise ValueError(f"block_table has shape {of_table}: must be ({'B' if sequences is None else sequences}, max_blocks)")
   if options.layout == "nsd" and of_q[0] % of_table[0]:
-    raise ValueError(f"block_table has shape {of_table}: its {of_table[0]} sequences do not divide the {of_q[0]} of {names[0]}, (B*H, S, D)")
+    raise ValueError(f"block_table has shape {of_table}: its {of_table[0]} sequences must divide the {of_q[0]} of {names[0]}, (B*H, S, D)")
   if options.kv_lengths is None:
     raise ValueError(f"{lengths_name}=None with block_table: must say how many rows each sequence has, at most max_blocks*page_size")
   for name, default in (("sequence_order", "contiguous"), ("sequence_lengths", None)):
     if (given := getattr(options, name)) != default:
-      raise ValueError(f"{name}={values.shown(given)} with block_table: a device has all rows of its heads, as many as {lengths_name} says")
-  if options.cu_seqlens_k is not None: raise ValueError(f"cu_seqlens_k with block_table: {lengths_name} says how long sequences are")
+      raise ValueError(f"{name}={values.shown(given)} with block_table: must be {default!r}; rows in pages are not sharded over devices, shard "
+                       "along heads")
+  if options.cu_seqlens_k is not None: raise ValueError(f"cu_seqlens_k with block_table: must be None, {lengths_name} says how long sequences are")
   pages = Pages(of_k[1], of_k[0], of_table[1])
   if pages.count == 1: check_only_page(table, options.kv_lengths, lengths_name, pages)
   return pages
 
 def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:Pages) -> None:
-  """Raises ValueError for an entry, of rows that there are, which is not the only page, where the host has the numbers at hand. A kernel of one page
-  does not read the table, so the emulator cannot stop there."""
+  """Raises ValueError if a used entry of the table is not 0 although there is only one page, where the host has the numbers at hand. A kernel of
+  one page does not read the table, so the emulator could not catch this."""
   entries, counts = numbers_at_hand(table), numbers_at_hand(rows) if isinstance(rows, Tensor) else rows
   if entries is None or counts is None or isinstance(counts, UOp) or (np.ndim(counts) and np.shape(counts) != entries.shape[:1]): return
   used = np.arange(pages.most) < -(-np.reshape(counts, (-1, 1))//pages.size)
   if (wrong := entries[np.broadcast_to(used, entries.shape) & (entries != 0)]).size:
-    raise ValueError(f"block_table has an entry {wrong[0]} for rows that {lengths_name} counts: there is one page, number 0")
+    raise ValueError(f"block_table has an entry {wrong[0]} among the rows that {lengths_name} counts: must be 0, there is only one page")
 
 def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str, str, str]=("q", "k", "v")) -> Placement:
-  """Where q and pages lie: on one device, or on several that share out the heads, as the shards of a model do. Raises NotImplementedError where they
-  are shared out otherwise."""
-  if q.device is None: raise ValueError(f"{names[0]} is a constant without a device: .contiguous() on a device first")
+  """Where q and pages lie: on one device, or on several that share the heads, like the shards of a model. Raises NotImplementedError for any other
+  sharding."""
+  if q.device is None: raise ValueError(f"{names[0]} is a constant without a device: call .contiguous() on a device first")
   if isinstance(q.device, str): return Placement(q.device)
   axes = (AXES[layout], AXES["bshd"], AXES["bshd"])
   found = [None if t.uop.axis is None else axis[t.uop.axis] for t, axis in zip((q, k, v), axes)]
@@ -70,16 +71,18 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             "heads are those of all sequences")
 
 def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
-  """Pages as kernels read them, and where their rows lie: in the buffer that they are a view of, or in one of their own. Pages that are a view whose
-  rows don't lie in its buffer a constant stride apart, each in one piece, are copied."""
+  """Pages as kernels read them, and where their rows lie: in the buffer that they are a view of, or in a buffer of their own. Pages are copied if
+  they are a view whose rows don't lie a constant stride apart in the buffer, each in one piece."""
   if not isinstance(t.device, str): return t, whole_places(local_shape(t), "bshd")
   if (found := in_buffer(bhsd(t, "bshd"))) is not None: return t, found.places
   return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """`plain_attention` of keys in pages. An entry of the table that is no page gives rows of 0."""
+  """Computes `plain_attention` of keys in pages. A table entry that is no page gives rows of 0."""
   assert p.pages is not None
-  if p.varlen: raise NotImplementedError("block_table with layout='thd' where no matrix kernel takes the problem: must be another layout")
+  if p.varlen:
+    raise NotImplementedError("block_table with layout='thd' where no matrix kernel takes the problem: must be another layout (attn.explain says why "
+                              "none does)")
   batched = replace(p, layout="bhsd")
   def rows(x:Tensor) -> Tensor: return x[t["block_table"]].reshape(p.B, p.Sk, x.shape[2], x.shape[3]).transpose(1, 2)
   q = t["q"].reshape(p.B, -1, p.Sq, p.D) if p.layout == "nsd" else bhsd(t["q"], p.layout)

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` with the arguments of tinygrad and of PyTorch, and its installation as `Tensor.scaled_dot_product_attention`."""
+"""`scaled_dot_product_attention` with the arguments of tinygrad and PyTorch, and `install`, which puts it in the place of Tensor's method."""
 from __future__ import annotations
 import contextlib, math, warnings
 from collections import deque
@@ -14,7 +14,7 @@ from attn.values import static_shape
 
 def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
                scale:float|None) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
-  """(q, k, v) as four dimensions, the options of `attention`, and the shape of the output."""
+  """(q, k, v) with four dimensions, the options of `attention`, and the shape of the output."""
   dropout_p = check_dropout_p("dropout_p", dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
   if is_causal and mask is not None: raise RuntimeError("attn_mask with is_causal=True: cannot set attn_mask when is_causal=True")
@@ -59,18 +59,20 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
 
 def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None, dropout_p:float=0.0, is_causal:bool=False,
                                  enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
-  """softmax(query key^T * scale + attn_mask) value, of query (..., H, Sq, D), key (..., Hkv, Sk, D) and value (..., Hkv, Sk, Dv) in float16,
-  bfloat16 or float32.
+  """Computes softmax(query key^T * scale + attn_mask) value. The arguments are those of tinygrad and PyTorch.
 
-  attn_mask:  bool (True: seen) or added to the scores, broadcastable to (..., H, Sq, Sk)
-  is_causal:  query i sees keys j <= i, counted from the first (`attention(causal=True)` counts from the last)
-  enable_gqa: H may be a multiple of Hkv
-  scale:      1/sqrt(D) by default
-  dropout_p:  as `attention` has it, at least 0 and less than 1, but only where tinygrad's TRAINING is set, as for all of its dropout
-  A row that sees no key gives 0, where tinygrad's own gives NaN.
-  key and value may be slices of a cache as long as tinygrad's Variables say: see `install`.
-  Raises RuntimeError for attn_mask with is_causal, ValueError for shapes that don't fit.
-  """
+    query       (..., H, Sq, D), float16, bfloat16 or float32
+    key         (..., Hkv, Sk, D), in the dtype of query
+    value       (..., Hkv, Sk, Dv), in the dtype of query
+    attn_mask   bool (True: seen), or numbers added to the scores; broadcastable to (..., H, Sq, Sk)
+    is_causal   query i sees keys j <= i, counted from the first query (`attention(causal=True)` counts from the last)
+    enable_gqa  H may be a multiple of Hkv
+    scale       factor of the scores, 1/sqrt(D) by default
+    dropout_p   at least 0 and less than 1, as `attention` has it; active only where tinygrad's TRAINING is set, like all of its dropout
+
+  A query that sees no key gives 0; tinygrad's own function gives NaN.
+  key and value may be slices of a cache whose length a tinygrad Variable says: see `install`.
+  Raises RuntimeError for attn_mask with is_causal, ValueError or NotImplementedError for other arguments that don't fit together."""
   if is_sliced(query, key, value):
     return sliced_call(query, key, value, attn_mask, dropout_p if TRAINING else 0.0, is_causal, enable_gqa, scale).run()
   tensors, options, shape = _arguments(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
@@ -81,15 +83,16 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
 
 @dataclass(frozen=True)
 class Decision:
-  """What a call of `Tensor.scaled_dot_product_attention` came to: the kernel, or None and the reason for which tinygrad's own was used."""
+  """The outcome of one call of `Tensor.scaled_dot_product_attention`: the kernel, or None and the reason why tinygrad's own function ran."""
   kernel: str|None
   reason: str
 
 NAME = "scaled_dot_product_attention"
-decisions: deque[Decision] = deque(maxlen=1024)   # of the latest calls while installed
+decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """What stood in the place of `Tensor.scaled_dot_product_attention` before: `inherited`, tinygrad's own, or another library's."""
+  """What `Tensor.scaled_dot_product_attention` was before `install`. `inherited`: it was tinygrad's own, which Tensor inherits, and not another
+  library's."""
   active: bool = False
   before: Any = None
   inherited: bool = True
@@ -107,9 +110,9 @@ def _decide(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Decision:
 
 def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None, dropout_p:float=0.0, is_causal:bool=False,
                enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
-  decision = Decision(None, "not installed any more: another library calls what it found in its place")
+  decision = Decision(None, "uninstalled, but another library still calls this function, which it found in place of tinygrad's own")
   if installation.active:
-    dropped = dropout_p if TRAINING else 0.0   # tinygrad drops out in training only
+    dropped = dropout_p if TRAINING else 0.0   # tinygrad's own function applies dropout in training only
     try: decision = _decide(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale)
     except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
     decisions.append(decision)
@@ -121,13 +124,14 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
   return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 
 def install() -> deque[Decision]:
-  """Makes `Tensor.scaled_dot_product_attention` use these kernels wherever dispatch says yes, and what stood there before otherwise: tinygrad's own,
-  or another library's. Returns the list of decisions, which grows with every call (under TinyJit: with every capture) up to the latest 1024. Why a
-  call goes to what stood there before is also said in a warning, once for each reason.
-  Keys and values may be slices of a cache that are as long as Variables say, as the models of tinygrad have them: they are read where they lie, by
-  one kernel for all lengths, and the mask triu(start_pos + 1) of -inf is taken for what it is, causal. Then a query in float32 beside a cache of 16
-  bits is rounded as the cache was; the result is float32 again.
-  Installing twice is the same as once."""
+  """Makes `Tensor.scaled_dot_product_attention` run these kernels wherever one takes the call, and otherwise the function that was there before.
+
+  Returns the list of decisions. It grows with every call (under TinyJit: with every capture) and keeps the latest 1024. A call that goes to the
+  earlier function also warns with the reason, once for each reason.
+  Keys and values may be slices of a cache whose length tinygrad Variables say, as in tinygrad's models. They are read in place, by one kernel for all
+  lengths, and the mask triu(start_pos + 1) of -inf counts as causal. A float32 query with a 16-bit cache is then rounded to the cache's dtype; the
+  result is float32 again.
+  A second `install` changes nothing."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:
     installation.before, installation.inherited = Tensor.scaled_dot_product_attention, NAME not in vars(Tensor)
     setattr(Tensor, NAME, _installed)
@@ -135,8 +139,8 @@ def install() -> deque[Decision]:
   return decisions
 
 def uninstall() -> None:
-  """Puts back what stood there before; nothing if it is there. What another library has put over these kernels in the meantime stays: it then calls
-  what was there before."""
+  """Puts the earlier function back; does nothing if that is there already. A function that another library has installed over these kernels
+  meanwhile stays; it then reaches the earlier function."""
   installation.active = False
   if Tensor.scaled_dot_product_attention is not _installed: return
   if installation.inherited: delattr(Tensor, NAME)   # Tensor inherits tinygrad's
@@ -144,7 +148,8 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:
-  """`install` for the length of a with statement: `with attn.installed() as decisions: ...`. Within one another, the outermost ends it."""
+  """Context manager that installs for the length of a with statement: `with attn.installed() as decisions: ...`. Of nested ones, the outermost
+  uninstalls."""
   outermost = not installation.active
   try: yield install()
   finally:

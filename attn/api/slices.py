@@ -1,5 +1,5 @@
-"""`scaled_dot_product_attention` of keys and values that are slices of a cache, as long as Variables say: read where they lie, by one kernel for all
-lengths."""
+"""`scaled_dot_product_attention` of keys and values that are slices of a cache, with a length that Variables say. One kernel serves all lengths
+and reads the cache in place."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -16,21 +16,21 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class SlicedCall:
-  """A call, checked. q and the result have `rows` rows, of the problem's Sq, which are as many as the Variables allow."""
+  """A checked call of slices. The problem's Sq is the largest number of rows that the Variables allow; q and the result have `rows` rows of these."""
   call: CheckedCall
   rows: Size
   def choice(self) -> Choice: return self.call.choice()
   def run(self) -> Tensor:
-    """o (B, H, rows, Dv)."""
+    """Returns o (B, H, rows, Dv)."""
     o, = run(self.call)
     return (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
 
 def is_sliced(*tensors:Any) -> bool:
-  """Whether any of these is a Tensor as long as a Variable says."""
+  """Whether any of these is a Tensor with a size that a Variable says."""
   return any(isinstance(n, UOp) for t in tensors if isinstance(t, Tensor) for n in t.shape)
 
 def _dtype(q:Tensor, k:Tensor, v:Tensor) -> str:
-  """That of keys and values. A query in fp32 is rounded to it, as the cache was."""
+  """Dtype of key and value. A float32 query is rounded to it, as the cache was."""
   of_q, of_k, of_v = (values.dtype_name(name, t.dtype, FLOATS) for name, t in (("query", q), ("key", k), ("value", v)))
   if of_k != of_v or of_q not in (of_k, "float32"):
     raise ValueError(f"query, key and value have dtypes {of_q}, {of_k}, {of_v}: key and value must have the same, and query that or float32")
@@ -38,11 +38,11 @@ def _dtype(q:Tensor, k:Tensor, v:Tensor) -> str:
 
 def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
   if of_k != of_v or H % of_k or not (enable_gqa or of_k in (1, H)):
-    raise NotImplementedError(f"query, key and value have {H}, {of_k} and {of_v} heads"
-                              + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
+    raise NotImplementedError(f"query, key and value have {H}, {of_k} and {of_v} heads: key and value must have the same number, which divides "
+                              "that of query" + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
 
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
-  """(window, whether it is aligned to the first query) of the problem."""
+  """(window, top_left) of the problem."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
   if is_causal: raise RuntimeError("attn_mask with is_causal=True: cannot set attn_mask when is_causal=True")
   if is_causal_mask(values.tensor("attn_mask", mask), n_q, n_k): return (-1, 0), False
@@ -51,28 +51,30 @@ def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[i
 
 def sliced_call(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
                 scale:float|None) -> SlicedCall:
-  """Of the arguments of `scaled_dot_product_attention`. Raises ValueError, NotImplementedError or RuntimeError for what this can't be."""
+  """Checks the arguments of `scaled_dot_product_attention` and poses their problem. Raises ValueError, NotImplementedError or RuntimeError if they
+  don't fit."""
   is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
   for name, t in (("query", q), ("key", k), ("value", v)):
     if values.tensor(name, t).ndim != 4:
-      raise NotImplementedError(f"{name} has shape {values.shown_shape(t.shape)}: of symbolic shapes (B, H, S, D) is supported")
+      raise NotImplementedError(f"{name} has shape {values.shown_shape(t.shape)}: with a symbolic length only (B, H, S, D) is supported")
     static_shape(name, (*t.shape[:2], t.shape[3]))
     if not isinstance(t.device, str) or t.device != q.device:
       raise NotImplementedError(f"{name} is on {t.device} with a symbolic shape: query, key and value must be on the same single device")
   dtype, n_q, n_k = _dtype(q, k, v), q.shape[2], k.shape[2]
   B, H, D, Bk, of_k, Dk, Bv, of_v, Dv = (int(t.shape[axis]) for t in (q, k, v) for axis in (0, 1, 3))
   if (Bk, Dk, Bv) != (B, D, B) or not same_size(n_k, v.shape[2]):
-    raise ValueError(f"query, key and value have shapes {', '.join(values.shown_shape(t.shape) for t in (q, k, v))}: they don't go together")
-  if dropout_p: raise NotImplementedError(f"dropout_p={dropout_p} with a symbolic shape: there is no dropout over a cache")
+    raise ValueError(f"query, key and value have shapes {', '.join(values.shown_shape(t.shape) for t in (q, k, v))}: must be (B, H, Sq, D), "
+                     "(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv)")
+  if dropout_p: raise NotImplementedError(f"dropout_p={dropout_p} with a symbolic shape: attention over a cache has no dropout; must be 0")
   _heads(H, of_k, of_v, enable_gqa)
   window, top_left = _mask(mask, is_causal, n_q, n_k)
   if (cache := cache_of(k, v)) is None:
     raise NotImplementedError(f"key has the symbolic shape {values.shown_shape(k.shape)} and key or value is no slice of a buffer with constant "
-                              "strides: there is nothing to read it from")
+                              "strides: with a symbolic length both must be slices of a cache that is a buffer")
   keys, queries = count_of(n_k), count_of(n_q)
   if keys is None or queries is None:
-    raise NotImplementedError(f"query and key have shapes {values.shown_shape(q.shape)} and {values.shown_shape(k.shape)}: a length must be a sum of "
-                              "bound Variables and a number")
+    raise NotImplementedError(f"query and key have shapes {values.shown_shape(q.shape)} and {values.shown_shape(k.shape)}: a symbolic length must "
+                              "be a sum of bound Variables and a number")
   (in_k, in_v), Sq = cache, most(n_q)
   Sk = min(in_k.rows, in_v.rows)
   p = Problem(B, H, of_k//in_k.group, Sq, Sk, D, Dv, dtype, values.dtype_text(q.dtype), "bshd", window, 0 if top_left else Sk - Sq,
