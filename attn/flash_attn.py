@@ -1,7 +1,7 @@
-"""The names and conventions of FlashAttention (github.com/Dao-AILab/flash-attention), for those who come from there: tensors are (B, S, H, D),
-`causal` is bottom-right, `window_size` counts neighbours on each side, and below 0 there is no bound; with `causal` none are seen on the right,
-whatever `window_size` says. `softcap` is off up to 0. The softmax_lse of a row that sees no key is -inf, where FlashAttention has +inf. What there
-is, argument by argument, stands in docs/flash_attention.md."""
+"""FlashAttention's functions (github.com/Dao-AILab/flash-attention), with its names and conventions: tensors are (B, S, H, D), `causal` is
+bottom-right, and `window_size` counts neighbours on each side, with no bound below 0. With `causal`, no key on the right is seen, whatever
+`window_size` says. softcap <= 0 is off. One difference: the softmax_lse of a row that sees no key is -inf, not +inf. docs/flash_attention.md lists
+every argument."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -21,53 +21,54 @@ Window = tuple[int, int]|list[int]
 _OURS = {"window_size": "window", "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse"}   # FlashAttention's name -> attention's
 
 def _window(x:Any) -> Any:
-  """A window as `attention` has it: FlashAttention's may be a list, and anything below 0 is no bound."""
+  """FlashAttention's window as `attention` takes it: it may be a list, and any bound below 0 is no bound."""
   if not isinstance(x, (tuple, list)) or len(x) != 2 or not all(values.is_whole(n) for n in x): return x
   return tuple(max(int(n), -1) for n in x)
 
 def _softcap(x:Any) -> Any:
-  """A softcap as `attention` has it: FlashAttention's is off up to 0."""
+  """FlashAttention's softcap as `attention` takes it: 0 or less is off."""
   return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
 def _options(**arguments:Any) -> dict[str, Any]:
-  """Options of `attention`, checked by the names that they have here."""
+  """Options of `attention`, checked under the names that they have here."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
   options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()}
-  if options["causal"]: options["window"] = (options["window"][0], 0)     # causal comes before what a window says of keys on the right
+  if options["causal"]: options["window"] = (options["window"][0], 0)     # causal wins over the window's right bound
   return options
 
 def _lengths(cu_seqlens:Tensor|None) -> Tensor:
-  """How long the sequences are that begin at these rows."""
+  """Lengths of the packed sequences that begin at these rows."""
   if cu_seqlens is None: raise values.wrong("cu_seqlens_k", cu_seqlens, "a Tensor")
   dtype_of("cu_seqlens_k", cu_seqlens)
   if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2: raise ValueError(f"cu_seqlens_k has shape {cu_seqlens.shape}: must be (sequences + 1,)")
   return (cu_seqlens[1:] - cu_seqlens[:-1]).contiguous()
 
-def _result(x:Any, wanted:bool) -> Any: return (*x, None) if wanted else x   # (out, softmax_lse, S_dmask): attn.dropout_mask has the latter
+def _result(x:Any, wanted:bool) -> Any: return (*x, None) if wanted else x   # (out, softmax_lse, S_dmask); attn.dropout_mask replaces S_dmask
 
 def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                     softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False) -> Any:
-  """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) -> out (B, Sq, H, D); with return_attn_probs (out, softmax_lse (B, H, Sq), None). Always
-  deterministic. dropout_p drops whenever it is not 0, by a seed from tinygrad's generator."""
+  """Attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H, Sq), None).
+
+  Always deterministic, whatever `deterministic` says. dropout_p drops whenever it is not 0, with a seed from tinygrad's generator."""
   values.truth("deterministic", deterministic)
   options = _options(dropout_p=dropout_p, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
                      alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
   return _result(attention(q, k, v, layout="bshd", **options), options["return_lse"])
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
-  """The parts of a packed tensor, whose axis is the last but two."""
+  """Splits a packed tensor along its third last axis."""
   values.tensor(name, t)
   if t.ndim != shape.count(",") + 1 or t.shape[-3] != parts: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be {shape}")
   return [t[..., i, :, :] for i in range(parts)]
 
 def flash_attn_kvpacked_func(q:Tensor, kv:Tensor, *args:Any, **kwargs:Any) -> Any:
-  """`flash_attn_func` of q and kv (B, Sk, 2, Hkv, D)."""
+  """`flash_attn_func` with k and v packed: kv (B, Sk, 2, Hkv, D)."""
   k, v = _packed("kv", kv, 2, "(B, Sk, 2, Hkv, D)")
   return flash_attn_func(q, k, v, *args, **kwargs)
 
 def flash_attn_qkvpacked_func(qkv:Tensor, *args:Any, **kwargs:Any) -> Any:
-  """`flash_attn_func` of qkv (B, S, 3, H, D)."""
+  """`flash_attn_func` with q, k and v packed: qkv (B, S, 3, H, D)."""
   q, k, v = _packed("qkv", qkv, 3, "(B, S, 3, H, D)")
   return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -75,9 +76,10 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
                            dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0,
                            alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False,
                            block_table:Tensor|None=None) -> Any:
-  """q (total_q, H, D), k and v (total_k, Hkv, D), cu_seqlens int32 (B + 1) -> out (total_q, H, D), or with softmax_lse (H, total_q) and None.
+  """Attention of packed sequences q (total_q, H, D) and k, v (total_k, Hkv, D), with cu_seqlens int32 (B + 1). Returns out (total_q, H, D), or with
+  return_attn_probs (out, softmax_lse (H, total_q), None).
 
-  block_table: int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D), and cu_seqlens_k says how many rows sequences have in them."""
+  block_table: int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D), and cu_seqlens_k says how many rows each sequence has in them."""
   values.truth("deterministic", deterministic)
   options = _options(dropout_p=dropout_p, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
                      alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
@@ -86,22 +88,23 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
   return _result(attention(q, k, v, layout="thd", **options), options["return_lse"])
 
 def flash_attn_varlen_kvpacked_func(q:Tensor, kv:Tensor, *args:Any, **kwargs:Any) -> Any:
-  """`flash_attn_varlen_func` of q and kv (total_k, 2, Hkv, D)."""
+  """`flash_attn_varlen_func` with k and v packed: kv (total_k, 2, Hkv, D)."""
   k, v = _packed("kv", kv, 2, "(total_k, 2, Hkv, D)")
   return flash_attn_varlen_func(q, k, v, *args, **kwargs)
 
 def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:int, *args:Any, **kwargs:Any) -> Any:
-  """`flash_attn_varlen_func` of qkv (total, 3, H, D), cu_seqlens int32 (B + 1) and the longest sequence."""
+  """`flash_attn_varlen_func` with q, k and v packed: qkv (total, 3, H, D), cu_seqlens int32 (B + 1), max_seqlen the longest sequence."""
   q, k, v = _packed("qkv", qkv, 3, "(total, 3, H, D)")
   return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
 # ***** a cache *****
 
 def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
-  """x (B, S, H, D) with its first columns, twice as many as cos and sin (positions, rotary_dim/2) have, turned by their angles: row i of batch b by
-  those of position at[b] + i, or without `moving` all of them by those of at[b] (RoPE, arXiv 2104.09864)."""
+  """Rotates the first columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2), and rotary_dim
+  columns turn. Row i of batch b has position at[b] + i; without `moving` all rows of batch b have position at[b]."""
   half, rows = int(cos.shape[1]), int(x.shape[1])
-  if 2*half > x.shape[3]: raise ValueError(f"rotary_cos has shape {cos.shape}: {name} has {x.shape[3]} columns, which are fewer than {2*half}")
+  if 2*half > x.shape[3]: raise ValueError(f"rotary_cos has shape {cos.shape}: its second size must be at most half of the {x.shape[3]} columns "
+                                        f"of {name}")
   steps = Tensor.arange(rows, dtype=dtypes.int)*int(moving)
   if isinstance(at, Tensor): places = at.reshape(-1, 1) + steps
   else: places = (Tensor.full((1,), at, dtype=dtypes.int) + steps).reshape(1, -1)
@@ -117,26 +120,26 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
     if values.tensor_or_none(name, t) is not None and t is not None: values.dtype_name(name, t.dtype, FLOATS)
   if (cos is None) != (sin is None):
-    raise ValueError(f"rotary_cos={values.shown(cos)}, rotary_sin={values.shown(sin)}: one is given without the other")
+    raise ValueError(f"rotary_cos={values.shown(cos)}, rotary_sin={values.shown(sin)}: must both be Tensors, or both None")
   if cos is None or sin is None: return
-  if k is None: raise ValueError("rotary_cos without new rows k and v: what is in the cache was turned as it was appended")
+  if k is None: raise ValueError("rotary_cos without new rows k and v: must be None; rows in the cache were rotated when they were appended")
   if cos.ndim != 2 or cos.shape != sin.shape:
     raise ValueError(f"rotary_cos and rotary_sin have shapes {cos.shape} and {sin.shape}: must both be (positions, rotary_dim/2)")
   if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
-  """Raises ValueError, as FlashAttention does, where a row that a sequence of the cache may have has no position."""
+  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than a sequence of the cache may have rows."""
   rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", () if table is None else table.shape)[1:2]])
   if (there := int(cos.shape[0])) < rows:
     raise ValueError(f"rotary_cos has {there} positions: must have at least {rows}, the rows that a sequence of the cache may have")
 
 def _batches(name:str, cache:Tensor, batch:int) -> Tensor:
-  """The first batches of a cache, which may have more than there are queries of."""
+  """The first `batch` batches of a cache. A cache may have more batches than q."""
   values.tensor(name, cache)
   return cache[:batch] if cache.ndim == 4 and isinstance(cache.shape[0], int) and cache.shape[0] > batch else cache
 
 def check_batches(numbers:Tensor, count:int) -> None:
-  """Raises ValueError for a number that is no batch of the cache, where the host has the numbers at hand."""
+  """Raises ValueError for a number that is no batch of the cache, if the host has the numbers at hand."""
   if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
     raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
 
@@ -145,23 +148,28 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
                             cache_leftpad:Tensor|None=None, block_table:Tensor|None=None, softmax_scale:float|None=None, causal:bool=False,
                             window_size:Window=(-1, -1), softcap:float=0.0, rotary_interleaved:bool=True, alibi_slopes:Tensor|None=None,
                             num_splits:int=0, return_softmax_lse:bool=False) -> Any:
-  """q (B, Sq, H, D), caches (B or more, capacity, Hkv, D), new rows k and v (B, new, Hkv, D), which are appended in place at cache_seqlens -> out,
-  or (out, lse).
+  """Attention over a key/value cache, which first appends the new rows k and v in place at cache_seqlens. Returns out, or (out, lse) with
+  return_softmax_lse.
 
-  cache_seqlens:   the rows filled, without the new ones: an int, a Variable or an int32 Tensor (B); without it the caches are full
-  cache_batch_idx: int32 (B): the batch of the caches that each of q is about; by default the first ones
-  cache_leftpad:   int32 (B): where the rows of each begin; cache_seqlens counts from the first row of the cache all the same
-  block_table:     int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D)
-  rotary_cos, rotary_sin: (positions, rotary_dim/2), at least as many positions as a sequence may have rows: q and the new k are turned, the latter as
-                   it is appended. Row i has position cache_seqlens + i; with neither causal nor a window all rows of q have position cache_seqlens.
-                   Columns 0 and 1, 2 and 3 ... make pairs, or without rotary_interleaved columns 0 and rotary_dim/2, 1 and rotary_dim/2 + 1 ...
+    q                (B, Sq, H, D)
+    k_cache, v_cache (B or more, capacity, Hkv, D)
+    k, v             new rows (B, new, Hkv, D), or None
+    cache_seqlens    rows filled, without the new ones: an int, a Variable or an int32 Tensor (B); None means that the caches are full
+    cache_batch_idx  int32 (B): batch of the caches for each batch of q; by default the first ones
+    cache_leftpad    int32 (B): row where each sequence begins; cache_seqlens still counts from the first row of the cache
+    block_table      int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D)
+    rotary_cos, rotary_sin  (positions, rotary_dim/2), with as many positions as a sequence may have rows: q and the new k are rotated, k before it is
+                            appended. Row i has position cache_seqlens + i; with neither causal nor a window all rows of q have position
+                            cache_seqlens.
+    rotary_interleaved  True: columns 0 and 1, 2 and 3 ... make pairs. False: columns 0 and rotary_dim/2, 1 and rotary_dim/2 + 1 ...
+
   A row that sees no key has lse -inf, where FlashAttention's is +inf."""
   options = _options(causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
                      num_splits=num_splits, return_softmax_lse=return_softmax_lse)
   k, v = values.tensor_or_none("k", k), values.tensor_or_none("v", v)
   for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
     if values.tensor(name, t).ndim != 4: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be (B, S, H, D)")
-  if (k is None) != (v is None): raise ValueError(f"k={values.shown(k)}, v={values.shown(v)}: one is given without the other")
+  if (k is None) != (v is None): raise ValueError(f"k={values.shown(k)}, v={values.shown(v)}: must both be Tensors, or both None")
   _check_rotary(rotary_cos, rotary_sin, rotary_interleaved, k)
   for name, of_batches in (("cache_leftpad", cache_leftpad), ("cache_batch_idx", cache_batch_idx)):
     if values.tensor_or_none(name, of_batches) is None or of_batches is None: continue
@@ -169,19 +177,19 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
     if of_batches.shape != q.shape[:1]: raise ValueError(f"{name} has shape {values.shown_shape(of_batches.shape)}: must be ({q.shape[0]},)")
   options["kv_starts"] = cache_leftpad
   if cache_batch_idx is not None:
-    if block_table is not None: raise ValueError("cache_batch_idx with block_table: the table says where the rows of each batch are")
+    if block_table is not None: raise ValueError("cache_batch_idx with block_table: only one may be given, the table says where the rows are")
     check_batches(cache_batch_idx, static_shape("k_cache", k_cache.shape)[0])
-    options["block_table"] = cache_batch_idx.reshape(-1, 1)      # a cache is a page for each of its batches
+    options["block_table"] = cache_batch_idx.reshape(-1, 1)      # each batch of a cache serves as one page
     if cache_seqlens is None: cache_seqlens = int(k_cache.shape[1])
   elif values.tensor_or_none("block_table", block_table) is not None: options["block_table"] = block_table
   else: k_cache, v_cache = (_batches(name, t, int(q.shape[0])) for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))
   if k is not None and v is not None:
-    if cache_seqlens is None: raise ValueError("cache_seqlens=None with new rows k and v: must say where they go")
+    if cache_seqlens is None: raise ValueError("cache_seqlens=None with new rows k and v: must be the number of rows filled, after which they go")
     if rotary_cos is not None and rotary_sin is not None:
       _check_positions(rotary_cos, k_cache, options.get("block_table"))
       moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
       of_q = placement_of(q, q, q, "bshd")
-      if isinstance(at, Tensor): lengths(at, local_shape(q)[0], 0, of_q, "cache_seqlens")     # raises where it is no length for each batch
+      if isinstance(at, Tensor): lengths(at, local_shape(q)[0], 0, of_q, "cache_seqlens")     # raises if `at` is not one length per batch
       rotary_cos, rotary_sin = (place(name, t, of_q) for name, t in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)))
       q = _rotary("q", q, rotary_cos, rotary_sin, at, rotary_interleaved, moving)
       k = _rotary("k", k, rotary_cos, rotary_sin, at, rotary_interleaved, True)

@@ -1,4 +1,4 @@
-"""Problem: what attention is to be computed, validated. Everything a kernel specialises on stands here and nowhere else."""
+"""Problem: one attention problem, validated. Every property that a kernel specialises on is a field of it."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
@@ -9,20 +9,20 @@ DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same",
           "top-left": "query i sees keys j <= i"}
-ORDERS = {"contiguous": 1, "zigzag": 2}     # in which devices hold a sequence, and the pieces of it that each has
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # of an element
+ORDERS = {"contiguous": 1, "zigzag": 2}     # orders in which devices hold a sequence, and how many pieces of it each device has
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # size of an element
 MAX_SPLITS = 256
-MOST_ROWS = 2**28        # of a sequence, and of all packed ones
-INVARIANT_KEYS = 512     # of a key range, where ranges are the same in every batch
+MOST_ROWS = 2**28        # in one sequence, and in all packed sequences together
+INVARIANT_KEYS = 512     # keys of a key range under batch_invariant
 EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
           "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]          # (shape, dtype) of tensors, by name
-GivenExtras = dict[str, tuple[Sequence[int], str]]      # the same of optional tensors as a caller has them
+GivenExtras = dict[str, tuple[Sequence[int], str]]      # (shape, dtype) of the optional tensors that a caller gives, by name
 
-SOFTCAP_MOST = 2.0**100   # beyond it a score that is lost as a denormal of fp32 would show
+SOFTCAP_MOST = 2.0**100   # with a larger cap, scores that fp32 loses as denormals would change the result
 
-# ***** what the options may be *****
+# ***** checks of the options *****
 
 def check_causal(name:str, x:Any) -> bool|str:
   supported = f"one of {', '.join(map(repr, CAUSAL))}"
@@ -63,16 +63,16 @@ def check_splits(name:str, x:Any) -> int:
   return values.whole_number(name, x, 0, MAX_SPLITS, supported)
 
 def of_term(default:Any, check:values.Check|None=None) -> Any:
-  """A field of Problem by whose name a term of attn/score goes: whether there is one, or its number."""
+  """A field of Problem that belongs to a term of attn/score: whether the problem has the term, or the term's number."""
   return field(default=default, metadata={"check": check, "of": "term"})
 
 def of_mask(default:Any, check:values.Check) -> Any:
-  """A field by whose name a mask goes: what it hides."""
+  """A field of Problem that belongs to a mask of attn/score: what the mask hides."""
   return field(default=default, metadata={"check": check, "of": "mask"})
 
 @dataclass(frozen=True)
 class Count:
-  """A number of rows that is known at run time: the sum of tinygrad Variables, each (name, min, max), and of a constant."""
+  """A number of rows known only at run time: the sum of tinygrad Variables, each (name, min, max), and a constant."""
   variables: tuple[tuple[str, int, int], ...]
   constant: int = 0
   @property
@@ -95,86 +95,84 @@ class Strided:
 
 @dataclass(frozen=True)
 class Pages:
-  """Keys in `count` pages of `size` rows each: a sequence has up to `most` of them, in the order of its entries in a table."""
+  """Keys in `count` pages of `size` rows each. A sequence has up to `most` pages, in the order of its table entries."""
   size: int
   count: int
   most: int
   @property
   def rows(self) -> int:
-    """That a sequence may have."""
+    """Largest number of rows in one sequence."""
     return self.size*self.most
 
 @dataclass(frozen=True)
 class DealtRows:
-  """What one launch computes of a sequence whose rows several devices hold (attn/parallel/shards.py): of some heads the queries of
-  one device, over the keys of all. A device holds of the sequence one piece or two, that from the front and that from the back,
-  equally long on all.
+  """The work of one launch when several devices hold the rows of a sequence (attn/parallel/shards.py): for some heads, the queries
+  of one device over the keys of all devices. A device holds one piece of the sequence, or two: one counted from the front and one
+  counted from the back. Pieces are equally long on all devices.
 
-  q, o and lse have the rows that the device holds, of which `queries` come first and the others are padding: 0 in o and -inf in
-  lse. Row i of them is row start + i of the sequence, and those from `front` on are `jump` rows further on. A bias has its rows
-  so, too. All keys lie in the order of the sequence, as k_view and v_view say. Of the B*Hkv key/value heads heads[1] are computed,
-  from heads[0] on. q and o have the query heads of these alone, (heads, Sq, width), unless the layout has heads beside each
-  other; lse has them always."""
+  q, o and lse have the rows that the device holds. The first `queries` are real; the others are padding, 0 in o and -inf in lse.
+  Row i is row start + i of the sequence; rows from `front` on are `jump` rows further on. A bias has its rows in this order, too.
+  All keys lie in the order of the sequence, where k_view and v_view say. Of the B*Hkv key/value heads the launch computes heads[1],
+  beginning with heads[0]. lse has the query heads of these alone. q and o do, too, as (heads, Sq, width), unless the layout puts
+  heads beside each other."""
   start: int
   front: int
   jump: int
   queries: int
   heads: tuple[int, int]
   def place(self, row:Any) -> Any:
-    """Where in the sequence a row of q is: of a number, or of an expression in a kernel."""
+    """Position in the sequence of row `row` of q: an int, or an expression in a kernel."""
     if not self.jump: return row + self.start
     further = self.jump*(row >= self.front) if isinstance(row, int) else (row >= self.front).where(self.jump, 0)
     return row + self.start + further
 
 @dataclass(frozen=True)
 class Problem:
-  """One attention problem: O = softmax(score) V, where score is, for the keys that a query sees, -inf for the others,
+  """One attention problem: O = softmax(score) V. The score of a key that the query sees is
 
     score = cap(softmax_scale * Q K^T) - alibi_slopes * |i + offset - j| + bias
     cap(x) = softcap * tanh(x / softcap), or x where softcap is 0
 
-  (the options of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118; ALiBi: arXiv
-  2108.12409; sinks: arXiv 2309.17453).
+  and -inf for any other key. (The options are those of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2,
+  arXiv 2408.00118; ALiBi: arXiv 2108.12409; sinks: arXiv 2309.17453.)
 
   q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`.
   Query head h reads key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with
-  i + offset - left <= j <= i + offset + right, -1 for no bound; causal is (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or 0 (`top_left`).
+  i + offset - left <= j <= i + offset + right, -1 for no bound; causal is (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or
+  0 (`top_left`). Where the number of keys n_k (and of queries n_q) is known at run time only, offset is n_k - n_q, or 0 where
+  `top_left`.
 
   Options, all off by default:
     softcap      > 0, in the units of scaled scores
     alibi        tensor alibi_slopes float32 (H), or (B, H) where alibi_batched
-    bias         tensor bias, of bias_dtype, added to the scores: per dimension of (B, H, Sq, Sk) whether it has that size (True)
-                 or 1
-    sinks        tensor sinks float32 (H): one more logit of a head, in the softmax's denominator only (and so in lse)
-    kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] and no others; Sk is the length of the buffer
-    sk_variable  the number of keys there are, in all batches, as tinygrad Variables say; Sk is the length of the buffer
-    sq_variable  the number of queries there are likewise, beside sk_variable: the alignment is to them. Sq are computed, those
-                 beyond mean nothing
-    kv_starts    tensor kv_starts int32 (B), beside kv_lengths: batch b has the keys kv_starts[b] <= j < kv_lengths[b], counted
+    bias         tensor bias of bias_dtype, added to the scores. The field says for each dimension of (B, H, Sq, Sk) whether the
+                 tensor has that size (True) or 1 (False)
+    sinks        tensor sinks float32 (H): one more logit of each head, in the softmax's denominator only, and so in lse
+    kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] only; Sk is the length of the buffer
+    sk_variable  number of keys in all batches, which tinygrad Variables say; Sk is the length of the buffer
+    sq_variable  number of queries, which Variables say, only with sk_variable; offset uses it. Sq rows are computed, and those
+                 beyond the number mean nothing
+    kv_starts    tensor kv_starts int32 (B), only with kv_lengths: batch b has the keys kv_starts[b] <= j < kv_lengths[b], counted
                  from the first of them
-    k_view, v_view   k and v are parts of larger buffers, which are the tensors k and v, of one dimension: where the rows of each
-                     lie in it
-    pages        beside k_view and v_view, whose batches are pages here: tensor block_table int32 (B, pages.most) says in which
-                 page the rows n*pages.size to (n + 1)*pages.size - 1 of batch b are, for those that are there. Sk is pages.rows
-    v_in_k       V is the first Dv columns of K: there is no tensor v, and no v_view
+    k_view, v_view   the tensors k and v are larger buffers of one dimension; these say where the rows of k and v lie in them
+    pages        with k_view and v_view, whose batches are then pages: tensor block_table int32 (B, pages.most) has the number of
+                 the page with the rows n*pages.size to (n + 1)*pages.size - 1 of batch b. Sk is pages.rows
+    v_in_k       V is the first Dv columns of K: no tensor v and no v_view
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
                  tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
-                 Sq and Sk are the lengths of the longest ones
+                 Sq and Sk are the lengths of the longest sequences
     dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16), the others P/(1 - dropout_p); lse is
-                 without. Tensor dropout_seed uint32 (2). Which ones is a function of the seed and of (batch, head, query, key),
-                 of layout "thd" (sequence, head, and query and key within it): attn/ops/dropout.py
-    dropout_start   tensor dropout_start uint32 (2): the batch and the head that the first ones here count as, for a part of a
-                    tensor
-    batch_invariant   a row is computed in the same way whatever else there is: tile and key ranges, these of INVARIANT_KEYS keys
-                 each, depend neither on B nor on the length of another sequence nor on the room that there is for keys
-    lse_rest     beside return_lse and a `wide_scores`: tensor lse_rest, as lse, is written with what the rounding of that to fp32 lost
-    dealt        the rows of q, k and v are those that one of several devices holds, and some heads are computed: Sq is what the
-                 device holds, with the padding, and Sk the keys of the sequence without it
-    num_splits   key ranges that workgroups of their own take (attn/kernels/combine.py): 1 is no split; 0 is for `splits.resolve`
-                 to choose
-  Where the number of keys is known at run time only, n_k keys (and n_q queries), the alignment is to them: offset is n_k - n_q (0
-  where `top_left`).
-  """
+                 that without dropout. Tensor dropout_seed uint32 (2). A function of the seed and of (batch, head, query, key)
+                 decides which elements (attn/ops/dropout.py); for layout "thd" a batch is a sequence, with its own rows
+    dropout_start   tensor dropout_start uint32 (2): number of the first batch and of the first head, if the tensors are a part of
+                 larger ones
+    batch_invariant   a row is computed in the same way in every batch: the tile and the key ranges, of INVARIANT_KEYS keys each, depend
+                 neither on B nor on the length of another sequence nor on the capacity for keys
+    lse_rest     with return_lse and `wide_scores`: tensor lse_rest, of the shape of lse, gets what lse lost by rounding to fp32
+    dealt        one device of several that share the rows of q, k and v, for some heads: Sq is what the device holds, with
+                 padding, and Sk the keys of the sequence without padding
+    num_splits   number of key ranges that workgroups of their own take (attn/kernels/combine.py). 1: no split. 0: `splits.resolve`
+                 chooses"""
   B: int
   H: int
   Hkv: int
@@ -216,7 +214,7 @@ class Problem:
   def __post_init__(self) -> None:
     def put(name:str, value:Any) -> None: object.__setattr__(self, name, value)
     for name, check in FIELD_CHECKS.items(): put(name, check(name, getattr(self, name)))
-    # bounds beyond the first and the last key are none: a kernel never sees them
+    # a window bound beyond the first or last key hides nothing: drop it, so that kernels never see it
     left, right = self.window
     first, last = (self.place(row) + self.offset for row in (0, self.Sq - 1))
     put("window", (left if left < last else -1, right if right < self.Sk - 1 - first else -1))
@@ -231,7 +229,7 @@ class Problem:
   def varlen(self) -> bool: return self.layout == "thd"
   @property
   def options(self) -> tuple[str, ...]:
-    """Those of the options that a kernel has to be written for which are in use, by name."""
+    """Names of the active options that change a kernel's code."""
     names = ("sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt")
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
@@ -240,47 +238,47 @@ class Problem:
     return 1 - self.dropout_p
   @property
   def wide_scores(self) -> bool:
-    """Whether scores may be as large as fp32 holds, by a bias whose dtype has that range. Beside such an LSE the logarithm of a number
-    of keys is lost."""
+    """Whether a score may be as large as fp32 allows, because the bias has a dtype of that range. Beside such a score, lse has no room
+    for the logarithm of the number of keys."""
     return self.bias is not None and self.bias_dtype != "float16"
   @property
   def writes_lse(self) -> bool:
-    """Whether a kernel writes an LSE: of the rows, or of a part of their keys."""
+    """Whether the forward kernel writes an LSE: of whole rows, or of one key range."""
     return self.return_lse or self.num_splits > 1
   @property
   def outputs(self) -> tuple[str, ...]:
-    """The tensors that forward writes, by name, where its keys are not divided."""
+    """Names of the tensors that forward writes, if keys are not split."""
     return ("o", *["lse"]*self.return_lse, *["lse_rest"]*self.lse_rest)
   @property
   def has_rows_of_none(self) -> bool:
-    """Whether q may have rows of no sequence, whose o is 0 and whose lse -inf."""
+    """Whether q may have rows that belong to no sequence. Their o is 0 and their lse -inf."""
     return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
   def place(self, row:Any) -> Any:
-    """Where in its sequence a row of q is."""
+    """Position of row `row` of q in its sequence."""
     return row if self.dealt is None else self.dealt.place(row)
   @property
   def queries(self) -> int:
-    """Rows of q of a head that are no padding."""
+    """Number of rows of q per head that are not padding."""
     return self.Sq if self.dealt is None else self.dealt.queries
   @property
   def all_heads(self) -> int:
-    """Query heads that are computed, over batches."""
+    """Number of query heads that are computed, over all batches."""
     return self.B*self.H if self.dealt is None else self.dealt.heads[1]*(self.H//self.Hkv)
   @property
   def first_head(self) -> int:
-    """Of these the first one, over batches."""
+    """First query head that is computed, counted over all batches."""
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:
-    """Rows of the heads before that one, which lse does not have, nor q and o unless the layout has heads beside each other."""
+    """Rows of the heads before `first_head`. lse does not have them; q and o have them only if the layout puts heads beside each other."""
     return self.first_head*self.Sq
   @property
   def rows(self) -> int:
-    """Rows of the output, over batches and heads: the elements of lse."""
+    """Rows of the output over all batches and heads, which is the number of elements of lse."""
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)
   @property
   def extras(self) -> Shapes:
-    """(shape, dtype) of the optional input tensors there are."""
+    """(shape, dtype) of the optional input tensors that the problem has, by name."""
     B, H = self.B, self.H
     scores = (B, H, self.Sq, self.Sk)
     bias = tuple(n if there else 1 for n, there in zip(scores, self.bias or ()))
@@ -299,8 +297,8 @@ class Problem:
 
   @property
   def shapes(self) -> Shapes:
-    """(shape, dtype) of every tensor of the problem, in the order in which a kernel takes them: o, lse where wanted, q, k, v, the
-    extras."""
+    """(shape, dtype) of every tensor of the problem, by name, in the order in which a kernel takes them: o, lse and lse_rest where
+    wanted, q, k, v, and `extras`."""
     def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width),
               "nsd": (self.B*heads, length, width), "thd": (total, heads, width)}[self.layout]
@@ -322,29 +320,29 @@ class Problem:
 
   @property
   def flops(self) -> int:
-    """Floating-point operations of the two matrix products on visible scores, the usual way of counting (FlashAttention's
-    benchmark)."""
+    """Floating-point operations of the two matrix products on visible scores, counted as FlashAttention's benchmark does."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Over all queries, the keys before the one that lies `further` than the diagonal."""
+      """Sum over all queries of the number of keys before the one `further` places after the diagonal key."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
     return 2*self.all_heads*visible*(self.D + self.Dv)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """The first and the last row of each piece of q whose rows are neighbours in their sequence."""
+    """First and last row of each piece of q whose rows are neighbours in their sequence."""
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
-OF_TERMS, OF_MASKS = (tuple(f.name for f in fields(Problem) if f.metadata.get("of") == row) for row in ("term", "mask"))   # fields by which rows go
+# fields that belong to terms, and to masks
+OF_TERMS, OF_MASKS = (tuple(f.name for f in fields(Problem) if f.metadata.get("of") == row) for row in ("term", "mask"))
 
 def held_sum(end:int, most:int) -> int:
-  """The sum of the whole numbers before `end`, each held within 0..`most`."""
+  """Sum of the whole numbers before `end`, each clamped to 0..`most`."""
   rising, more = max(0, min(end, most + 1)), max(0, end - most - 1)
   return rising*(rising - 1)//2 + more*most
 
-# ***** what must hold of each field, and of several together *****
+# ***** checks of single fields, and of fields together *****
 
 def check_size(name:str, x:Any) -> int:
   return values.whole_number(name, x, 1, None, "a whole number: every dimension is at least 1")
@@ -355,7 +353,7 @@ def check_total(name:str, x:Any) -> int: return counted_rows(name, values.whole_
 
 def counted_rows(name:str, rows:int) -> int:
   if rows <= MOST_ROWS: return rows
-  raise NotImplementedError(f"{name}={rows}: kernels count rows, and the sums of a few such counts, in 32 bits: at most {MOST_ROWS}")
+  raise NotImplementedError(f"{name}={rows}: kernels count rows in 32 bits: at most {MOST_ROWS}")
 
 def check_offset(name:str, x:Any) -> int:
   if not values.is_whole(x): raise values.wrong(name, x, "a whole number")
@@ -380,14 +378,14 @@ def check_heads_and_types(p:Problem) -> None:
 
 def check_scores(p:Problem) -> None:
   if p.softcap and not values.FP32_LEAST <= p.softmax_scale/p.softcap <= values.FP32_MOST:
-    raise ValueError(f"softmax_scale={p.softmax_scale} with softcap={p.softcap}: their quotient must be a number that fp32 "
+    raise ValueError(f"softmax_scale={p.softmax_scale} with softcap={p.softcap}: softmax_scale/softcap must be a number that fp32 "
                      "holds, 1.2e-38 to 3.4e+38")
   if p.alibi_batched and not p.alibi:
-    raise ValueError("alibi_batched=True without alibi: there are no slopes to have a batch dimension")
-  if p.dropout_start and not p.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: there is nothing to count for")
+    raise ValueError("alibi_batched=True with alibi=False: must be False, there are no slopes")
+  if p.dropout_start and not p.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: dropout_p must be positive")
 
 def check_packed(p:Problem) -> None:
-  """What packed sequences need and what they exclude, and that no other layout says how many rows all of them have."""
+  """Checks what packed sequences need and exclude, and that other layouts have no total_q and total_k."""
   if not p.varlen:
     if p.total_q or p.total_k:
       raise ValueError(f"total_q={p.total_q}, total_k={p.total_k} are for layout='thd' only, not {p.layout!r}")
@@ -401,36 +399,35 @@ def check_packed(p:Problem) -> None:
       raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
 
 def check_numbers_of_rows(p:Problem) -> None:
-  """That one option at most says how many keys there are, and what it needs."""
+  """Checks that at most one option says how many keys there are, and that this option has what it needs."""
   if p.sk_variable is not None:
     if p.kv_lengths:
-      raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: one or the other says how many keys there are")
+      raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: only one of them may say how many keys there are")
     if p.sk_variable.least < 0: raise ValueError(f"sk_variable={p.sk_variable}: must be at least 0")
   if p.sq_variable is not None and (p.sk_variable is None or p.top_left):
-    raise ValueError(f"sq_variable={p.sq_variable}: the alignment to the last query is of a number of keys that is a Variable, "
-                     "too")
+    raise ValueError(f"sq_variable={p.sq_variable}: needs sk_variable, the number of keys as a Variable, and top_left=False")
   if p.kv_starts and not p.kv_lengths:
-    raise ValueError("kv_starts without kv_lengths: they say where the keys begin that end there")
+    raise ValueError("kv_starts without kv_lengths: give both, keys kv_starts[b] <= j < kv_lengths[b] exist")
 
 def check_places(p:Problem) -> None:
-  """Where k and v lie: in tensors of their own, in larger buffers, in pages, or v in k."""
+  """Checks where k and v lie: in tensors of their own, in larger buffers, in pages, or V in K."""
   if p.v_in_k and (p.Dv > p.D or p.v_view is not None):
-    raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: rows of V are the first columns of those of K")
+    raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: V is the first Dv columns of K, so Dv must be at most D and v_view None")
   one_alone = not p.v_in_k and (p.k_view is None) != (p.v_view is None)
   if one_alone or (p.k_view is not None and p.varlen and p.pages is None):
-    raise ValueError(f"k_view={p.k_view}, v_view={p.v_view}: k and v are both parts of larger buffers or neither, and not with "
-                     "layout='thd'")
+    raise ValueError(f"k_view={p.k_view}, v_view={p.v_view}: must be both given or both None, and None with layout='thd' unless "
+                     "with pages")
   if p.dealt is not None and (p.k_view is None or p.varlen or p.kv_lengths or p.sk_variable is not None or p.dropout_p):
-    raise ValueError(f"dealt={p.dealt}: needs k_view and v_view, lengths that are numbers, not layout 'thd', and there is no "
-                     "dropout")
+    raise ValueError(f"dealt={p.dealt}: needs k_view and v_view, and excludes layout='thd', kv_lengths, sk_variable and "
+                     "dropout_p")
   if p.pages is None: return
   if not p.kv_lengths or p.k_view is None: raise ValueError(f"pages={p.pages}: needs kv_lengths, k_view and v_view")
   if p.Sk != p.pages.rows: raise ValueError(f"Sk={p.Sk} with pages={p.pages}: must be the {p.pages.rows} rows that they hold")
 
-# ***** the problem that shapes pose *****
+# ***** from shapes to a Problem *****
 
 def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int]:
-  """(B, H, S, D) of a tensor given in `layout`; (B*H, S, D) and (total, H, D) are taken as B=1."""
+  """(B, H, S, D) of a tensor in `layout`. (B*H, S, D) and (total, H, D) count as B=1."""
   if len(shape) != (3 if layout in ("nsd", "thd") else 4):
     raise ValueError(f"{name} has shape {tuple(shape)}; layout={layout!r} needs {LAYOUTS[layout]}")
   if layout == "nsd": return 1, shape[0], shape[1], shape[2]
@@ -443,16 +440,19 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
                layout:str="bhsd", extras:GivenExtras|None=None, sk_variable:Count|None=None, max_seqlen_q:int|None=None,
                max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0, views:tuple[Strided, Strided]|None=None,
                pages:Pages|None=None, v_in_k:bool=False, **terms:Any) -> Problem:
-  """The Problem that the shapes of o, q, k, v (and lse) pose; `dtypes` are the dtype names of (o, q, k, v[, lse]).
+  """Returns the Problem that the shapes of o, q, k, v (and lse) pose.
 
-  `extras`: (shape, dtype name) of each optional tensor there is, by its name in `EXTRAS`. `max_seqlen_q` and `max_seqlen_k`: the
-  longest sequence of layout "thd" (by default as long as all of them together: right, but with workgroups that find nothing to
-  do). `views` are Problem's k_view and v_view; with `pages` k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv,
-  pages.rows, Dv), whatever the layout; with `v_in_k` v is the shape that the first columns of k have. `terms` are the numbers
-  that Problem has of terms and masks, such as softcap. The other options are Problem's.
+    dtypes        dtype names of (o, q, k, v[, lse])
+    extras        (shape, dtype name) of each optional tensor that is given, by its name in `EXTRAS`
+    max_seqlen_q, max_seqlen_k   longest sequence of layout "thd". By default the rows of all sequences together: right, but some
+                  workgroups then find nothing to do
+    views         Problem's k_view and v_view
+    pages         k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv, pages.rows, Dv), whatever the layout
+    v_in_k        v is the shape of the first columns of k
+    terms         Problem's numbers of terms and masks, such as softcap
+  The other options are Problem's.
 
-  Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported.
-  """
+  Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported."""
   layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
   varlen, top_left, paged, extras = layout == "thd", causal == "top-left", pages is not None, extras or {}
   if causal and window[1] > 0: raise ValueError(f"causal={causal!r} with window={window!r}: causal allows no key on the right")
@@ -480,7 +480,7 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   return p
 
 def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:bool, sequences:int|None) -> tuple[int, ...]:
-  """B, H, Hkv, Sq, Sk, D and Dv, on which q, k and v agree; of packed sequences Sq and Sk count the rows of all."""
+  """B, H, Hkv, Sq, Sk, D and Dv, if q, k and v agree on them. For packed sequences Sq and Sk count the rows of all sequences."""
   of_keys = "bhsd" if paged else layout
   B, H, Sq, D = _dims("q", q, layout)
   Bk, Hkv, Sk, Dk = _dims("k", k, of_keys)
@@ -494,7 +494,7 @@ def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:
   return sequences or B, H, Hkv, Sq, Sk, D, Dv
 
 def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int, int, int], layout:str, inputs:str) -> None:
-  """Raises ValueError where o, or an lse that there is, has another shape than `inputs` give."""
+  """Raises ValueError if o, or a given lse, has another shape than `inputs` imply."""
   B, H, Sq, Dv = sizes
   of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
   if _dims("o", o, layout) != of_o:
@@ -505,12 +505,11 @@ def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int
     raise ValueError(f"lse has shape {tuple(lse)}: must be {of_lse}, whatever the layout")
 
 def _sequences(extras:GivenExtras, paged:bool) -> int:
-  """How many packed sequences there are. Raises ValueError for cu_seqlens that are missing or have another shape than (sequences
-  + 1,)."""
+  """Number of packed sequences. Raises ValueError for cu_seqlens that are missing or have another shape than (sequences + 1,)."""
   for name in ("cu_seqlens_q",) if paged else ("cu_seqlens_q", "cu_seqlens_k"):
     if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
     if len(shape := tuple(extras[name][0])) != 1 or shape[0] < 2:
-      raise ValueError(f"{name} has shape {shape}: must be (sequences + 1,), of one at least")
+      raise ValueError(f"{name} has shape {shape}: must be (sequences + 1,), of at least one sequence")
   return extras["cu_seqlens_q"][0][0] - 1
 
 def _longest(name:str, value:int|None, total:int) -> int:
@@ -518,9 +517,9 @@ def _longest(name:str, value:int|None, total:int) -> int:
   return min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
 
 def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
-  """The fields of Problem that say which optional tensors there are."""
+  """The fields of Problem that say which optional tensors are given."""
   if unknown := [name for name in extras if name not in EXTRAS]:
-    raise ValueError(f"{unknown[0]}: no such tensor; there are {', '.join(EXTRAS)}")
+    raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "dropout_start")}
   if "alibi_slopes" in extras: there |= {"alibi": True, "alibi_batched": len(extras["alibi_slopes"][0]) == 2}
   if "bias" in extras:
@@ -532,10 +531,10 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   return there
 
 def _check_extra(p:Problem, name:str, shape:tuple[int, ...], dtype:str) -> None:
-  """Raises ValueError where the problem has no such tensor, or one of another shape or dtype."""
+  """Raises ValueError if the problem does not take this tensor, or takes another shape or dtype of it."""
   if name not in p.extras:
-    of_packed = f"layout={p.layout!r}: it belongs to layout='thd'"
-    why = f"dropout_p={p.dropout_p}: there is no dropout" if name.startswith("dropout") else of_packed
+    of_packed = f"layout={p.layout!r}: it is for layout='thd' only"
+    why = f"dropout_p={p.dropout_p}: it is for dropout only" if name.startswith("dropout") else of_packed
     raise ValueError(f"{name} with {why}")
   want_shape, want_dtype = p.extras[name]
   if (shape, dtype) != (want_shape, want_dtype):
