@@ -1,1 +1,1 @@
-"""What a call of attention is made of: options, where tensors lie and which views they are, kernels as tinygrad takes them, and their gradients."""
+"""The parts of a call of attention: options, placement on devices, views of tensors, kernels as tinygrad takes them, and gradients."""

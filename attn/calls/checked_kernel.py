@@ -1,4 +1,4 @@
-"""A kernel's AST that looks at the tensors it is called on, and the chip that a device is."""
+"""A kernel's AST that checks the tensors it is called on, and the chip of a device."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp,
                                   with_params, workgroups_of)
 from attn.values import FLOATS
 
-MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices that may have a matrix unit that the kernels know
+MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices whose chip may have a matrix unit that the kernels know
 
-PLAIN_DEVICES = (*MATRIX_DEVICES, "CPU", "CL", "METAL", "NV")   # devices that may have none, for kernels of plain UOps
+PLAIN_DEVICES = (*MATRIX_DEVICES, "CPU", "CL", "METAL", "NV")   # devices that run kernels of plain UOps, without a matrix unit
 
 class KernelFunction(Protocol):
   """A function for `Tensor.custom_kernel(..., fxn=...)`."""
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
 def region(u:UOp) -> tuple[UOp, int, int]|None:
-  """(buffer, first element, elements) of what a kernel writes to when it is given `u`; None where that is no memory of u's own. A slice of a buffer
-  without gaps is a region of it once it is `contiguous()`: tinygrad gives the kernel that part of the buffer."""
+  """Returns (buffer, first element, number of elements): the memory that a kernel writes if it is given `u`. None if `u` has no memory of its own.
+  A slice of a buffer without gaps, once it is `contiguous()`, is a region of the buffer: tinygrad gives the kernel that part of it."""
   count, sliced = u.max_numel(), False
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS, Ops.MSELECT):
-    if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # of a buffer on each of several devices
+    if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # one device's buffer of a tensor on several
     sliced |= u.op is Ops.CONTIGUOUS
     u = u.src[0]
   if u.op in (Ops.BUFFER, Ops.PARAM): return u, 0, count
@@ -40,32 +40,31 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
   return None if base is None else (base[0], base[1] + view[1], count)
 
 def whole_buffer(name:str, u:UOp) -> None:
-  """Raises ValueError unless `u`, which a kernel is to write, is a buffer or a region of one, and not a view."""
+  """Raises ValueError if `u`, an output of a kernel, is not a buffer or a region of one but a view or a computed value."""
   if region(u) is not None: return
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS): u = u.src[0]
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
 def check_output(name:str, u:UOp) -> None:
-  """Raises ValueError unless `u`, an output of attention, is a buffer or a region of one; and where kernels write it by whole units, but it begins
-  between two of them."""
+  """Raises ValueError if `u`, an output of attention, is no buffer or region of one, or begins at an address that kernels cannot write rows to."""
   whole_buffer(name, u)
   if name not in OF_NUMBERS and (first := begins_at(u)) % UNIT_BYTES:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """An input, or a copy of it where it is a slice that begins between two units, by which kernels read rows. The copy is of what the slice is of:
-  tinygrad's own kernels read what is `contiguous()` by whole vectors, wherever it begins."""
+  """`u`, or a copy of it if it is a slice that begins between two of the units by which kernels read rows. The copy is made of what lies under
+  `contiguous()`, because tinygrad's own kernels read a `contiguous()` slice by whole vectors, wherever it begins."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return u.clone()
 
-OF_NUMBERS = ("lse", "delta")       # outputs that are written number by number
-WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # threads, and workgroups: of AMD's and NVIDIA's chips alike
+OF_NUMBERS = ("lse", "delta")       # outputs that kernels write number by number
+WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # most threads of a workgroup, most workgroups: equal on AMD's and NVIDIA's chips
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 
 def check_means(sink:UOp, arch:Chip) -> None:
-  """Raises NotImplementedError for a kernel that needs more threads, LDS or workgroups than `arch` has."""
+  """Raises NotImplementedError for a kernel that needs more threads, LDS or workgroups than the chip `arch` has."""
   ranges, lds = {u for u in sink.toposort() if u.op is Ops.RANGE}, {}
   for u in sink.toposort():
     if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL: lds[u.arg] = u.max_numel()*u.dtype.itemsize
@@ -76,15 +75,15 @@ def check_means(sink:UOp, arch:Chip) -> None:
 
 @dataclass(frozen=True)
 class CheckedKernel:
-  """A kernel's AST that looks at the tensors it is called on: tinygrad would run it on a view of an output and drop what it wrote."""
+  """A kernel's AST that checks the tensors it is called on. Without the check tinygrad would run it on a view of an output and drop what it wrote."""
   sink: UOp
-  outputs: tuple[str, ...]   # the names of the leading arguments, which the kernel writes
-  arch: str|None = None      # the chip that its caller named
-  gradient: Callable[..., Any]|None = None   # its grad_fxn, where its caller gives none
-  variables: tuple[UOp, ...] = ()            # bound, that it has besides its tensors
-  kept: bool = False         # its gradient may be asked for once its outputs are there
-  takes: int|None = None     # the leading tensors that it uses, if not all: what follows these has to be there when it runs, no more
-  small: bool = False        # it is compiled as soon as it is called, as every kernel is that needs no lowering
+  outputs: tuple[str, ...]   # names of the leading arguments, which the kernel writes
+  arch: str|None = None      # the chip that the caller named
+  gradient: Callable[..., Any]|None = None   # the grad_fxn if the caller gives none
+  variables: tuple[UOp, ...] = ()            # bound Variables that the kernel takes besides its tensors
+  kept: bool = False         # keep the inputs, so that a gradient can be taken after the outputs are computed
+  takes: int|None = None     # number of leading tensors that the kernel uses, None for all; the others only have to exist when it runs
+  small: bool = False        # compile at the first call, as for every kernel that needs no lowering
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): check_output(name, src)
     devices = srcs[0].device
@@ -102,31 +101,31 @@ class CheckedKernel:
     return called
 
 def default_arch() -> str:
-  """The architecture of tinygrad's default device. Raises ValueError where that has no matrix unit known to these kernels."""
+  """Architecture of tinygrad's default device. Raises ValueError if that has no matrix unit known to these kernels."""
   device = Device.DEFAULT
   target = device_of(device).renderer.target
   if device.split(":")[0] not in MATRIX_DEVICES:
-    raise ValueError(f"device {device} has no matrix unit that these kernels know: use DEV=AMD on an AMD GPU, or DEV=EMU::gfx942 without one")
+    raise ValueError(f"device {device} has no matrix unit that these kernels know: use DEV=AMD on an AMD GPU, or DEV=EMU::gfx942 without a GPU")
   return target.arch
 
 def chip_of(name:str, device:str) -> Chip:
-  """The table row of the chip `name` that `device` is. A real one may have tiles that TUNE=1 found."""
+  """Chip `name` as the compiler of `device` serves it. A real device may use tiles that TUNE=1 found."""
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def named_chip(name:str) -> Chip:
-  """The table row of the chip `name`, for the compiler of tinygrad's default device. A kernel can be made where there is no device at all."""
+  """Chip `name` as the compiler of tinygrad's default device serves it. No device is needed to make a kernel."""
   try: device = Device.DEFAULT
   except RuntimeError: return get_chip(name)
   return compiled_on(get_chip(name), device)
 
 def device_arch() -> Chip:
-  """The table row of tinygrad's default device. Raises ValueError where no kernel runs on it."""
+  """Chip of tinygrad's default device. Raises ValueError if no kernel runs on it."""
   if (found := arch_of(device := Device.DEFAULT)) is not None: return found
-  raise ValueError(f"device {device} runs none of these kernels: use DEV=AMD on an AMD GPU, DEV=CUDA on one of NVIDIA, DEV=CL, DEV=CPU with a clang, "
-                   "or DEV=EMU::gfx942 without any")
+  raise ValueError(f"device {device} runs none of these kernels: use DEV=AMD on an AMD GPU, DEV=CUDA on an NVIDIA GPU, DEV=CL, DEV=CPU with a clang, "
+                   "or DEV=EMU::gfx942 without a GPU")
 
 def arch_of(device:str) -> Chip|None:
-  """The table row of a device's chip, or one that its renderer makes for it; None where no kernel runs on it."""
+  """Chip of a device, taken from the tables or made from its renderer. None if no kernel runs on the device."""
   kind = device.split(":")[0]
   if kind in MATRIX_DEVICES:
     try: return chip_of(device_of(device).renderer.target.arch, device)
@@ -136,20 +135,20 @@ def arch_of(device:str) -> Chip|None:
   return replace(other_chip(name, means.local_memory, means.serial), tuned=kind != "EMU")
 
 def check_device(arch:str, device:str) -> None:
-  """Raises ValueError where `arch` is not the chip of the device that is to run a kernel."""
-  if (found := arch_of(device)) is None: raise ValueError(f"arch={arch!r}: {device} is no device that these kernels know")
-  if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs kernels for no other chip")
+  """Raises ValueError if `arch` is not the chip of the device that is to run the kernel."""
+  if (found := arch_of(device)) is None: raise ValueError(f"arch={arch!r}: no kernel runs on device {device}")
+  if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs no other chip's kernels; use that")
 
 def numbers_at_hand(t:Tensor) -> np.ndarray|None:
-  """Returns the numbers of a tensor where the host can read them at no cost: of one that is realized on the emulator. None elsewhere, and under
-  TinyJit, whose later calls have others."""
+  """Returns a tensor's numbers if the host can read them at no cost, which is so for realized tensors on the emulator. None elsewhere, and under
+  TinyJit, where later calls have other numbers."""
   there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
   return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None
 
 TENSOR_DTYPES = {"lse": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",), "block_table": ("int32",),
                  "cu_seqlens_q": ("int32",), "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "dropout_start": ("uint32",),
-                 **{name: tensor.dtypes for name, tensor in TERM_TENSORS.items()}}   # of those whose dtype is given
+                 **{name: tensor.dtypes for name, tensor in TERM_TENSORS.items()}}   # tensors with a dtype of their own
 
 def dtype_of(name:str, t:Any) -> str:
-  """The name of the dtype of a problem's tensor `name`. Raises NotImplementedError for one that it can't have."""
+  """Name of the dtype of the tensor `name`. Raises NotImplementedError or ValueError for a dtype that this tensor can't have."""
   return values.dtype_name(name, t.dtype, TENSOR_DTYPES.get(name, FLOATS))

@@ -1,10 +1,10 @@
-"""The gradient of attention, as the grad_fxn of the kernels that compute it.
+"""The gradient of attention, as the grad_fxn of its kernels.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute that, `backward_dq` with delta and then `backward_dkdv`, and a third, which is
-`backward_dbias`, the gradient of a bias. Where they don't take a problem (attn/choose/backward.py says why), and for slopes, tinygrad differentiates
-`three_pass` of the same inputs. Either way each gradient is an expression of its own: what nobody asks for is never computed.
-"""
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. A
+third one, `backward_dbias`, computes the gradient of a bias. For slopes, and for problems that these kernels don't take (attn/choose/backward.py
+says why), tinygrad differentiates `three_pass` of the same inputs. Either way each gradient is an expression of its own: a gradient that nobody
+uses is never computed."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -24,19 +24,19 @@ from attn.tinygrad_compat import Tensor, UOp, differentiated
 from attn.values import FLOATS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
-SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # whose axis a buffer is sharded along
+SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # a buffer is sharded as this tensor
 
 def no_second_derivative(*args:UOp, **kwargs:Any) -> Any:
   raise NotImplementedError("attention has no second derivative: its gradient cannot be differentiated again. ATTN_KERNEL=three_pass has one")
 
 @functools.cache
 def no_gradient(what:str) -> Any:
-  """A grad_fxn that says so."""
+  """A grad_fxn that raises NotImplementedError with this message."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: raise NotImplementedError(what)
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """The gradients by the name of the output that each belongs to: tinygrad gives those that there are, in order, and o has an axis more than lse."""
+  """Gradients by the name of their output. tinygrad passes only the existing ones, in order; o is told from lse by its one more axis."""
   of_rank = {len(u.shape): name for name, u in outputs.items()}
   found = {of_rank.get(len(g.shape), ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
@@ -47,7 +47,7 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 # ***** by tinygrad *****
 
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Of each input of floats that the outputs depend on, from `three_pass`, for the gradients `given` of o and lse."""
+  """Gradients of the float inputs that the outputs depend on, for the gradients `given` of o and lse. tinygrad differentiates `three_pass`."""
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
   found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
@@ -57,13 +57,13 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-  """A kernel, and the (shape, dtype) of each tensor that it takes, by name."""
+  """A kernel function, and the (shape, dtype) of each tensor that it takes, by name."""
   kernel: Callable[..., Any]
   shapes: Shapes
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, BackwardLaunch]:
-  """backward_dq, backward_dkdv, backward_dbias where a term has a tensor whose gradient it sums, and a forward that writes lse: as single objects,
-  for tinygrad's schedule cache goes by identity."""
+  """The launches "forward" (which writes lse), "dq", "dkdv", and "dbias" if a term has a tensor whose gradient is a sum over scores. Equal
+  arguments give identical objects, because tinygrad's schedule cache compares by identity."""
   return _backward_kernels(p, arch, dlse, parts, *tiles_of(p, arch))
 
 @cache_of_kernels
@@ -82,13 +82,13 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, dq:AnyBackwa
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
-  """`t` with what a kernel writes: what of its tensors t does not have."""
+  """Runs a launch on the tensors `t` and returns `t` with what its kernel writes. Tensors that the launch takes and `t` lacks get new buffers."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
     axis = lies.axis
     if name in ("lse", "lse_rest", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
-    if len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # a gradient in parts
+    if len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # parts are axis 0
     return empty(shape, FLOATS[dtype], t["q"].device, axis).uop
   srcs = [t[name] if name in t else buffer(name) for name in launch.shapes]
   return dict(zip(launch.shapes, UOp.custom_kernel(*srcs, fxn=launch.kernel))) | t
@@ -96,13 +96,13 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
 
 def like(g:UOp, out:UOp) -> UOp:
-  """The gradient of an output as a buffer that lies as that does."""
+  """The gradient `g` of the output `out`, as a buffer with the dtype and sharding of `out`."""
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Gradients of q, k, v, the tensor of a term that a kernel sums, and sinks, for the gradients `given` of o and lse. `outputs` has o, and lse and
-  its rest where forward wrote them. Forward runs again where one is missing."""
+  """Gradients of q, k, v, sinks and the tensor of a term that a kernel sums, for the gradients `given` of o and lse. `outputs` has o, and lse and
+  lse_rest if forward wrote them. If one is missing, forward runs again."""
   p = replace(of_backward(p), num_splits=1)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
   t = inputs | outputs
@@ -118,32 +118,33 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   return found
 
 def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
-  """The parts of each device: one at least where several have the same keys or the same tensor of a term, whose gradients are then added."""
+  """The parts of each device. There is at least one part if several devices have the same keys, or the same tensor of a term: their gradients are
+  then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   summed = [tensor.name for tensor in TERM_TENSORS.values() if tensor.summed and tensor.name in inputs]
   return replace(parts, dkdv=least("k", parts.dkdv), dbias=max([parts.dbias, *(least(name, parts.dbias) for name in summed)]))
 
 def added(gradient:UOp, of:UOp) -> UOp:
-  """The sum of its parts, where it is in parts."""
+  """The gradient of `of`; if it is in parts, their sum."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
-  """-exp(sink - lse) * delta, summed over all rows of a head: sinks (H), lse, what that has lost and delta (..., H, S). A row of no sequence has no
-  sink."""
+  """Gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head. lse, delta and `rest`, what lse lost by rounding, are (...,
+  H, S). A row that belongs to no sequence counts 0."""
   further = sinks.unsqueeze(-1) - lse
   weight = lse.isinf().where(0.0, (further if rest is None else further - rest).exp())
   return -(weight*delta).sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2])
 
-# ***** either *****
+# ***** the grad_fxn, which takes either way *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """An output once a call has written it; one of nothing (attn/calls/history.py) has it written already."""
+  """An output once a call has written it. The empty call of attn/calls/history.py stands for one that has run, so its outputs are written already."""
   return u.after(call) if call.src[0].src else u
 
 @dataclass(frozen=True)
 class AttentionGradient:
-  """The grad_fxn of a kernel that computes `problem`, or the last part of it, called on the tensors `names`."""
+  """The grad_fxn of a kernel that computes `problem`, or of the last kernel of several. The kernel was called on the tensors `names`."""
   problem: Problem
   arch: Chip|None
   names: tuple[str, ...]
@@ -151,8 +152,8 @@ class AttentionGradient:
     """The gradient of the same kernel called without the tensors of these numbers."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """The gradient of each source of the call, None for outputs and for what is not a float; `args` are the gradients of the outputs that have one,
-    and the call where it is not given by name."""
+    """Returns a gradient for each source of the call: None for outputs and for sources that are no floats. `args` are the gradients of those
+    outputs that have one, then the call if it is not given by name."""
     check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))
@@ -168,5 +169,5 @@ class AttentionGradient:
 
 @cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
-  """One object for the same arguments: tinygrad's caches go by identity."""
+  """The grad_fxn. Equal arguments give one object, because tinygrad's caches compare by identity."""
   return AttentionGradient(p, arch, tuple(names))

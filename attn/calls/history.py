@@ -1,9 +1,8 @@
-"""Where the outputs of attention came from, for gradients that are asked for once these have been computed.
+"""Keeps the inputs of attention, for gradients that are taken after its outputs were computed.
 
-When anything that depends on a custom kernel is computed, `loss.item()` say, tinygrad 0.14.0 puts the buffer of each output into its place in all
-expressions, and gradients end there: they would be zeros, without an error. So the inputs of each call are kept for as long as its outputs are there,
-and while gradients are taken its outputs are again what they were: an expression of these inputs.
-"""
+As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by its buffer
+in all expressions. Gradients end there: they would be zeros, without an error. So this module keeps the inputs of each call as long as its outputs
+exist. While gradients are taken, the outputs become expressions of these inputs again."""
 from __future__ import annotations
 import contextlib, itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, 
 
 @dataclass(frozen=True, eq=False)
 class Input:
-  """What a call was given, or given a copy of, which is forgotten once it is there."""
+  """An input of a call. If the call got a copy, `tensor` is what was copied: the copy itself is not kept."""
   tensor: Tensor
   copied: bool
   @staticmethod
@@ -25,38 +24,39 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-  """A call: its outputs, each by the buffer that it lies in and with its shape, its inputs, of which one may be an output, by its number, and its
-  gradient."""
+  """A call: each output as a reference to its buffer and its shape, the inputs (an input that is an output appears as that output's number), and
+  the gradient."""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]
   inputs: tuple[Input|int, ...]
   gradient: Callable[..., Any]
   captured: bool
-  number: int = field(default_factory=itertools.count().__next__)    # a call depends on none that was made after it
+  number: int = field(default_factory=itertools.count().__next__)    # order of calls: a call depends on earlier ones only
   @property
   def tensors(self) -> list[Tensor]: return [x.tensor for x in self.inputs if isinstance(x, Input)]
   def those_there(self) -> tuple[list[UOp], Callable[..., Any]]:
-    """The outputs that somebody still has, and the gradient of a call of these. Raises RuntimeError where it needs one that nobody has."""
+    """Outputs that still exist, and the gradient of a call of these. Raises RuntimeError if the gradient needs an output that is gone."""
     found = [(of(), shape) for of, shape in self.outputs]
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
     if len(outputs) == len(found): return outputs, self.gradient
-    if not hasattr(self.gradient, "without"): raise RuntimeError("a gradient through lse, which was computed before, needs o, which nobody has kept")
+    if not hasattr(self.gradient, "without"):
+      raise RuntimeError("a gradient through lse, which was computed before, needs o, which nobody has kept: keep a reference to o")
     return outputs, self.gradient.without([i for i, (buffer, _) in enumerate(found) if buffer is None])
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """The origin of an output, and what of its other outputs has to be there for the gradient."""
+  """Where an output came from, and the other outputs that have to exist for its gradient."""
   of: Origin
   needs: tuple[UOp, ...]
 
-made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # by the buffer that an output lies in
+made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # keys: the buffers of outputs
 
 def lies_in(u:UOp) -> UOp:
-  """The buffer of an output, or of one on several devices what it is of their buffers."""
+  """The buffer of an output; for a tensor on several devices, the UOp that stands for all of its buffers."""
   while u.op in (Ops.RESHAPE, Ops.AFTER): u = u.src[0]
   return u
 
 def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[..., Any]) -> None:
-  """Keeps the inputs of a call for as long as the first of its outputs is there. Under TinyJit none are kept: the next call has others."""
+  """Keeps the inputs of a call as long as the first of its outputs exists. Under TinyJit it keeps none, because the next call has others."""
   buffers = [lies_in(u) for u in outputs]
   def kept(u:UOp) -> Input|int: return buffers.index(lies_in(u)) if lies_in(u) in buffers else Input.of(u)
   origin = Origin(tuple((ref(buffer), u.shape) for buffer, u in zip(buffers, outputs)), () if capturing else tuple(map(kept, inputs)),
@@ -64,7 +64,7 @@ def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[.
   for i, buffer in enumerate(buffers): made[buffer] = Made(origin, tuple(buffers[1:]) if i == 0 else ())
 
 def depends_on(u:UOp) -> Iterable[UOp]:
-  """What the value of a UOp and its gradient depend on. What a call of attention writes to is no such thing."""
+  """UOps that the value and the gradient of `u` depend on. The buffers that a call of attention writes to are not among them."""
   if u.op is Ops.DETACH: return ()
   if is_after_a_call(u): return u.src[1:]
   if u.op not in (Ops.CALL, Ops.FUNCTION): return u.src
@@ -74,8 +74,8 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """The calls of which an output that `root` depends on is nothing but a buffer any more, in the order in which they were made; and what else `root`
-  depends on that says of a buffer which call it comes after."""
+  """Returns the calls that `root` depends on and of which an output has become a mere buffer, oldest first, and the UOps that say which buffer
+  comes after which call."""
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
     there = dict[UOp, Origin]()
@@ -92,15 +92,15 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Within, the outputs that `root` depends on are expressions of what they came from, in all tensors. Raises RuntimeError where that was not
-  kept."""
+  """Context in which the outputs that `root` depends on are expressions of their inputs again, in all tensors. Raises RuntimeError if the inputs
+  were not kept."""
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:
     yield
     return
   if any(origin.captured for origin in origins):
-    raise RuntimeError("a gradient through an output of attention that TinyJit has captured and that was computed before: take gradients first, or "
-                       "take what needs none by .detach()")
+    raise RuntimeError("a gradient through an output of attention that TinyJit has captured and that was computed before: take gradients before "
+                       "anything else computes the output, or use output.detach() where no gradient is needed")
   there, back = dict[UOp, UOp](), dict[UOp, UOp]()
   for origin in origins:
     outputs, gradient = origin.those_there()
@@ -115,6 +115,6 @@ def recalled(root:UOp) -> Iterator[None]:
   finally:
     put_into_tensors(back)
     for origin in origins:
-      for t in origin.tensors: t.grad = None     # `backward` gave one to every tensor there is
+      for t in origin.tensors: t.grad = None     # Tensor.backward has set .grad of every tensor, these included
 
 def keep_history() -> None: around_gradients(recalled)

@@ -1,5 +1,5 @@
-"""The options of attention, each declared once: its default, its check and what it means. The signatures of `attention`, `flash_attention_fn` and
-`attention_with_kv_cache` and the tables of README.md are held to these records by test/calls/test_options.py."""
+"""The options of attention, each declared once: default, check and meaning. test/calls/test_options.py compares these records with the signatures
+of `attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the tables of README.md and docs/options.md."""
 from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +10,7 @@ from attn.problem import (DTYPES, check_causal, check_dropout_p, check_layout, c
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 from attn.values import FLOATS, option
 
-FLOAT_WORDS = {**FLOATS, "half": dtypes.half, "float": dtypes.float}     # and tinygrad's own names
+FLOAT_WORDS = {**FLOATS, "half": dtypes.half, "float": dtypes.float}     # numpy's names of dtypes, and tinygrad's
 
 def unless_none(check:values.Check) -> values.Check: return lambda name, x: None if x is None else check(name, x)
 
@@ -19,7 +19,7 @@ def check_arch(name:str, x:Any) -> str:
   get_chip(x)
   return x
 
-def check_v_dim(name:str, x:Any) -> int: return values.whole_number(name, x, 1, None, "the first columns of k that are v, at least 1")
+def check_v_dim(name:str, x:Any) -> int: return values.whole_number(name, x, 1, None, "the number of first columns of k that are V, at least 1")
 
 def check_longest(name:str, x:Any) -> int: return values.whole_number(name, x, 1, None, "the rows of the longest sequence, at least 1")
 
@@ -30,7 +30,7 @@ def check_out_dtype(name:str, x:Any) -> DType:
   return dtype
 
 def check_lengths(name:str, x:Any) -> int|UOp|Tensor:
-  """What can be said of a number of rows without the tensors."""
+  """Checks a number of rows as far as possible without the tensors: an int, a bound Variable or a Tensor."""
   if isinstance(x, UOp) and x.is_variable: raise values.wrong(name, x, "bound to a number: variable.bind(n)")
   if isinstance(x, (UOp, Tensor)): return x
   if not values.is_whole(x): raise values.wrong(name, x, "an int, a Variable or an int32 Tensor")
@@ -45,53 +45,55 @@ def check_sequence_lengths(name:str, x:Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class KernelOptions:
-  """The options of `flash_attention_fn`, checked: what a kernel is specialised on, apart from shapes and dtypes."""
+  """The options of `flash_attention_fn`, checked: everything a kernel is specialised on besides shapes and dtypes."""
   causal: bool|str = option(False, check_causal, 'False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": keys j <= i')
   softmax_scale: float|None = option(None, unless_none(check_softmax_scale), "factor of the scores, any positive number; 1/sqrt(D) by default")
   layout: str = option("bhsd", check_layout, '"bhsd" (B, H, S, D), "bshd" (B, S, H, D), "nsd" (B*H, S, D), "thd" (total, H, D): sequences in a row')
-  window: tuple[int, int] = option((-1, -1), check_window, "(left, right): keys seen on each side of the diagonal, itself included; -1 for no bound")
-  softcap: float = option(0.0, check_softcap, "scores become softcap * tanh(score / softcap); 0 for none")
-  dropout_p: float = option(0.0, check_dropout_p, "probability with which an element of P becomes 0, the others P / (1 - dropout_p); below 1")
-  max_seqlen_q: int|None = option(None, unless_none(check_longest), 'the most queries of a sequence, of layout "thd"; rows beyond are 0')
-  max_seqlen_k: int|None = option(None, unless_none(check_longest), 'the most keys of a sequence, of layout "thd"; keys beyond do not exist')
-  return_lse: bool = option(False, values.truth, "also the natural-log sum of exponentials, float32 (B, H, Sq)")
-  arch: str|None = option(None, unless_none(check_arch), 'the chip, such as "gfx942"; by default that of the device')
+  window: tuple[int, int] = option((-1, -1), check_window, "(left, right): keys seen before and after the diagonal key, itself seen; -1: no bound")
+  softcap: float = option(0.0, check_softcap, "a score becomes softcap * tanh(score / softcap); 0: no cap")
+  dropout_p: float = option(0.0, check_dropout_p, "probability that an element of P becomes 0, below 1; the others become P / (1 - dropout_p)")
+  max_seqlen_q: int|None = option(None, unless_none(check_longest), 'longest sequence of q, for layout "thd"; rows beyond are 0')
+  max_seqlen_k: int|None = option(None, unless_none(check_longest), 'longest sequence of k, for layout "thd"; keys beyond do not exist')
+  return_lse: bool = option(False, values.truth, "also return the natural-log sum of exponentials, float32 (B, H, Sq)")
+  arch: str|None = option(None, unless_none(check_arch), 'chip, for example "gfx942"; by default the chip of the device')
 
   def __post_init__(self) -> None:
     for f in fields(self): object.__setattr__(self, f.name, f.metadata["check"](f.name, getattr(self, f.name)))
 
   @property
   def posed(self) -> dict[str, Any]:
-    """Options that `problem_of` takes, by name."""
+    """The options that `problem_of` takes, by name."""
     return {f.name: getattr(self, f.name) for f in fields(KernelOptions) if f.name not in ("return_lse", "arch")}
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions(KernelOptions):
-  """The options of `attention`, checked as far as they can be without q, k and v."""
-  v_dim: int|None = option(None, unless_none(check_v_dim), "V is k[..., :v_dim], and v None: keys and values of MLA, which are read once")
+  """The options of `attention`, checked as far as possible without q, k and v."""
+  v_dim: int|None = option(None, unless_none(check_v_dim), "V is k[..., :v_dim] and v is None: latent attention (MLA), which reads K once")
   alibi_slopes: Tensor|None = option(None, values.tensor_or_none, "(H) or (B, H): adds -slope * abs(i + offset - j)")
-  bias: Tensor|None = option(None, values.tensor_or_none, "added to the scores, broadcast to (B, H, Sq, Sk); -inf masks")
-  sinks: Tensor|None = option(None, values.tensor_or_none, "(H): one more logit per head, in the denominator alone")
+  bias: Tensor|None = option(None, values.tensor_or_none, "added to the scores, broadcastable to (B, H, Sq, Sk); -inf masks")
+  sinks: Tensor|None = option(None, values.tensor_or_none, "(H): score of one extra key per head that has no value")
   kv_lengths: int|UOp|Tensor|None = option(None, unless_none(check_lengths),
-                                           "int, Variable or int32 (B): keys beyond a length do not exist, whatever lies there")
-  kv_starts: Tensor|None = option(None, values.tensor_or_none, "int32 (B): keys before it do not exist either; they are counted from there")
+                                           "number of keys that exist, int, Variable or int32 (B); rows beyond have no effect")
+  kv_starts: Tensor|None = option(None, values.tensor_or_none, "int32 (B), with kv_lengths: earlier keys do not exist either; keys count from here")
   block_table: Tensor|None = option(None, values.tensor_or_none,
                                     "int32 (B, max_blocks): the pages of each sequence; k and v are pages (pages, page_size, Hkv, D)")
-  cu_seqlens_q: Tensor|None = option(None, values.tensor_or_none, 'int32 (sequences + 1): the row of q that each begins at, of layout "thd"')
-  cu_seqlens_k: Tensor|None = option(None, values.tensor_or_none, "the same of k and v")
-  dropout_seed: Tensor|None = option(None, values.tensor_or_none, "uint32 (2): what dropout draws by; by default from tinygrad's generator")
-  num_splits: int = option(0, check_splits, "0: as many key ranges as fill the chip; 1: none; 2 and more: so many")
-  batch_invariant: bool = option(False, values.truth, "a row is bit by bit the same alone and in any batch; slower")
-  sequence_order: str = option("contiguous", check_order, 'how devices that share rows hold them: "contiguous" or "zigzag", as shard_sequence')
+  cu_seqlens_q: Tensor|None = option(None, values.tensor_or_none,
+                                     'int32 (sequences + 1), for layout "thd": first row of each sequence in q, then the total')
+  cu_seqlens_k: Tensor|None = option(None, values.tensor_or_none,
+                                     'int32 (sequences + 1), for layout "thd": first row of each sequence in k and v, then the total')
+  dropout_seed: Tensor|None = option(None, values.tensor_or_none, "uint32 (2): decides which elements drop; by default from tinygrad's generator")
+  num_splits: int = option(0, check_splits, "number of key ranges computed in parallel; 0: as many as fill the chip, 1: no split")
+  batch_invariant: bool = option(False, values.truth, "a row has the same bits alone and in any batch; slower")
+  sequence_order: str = option("contiguous", check_order, 'order of rows sharded over devices: "contiguous" or "zigzag", as shard_sequence')
   sequence_lengths: tuple[int, int]|None = option(None, unless_none(check_sequence_lengths),
-                                                     "(Sq, Sk) of rows that devices share: those beyond are padding")
-  out: Tensor|None = option(None, values.tensor_or_none, "a whole buffer to write o to; it is also what is returned")
-  out_dtype: DType|str|None = option(None, unless_none(check_out_dtype), "float16, bfloat16 or float32; that of out or of q by default")
+                                                     "(Sq, Sk) without padding, of rows sharded over devices")
+  out: Tensor|None = option(None, values.tensor_or_none, "whole buffer to write o to; the call returns it as o")
+  out_dtype: DType|str|None = option(None, unless_none(check_out_dtype), "float16, bfloat16 or float32; by default the dtype of out, or of q")
 
 DEFAULTS = {f.name: f.default for f in fields(AttentionOptions)}
 
 def options_of(function:str, given:dict[str, Any]) -> AttentionOptions:
-  """The record of the options `given` to `function` by name. Raises ValueError for one that there is not."""
+  """The record of the options `given` to `function` by name. Raises ValueError for an unknown option."""
   if unknown := sorted(given.keys() - DEFAULTS.keys()):
     raise ValueError(f"{unknown[0]}={values.shown(given[unknown[0]])}: {function} has no such option; it has {', '.join(DEFAULTS)}")
   return AttentionOptions(**given)

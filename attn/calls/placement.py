@@ -1,8 +1,7 @@
-"""Sharded tensors: what may be sharded over devices, and where an optional tensor then has to lie.
+"""Sharded tensors: which axes may be sharded over devices, and where an optional tensor then has to lie.
 
-Along batch or heads every device has all that its part of the output takes, and nothing is communicated. What devices do that share rows is in
-attn/parallel/context.py.
-"""
+With tensors sharded along batch or heads, every device has all it needs for its part of the output, and nothing is communicated.
+attn/parallel/context.py says what devices do that share rows."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -10,46 +9,45 @@ from attn import values
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Device, DType, Tensor, UOp, dtypes
 
-# what the axes of q, k, v and o are
+# names of the axes of q, k, v and o, by layout
 AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "heads", "width"), "nsd": ("heads", "rows", "width"),
         "thd": ("rows", "heads", "width")}
 
 @dataclass(frozen=True)
 class Placement:
-  """`device` of all tensors, and what of the problem its several devices share out: "batch", "heads", "keys", "rows" (those of q, k and v) or None
-  (each computes all of it)."""
+  """`device` of all tensors, and what its several devices share: "batch", "heads", "keys" (rows of k and v), "rows" (rows of q, k and v), or None
+  if each device computes everything."""
   device: str|tuple[str, ...]
   shared: str|None = None
   @property
   def count(self) -> int: return 1 if isinstance(self.device, str) else len(self.device)
   def axis(self, names:tuple[str|None, ...]) -> int|None:
-    """The axis that is sharded of a tensor whose axes are `names`."""
+    """The sharded axis of a tensor whose axes have these names; None if it is whole."""
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
 
 def opened(name:str, x:str) -> str:
-  """The name that tinygrad gives a device, which is opened. Raises ValueError where it doesn't open."""
+  """Opens a device and returns tinygrad's name of it. Raises ValueError if it doesn't open."""
   try: Device[x]
-  except Exception as e: raise ValueError(f"{name}={x!r}: it does not open: {e}") from None   # whatever its absence looks like
+  except Exception as e: raise ValueError(f"{name}={x!r}: this device does not open: {e}") from None   # each backend raises another exception
   return Device.canonicalize(x)
 
 def device_names(name:str, x:Any) -> tuple[str, ...]:
-  """The names of a device, or of several different ones, as tinygrad has them. Raises ValueError for anything else, and for a device that doesn't
-  open."""
+  """tinygrad's names of one device, or of several different ones. Raises ValueError for anything else, and for a device that doesn't open."""
   if isinstance(x, str) and x: return (opened(name, x),)
   if not isinstance(x, (tuple, list)) or not x or not all(isinstance(part, str) and part for part in x):
     raise values.wrong(name, x, "the name of a device, or the names of several in a tuple, such as ('EMU:0', 'EMU:1')")
   names = tuple(opened(name, part) for part in x)
-  if len(set(names)) < len(names): raise ValueError(f"{name}={values.shown(x)}: must be different devices, and some are the same")
+  if len(set(names)) < len(names): raise ValueError(f"{name}={values.shown(x)}: must be different devices, but some are the same")
   return names
 
 def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape)
 
 def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
-  """Where q, k and v lie. Raises ValueError where that is not one of the ways that Placement knows."""
+  """Where q, k and v lie. Raises ValueError for a sharding that Placement does not know."""
   for name, t in (("k", k), ("v", v)):
     if t.device != q.device:
       raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
-  if q.device is None: raise ValueError("q, k and v are constants without a device: .contiguous() on a device first")
+  if q.device is None: raise ValueError("q, k and v are constants without a device: call .contiguous() on a device first")
   if isinstance(q.device, str): return Placement(q.device)
   of = {name: None if t.uop.axis is None else AXES[layout][t.uop.axis] for name, t in (("q", q), ("k", k), ("v", v))}
   match of["q"], of["k"], of["v"]:
@@ -62,34 +60,35 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
                    "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-  """What the axes of an optional tensor are."""
+  """Names of the axes of an optional tensor that may be sharded, None for the others."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:
-  """Dimension of a term's tensor that goes over queries; None where there is none."""
+  """Dimension of a term's tensor that goes over queries, None if it has none."""
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
-  """The gradient of `sharded_with_gradient`."""
+  """The grad_fxn of `sharded_with_gradient`."""
   return None, Tensor(g).to(call.src[2].device).uop
 
 def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:
-  """t.shard(devices, axis) of a tensor on one device, with a gradient: that of tinygrad 0.14.0 is an error where there is an axis."""
+  """Shards a tensor on one device, like t.shard(devices, axis), with a gradient. (tinygrad 0.14.0 raises an error for the gradient of a shard
+  along an axis.)"""
   parts = t.shard(devices, axis)
   if axis is None or not dtypes.is_float(t.dtype): return parts
   parts = parts.detach()
-  call = UOp.sink().call(parts.uop, t.uop, grad_fxn=gradient_of_shards)     # of nothing, which has the gradient
+  call = UOp.sink().call(parts.uop, t.uop, grad_fxn=gradient_of_shards)     # an empty call, which only carries the gradient
   return Tensor(parts.uop.after(call))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
-  """An optional tensor, wherever it is, laid out as the placement needs it."""
+  """An optional tensor, moved or sharded as the placement needs it."""
   if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
   if isinstance(at.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
     return t
   axis = at.axis(extra_axes(name, tuple(map(int, t.shape))))
-  if at.shared == "rows" and t.device == at.device and t.uop.axis is not None and t.uop.axis == rows_dimension(name): return t     # as those of q
+  if at.shared == "rows" and t.device == at.device and t.uop.axis is not None and t.uop.axis == rows_dimension(name): return t     # as q's rows
   if not isinstance(t.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same devices")
     if t.uop.axis == axis: return t
@@ -97,9 +96,9 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
   return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
-  """A tensor that lies on each of several devices, as the shards along `axis` of a larger one."""
+  """Joins a tensor that exists on each of several devices into one tensor, sharded along `axis`."""
   return t if axis is None else Tensor(t.uop.unshard(axis))
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:
-  """A whole buffer, or one on each device of a tensor sharded along `axis` whose shards have `shape`."""
+  """A new whole buffer of `shape`. With several devices, one buffer on each: the shards, of `shape` each, of a tensor sharded along `axis`."""
   return of_each_device(Tensor(UOp.empty(shape, dtype=dtype, device=device)), axis)

@@ -1,4 +1,4 @@
-"""Attention of a problem in tensor operations, `three_pass`, in the problem's own layout and types."""
+"""Attention of a problem by `three_pass`, in tensor operations, in the problem's own layout and dtypes."""
 from __future__ import annotations
 from typing import Any
 from attn.kernels.three_pass import three_pass
@@ -8,7 +8,7 @@ from attn.score.terms import TERM_TENSORS, check_differentiable, plain_terms, sc
 from attn.tinygrad_compat import Tensor, UOp
 from attn.values import FLOATS
 
-BATCHED = ("bhsd", "bshd")               # layouts whose lse is (B, H, S)
+BATCHED = ("bhsd", "bshd")               # layouts with lse (B, H, S)
 
 def bhsd(x:Tensor, layout:str) -> Tensor:
   """A tensor in `layout` as (B, H, S, D)."""
@@ -24,8 +24,8 @@ def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else 
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """(o, lse, its rest) of q, k, v and the extras by name; o in the problem's out_dtype. Sharded tensors are whole here, of more batches or heads:
-  dropout counts those from the first one on."""
+  """Returns (o, lse, lse_rest) for q, k, v and the optional tensors by name, with o in the problem's out_dtype. Sharded tensors are whole here,
+  with more batches or heads than the problem has, so dropout counts them from the first on."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "dropout_start" or t[name].uop.axis is None)}
   others = {name: x for name, x in given.items() if name not in TERM_TENSORS}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
@@ -38,8 +38,8 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
   return o, lse, rest
 
 def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
-  """Outputs through which no gradient goes: who asks for one gets the error of `check_differentiable`."""
+  """Outputs through which no gradient goes: a gradient raises the error of `check_differentiable`."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: check_differentiable(p)
   outputs = [x.detach().contiguous().uop for x in (o, lse)]
-  call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # of nothing, which has the gradient
+  call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # an empty call, which only carries the gradient
   return Tensor(outputs[0].after(call)), Tensor(outputs[1].after(call))
