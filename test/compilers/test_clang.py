@@ -1,4 +1,4 @@
-"""The clang driver: errors, cache, which clang; code objects as tinygrad's AMD runtime reads them."""
+"""Tests of the clang driver: error messages, the cache, the choice of clang, and code objects as tinygrad's AMD runtime reads them."""
 import itertools, re, stat, types
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,11 @@ from attn.compilers.disassemble import elf_chip, elf_metadata
 from attn.tinygrad_compat import CompileError, Target, TinyELF, dtypes
 from isa_sample import UNITS, WAVES, sample
 
-LOADED = [arch for arch in MODELLED if arch != "gfx90a"]   # by tinygrad's runtime
+LOADED = [arch for arch in MODELLED if arch != "gfx90a"]   # chips that tinygrad's runtime can load
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-  """An empty cache, and the compiler looked for anew before and after."""
+  """Gives the test an empty cache, and forgets the found compiler before and after."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
   monkeypatch.delenv("ATTN_CLANG", raising=False)
   def forget():
@@ -131,7 +131,7 @@ def test_no_compiler_is_an_error_that_says_what_to_install(fresh, monkeypatch):
 # ***** the code object, as the runtime reads it *****
 
 class FakeDevice:
-  """What AMDProgram asks of a device to load a program."""
+  """Stand-in for the device from which AMDProgram loads a program."""
   device, sqtt_enabled = "AMD", False
   def __init__(self, arch:str):
     self.target, self.allocator = {"gfx9": (9, 4, 2), "gfx1": (11, 0, 0)}[arch[:4]], self
@@ -156,7 +156,7 @@ def test_amd_program_reads_the_descriptor(arch):
   assert program.private_segment_size == metadata[".private_segment_fixed_size"] == device.scratch == 0
   assert metadata[".max_flat_workgroup_size"] == WAVES*UNITS[arch].wave
   assert metadata[".symbol"] == "sample.kd" and not program.enable_private_segment_sgpr and not program.enable_dispatch_ptr
-  assert device.image[program.prog_addr - program.lib_gpu.va_addr:][:4] != b"\0\0\0\0"   # the entry is code
+  assert device.image[program.prog_addr - program.lib_gpu.va_addr:][:4] != b"\0\0\0\0"   # the entry points to code
 
 @pytest.mark.parametrize("arch", LOADED)
 def test_the_arguments_lie_where_the_runtime_writes_them(arch):
@@ -167,7 +167,7 @@ def test_the_arguments_lie_where_the_runtime_writes_them(arch):
   size = {"Q": 8, "i": 4}
   written = [(offset + i*size[fmt], size[fmt]) for values, offset, fmt in state.bind_data for i in range(len(values))]
   assert written == [(a[".offset"], a[".size"]) for a in metadata[".args"]]
-  assert program.kernargs_segment_size == metadata[".kernarg_segment_size"] == sum(written[-1])   # no hidden arguments: nobody would write them
+  assert program.kernargs_segment_size == metadata[".kernarg_segment_size"] == sum(written[-1])   # without hidden arguments, which nobody would write
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "gfx1201"])
 def test_scratch_is_declared(arch):

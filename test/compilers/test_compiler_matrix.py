@@ -1,6 +1,6 @@
-"""Every kernel under the clangs of LLVM 19 to 22, and what those make of the default tiles: python -m pytest -m compilers.
+"""Compiles every kernel with the clangs of LLVM 19 to 22 and checks what they make of the default tiles: python -m pytest -m compilers.
 
-pip gets the compilers once (attn/compilers/releases.py); where it can't, these tests are skipped and say why."""
+pip installs the compilers once (attn/compilers/releases.py); where it cannot, these tests are skipped and say why."""
 from __future__ import annotations
 import functools, os
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ from isa_sample import PARKED
 pytestmark = pytest.mark.compilers
 FILE = Path(__file__).parent.parent.parent/"docs"/"costs_compilers.txt"
 WITHOUT_SPILLS = (20, 21, 22)
-OTHERS = [arch for arch in MODELLED if arch not in SEARCHED]     # whose source is that of their family but for names: one kernel of each
+OTHERS = [arch for arch in MODELLED if arch not in SEARCHED]     # chips whose source differs from their family's only by names: one kernel for each
 FORWARDS = [spec for spec in costs.SPECS if spec.kernel == FORWARD]
 PLAIN = {arch: [spec for spec in FORWARDS if spec.arch == arch] for arch in SEARCHED}
 PLAIN["the others"] = [Spec(arch, 128, "bfloat16", "causal") for arch in OTHERS]
@@ -51,7 +51,7 @@ def compilers() -> dict[int, Toolchain]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
-  """Kernels are lowered in the thread of the test, one after the other, while clang compiles on every core."""
+  """Thread pool for clang, so that it compiles on every core. The test's own thread lowers the kernels, one after another."""
   with ThreadPoolExecutor(os.cpu_count()) as threads: yield threads
 
 # ***** every kernel compiles *****
@@ -79,7 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "latent, few rows": dict(H=16, Sq=1, dtype="bfloat16", num_splits=1, lse=False, **LATENT),
   "latent, split, pages": dict(B=2, H=32, Sq=2, dtype="bfloat16", causal=True, num_splits=4, pages=PAGES, views=(LATENT_IN_PAGES, LATENT_IN_PAGES),
                                extras=dict(sinks=floats(32), kv_lengths=ints(999, 1), block_table=np.zeros((2, PAGES.most), np.int32)), **LATENT)}
-# problems whose gradients are taken
+# problems for the backward kernels
 GRADIENTS: dict[str, dict[str, Any]] = {
   "GQA": dict(H=64, Hkv=8, Sq=512, D=128, dtype="bfloat16", causal=True),
   "dropout and a bias": dict(H=64, Sq=512, softcap=3.0, window=(70, 5), layout="bshd", dropout_p=0.1, bias_dtype="float16",
@@ -104,7 +104,7 @@ def other_text(name:str, arch:str) -> str:
 
 @functools.cache
 def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardTile]) -> list[str]:
-  """The sources of the backward kernels of a problem."""
+  """Sources of the backward kernels for a problem."""
   p, chip = replace(problem(**GRADIENTS[name]), return_lse=True), get_chip(arch)
   dq, dkdv = tiles
   assert isinstance(dq, BackwardTile)
@@ -112,7 +112,7 @@ def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardT
   return texts if p.bias is None else [*texts, text_of(backward_dbias(p, chip, dq), dbias_arguments(p), arch)]
 
 def kernel_text(name:str, arch:str, llvm:int) -> str:
-  """The source of a kernel with the tile that it has under a release of LLVM."""
+  """Source of a kernel, with the tile that dispatch chooses for this release of LLVM."""
   if name not in OPTIONS: return other_text(name, arch)
   choice = choose(problem(**OPTIONS[name]), replace(get_chip(arch), llvm=llvm))
   assert choice.work.tile is not None and (name not in ("split", "pages") or choice.kernel == "split_kv")
@@ -120,13 +120,13 @@ def kernel_text(name:str, arch:str, llvm:int) -> str:
   return forward_text(name, arch, choice.kernel, choice.work.tile)
 
 def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
-  """The compilers that have the chip's instructions."""
+  """Compilers that support the chip's instructions."""
   return {llvm: tools for llvm, tools in compilers.items() if costs.knows(tools, arch)}
 
 Jobs = dict[tuple[Any, ...], Future[str]]
 
 def check_compiled(jobs:Jobs, arch:str, checks:tuple[str, ...]=("waterfall", "across lanes")) -> None:
-  """Each has become machine code, in which no load is taken lane by lane, and lanes meet in whole waves."""
+  """Checks that every job compiled to machine code without loads taken lane by lane, and that operations across lanes run in whole waves."""
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
   found = {key: [x for x in findings(job.result(), arch) if x.startswith(checks)] for key, job in jobs.items()}
   assert {key: lines for key, lines in found.items() if lines} == {}
@@ -143,7 +143,7 @@ def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:Th
 
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  """By the older ones: that the newest compiles them is tested beside their costs."""
+  """Every backward kernel compiles with the older compilers. The test of their costs compiles them with the newest one."""
   jobs: Jobs = {}
   for name, options in GRADIENTS.items():
     for llvm, tools in known(compilers, arch).items():
@@ -157,7 +157,7 @@ def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain]
 
 @functools.cache
 def dbias_text(arch:str, causal:bool) -> str:
-  """The source of backward_dbias where the bias has rows of its own, and the queries are no multiple of the tile."""
+  """Source of backward_dbias for a bias with rows of its own and a query count that is no multiple of the tile."""
   p = replace(problem(Sq=83, Sk=71, causal=causal, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   tile = choose_bias_tile(p, get_chip(arch))
   assert isinstance(tile, BackwardTile)
@@ -172,7 +172,7 @@ def test_rows_of_a_bias(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoo
 @pytest.mark.parametrize("arch, llvm, instruction", [("gfx950", 20, "v_permlane32_swap"), ("gfx1201", 19, "v_permlanex16")])
 def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instruction:str, compilers:dict[int, Toolchain],
                                                        monkeypatch:pytest.MonkeyPatch) -> None:
-  """Of latent attention, where what a branch stores is not made before it."""
+  """The check finds lane swaps that clang moves into a branch: in latent attention, when values that a branch stores are not computed before it."""
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   p = problem(**OPTIONS["latent, few rows"])
   tile = choose(p, replace(get_chip(arch), llvm=llvm)).work.tile
@@ -187,18 +187,19 @@ def waves(report:Report, tile:AnyTile) -> int:
   return waves_of(report, tile, get_chip(report.arch))
 
 def small_grid(spec:Spec, llvm:int) -> Tile:
-  """The tile of a problem with few heads, which is another where the one for large grids would leave compute units idle."""
+  """Tile for a problem with few heads. It differs from the tile for large grids if that one would leave compute units idle."""
   tile = choose_tile(replace(problem_of_spec(spec), H=2, Hkv=2, num_splits=1), replace(get_chip(spec.arch), llvm=llvm))
   assert isinstance(tile, Tile)
   return tile
 
-# of the tiles of 128 queries that LDS could hold, clang 20 and 21 give none the registers of two waves
+# With clang 20 and 21, no tile of 128 queries that fits into LDS leaves enough registers for two waves.
 CANNOT_BE_HELPED = {("gfx950", 256, "small", 20), ("gfx950", 256, "small", 21)}
 
 @pytest.mark.parametrize("grid", ("large", "small"))
 @pytest.mark.parametrize("arch", (*SEARCHED, "the others"))
 def test_no_default_tile_spills(arch:str, grid:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  """Nor takes so many registers that fewer waves remain than under LLVM 22, where those are no more than keep a SIMD busy."""
+  """No default tile spills. None takes so many registers that fewer waves fit than under LLVM 22, unless there are still enough waves to keep a SIMD
+  busy."""
   jobs: dict[tuple[Spec, int], tuple[AnyTile, Future[Report]]] = {}
   for spec in PLAIN[arch]:
     for llvm in WITHOUT_SPILLS:
@@ -219,7 +220,7 @@ def report_on(source:Source, spec:Spec, tools:Toolchain) -> Report:
   return analyse(assembly(source.text, spec.arch, tools=tools), spec.arch, source.d, source.dv, queries=source.queries, title=str(spec))
 
 def test_dual_wave_is_for_the_newest(compilers:dict[int, Toolchain]) -> None:
-  """Its spills are why dispatch takes another kernel under older compilers, and `explain` says so."""
+  """Only the newest compiler gets dual_wave: older ones spill its registers, so dispatch chooses another kernel, and `explain` says so."""
   spec = Spec("gfx950", 128)
   assert chosen(spec, 22)[0] == "dual_wave"
   source = kernel_source(spec, None, 22)

@@ -1,5 +1,6 @@
-"""Which compiler the kernels of attn get: every branch, with stand-ins for what is installed (comgr_stand_in.py is one for ROCm's library), in
-processes of their own; what is kept of it, by version; the renderers of the AMD device; what runs without the extras."""
+"""Tests of the choice of a compiler for attn's kernels. Every branch runs in a process of its own, with stand-ins for what is installed
+(comgr_stand_in.py replaces ROCm's library). Other tests check what the cache keeps for each version, the renderers of the AMD device, and what runs
+without the extras."""
 import ctypes.util, json, os, pickle, re, stat, subprocess, sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Path:
-  """A folder with `sitecustomize.py`, through which every Python finds the packages in WITHOUT missing, and with stand-ins for comgr."""
+  """Folder with stand-ins for comgr and a `sitecustomize.py`, which hides the packages named in WITHOUT from every Python process."""
   folder = tmp_path_factory.mktemp("machine")
   (folder/"sitecustomize.py").write_text(WITHOUT)
   (folder/"broken.so").write_text("no library")
@@ -44,7 +45,7 @@ def machine(tmp_path_factory) -> Path:
   return folder
 
 def environment(machine:Path, comgr:str="broken", without:str="", path:str="/bin:/usr/bin", **env:str) -> dict[str, str]:
-  """That of a process with the stand-in `comgr` ("broken": none loads) and without some packages."""
+  """Environment of a process with the stand-in `comgr` ("broken" does not load) and without some packages."""
   library = str(machine/f"{comgr}.so")
   keep = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG", "VIRTUAL_ENV")}
   settings = {"PATH": path, "PYTHONPATH": f"{machine}:{ROOT}", "COMGR_PATH": library, "COMGR_3_PATH": library, "ROCM_PATH": str(machine/"rocm"),
@@ -56,7 +57,8 @@ def environment(machine:Path, comgr:str="broken", without:str="", path:str="/bin
 def python(machine:Path, *args:str, **options:str) -> subprocess.CompletedProcess[str]:
   return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment(machine, **options))
 
-# Imports once and is copied for each script, as most of a process is imports. They run and search nothing (test_import_runs_and_searches_nothing).
+# Imports attn once and forks a copy for each script, because imports take most of a process's time. Importing runs and searches nothing
+# (test_import_runs_and_searches_nothing).
 COPIED = """
 import json, os, sys, tempfile, traceback
 import attn, attn.api.attention, attn.compilers.choice
@@ -78,7 +80,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def say(machine) -> Iterator[Callable[..., str]]:
-  """As `answer`, by a copy of a process that has imported attn: for what goes by nothing that tinygrad looks up as it is imported."""
+  """Runs code as `answer` does, but in a fork of a process that has already imported attn. It suits code that does not depend on settings that
+  tinygrad reads when it is imported."""
   with subprocess.Popen([sys.executable, "-c", COPIED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
                         env=environment(machine)) as process:
     assert process.stdin is not None and process.stdout is not None
@@ -113,10 +116,10 @@ REFUSES = OLD + r"can't \(use of undeclared identifier\)"
 SENTENCE = "no compiler here can compile the kernels of attn for gfx942, which takes LLVM 19 or later: "
 
 @pytest.mark.parametrize(("options", "says"), [
-  ({"comgr": "good"}, PACKAGED),                                                                     # ours comes first
+  ({"comgr": "good"}, PACKAGED),                                                                     # attn's clang comes first
   ({"comgr": "old"}, PACKAGED),
   ({}, PACKAGED),
-  ({"comgr": "good", "without": EXTRAS}, GOOD),                                                      # else comgr, if it can
+  ({"comgr": "good", "without": EXTRAS}, GOOD),                                                      # else comgr, if it can compile the kernels
   ({"comgr": "old", "without": EXTRAS}, f"NoCompiler: {SENTENCE}the extra isa is not installed; {REFUSES}; there is no clang or hipcc on PATH; "
    r"install the extra isa, which brings a clang \(pip install '\.\[isa\]' in a clone of attn\), or ROCm 6.4 or later"),
   ({"without": EXTRAS}, f"NoCompiler: {SENTENCE}the extra isa is not installed; comgr not available: .*; there is no clang .*; install .*"),
@@ -143,7 +146,8 @@ def test_a_clang_on_path_comes_last(say, tmp_path):
   assert re.fullmatch(GOOD, say(CHOOSE, comgr="good", without=EXTRAS, path=path))
 
 def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path):
-  """Its version and targets are right, and the probe is not: nothing else is taken instead."""
+  """A clang named by ATTN_CLANG that cannot compile the kernels is an error, although its version and targets are right; no other compiler replaces
+  it."""
   text = ('case "$*" in *--version*) echo clang version 19.1.0;; *--print-targets*) echo amdgcn;; '
           '*) echo "kernel.hip:3:1: error: what is this" >&2; exit 1;; esac')
   named = script(tmp_path/"mine", text)
@@ -152,7 +156,7 @@ def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path
                   "(what is this); needed is LLVM 19 or later")
 
 def test_a_refusal_is_not_kept_and_a_success_is(say, tmp_path):
-  """What was missing may have been installed since, under the same version."""
+  """The cache keeps that a compiler works, but not that it failed: what was missing may have been installed since, under the same version."""
   home = tmp_path/"home"
   home.mkdir()
   def says(text:str) -> str:
@@ -163,12 +167,13 @@ def test_a_refusal_is_not_kept_and_a_success_is(say, tmp_path):
   calls = lambda: (home/"calls").read_text().split().count("gfx942")
   assert says(comgr.too_old("20.0.0git")).startswith("NoCompiler") and calls() == 1
   assert re.fullmatch(GOOD, says(comgr.compiles("20.0.0git"))) and calls() == 2
-  assert re.fullmatch(GOOD, says(comgr.compiles("20.0.0git"))) and calls() == 2   # the second process asked the cache
+  assert re.fullmatch(GOOD, says(comgr.compiles("20.0.0git"))) and calls() == 2   # the second process found the answer in the cache
 
 REAL = ctypes.util.find_library("amd_comgr")
 @pytest.mark.skipif(REAL is None, reason="ROCm's comgr is not installed")
 def test_the_comgr_that_is_installed(say):
-  """The real library, as tinygrad finds it: our clang comes first; without it this comgr, or the sentence that names it."""
+  """With ROCm's real comgr, as tinygrad finds it, attn's clang is still the first choice. Without that clang, comgr is used, or the error names
+  it."""
   nothing = {"COMGR_PATH": "", "COMGR_3_PATH": "", "ROCM_PATH": os.environ.get("ROCM_PATH", "/opt/rocm")}
   assert re.fullmatch(PACKAGED, say(CHOOSE, **nothing))
   said = say(CHOOSE, without=EXTRAS, **nothing)
@@ -180,7 +185,7 @@ def test_the_comgr_that_is_installed(say):
 
 @pytest.mark.parametrize("arch", CHIPS)
 def test_the_probe_has_the_matrix_instructions_of_its_chip(arch):
-  """Both types of each, and they are in the machine code."""
+  """The probe of a chip uses its matrix instructions for both types, and the machine code contains them."""
   text = assembly(probe_source(arch), arch)
   expected = 4 if arch.startswith("gfx9") else 2
   assert len(re.findall(r"^\s+v_(?:mfma|wmma)_f32_", text, re.MULTILINE)) == expected and "buffer_load" in text
@@ -200,7 +205,7 @@ compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
 def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_path):
-  """One cache directory; ours are told apart by the version of comgr, tinygrad's are not (its own cache, as before)."""
+  """The cache keeps code of attn's kernels apart by the version of comgr. tinygrad's own cache does not, as before."""
   def compiled(name:str) -> list[str]:
     done = answer(machine, COMPILE, comgr=name, ATTN_COMPILER="comgr", XDG_CACHE_HOME=str(tmp_path), CACHEDB=str(tmp_path/"db"))
     return [re.findall(r"version (\d+)", line)[0] for line in done.splitlines()]
@@ -209,7 +214,7 @@ def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_pat
   assert compiled("good") == ["20", "20"]
 
 def test_clang_and_comgr_do_not_share_what_is_kept(say, tmp_path):
-  """The same source, first by comgr and then by clang, and back."""
+  """comgr and clang never get each other's code from the cache: the same source by comgr, then by clang, then by comgr."""
   code = ("from attn.compilers.choice import compiler_for, probe_source\n"
           "print(b'roc-test' in compiler_for('gfx1201').compile(probe_source('gfx1201'), 'gfx1201'))")
   results = [say(code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
@@ -239,13 +244,13 @@ for i in range(2):
 
 @pytest.mark.parametrize("parallel", ["0", "2"])
 def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel):
-  """Ours by clang, another's by comgr, though one device compiles both."""
+  """attn's kernels are compiled by clang and all others by comgr, although one device compiles both."""
   lines = answer(machine, WORKERS, comgr="good", PARALLEL=parallel, XDG_CACHE_HOME=str(tmp_path)).splitlines()
   ours, another = map(json.loads, lines[-2:])
   assert ours == [MARK, True, False]
   assert another[0] != MARK and another[2] is True
 
-# a device as tinygrad's AMD one, for what looks at its renderer
+# A device like tinygrad's AMD device, for code that looks at its renderer.
 DEVICE = """
 import attn, attn.api.attention, attn.api.cache, attn.calls.checked_kernel, attn.calls.placement, attn.tinygrad_compat.devices
 from attn.compilers import renderer
@@ -281,7 +286,7 @@ def test_the_command_tells_both_compilers(machine):
   assert re.fullmatch(f"reports: {PACKAGED}\nDEV=AMD: {GOOD}\n", done.stdout), done
 
 def sources(renderer) -> str:
-  """What `renderer` prints for our kernel."""
+  """Source that `renderer` prints for attn's kernel."""
   placeholders = (UOp.placeholder((1, 2, 256, 64), dtypes.half, slot) for slot in range(4))
   return renderer.render(lower(flash_attention_fn(arch="gfx942")(*placeholders).sink, renderer))
 
@@ -296,14 +301,14 @@ def test_our_kernels_carry_the_mark_and_others_stay_as_they_are():
   assert "half4" in printed[0] and printed[0] == printed[1]
 
 def test_import_runs_and_searches_nothing(machine):
-  """No process is started, no compiler's library is loaded, and the report tool is not imported."""
+  """`import attn` starts no process, loads no compiler library and does not import the tool for reports."""
   code = ("import sys; seen = []\n"
           "sys.addaudithook(lambda event, args: seen.append(event) if event in ('subprocess.Popen', 'os.posix_spawn') else None)\n"
           "import attn; print(seen, [m for m in sys.modules if m.startswith(('attn.isa', 'tinygrad.runtime.autogen.comgr', 'rich', 'click'))])")
   assert answer(machine, code) == "[] []"
 
 def test_printing_and_emulating_load_no_comgr(machine):
-  """Its LLVM ends the process where another one is loaded, such as that of an OpenCL driver."""
+  """Printing and emulating do not load comgr: its LLVM crashes a process that has loaded another LLVM, for example with an OpenCL driver."""
   code = ("import sys, attn; from attn.ops.renderers import render; from tinygrad import Tensor, UOp, dtypes\n"
           "q = Tensor([[[[1.0]*16]*16]], dtype=dtypes.half, device='EMU::gfx942'); attn.attention(q, q, q).realize()\n"
           "tensors = [UOp.placeholder((1, 1, 16, 16), dtypes.half, i) for i in range(4)]\n"
@@ -338,14 +343,14 @@ def test_an_import_without_the_extra_has_the_sentence_too(say):
   assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra isa installs")
 
 def test_bench_without_a_compiler_for_bounds(machine):
-  """ISA=1 with rich but no clang: one sentence."""
+  """bench.py with ISA=1 and rich, but without a clang, ends in one sentence."""
   done = python(machine, "bench.py", without="ziglang", ISA="1", DEV="EMU::gfx942", H="1", N="32", D="16")
   assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("bench.py: no clang of LLVM 19 or later") and "Traceback" not in done.stderr
 
 # ***** the renderers *****
 
 def elementwise(op, dtype, renderer) -> str:
-  """What `renderer` prints for out[i] = op(x[i])."""
+  """Source that `renderer` prints for out[i] = op(x[i])."""
   out, x, i = UOp.placeholder((256,), dtype, 0), UOp.placeholder((256,), dtype, 1), UOp.range(256, 0, AxisType.GLOBAL)
   return renderer.render(lower(out[i].store(x[i].load().alu(op)).end(i).sink(arg=KernelInfo("E", opts_to_apply=())), renderer))
 
@@ -358,7 +363,7 @@ def test_every_function_of_tinygrad_compiles_without_a_call(arch, op, dtype):
   assert "s_swappc" not in text and "__oc" not in text
 
 def test_indices_are_not_widened():
-  """Group and lane ids are size_t in tinygrad's source: the machine code must not compute with 64 bits for that."""
+  """Machine code does not compute indices with 64 bits, although group and lane ids are size_t in tinygrad's source."""
   source = elementwise(Ops.SQRT, dtypes.float, AMDClangRenderer(Target("AMD", "CLANG", "gfx942")))
   assert "__ockl_get_group_id" in source
   assert not re.search(r"v_(lshl_add|lshlrev)_[bu]64|v_mad_u64", assembly(source, "gfx942"))
@@ -400,10 +405,10 @@ def test_other_devices_are_left_alone():
   shared = [HIPRenderer, HIPCCRenderer]
   amd_device(shared), amd_device(shared)
   assert shared == [HIPRenderer, HIPCCRenderer]
-  assert "AMD" not in Device._opened_devices   # registering opens nothing
+  assert "AMD" not in Device._opened_devices   # registering opens no device
 
 def test_a_spawned_worker_gets_the_renderer():
-  """tinygrad compiles in spawned processes, which get the renderer pickled."""
+  """A renderer can be pickled, because tinygrad compiles in spawned processes."""
   renderer = AMDClangRenderer(Target("AMD", "CLANG", "gfx1100"))
   code = f"import pickle; r = pickle.loads({pickle.dumps(renderer)!r}); print(r.compiler.compile_cached({sample('gfx1100')!r})[:4] == b'\\x7fELF')"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -421,7 +426,8 @@ from attn.compilers.choice import compiled_on
 print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
 
 def test_a_chip_knows_the_release_of_its_compiler(say):
-  """On an AMD GPU that of the compiler in use; where there is none (the error comes when a kernel is called), and on the emulator, the newest."""
+  """A chip's record has the LLVM release of the AMD GPU's compiler. Without a compiler (the error comes when a kernel is called) and on the emulator
+  it has the newest release."""
   assert say(RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
   assert say(RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
   assert say(RELEASES, without=EXTRAS) == "22 22 22"
