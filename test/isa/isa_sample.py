@@ -1,16 +1,17 @@
-"""A small attention loop in HIP for each matrix unit, to try the compiler and the report on. It has the shape of the real thing (K and V through LDS,
-S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescale behind a branch) and makes no claim to compute attention."""
+"""Small attention loop in HIP for each matrix unit, on which tests try the compiler and the report. It has the structure of a real kernel (K and V
+through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescale behind a branch), but does not compute attention."""
 from dataclasses import dataclass
 from attn.chips import CHIPS, MODELLED
 from attn.chips.matrix import Matrix
 
-# Kernels of which clang keeps up to four registers in accumulation registers, which are as near, and counts them as spilled. None goes to memory.
+# Kernels for which clang keeps up to four registers in accumulation registers and counts them as spilled. Accumulation registers are as near as
+# others; nothing goes to memory.
 PARKED = {(arch, 256, "bfloat16") for arch in ("gfx90a", "gfx942")}
 
 @dataclass(frozen=True)
 class Unit:
   m: int           # rows and columns of a tile
-  k: int           # its depth
+  k: int           # depth of a tile
   operand: str     # vector type of A and B
   lanes: int       # elements of A and B per lane
   acc: int         # fp32 elements of C per lane
@@ -26,10 +27,10 @@ BARRIER = ('    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");__builtin_
            '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");')
 
 def sample(arch:str, d:int=64, exp:str="__builtin_amdgcn_exp2f", maximum:str="__builtin_fmaxf(x, y)") -> str:
-  """HIP text as tinygrad prints it: its typedefs, its declarations of device functions, its kernel line."""
+  """HIP text in tinygrad's form: its typedefs, its declarations of device functions, its kernel line."""
   u = UNITS[arch]
   tiles, steps, parts, key_steps = KEYS//u.m, d//u.k, d//u.m, KEYS//u.k
-  step = u.lanes if u.lanes*u.wave == u.m*u.k else 0   # gfx11 has both half-waves hold the same
+  step = u.lanes if u.lanes*u.wave == u.m*u.k else 0   # on gfx11 both half-waves hold the same elements
   def fragment(at:str) -> str: return f"*(opnd*)({at})"
   lines = ["#define half _Float16", "typedef long unsigned int size_t;",
            *(f'extern "C" __attribute__((device, const)) size_t __ockl_get_{x}(unsigned int);' for x in ("local_id", "group_id", "local_size")),

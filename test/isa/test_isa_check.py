@@ -1,4 +1,4 @@
-"""What the checks of machine code find, and what they leave alone: small assembly texts, with a fault planted or without one."""
+"""Tests of the checks of machine code: small assembly texts with a planted fault, which must be found, and texts without one, which must pass."""
 from __future__ import annotations
 import random, re
 from collections.abc import Callable
@@ -30,12 +30,12 @@ def of(text:str, arch:str) -> list[str]: return findings("k:\n" + text.replace("
 SWAP, WMMA = "v_permlane32_swap_b32_e32 v0, v1", "v_wmma_f32_16x16x16_f16 v[0:7], v[0:7], v[8:15], v[0:7]"
 MEET = "s_or_b64 exec, exec, s[2:3]"
 IF = "s_and_saveexec_b64 s[2:3], vcc; s_cbranch_execz .LBB0_2"
-# if (c) ... else ..., as clang has it
+# if (c) ... else ..., as clang compiles it
 IF_ELSE = f"{IF}; %s; s_xor_b64 s[2:3], exec, s[2:3]; .LBB0_2:; s_or_saveexec_b64 s[2:3], s[2:3]; %s; s_xor_b64 exec, exec, s[2:3]; {MEET}; %s"
-# a loop that lanes leave one by one, inside a branch
+# a loop inside a branch that lanes leave one by one
 LOOP = ("s_mov_b64 s[4:5], 0; .LBB0_1:; v_cmp_gt_i32_e32 vcc, v1, v2; %s; s_or_b64 s[4:5], vcc, s[4:5]; s_andn2_b64 exec, exec, s[4:5]; "
         "s_cbranch_execnz .LBB0_1; s_or_b64 exec, exec, s[4:5]; %s")
-# a loop over the values that lanes hold
+# a loop over the different values that lanes hold
 WATERFALL = ("s_mov_b32 s2, exec_lo; .LBB0_1:; v_readfirstlane_b32 s4, v0; v_cmp_eq_u32_e32 vcc_lo, s4, v0; s_and_saveexec_b32 s3, vcc_lo; %s; "
              "s_xor_b32 exec_lo, exec_lo, s3; s_cbranch_execnz .LBB0_1; s_mov_b32 exec_lo, s2; %s")
 
@@ -44,7 +44,7 @@ WATERFALL = ("s_mov_b32 s2, exec_lo; .LBB0_1:; v_readfirstlane_b32 s4, v0; v_cmp
   ("gfx950", IF_ELSE % (SWAP, "s_nop 0", "s_nop 0")), ("gfx950", (IF_ELSE % ("s_nop 0", "s_nop 0", "s_nop 0")).replace(MEET, f"{SWAP}; {MEET}")),
   ("gfx950", LOOP % (SWAP, "s_nop 0")), ("gfx1100", WATERFALL % (WMMA, "s_nop 0")),
   ("gfx950", f"s_and_saveexec_b64 s[2:3], vcc; s_mov_b32 s3, 0; {MEET}; {SWAP}"),                  # one half of the mask is lost
-  ("gfx950", f"s_cbranch_scc0 .LBB0_2; s_and_saveexec_b64 s[2:3], vcc; .LBB0_2:; {SWAP}"),         # on one of two ways
+  ("gfx950", f"s_cbranch_scc0 .LBB0_2; s_and_saveexec_b64 s[2:3], vcc; .LBB0_2:; {SWAP}"),         # EXEC depends on the way that was taken
   ("gfx1100", f"v_cmpx_gt_i32_e32 v0, v1; {WMMA}"), ("gfx1100", f"s_and_b32 exec_lo, exec_lo, vcc_lo; {WMMA}"),
   ("gfx1100", "s_and_saveexec_b32 s2, vcc_lo; v_add_f32_dpp v0, v1, v2 row_ror:4 row_mask:0xf bank_mask:0xf"),
   ("gfx1201", "s_mov_b32 exec_lo, s2; v_permlanex16_b32 v0, v1, s1, 0xfedcba98 op_sel:[1,0]"),
@@ -59,24 +59,24 @@ def test_what_needs_all_lanes_is_found_where_some_are_off(arch:str, text:str) ->
 @pytest.mark.parametrize("arch, text", [
   ("gfx950", f"{SWAP}; {IF}; v_readfirstlane_b32 s8, v0; .LBB0_2:; {MEET}; {SWAP}"),
   ("gfx950", IF_ELSE % ("s_nop 0", SWAP, SWAP)),                                                     # EXEC is whole for an instant between the two
-  # an if whose own lanes do nothing, as clang has it
+  # an if without work for its own lanes, as clang compiles it
   ("gfx1100", "s_and_saveexec_b32 s4, s0; s_xor_b32 s4, exec_lo, s4; s_and_not1_saveexec_b32 s5, s4; s_cbranch_execz .LBB0_1; v_mov_b32_e32 v0, 0; "
               f".LBB0_1:; s_or_b32 exec_lo, exec_lo, s5; {WMMA}"),
   ("gfx950", LOOP % ("s_nop 0", SWAP)), ("gfx950", f"{IF}; {LOOP % ('s_nop 0', 's_nop 0')}; .LBB0_2:; {MEET}; {SWAP}"),
   ("gfx1100", WATERFALL % ("s_nop 0", WMMA)),
-  ("gfx950", f"s_cmp_eq_u32 s0, 0; s_cbranch_scc1 .LBB0_2; {SWAP}; .LBB0_2:; {SWAP}"),               # a branch of the whole wave
+  ("gfx950", f"s_cmp_eq_u32 s0, 0; s_cbranch_scc1 .LBB0_2; {SWAP}; .LBB0_2:; {SWAP}"),               # a branch that the whole wave takes
   ("gfx950", f"s_and_b64 vcc, exec, vcc; s_cbranch_vccz .LBB0_2; {SWAP}; .LBB0_2:; {SWAP}"),
   ("gfx950", f"s_and_saveexec_b64 s[2:3], vcc; s_mov_b64 exec, -1; {SWAP}"), ("gfx950", f"s_or_saveexec_b64 s[2:3], -1; {SWAP}"),
-  # a mask that was put aside in lanes of a vector register
+  # a mask that was saved in lanes of a vector register
   ("gfx1100", "s_and_saveexec_b32 s2, vcc_lo; v_writelane_b32 v40, s2, 1; s_mov_b32 s2, 0; v_readlane_b32 s3, v40, 1; "
               f"s_mov_b32 exec_lo, s3; {WMMA}"),
-  # masks inside masks, with else
+  # nested masks with else
   ("gfx950", f"{IF}; s_and_saveexec_b64 s[6:7], s[8:9]; s_xor_b64 s[6:7], exec, s[6:7]; s_or_saveexec_b64 s[6:7], s[6:7]; "
              f"s_xor_b64 exec, exec, s[6:7]; s_or_b64 exec, exec, s[6:7]; .LBB0_2:; {MEET}; {SWAP}")])
 def test_whole_waves_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def branches(depth:int, inside:str, i:int=0) -> str:
-  """An if and its else, with such ones in both of them, as clang has it; `inside` stands in the innermost ones."""
+  """Nested if-else as clang compiles it; both branches nest to this depth, and `inside` stands in the innermost ones."""
   own, (then, other) = f"s{10 + i}", (branches(depth - 1, inside, i + 1) if depth > 1 else inside for _ in range(2))
   return (f"s_and_saveexec_b32 {own}, s{20 + i}; s_xor_b32 {own}, exec_lo, {own}; {then}; s_and_not1_saveexec_b32 {own}, {own}; {other}; "
           f"s_or_b32 exec_lo, exec_lo, {own}")
@@ -94,7 +94,7 @@ def test_each_function_of_a_text_is_looked_at() -> None:
 
 LOAD, AND = "buffer_load_dwordx4 v[4:7], v1, s[4:7], 0 offen offset:16", "v_and_b32_e32 v1, 63, v0"
 TO_LDS = "buffer_load_dwordx4 v1, s[4:7], 0 offen offset:16 lds"
-ANEW = f"v_mov_b32_e32 v1, s8; {IF}; {AND}; %s; .LBB0_2:; {MEET}; %s"      # lanes that are off keep what nothing is known of
+ANEW = f"v_mov_b32_e32 v1, s8; {IF}; {AND}; %s; .LBB0_2:; {MEET}; %s"      # lanes that are off keep a value of which nothing is known
 
 @pytest.mark.parametrize("arch, text", [
   ("gfx942", f"v_mov_b32_e32 v1, s8; {LOAD}"), ("gfx942", f"global_load_dword v1, v0, s[2:3]; {LOAD}"), ("gfx942", f"v_mov_b32_e32 v1, -4; {LOAD}"),
@@ -131,7 +131,7 @@ def test_a_register_that_may_be_negative_is_found(arch:str, text:str) -> None:
 def test_a_register_that_is_not_negative_is_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def test_how_many_dimensions_a_workgroup_has() -> None:
-  """v0 is a thread's place in the first one alone where the text says so."""
+  """v0 holds only the first coordinate of a thread where the text says that a workgroup has one dimension; elsewhere it is not a known number."""
   text = f"k:\nv_lshlrev_b32_e32 v1, 4, v0\n{LOAD}\ns_endpgm\n"
   says = ".amdhsa_kernel k\n  .amdhsa_system_vgpr_workitem_id {}\n.end_amdhsa_kernel\n"
   assert [len(findings(text + more, "gfx942")) for more in ("", says.format(0), says.format(1), says.format(2))] == [1, 0, 0, 1]
@@ -139,7 +139,7 @@ def test_how_many_dimensions_a_workgroup_has() -> None:
 WORD = 2**32
 def signed(x:int) -> int: return x - WORD if x >= WORD//2 else x
 def is_24(x:int) -> int: return x & 0xffffff
-OPERATIONS: dict[str, Callable[..., int]] = {     # what the ISA documents say
+OPERATIONS: dict[str, Callable[..., int]] = {     # results by the ISA documents
   "v_mov_b32_e32": lambda x: x,
   "v_add_u32_e32": lambda x, y: x + y, "v_add3_u32": lambda x, y, z: x + y + z, "v_sub_u32_e32": lambda x, y: x - y, "s_sub_i32": lambda x, y: x - y,
   "v_subrev_u32_e32": lambda x, y: y - x, "v_mul_lo_u32": lambda x, y: x*y, "s_mul_i32": lambda x, y: x*y, "v_mul_hi_u32": lambda x, y: x*y >> 32,
@@ -156,7 +156,7 @@ OPERATIONS: dict[str, Callable[..., int]] = {     # what the ISA documents say
   "v_max_i32_e32": lambda x, y: max(x, y, key=signed), "v_med3_i32": lambda x, y, z: sorted((x, y, z), key=signed)[1]}
 
 def test_ranges_hold_what_instructions_give() -> None:
-  """Of operands within ranges, small ones and large ones."""
+  """Computed ranges contain the results of instructions, for operands drawn from small and large ranges."""
   rng = random.Random(0)
   known = 0
   for op, meaning in OPERATIONS.items():
@@ -204,21 +204,21 @@ def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text,
 # ***** kernels *****
 
 def dbias_text(arch:str) -> str:
-  """The source of backward_dbias for a bias with rows of its own, and a number of queries that is no multiple of the tile."""
+  """Source of backward_dbias for a bias with rows of its own and a query count that is no multiple of the tile."""
   p = replace(problem(Sq=83, Sk=71, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   chip = get_chip(arch)
   args = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(dbias_arguments(p).values())]
   return render(dbias_of(p, chip, choose_bias_tile(p, chip))(*args), arch)
 
 def test_what_branches_store_is_made_before_them(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Otherwise clang 22 moves matrix instructions into `if (row < Sq)`."""
+  """Values that a branch stores are computed before the branch. Otherwise clang 22 moves matrix instructions into `if (row < Sq)`."""
   def found() -> list[str]: return [x for x in findings(assembly(dbias_text("gfx1100"), "gfx1100")) if x.startswith("across lanes")]
   assert found() == []
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   assert found() and all("v_wmma" in x for x in found())
 
 def test_what_no_lanes_met_for_is_made_in_the_branch() -> None:
-  """A tile on its way to LDS: waves that carry nothing of it skip that."""
+  """Values that need no operation across lanes are computed inside the branch: waves that carry no part of a tile to LDS skip that work."""
   text = dbias_text("gfx1100")
   stored = re.findall(r"if \(.*\) \{\n +\*\((buf|data)\w+\+.*\) = (\w+);", text)
   before = {of: {f'asm volatile("" :: "v"({value}));' in text for space, value in stored if space == of} for of in ("buf", "data")}
@@ -233,8 +233,8 @@ def run(*args:object) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def ours(monkeypatch:pytest.MonkeyPatch) -> list[Spec]:
-  """Samples in the place of our kernels, and three specs in the place of all; in the one for gfx1100 some lanes leave before the end, and in the one
-  for gfx1201 where rows are uneven."""
+  """Replaces attn's kernels by samples, and all specs by three. In the sample for gfx1100 some lanes leave before the end; in the one for gfx1201
+  only with uneven rows."""
   specs = [Spec("gfx942", 64), Spec("gfx1100", 64), Spec("gfx1201", 64)]
   def kernel_source(spec:Spec, llvm:int, shape:Shape|None) -> source.Source:
     text, leave = sample(spec.arch, spec.d), "  if (t&1) return;\n  l = __builtin_amdgcn_update_dpp(0.0f, l, 0xb1, 15, 15, true);\n"
@@ -251,7 +251,8 @@ def test_the_command_looks_at_every_kernel(ours:list[Spec]) -> None:
   assert run("--arch", "gfx942") == (0, []) and run("gfx942/64") == (0, []) and run("gfx1100/64") == (1, lines[:2])
 
 def test_uneven_rows() -> None:
-  """They are such that no tile but one of a few rows divides them, and a causal mask ends at the last query and key."""
+  """The problem of uneven rows has row counts that no tile divides, except tiles of a few rows, and its causal mask ends at the last query and
+  key."""
   p = problem_of_spec(spec := Spec("gfx942", 64, mask="causal"), uneven_shape(spec))
   assert (p.Sq, p.Sk, p.H, p.Hkv, p.offset, p.window) == (4000, 4133, 32, 8, 133, (-1, 0)) and p.Sq % 128 and p.Sk % 16
   latent = problem_of_spec(spec := Spec("gfx942", 576, kernel="mla"), uneven_shape(spec))

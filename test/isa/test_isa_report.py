@@ -1,4 +1,4 @@
-"""Reading machine code: the classes of instructions, the graph and its loops, the usual path, the counts and bounds, the command line."""
+"""Tests of reading machine code: classes of instructions, the graph and its loops, the usual path, counts and bounds, and the command line."""
 import json
 from dataclasses import replace
 import pytest
@@ -54,10 +54,11 @@ def test_shape_of_a_matrix_instruction(op, shape, flops): assert matrix_shape(op
 
 @pytest.mark.parametrize("arch", MODELLED)
 def test_the_cycles_of_a_shape_are_the_chips_peak_or_its_half(arch):
-  """A published cycle count can't be faster than the published peak; the older shapes of gfx950 run at half of it."""
+  """A published cycle count is never faster than the chip's published peak, or than twice that peak for FP8 shapes. The older shapes of gfx950 run
+  at half of it."""
   cu = CHIPS[arch].pipes
   for shape, cycles in cu.matrix.items():
-    if shape == "4x4x4_16b": continue      # it sums numbers of single lanes, and counts as no work
+    if shape == "4x4x4_16b": continue      # adds numbers of single lanes and counts as no work
     rate = matrix_shape(f"_{shape}_")[1]/cycles*cu.simds/cu.flops
     fp8 = shape in (("32x32x16", "16x16x32") if arch == "gfx942" else ("32x32x64", "16x16x128"))
     assert rate == pytest.approx(2 if fp8 else rate) and rate in (0.25, 0.5, 1, 2), (shape, rate)
@@ -70,7 +71,7 @@ def block_names(text:str):
 
 MFMA = "v_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]\n"
 EXP = "v_exp_f32_e32 v0, v1\n"
-FLOPS_PER_EXP = 4*64*64   # D=64, 64 lanes: one 32x32x8 goes with one v_exp
+FLOPS_PER_EXP = 4*64*64   # D=64, 64 lanes: one v_exp for each 32x32x8
 
 def test_a_loop_is_found_and_a_branch_out_of_it_is_not():
   blocks = block_names(f"s_mov_b32 s0, 0\n.LBB0_1:\n{MFMA}s_cbranch_scc1 .LBB0_3\ns_add_i32 s0, s0, 1\ns_cbranch_scc0 .LBB0_1\n.LBB0_3:\ns_endpgm")
@@ -79,13 +80,13 @@ def test_a_loop_is_found_and_a_branch_out_of_it_is_not():
 
 def test_of_nested_loops_the_inner_one_with_matrices_counts():
   blocks = block_names(f".LBB0_1:\n.LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
-  assert [blocks[x.header].labels for x in matrix_loops(blocks)] == [["k", ".LBB0_1", ".LBB0_2"]]   # one header: the two back edges are one loop
+  assert [blocks[x.header].labels for x in matrix_loops(blocks)] == [["k", ".LBB0_1", ".LBB0_2"]]   # two back edges to one header make one loop
   blocks = block_names(f".LBB0_1:\ns_nop 0\n.LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\n.LBB0_3:\ns_nop 0\n"
                        "s_cbranch_scc0 .LBB0_3\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert len(loops_of(blocks)) == 3 and [blocks[x.header].labels for x in matrix_loops(blocks)] == [[".LBB0_2"]]
 
 def test_of_equal_loops_the_shorter_one_counts():
-  """The loop without the mask."""
+  """Of two loops with the same matrix work the shorter one is reported: the loop without the mask."""
   blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MFMA}s_cbranch_scc0 .LBB0_1\n.LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_endpgm")
   assert blocks[matrix_loops(blocks)[0].header].labels == [".LBB0_2"]
 
@@ -98,7 +99,7 @@ def test_a_rare_side_block_is_left_out():
   assert path.count("v_exp_f32_e32") == 4 and "v_mul_f32" not in path
 
 def test_a_block_with_the_exponentials_is_not_left_out():
-  """The softmax behind an s_cbranch_execz that is never taken."""
+  """The usual path contains the block with the exponentials, although it stands behind an s_cbranch_execz."""
   path = path_of(f".LBB0_1:\n{MFMA*4}s_cbranch_execz .LBB0_2\n{EXP*4}v_mul_f32 v2, v2, v0\n.LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_exp_f32_e32" in path and "v_mul_f32" in path
 
@@ -107,7 +108,7 @@ def test_a_block_with_matrix_work_is_not_left_out():
   assert path.count("v_mfma_f32_32x32x8_f16") == 8
 
 def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
-  """One half of a loop body with a mask, one without."""
+  """The usual path takes the cheaper of two ways with the same matrix work: the way without the mask."""
   path = path_of(f".LBB0_1:\ns_cbranch_vccz .LBB0_2\n{MFMA*4}{EXP*4}v_cndmask_b32 v0, v1, v2, vcc\ns_branch .LBB0_3\n.LBB0_2:\n{MFMA*4}{EXP*4}\n"
                  ".LBB0_3:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_cndmask_b32" not in path and path.count("v_mfma_f32_32x32x8_f16") == 4
@@ -115,11 +116,12 @@ def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
 # ***** waits *****
 
 def _counted(report):
-  """The waits for accesses, and the barriers; other waits are not the same in both texts."""
+  """Waits for accesses, and barriers; other waits differ between the two texts."""
   return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
 
 def stops(arch, text):
-  """(what, accesses, instructions since the last one's issue, matrix instructions among them, what is under way) of each wait or barrier."""
+  """Tuples (what, accesses, instructions since the last access was issued, matrix instructions among them, what is under way) for each wait or
+  barrier."""
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
   return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
           for x in waits_of(trip, CHIPS[arch])]
@@ -154,7 +156,7 @@ def test_a_wait_lasts_for_what_came_before_those_it_leaves():
                    ("vmcnt(0)", 1, 7, 3, {})]
 
 def test_loads_of_the_trip_before_are_under_way():
-  """A trip leaves its own load under way and waits for that of the trip before."""
+  """A load that a trip leaves under way is waited for in the next trip."""
   assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
     ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
 
@@ -169,7 +171,8 @@ def test_waits_of_waves_with_an_active_lane_are_on_the_way():
 @pytest.mark.parametrize("arch", SEARCHED)
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_work_of_a_trip_is_known(arch, d):
-  """The counts that follow from the source: matrix instructions, scores, exponentials, LDS traffic; and the bounds from the counts."""
+  """A report has the counts that follow from the source (matrix instructions, scores, exponentials, LDS traffic) and the bounds that follow from the
+  counts."""
   u, cu = UNITS[arch], CHIPS[arch].pipes
   report = analyse(assembly(sample(arch, d), arch), d=d, queries=u.m)
   loop, held = report.loop, report.resources
@@ -181,7 +184,7 @@ def test_the_work_of_a_trip_is_known(arch, d):
   share = u.m*KEYS/u.wave
   assert loop.valu_per_score == pytest.approx(loop.valu/share) and loop.lds_bytes_per_score == pytest.approx((reads + writes)/share)
   cycles = loop.cycles
-  assert cycles["matrix"] == loop.flops/(cu.flops/cu.simds)   # the samples use each chip's full-rate shape
+  assert cycles["matrix"] == loop.flops/(cu.flops/cu.simds)   # the samples use the chip's shape of full rate
   assert loop.serial == pytest.approx(cycles["matrix"]/sum(cycles[x] for x in ("matrix", "vector", "transcendental")))
   assert loop.serial < loop.overlap <= 1
   assert held.lds == 2*(KEYS*(d+8) + d*(KEYS+8)) and held.vgpr_spills == held.scratch == 0 and held.waves_by_registers >= 1
@@ -194,7 +197,8 @@ def test_the_numbers_of_a_kernel_that_can_be_counted_by_hand():
   loop = analyse(text, d=64).loop
   assert (loop.kinds["matrix"], loop.kinds["exp"], loop.kinds["transcendental"], loop.valu, loop.dpp, loop.conversions) == (8, 2, 1, 3, 1, 1)
   assert loop.flops == 8*16384 and loop.scores == 8*16384/(4*64) and loop.exp_per_score == 2/8
-  # CDNA3: 32 cycles a 32x32x8, 4 a vector instruction, 16 a transcendental; LDS 64 lanes x 4 SIMDs at 128 bytes a clock; a 2-byte write counts as 4
+  # CDNA3: 32 cycles for a 32x32x8, 4 for a vector instruction, 16 for a transcendental; LDS: 64 lanes x 4 SIMDs at 128 bytes a clock. A write of 2
+  # bytes counts as 4.
   assert loop.cycles == {"matrix": 256, "vector": 12, "transcendental": 48, "lds": 256*(16 + 4)/128 + 256*(4 + 16)/128}
   assert loop.overlap == 1 and loop.serial == 256/(256 + 12 + 48)
   assert loop.lds_bytes_per_score == (16 + 4 + 16)/8
@@ -241,12 +245,12 @@ def test_a_code_object_gives_the_report_of_its_text(arch):
   assert a.resources == b.resources and all(getattr(a.loop, x) == getattr(b.loop, x) for x in same)
 
 def test_a_code_object_that_would_be_decoded_wrongly_is_refused():
-  """By the tables of CDNA3 each bf16 MFMA of CDNA2 would be a sparse one."""
+  """A code object of gfx90a is refused: the tables of CDNA3 would decode each bf16 MFMA of CDNA2 as a sparse one."""
   with pytest.raises(ValueError, match=r"gfx90a \(MI250X.*no tables to decode it by.*llvm-objdump"):
     disassemble(assemble(assembly(sample("gfx90a"), "gfx90a"), "gfx90a"))
 
 def test_agprs_are_told_from_vgprs():
-  """A wave of more than 256 registers on CDNA: in the text and in the code object."""
+  """Accumulation registers are told from vector registers in a CDNA kernel with more than 256 registers, both in the text and in the code object."""
   text = assembly(sample("gfx950", 256), "gfx950")
   held = analyse(text, d=256).resources
   text = text.replace(".agpr_count:     0", ".agpr_count:     16")
@@ -256,7 +260,7 @@ def test_agprs_are_told_from_vgprs():
   assert changed == analyse(disassemble(assemble(text, "gfx950")), d=256).resources
 
 def test_llvm_objdump_text_is_read():
-  """Branches are numbers there, with the target in the comment or to be computed."""
+  """Text of llvm-objdump is read. Its branches have numbers as targets, which a comment translates, or which must be computed."""
   dump = ("\nkernel.co:\tfile format elf64-amdgpu\n\n0000000000001600 <k>:\n"
           "\tv_mov_b32_e32 v0, 0                                        // 000000001600: 7E000280\n"
           "\tv_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]     // 000000001604: D3CC0000 04020500\n"
@@ -289,7 +293,7 @@ def test_selects_that_are_no_maximum_are_not_found():
 
 @pytest.fixture
 def ours(monkeypatch):
-  """The samples in the place of our kernels."""
+  """Replaces attn's kernels by the samples."""
   def kernel_source(spec, llvm=None):
     return source.Source(sample(spec.arch, spec.d, maximum="x > y ? x : y" if spec.mask == "causal" else "__builtin_fmaxf(x, y)"), spec.d, spec.d,
                          UNITS[spec.arch].m, 4*UNITS[spec.arch].m)
@@ -316,7 +320,7 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):
-  """Of a trip a wave has its own rows times those it walks over, whatever the products; two passes compute P twice."""
+  """A wave of a backward kernel computes its own rows times the rows that it walks over in a trip. Two passes compute P twice."""
   spec = source.Spec("gfx1100", 32, "float16", "causal", kernel)
   _, tile = source.chosen(spec)
   found = source.kernel_source(spec, replace(tile, passes=passes))
@@ -325,7 +329,8 @@ def test_hot_loops_of_the_backward(kernel, passes, exponentials):
   assert sum(loop.matrix.values()) == 2*{("dq", 1): 3, ("dkdv", 1): 4, ("dkdv", 2): 5}[kernel, passes]*loop.scores/256
 
 def test_useful_is_of_both_backward_kernels():
-  """The dense rate's cycles of five products over those of all that both kernels do: with the seven products they have, at most 5/7."""
+  """`useful` of both backward kernels is the cycles of five products at the dense rate, divided by the cycles of both kernels. As they compute seven
+  products, it is at most 5/7."""
   reports = costs.reports_of([source.Spec("gfx1201", 32, kernel=kernel) for kernel in ("dq", "dkdv")])
   cycles = [sum(r.loop.cycles[x] for x in ("matrix", "vector", "transcendental"))/r.loop.scores for r in reports]
   matrix = [r.loop.cycles["matrix"]/r.loop.scores for r in reports]
@@ -385,7 +390,7 @@ def test_help_shows_every_option():
   assert "Options of report, the command where none is named" in shown and "--every-block" in shown
 
 def test_cuda_source_and_sass(monkeypatch, tmp_path):
-  """With a toolkit of two scripts, which print what they are given; without one the source alone."""
+  """`asm` prints CUDA source and SASS, here with a toolkit of two scripts that print their input. Without a toolkit it prints the source alone."""
   scripts = {"nvcc": 'while [ "$1" != -o ]; do echo "$1" >> "$CALLS"; shift; done; echo binary > "$2"', "nvdisasm": 'echo "SASS of $1"; cat "$2"'}
   for tool, text in scripts.items():
     (tmp_path/tool).write_text(f"#!/bin/sh\n{text}\n")
@@ -422,7 +427,7 @@ def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_pat
   assert any("VALU/elt was" in c for c in changes) and all(c.startswith(tuple(map(str, specs))) for c in changes)
   assert "costs changed" in run("costs", "--check", file, ok=False)
   before = file.read_text().splitlines()
-  run("costs", "--write", file, "--arch", "gfx1100")    # the rows of the other chips stay as they were, and in their places
+  run("costs", "--write", file, "--arch", "gfx1100")    # rows of other chips keep their text and place
   after = file.read_text().splitlines()
   cells = lambda line: [x.strip() for x in line.split("|")]
   assert [cells(x) for x in after[:3] + after[4:]] == [cells(x) for x in before[:3] + before[4:]] and cells(after[3]) != cells(before[3])

@@ -1,4 +1,4 @@
-"""The bound from problem, tile and chip."""
+"""Tests of the performance bound that follows from problem, tile and chip."""
 import itertools
 import pytest
 from attn.chips import MODELLED
@@ -42,14 +42,14 @@ def test_a_workgroup_of_one_wave_has_room_for_three_others():
 
 def test_padding_and_masked_tiles_are_work_that_does_not_count():
   assert roofline(problem(H=304, D=96), TILE, *RATED["MI300X"]).useful == 1
-  assert roofline(problem(H=304, D=80), TILE, *RATED["MI300X"]).useful == pytest.approx(160/(80 + 96))   # V is padded to 3 x 32
+  assert roofline(problem(H=304, D=80), TILE, *RATED["MI300X"]).useful == pytest.approx(160/(80 + 96))   # V is padded to 3 x 32 columns
   causal = roofline(problem(H=304, S=128, window=(-1, 0)), TILE, *RATED["MI300X"])
   assert causal.useful == pytest.approx(128*129/2/(128*128))
 
 def test_memory_bounds_a_problem_of_few_queries():
   bound = roofline(problem(B=64, Sq=1, Sk=65536), TILE, *RATED["MI300X"])
   assert bound.limit == "memory" and bound.tflops == pytest.approx(problem(B=64, Sq=1, Sk=65536).flops/bound.memory_seconds/1e12)
-  assert bound.intensity == pytest.approx(1, rel=0.01)   # 4 D operations on 4 D bytes of K and V per query and key
+  assert bound.intensity == pytest.approx(1, rel=0.01)   # 4 D operations and 4 D bytes of K and V for each query and key
 
 def test_trips_of_masks():
   assert trips(problem(S=512), TILE) == [8]*4

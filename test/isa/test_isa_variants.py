@@ -1,4 +1,4 @@
-"""Every kernel that dispatch chooses, on every chip, compiled: no spill, no slow idiom, and what it costs stands in docs/costs.txt."""
+"""Compiles every kernel that dispatch chooses on every chip: no spill, no slow idiom, and its costs are those in docs/costs.txt."""
 from __future__ import annotations
 import functools, re
 from dataclasses import replace
@@ -23,7 +23,8 @@ from isa_sample import PARKED
 
 FILE = Path(__file__).parent.parent.parent/"docs"/"costs.txt"
 
-# every kernel of one chip of each family; of the others, whose source is the same but for names, one: `python -m attn.isa costs --check` has all
+# All kernels for one chip of each family. The source for the other chips differs only by names, so they have one kernel each; `python -m attn.isa
+# costs --check` has all kernels.
 COMPILED = [s for s in costs.SPECS if s.kernel == FORWARD and (s.arch in SEARCHED or (s.d, s.dtype, s.mask) == (128, "bfloat16", "causal"))]
 GRADIENTS = [replace(s, kernel=BACKWARD[0]) for s in COMPILED]
 
@@ -33,11 +34,12 @@ def test_the_file_has_every_kernel() -> None:
 # ***** waits *****
 
 FENCE = '__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");'
-BARRIERS = ("s_barrier", "s_barrier_signal -1")      # of a workgroup; s_barrier_wait is the other half of a signal
-LOADS = {"vmcnt", "loadcnt"}                         # the counters of loads from memory
+BARRIERS = ("s_barrier", "s_barrier_signal -1")      # barriers of a workgroup; s_barrier_wait is the second half of a signal
+LOADS = {"vmcnt", "loadcnt"}                         # counters of loads from memory
 
 def test_the_page_has_the_files_figures() -> None:
-  """docs/isa.md's table of both backward kernels: instructions of each and of both, what they use, and registers in memory."""
+  """The table in docs/isa.md shows the figures of docs/costs.txt for both backward kernels: instructions of each and in total, `useful`, and
+  registers in memory."""
   header, *lines = [[cell.strip() for cell in line.split("|")] for line in FILE.read_text().splitlines()[1:]]
   of = {line[0]: dict(zip(header, line)) for line in lines}
   rows = re.findall(r"^\| (gfx\w+/\d+/\w+) \| ([\d.]+): ([\d.]+) \+ ([\d.]+) \| (\d+%) \| (\d+)", (FILE.parent/"isa.md").read_text(), re.M)
@@ -49,17 +51,17 @@ def test_the_page_has_the_files_figures() -> None:
     assert (useful, int(spilled)) == (dq["useful"], int(dq["spill"]) + int(dkdv["spill"])), name
 
 def wrong_waits(spec:Spec, report:Report) -> list[str]:
-  """What is not as the kernel asks for in the waits and barriers of its hot loop."""
+  """Waits and barriers in the hot loop that are not as the kernel asks for."""
   name, tile = chosen(spec)
   if name == "staggered": return wrong_in_staggered(report)
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
 
 def wrong_in_staggered(report:Report) -> list[str]:
-  """The loads of two tiles are under way during all the matrix work of a trip, and at both of its barriers; they are waited for in the next trip's
-  first half."""
+  """Faults in a staggered kernel. The loads of two tiles must be under way during all matrix work of a trip and at both of its barriers; the first
+  half of the next trip waits for them."""
   assert report.loop is not None
   matrix = report.loop.matrix
-  products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # but for the sums of P
+  products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # without those that sum P
   barriers = [x for x in report.waits if x.what in BARRIERS]
   loads = [x for x in report.waits if x.awaited is not None and x.awaited.kind == "load"]
   right = {"barriers": len(barriers) == 2, "waits": bool(loads) and all(x.matrix <= sum(matrix.values()) - products for x in loads),
@@ -68,8 +70,8 @@ def wrong_in_staggered(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_dual_wave(report:Report) -> list[str]:
-  """Two tiles of four clusters, a barrier after each. After each memory cluster is a wait for the tile that was asked for four clusters ago: both
-  products of a tile were computed since. Two later tiles are under way all the time."""
+  """Faults in a dual-wave kernel. A trip handles two tiles in four clusters each, with a barrier after each cluster. After each memory cluster a
+  wait ends the loads issued four clusters ago; both products of a tile run between. Loads of two later tiles are always under way."""
   assert report.loop is not None
   waits = [x for x in report.waits if x.what.startswith("vmcnt")]
   barriers = [x for x in report.waits if x.what in BARRIERS]
@@ -81,11 +83,12 @@ def wrong_in_dual_wave(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
-  """The next tile's loads are under way from before the first matrix instruction of the trip to behind the last one; without prefetch a trip waits
-  for its own before the first. Barriers keep who reads LDS from who writes."""
+  """Faults in a forward kernel. With prefetch, the next tile's loads must be under way from before the first matrix instruction of a trip until
+  after the last one; without prefetch, a trip waits for its own loads before the first one. Barriers keep readers of LDS apart from writers."""
   assert report.loop is not None
   matrix = sum(report.loop.matrix.values())
-  # at D=256 on CDNA3 and before the compiler lets loads sink beyond the softmax's branch: they are under way in most of the second product
+  # At D=256 on CDNA3 and its predecessor the compiler moves loads below the softmax's branch, so they are under way in most of the second product
+  # only.
   begin, end = (matrix*6//10, matrix*9//10) if report.d == 256 and report.arch in ("gfx90a", "gfx942") else (0, matrix)
   busy = [x for x in report.waits if begin < x.matrix < end]
   loads = [x for x in report.waits if x.awaited is not None and x.awaited.kind == "load"]
@@ -97,7 +100,8 @@ def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
   return [what for what in right if not right[what]]
 
 def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A release to the workgroup, as a barrier by hand had it: each memory cluster waits for the tile that it has just asked for."""
+  """The check finds a release fence for the workgroup in place of the barrier's wait: each memory cluster then waits for the loads that it has just
+  issued."""
   spec = Spec("gfx950", 128)
   kernel = kernel_source(spec)
   text = kernel.text.replace("__builtin_amdgcn_s_waitcnt(0xc07f);", FENCE)
@@ -105,7 +109,8 @@ def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) ->
   assert wrong_waits(spec, report) == ["waits", "what is waited for", "time of loads", "under way at barriers"]
 
 def test_loads_that_have_no_time_are_seen() -> None:
-  """Without fences in the second product the compiler waits in its midst, six matrix instructions after the loads that it has let sink there."""
+  """The check finds loads that are waited for too soon. Without fences in the second product the compiler waits in the middle of it, six matrix
+  instructions after the loads that it moved there."""
   spec = Spec("gfx942", 256)
   _, tile = chosen(spec)
   assert isinstance(tile, Tile)
@@ -125,7 +130,7 @@ def test_kernel(spec:Spec) -> None:
   assert costs.defects(parse(text)[0]) == []
   assert wrong_waits(spec, report) == []
   changes = costs.costs().compare(FILE.read_text(), [costs.line_of(report)])
-  assert changes == [], "the costs changed: look, and if it is meant: python -m attn.isa costs --write docs/costs.txt"
+  assert changes == [], "the costs changed; if that is intended, run python -m attn.isa costs --write docs/costs.txt"
 
 SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32")
 EXCHANGES = {("gfx942", 0): {"ds_bpermute_b32"}, ("gfx942", 1): {"ds_bpermute_b32"}, ("gfx950", 0): {SWAPS[1]}, ("gfx950", 1): set(SWAPS),
@@ -139,7 +144,7 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   assert set(found) == EXCHANGES[arch, matrix]
 
 def trip(spec:Spec, **tile:Any) -> list[Instruction]:
-  """The hot loop of the forward kernel with the tile that dispatch chooses, or changed."""
+  """Hot loop of the forward kernel, with dispatch's tile and these changes to it."""
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
   found = hot_loop(parse(assembly(kernel.text, spec.arch))[0], get_chip(spec.arch), kernel.d, kernel.dv)
@@ -149,7 +154,8 @@ def trip(spec:Spec, **tile:Any) -> list[Instruction]:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("d", costs.HEAD_DIMENSIONS)
 def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None:
-  """Before all of it; at gfx942/256, where the compiler lets loads sink beyond the softmax's branch, before the second product."""
+  """The next tile's loads are issued before all matrix work of a trip. At gfx942 with D=256, where the compiler moves loads below the softmax's
+  branch, they come before the second product."""
   kinds = ["sum of P" if x.kind == "matrix" and not matrix_shape(x.op)[1] else x.kind for x in trip(Spec(arch, d), prefetch=1)]
   after = kinds[len(kinds) - kinds[::-1].index("load"):].count("matrix")
   assert after >= kinds.count("matrix")*(0.5 if (arch, d) == ("gfx942", 256) else 1)
@@ -161,7 +167,7 @@ def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lazy_and_eager(arch:str) -> None:
-  """What it takes to look for maxima in every trip: half an instruction per score."""
+  """Looking for maxima in every trip costs about half an instruction per score."""
   def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
   spec = Spec(arch, 128)
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))
@@ -172,15 +178,15 @@ def test_lazy_and_eager(arch:str) -> None:
 
 @functools.cache
 def both(spec:Spec) -> list[tuple[Report, list[str]]]:
-  """The reports on the two kernels that compute the gradients of a problem, and their slow idioms."""
+  """Reports on the two kernels that compute the gradients of a problem, and the slow idioms in them."""
   sources = [kernel_source(x) for x in spec.together]
   texts = [assembly(source.text, spec.arch) for source in sources]
   reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]
   return [(costs.with_useful(r, reports), costs.defects(parse(text)[0])) for r, text in zip(reports, texts)]
 
-OUTSIDE = 2      # those of dq on RDNA3
+OUTSIDE = 2      # registers that dq on RDNA3 keeps in memory
 
-# compiled by default; the others take ten minutes
+# Compiled by default; the other kernels take ten minutes.
 SAMPLE = {("gfx942", 128, "bfloat16", "causal"), ("gfx950", 64, "float16", "causal"), ("gfx1100", 128, "bfloat16", "causal"),
           ("gfx1100", 256, "bfloat16", "full"), ("gfx1201", 64, "float16", "full")}
 def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
@@ -189,8 +195,8 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
 
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
-  """No spill up to D=128, none in a hot loop beyond, where no more than OUTSIDE registers wait in memory for its end. The barriers of a trip keep
-  who reads LDS from who writes, and there are no others; gfx12 has two instructions for one."""
+  """Backward kernels do not spill up to D=128. Beyond that no hot loop spills, and at most OUTSIDE registers stay in memory during a loop. A trip
+  has the barriers that keep readers of LDS apart from writers, and no others; on gfx12 a barrier is two instructions."""
   for one, (r, slow) in zip(spec.together, both(spec), strict=True):
     held, loop, tile = r.resources, r.loop, chosen(one)[1]
     assert isinstance(tile, BackwardTile) and loop is not None
@@ -202,9 +208,10 @@ def test_gradients(spec:Spec) -> None:
     assert held.lds is not None and held.lds <= get_chip(spec.arch).lds
     assert loop.cycles["lds"] < sum(loop.cycles[pipe] for pipe in ("matrix", "vector", "transcendental"))
   changes = costs.costs().compare(FILE.read_text(), [costs.line_of(r) for r, _ in both(spec)])
-  assert changes == [], "the costs changed: look, and if it is meant: python -m attn.isa costs --write docs/costs.txt"
+  assert changes == [], "the costs changed; if that is intended, run python -m attn.isa costs --write docs/costs.txt"
 
-# VALU instructions per score of both kernels together, at most, and `useful`, at least: no public kernel without atomics has less
+# Limits for both kernels together: at most this many VALU instructions per score, and at least this `useful`. No public kernel without atomics has
+# fewer instructions.
 TARGETS = {("gfx942", 128, "float16"): (8, 55), ("gfx942", 128, "bfloat16"): (12, 52), ("gfx942", 64, "float16"): (8.5, 43),
            ("gfx942", 64, "bfloat16"): (12.5, 40), ("gfx950", 128, "float16"): (6.5, 51), ("gfx950", 64, "float16"): (6.5, 40),
            ("gfx950", 128, "bfloat16"): (6.5, 51), ("gfx950", 64, "bfloat16"): (6.5, 40),

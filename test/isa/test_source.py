@@ -1,4 +1,4 @@
-"""The source that is printed of our kernels can be read: its lines are short, and so is all of it."""
+"""Printed source of attn's kernels is readable: its lines are short, and so is the whole text."""
 from __future__ import annotations
 import re
 from collections.abc import Callable
@@ -17,15 +17,16 @@ from attn.ops.renderers import render
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dtypes
 from cases import TYPES, in_turn, problem
 
-LONGEST = 200                                      # characters of a line
-SHORT = {"gfx942": 35000, "sm_80": 110000}         # characters of the kernel for D = 128, fp16, all keys
-CHIPS = (*SEARCHED, "sm_80", "sm_90")              # one of each family
+LONGEST = 200                                      # characters in a line
+SHORT = {"gfx942": 35000, "sm_80": 110000}         # characters in the kernel for D = 128, fp16, all keys
+CHIPS = (*SEARCHED, "sm_80", "sm_90")              # one chip of each family
 OPTIONS:dict[str, dict[str, Any]] = {
   "softcap and slopes": dict(softcap=30.0, causal=True, extras=dict(alibi_slopes=np.ones((1, 32), np.float32))),
   "bias in a window": dict(window=(100, 20), extras=dict(bias=np.zeros((1, 32, 1024, 1024), np.float32)))}
 
 def test_a_range_stays_the_same_in_what_is_simplified() -> None:
-  """Of a loop whose bound is hidden, too: its end would be that of another one, and no kernel of gfx1201 for D=256, Dv=98 and 33 keys lowered."""
+  """A range whose bound is hidden stays the same range when an expression of it is simplified. Once, it got another end, and no kernel of gfx1201
+  for D=256, Dv=98 and 33 keys could be lowered."""
   bound = trip_count(UOp.const(1))
   assert bound is not None
   loop = Allocator().range(bound, AxisType.LOOP)
@@ -50,19 +51,20 @@ def test_size(chip:str) -> None: assert len(text_of(Spec(chip, 128))) <= SHORT[c
 # ***** integers between two bounds *****
 
 def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
-  """The source of a kernel that stores a number made of a range."""
+  """Source of a kernel that stores a number computed from a range."""
   store = UOp.placeholder((64,), dtypes.int, 0)[x].store(value(x).cast(dtypes.int))
   return render(store.end(x).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED), "gfx942")
 
 @pytest.mark.parametrize(("name", "axis", "held"), (("attn_clamped", AxisType.GLOBAL, True), ("attn_clamped", AxisType.WARP, False),
                                                     ("clamped", AxisType.GLOBAL, False)))
 def test_the_second_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
-  """Of a number that all lanes of a kernel of ours have, so that clang computes it in scalar registers; of no other."""
+  """The second of two bounds of a number is hidden from clang where all lanes of an attn kernel share the number, so that clang computes it in
+  scalar registers; for other numbers it is not."""
   x = UOp.range(64, 0, axis)
   text = printed_bounds(x, name, lambda x: (x*3 - 5).maximum(0).minimum(100))
   assert ("= ~not_above(" in text) == held and "?0:" in text
   text = printed_bounds(x, name, lambda x: (x*3 - 5).minimum(100).maximum(0))
-  assert ("= not_below(" in text) == held and "?-101:" in text      # the other bound is known: ~100
+  assert ("= not_below(" in text) == held and "?-101:" in text      # clang knows the other bound: ~100
 
 BOUNDED: list[tuple[Callable[[Any], Any], Callable[[int], int]]] = [
   (lambda x: (x*3 - 5).maximum(0).minimum(100), lambda n: min(max(n*3 - 5, 0), 100)),
@@ -72,7 +74,7 @@ BOUNDED: list[tuple[Callable[[Any], Any], Callable[[int], int]]] = [
 
 @pytest.mark.parametrize("value, known", BOUNDED)
 def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], int]) -> None:
-  """What is printed, read as C."""
+  """A number with hidden bounds has the right value when the printed source is read as C."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", value)
   statements = [re.sub(r"\(\((.*?)<(.*?)\)\?(.*?):(.*?)\)", r"(\3 if \1<\2 else \4)", x) for x in re.findall(r"(alu\d+ = .*|= .*alu\d.*);", text)]
   assert re.search(r"= ~?not_(above|below)\(", text)
@@ -82,7 +84,7 @@ def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], in
     assert names["result"] == known(n)
 
 def test_where_a_number_is_known_the_second_bound_is_not() -> None:
-  """In a loop of one trip clang knows the number, and the first bound takes no instruction."""
+  """In a loop of one trip clang knows the number, so the first bound takes no instruction, and the hidden second bound takes one."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", BOUNDED[0][0])
   code = assembly(re.sub(r"alu0 = .*;", "alu0 = 17;", text), "gfx1201")
   assert "s_min_i32" in code and "v_med3" not in code

@@ -1,5 +1,5 @@
-"""The model that steps through machine code, on sequences whose cycles follow from its sources: what was measured on a MI308X (pyhip's documents),
-the calculator's cycles, LLVM's latencies. The expected numbers were worked out by hand before the model was run."""
+"""Tests of the model that steps through machine code, on sequences whose cycles follow from the model's sources: measurements on a MI308X (pyhip's
+documents), the cycles of AMD's calculator, LLVM's latencies. The expected numbers were computed by hand before the model ran."""
 from __future__ import annotations
 import json, re
 from dataclasses import replace
@@ -29,7 +29,8 @@ def steps(text:str, arch:str, banks:int|None=None) -> list[TripStep]:
   return trip_steps(trip, get_chip(arch), [banks]*len(trip), [False]*len(trip))
 
 def cycles(arch:str, *texts:str, simds:list[int]|None=None, banks:int|None=None, group:bool=False) -> float:
-  """Cycles of a trip of waves with these bodies, on one SIMD or on those given, each wave a workgroup or all of them one."""
+  """Cycles of one trip when waves run these bodies on one SIMD, or on the given ones. Each wave is a workgroup of its own, or with `group` all are
+  one workgroup."""
   waves = [Wave(0 if group else i, (simds or [0]*len(texts))[i], steps(text, arch, banks)) for i, text in enumerate(texts)]
   return step_waves(waves, CHIPS[arch], 12, 4).cycles
 
@@ -48,7 +49,8 @@ def test_what_was_measured_on_cdna3(body:str, measured:int) -> None:
   assert cycles("gfx942", body) == measured
 
 def test_the_same_of_two_waves() -> None:
-  """One wave's vector work runs beside the other's matrix work: 32 x 16 cycles each, and 3 vector instructions beside each MFMA at most."""
+  """Vector work of one wave runs beside matrix work of another: 8 MFMAs take 128 cycles, 24 additions 96, and both together at most 130, because 3
+  additions fit beside each MFMA."""
   assert cycles("gfx942", mfmas(8), adds(24)) <= 130
   assert cycles("gfx942", mfmas(8)) == 128 and cycles("gfx942", adds(24)) == 96
 
@@ -56,14 +58,14 @@ def test_the_same_of_two_waves() -> None:
 
 @pytest.mark.parametrize("arch, body, expected", [
   ("gfx942", 8*"v_add_f32_e32 v1, v1, v2\n", 32), ("gfx1100", 8*"v_add_f32_e32 v1, v1, v2\n", 40), ("gfx1100", adds(8), 8), ("gfx1201", adds(8), 8),
-  # transcendentals: LLVM's 10 cycles, one in 4
+  # A transcendental has LLVM's latency of 10 cycles, and one can issue every 4 cycles.
   ("gfx1100", 2*"v_exp_f32_e32 v1, v1\n", 20), ("gfx1100", 2*EXP, 8),
-  # a sum follows at once, another use 16 cycles after the 32 of the unit, and the next MFMA a step later
+  # An MFMA can take the last sum at once; another use must wait 16 cycles after the unit's 32.
   ("gfx942", 2*"v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]\n", 64),
   ("gfx942", "v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], 0\nv_add_f32_e32 v60, v0, v1\n", 52),
   ("gfx950", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47], 0\nv_add_f32_e32 v60, v0, v1\n", 56),
   ("gfx942", "v_add_f32_e32 v1, v2, v3\ns_nop 3\n", 20), ("gfx1100", "v_add_f32_e32 v1, v2, v3\ns_nop 3\n", 5),
-  # WMMA is on the vector ALU's issue; transcendentals run beside the next one
+  # WMMA occupies the vector ALU's issue; transcendentals run beside the next one.
   ("gfx1100", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]\n" + adds(4), 36),
   ("gfx1100", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]\n" + 4*EXP, 45),
   ("gfx1201", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:11], v[16:19], v[0:7]\n" + adds(4), 20)])
@@ -86,9 +88,9 @@ def test_uses(text:str, writes:set[str], reads:set[str]) -> None:
 # ***** accesses *****
 
 @pytest.mark.parametrize("body, banks, expected", [
-  ("ds_read_b128 v[0:3], v4\ns_waitcnt lgkmcnt(0)\n", None, 68), ("ds_read_b32 v0, v4\ns_waitcnt lgkmcnt(0)\n", None, 56),   # 64 and 52, and a step
+  ("ds_read_b128 v[0:3], v4\ns_waitcnt lgkmcnt(0)\n", None, 68), ("ds_read_b32 v0, v4\ns_waitcnt lgkmcnt(0)\n", None, 56),   # 64 and 52 + 4
   (8*"ds_read_b128 v[0:3], v4\n", None, 128), (8*"ds_read_b32 v0, v4\n", None, 32), (8*"ds_read_b32 v0, v4\n", 64, 512),    # 16, 4; 64 in one bank
-  ("buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen\ns_waitcnt vmcnt(0)\n", None, 672),     # 650 and 16 of transfer, at its turn, and a step
+  ("buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen\ns_waitcnt vmcnt(0)\n", None, 672),     # 650, 16 of transfer, and issue steps
   (8*"buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen\n", None, 128)])
 def test_accesses_of_a_wave_on_cdna3(body:str, banks:int|None, expected:int) -> None:
   assert cycles("gfx942", body, banks=banks) == expected
@@ -98,13 +100,13 @@ def test_a_load_that_is_under_way_long_enough_costs_nothing() -> None:
   assert cycles("gfx942", early) == 4 + 80 + 4
 
 def test_simds_share_the_ports_of_lds() -> None:
-  """Each of the two ports serves two SIMDs with 64 bytes a cycle: 8 reads of 1 KB take 128 cycles of it."""
+  """Two ports of LDS serve two SIMDs each with 64 bytes a cycle, so 8 reads of 1 KB keep a port busy for 128 cycles."""
   body = 8*"ds_read_b128 v[0:3], v4\n"
   assert cycles("gfx942", body, body, simds=[0, 2]) == 128 and cycles("gfx942", body, body, simds=[0, 1]) == 256
   assert cycles("gfx942", *[body]*4, simds=[0, 1, 2, 3]) == 256 and cycles("gfx950", *[body]*4, simds=[0, 1, 2, 3]) == 128
 
 def test_a_barrier_waits_for_the_last_wave() -> None:
-  """50 instructions of 4 cycles, the barrier's arrival at the 200th cycle, 8 more until the next one."""
+  """A barrier ends when the last wave arrives: 50 instructions of 4 cycles end at cycle 200, and 8 more cycles pass until the next instruction."""
   assert cycles("gfx942", adds(50) + "s_barrier\n", adds(10) + "s_barrier\n", simds=[0, 1], group=True) == 208
   signal = "s_barrier_signal -1\n"
   wait = "s_barrier_wait -1\n"
@@ -131,7 +133,8 @@ def kernel(before:str="s_nop 0", inside:str="s_nop 0", arch:str="gfx942", thread
 
 @pytest.mark.parametrize("shift, expected", [(2, 0), (3, 2*4 - 2*4 + 4*2), (7, 4*(64 - 2))])
 def test_bank_conflicts_from_the_addresses(shift:int, expected:int) -> None:
-  """LaneValues 4 bytes apart meet in no bank, 8 bytes apart two by two (2 cycles more an access and wave), 128 bytes apart all of them."""
+  """Lanes that read 4 bytes apart share no bank; 8 bytes apart, two lanes share each bank, which costs each access 2 more cycles per wave; 128 bytes
+  apart, all lanes share one bank."""
   found = timing_of(kernel(f"v_lshlrev_b32_e32 v50, {shift}, v0", "ds_read_b32 v51, v50\ns_waitcnt lgkmcnt(0)"))
   assert found.loops[0].conflicts == expected and found.loops[0].unknown_addresses == 0
 
@@ -149,8 +152,9 @@ TWO_LOOPS = "\n".join([
   "s_branch .LBB0_3", ".LBB0_2:", "{vector}", "s_barrier", "{matrix}", "s_barrier", "s_cbranch_scc1 .LBB0_2", ".LBB0_3:", "s_endpgm"])
 
 def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
-  """Eight waves, two on a SIMD: one multiplies while the other adds, 8 MFMAs of 32 cycles beside 60 additions of 4, twice in a trip. A half takes
-  60*4 + 8*4 = 272 cycles of vector issue, and a barrier; a trip one branch of 32. All waves in the first loop would take 2*256 and 2*240 cycles."""
+  """Halves of a workgroup that run loops of their own overlap. Of eight waves, two on a SIMD, one multiplies while the other adds: 8 MFMAs of 32
+  cycles beside 60 additions of 4, twice in a trip. Each half takes 60*4 + 8*4 = 272 cycles of vector issue and a barrier, and a trip one branch of
+  32. If all waves took the first loop, a trip would take 2*256 and 2*240 cycles."""
   sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
   text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")
@@ -163,7 +167,7 @@ def test_trips_of_causal_problems() -> None:
   assert trips_of_blocks(p, Division(64, 32)) == [2, 4, 6, 8] and trips_of_blocks(p, Division(64, 32, keys=True)) == [16, 12, 8, 4]
 
 def test_a_problem_takes_its_trips_and_edges() -> None:
-  """304 workgroups on 304 compute units, one after another: 8 trips and the edges at 2.1 GHz."""
+  """One round of workgroups that fills 304 compute units takes 8 trips and the kernel's edges, at 2.1 GHz."""
   timing, card = timing_of(kernel()), next(c for c in CHIPS["gfx942"].cards if c.name == "MI300X")
   p = Problem(1, 304*timing.groups, 304*timing.groups, 128, 256, 64, 64, softmax_scale=0.125)
   found = predict(p, timing, Division(128, 32), card)
@@ -171,7 +175,7 @@ def test_a_problem_takes_its_trips_and_edges() -> None:
   assert predict(p, timing, Division(128, 32), card, 1.05).compute_seconds == pytest.approx(2*found.compute_seconds)
 
 def test_small_workgroups_spread_over_the_simds() -> None:
-  """Four workgroups of one wave each have a SIMD each, and take no longer than one; a fifth shares one of them."""
+  """Four workgroups of one wave run on a SIMD each, as fast as one alone; a fifth shares a SIMD with another."""
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 v[{16*i}:{16*i + 15}], v[80:81], v[82:83], v[{16*i}:{16*i + 15}]" for i in range(4))
   text = kernel(threads=64).replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]", matrix)
   one, four, five = (timing_of(text, grid=n*CHIPS["gfx942"].cus) for n in (1, 4, 5))
@@ -179,12 +183,12 @@ def test_small_workgroups_spread_over_the_simds() -> None:
   assert four.cycles == pytest.approx(one.cycles, abs=8) and five.cycles > 1.1*one.cycles
 
 @pytest.mark.parametrize("division, own, read", [
-  (Division(64, 32), 4, 4*(2 + 4 + 6 + 8)*32 + 4*256),          # each of 4 heads: blocks of 2 to 8 trips of 32 rows of K and V, and Q with O
-  (Division(128, 32), 4, 4*(4 + 8)*32 + 4*256),                 # twice the queries of a workgroup: K and V are read for half as many blocks
+  (Division(64, 32), 4, 4*(2 + 4 + 6 + 8)*32 + 4*256),          # for each of 4 heads: blocks of 2 to 8 trips of 32 rows of K and V, and Q with O
+  (Division(128, 32), 4, 4*(4 + 8)*32 + 4*256),                 # twice the queries in a workgroup: half as many blocks read K and V
   (Division(64, 32, keys=True, products=((2, 2),)), 2, 2*(16 + 12 + 8 + 4)*32 + 2*256),
   (Division(64, 32, keys=True, products=((1, 1), (2, 1))), 2, 2*2*(16 + 12 + 8 + 4)*32 + 2*256)])
 def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:int) -> None:
-  """Rows of two tensors of D=64 fp16 are 256 bytes; at 16384 bytes a cycle and 2.1 GHz."""
+  """Time in L2 follows from the rows that workgroups read: a row of two fp16 tensors with D=64 is 256 bytes, at 16384 bytes a cycle and 2.1 GHz."""
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, window=(-1, 0), softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   found = predict(p, timing, division, card)
   assert found.l2_seconds == pytest.approx(read*256/(16384*2.1e9)) and found.limit == "compute"
@@ -192,18 +196,20 @@ def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:i
   assert slow.limit == "L2" and slow.seconds == pytest.approx(16384*found.l2_seconds) and slow.tflops < found.tflops
 
 def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
-  """On gfx950 64 bytes a cycle of 4096 operations: rows of 2*D fp16 are 4*D bytes and 4*D operations for each query of the block, so 64 queries are
-  fed at the full rate and 16 at a quarter of it. Twice the loops walk over the rows twice."""
+  """A tile of few queries needs more bytes than L2 delivers. gfx950 reads 64 bytes while it computes 4096 operations. A key row of K and V is 4*D
+  bytes and 4*D operations for each query of the block, so 64 queries run at the full rate, and 16 at a quarter of it. Two loops over the rows read
+  them twice."""
   text = kernel(arch="gfx950").replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43]", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47]")
-  timing = timing_of(text, d=16, dv=16)         # an MFMA is half of the work on 32 x 32 scores: 512 of a wave
+  timing = timing_of(text, d=16, dv=16)         # one MFMA is half of the work on 32 x 32 scores: 512 for a wave
   assert walked_in_a_trip(timing, 64) == 4*512/64
   for own, share in ((64, 1.0), (16, 0.25)):
     assert fed_by_l2(timing, Division(own, walked_in_a_trip(timing, own)), 2*16*2) == pytest.approx(share)
   assert fed_by_l2(timing, Division(64, 32, products=((1, 1), (1, 1))), 2*16*2) == pytest.approx(0.5)
 
 def test_memory_moves_every_tensor_once() -> None:
-  """Forward: O, Q of 4 heads and K, V of 2, of 256 rows of 128 bytes; in 2 key ranges fp32 parts of O and lse in place of O. dq: dq, q, o, do of 4
-  heads, k, v of 2, and two numbers of 4 bytes for each of 4 x 256 queries."""
+  """Every tensor moves once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2, 256 rows of 128 bytes each; with 2 key
+  ranges, fp32 parts of O and lse in place of O. dq moves dq, q, o, do of 4 heads, k, v of 2, and two numbers of 4 bytes for each of 4 x 256
+  queries."""
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   def moved(p:Problem, x:Division) -> float: return predict(p, timing, x, card).memory_seconds*card.gbs*1e9
   row = 256*128
@@ -212,7 +218,8 @@ def test_memory_moves_every_tensor_once() -> None:
   assert moved(p, Division(64, 32, products=((2, 1),))) == pytest.approx(20*row + 2*4*256*4)
 
 def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
-  """One query of 8 heads that share keys, 1024 keys in 4 ranges: 4 workgroups for each of 2 key heads, each with 8 of 32 trips."""
+  """Key ranges and packed heads divide a problem: one query of 8 heads that share keys, and 1024 keys in 4 ranges, make 4 workgroups for each of 2
+  key heads, with 8 of the 32 trips each."""
   p = Problem(1, 16, 2, 1, 1024, 64, 64, softmax_scale=0.125, num_splits=4)
   x = Division(32, 32, heads=8, splits=4)
   assert trips_of_blocks(p, x) == [32] and blocks_of_grid(p, 32, heads=8) == 8
@@ -253,7 +260,7 @@ def test_the_command(tmp_path) -> None:
   assert "cards of gfx942 are MI300X" in str(CliRunner().invoke(main, ["time", str(path), "--card", "RX 580"]).exception)
 
 def test_a_kernel_of_ours_with_its_lines() -> None:
-  """The causal kernel's hot loop: every wait has the line of Python that asks for it or of the source, and the picture shows each wave."""
+  """Each wait in the causal kernel's hot loop is traced to a line of Python or of the source, and the picture shows each wave."""
   found = of_spec(source.Spec.parse("gfx942/64/float16/causal"), Shape(1, 8, 8, 2048))
   loop = found.timing.loops[0]
   assert 0.2 < loop.matrix_use < 1 and loop.unknown_addresses == 0 and not found.timing.unknown
@@ -263,7 +270,8 @@ def test_a_kernel_of_ours_with_its_lines() -> None:
   assert all(x.tflops < CHIPS["gfx942"].peak(x.card) for x in found.on_cards())
 
 def test_the_kernel_of_decode() -> None:
-  """By its word: key ranges for the problem that is asked for, the heads that share keys in one workgroup, and memory as the limit."""
+  """A spec of the kernel for decoding is predicted with key ranges, with the query heads that share keys in one workgroup, and with memory as the
+  limit."""
   found = of_spec(source.Spec.parse("gfx950/64/float16/full/decode"), Shape(8, 32, 8, 16384), lines=False)
   p, x = found.problem, found.division
   assert p is not None and x is not None and (p.Sq, p.Sk, x.heads) == (1, 16384, 4) and x.splits == p.num_splits > 1
@@ -273,7 +281,8 @@ def test_the_kernel_of_decode() -> None:
   assert done.exit_code and "one of them" in done.output
 
 def test_lines_of_python_are_kept(tmp_path, monkeypatch) -> None:
-  """The second time a kernel's source and its lines are not made again, and what was kept of other files of this package does not count."""
+  """A kernel's source and its lines of Python are cached: the second call does not make them again. A cache entry from other versions of this
+  package's files is not used."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   spec, made = source.Spec.parse("gfx942/64/float16/full"), []
   monkeypatch.setattr(source.Listing, "of", lambda make, printer, of=source.Listing.of: made.append(1) or of(make, printer))

@@ -1,4 +1,5 @@
-"""Masks: the rows of attn/score/masks.py against attn.reference.visible, seen from queries and from keys; and rows that are wrong, in kernels."""
+"""Tests of masks: the rows of attn/score/masks.py agree with attn.reference.visible from the side of queries and of keys, and kernels with wrong
+rows are caught."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,26 +27,27 @@ SIZES = ((40, 40), (23, 57), (57, 23), (1, 30))
 SEEN: dict[str, dict[str, Any]] = {
   "all": {}, "causal": {"causal": True}, "top-left": {"causal": "top-left"}, "window": {"window": (7, 3)}, "left": {"window": (5, -1)},
   "right": {"window": (-1, 4)}, "one key": {"window": (0, 0)}}
-BLOCK, TILE = 8, 4     # rows of a block, and columns of a tile
+BLOCK, TILE = 8, 4     # rows of a block; columns of a tile
 
 def number(x:UOp|int) -> int:
-  """What an expression without variables is."""
+  """Value of an expression without variables."""
   return x if isinstance(x, int) else int(x.simplify().arg)
 
 def walks(p:Problem) -> list[tuple[Walk, Array]]:
-  """The keys as the queries see them, and the queries as the keys do, each with what a row sees of the columns by the reference."""
+  """Both walks over a problem: queries that see keys, and keys that see queries. Each comes with the reference's table of what a row sees."""
   seen, sequence = visible(p.Sq, p.Sk, p.window, p.offset), Extent(p.Sq, p.Sk, 0, 0, p.offset)
   return [(over_keys(p, sequence), seen), (over_queries(p, sequence), seen.T)]
 
 def hold_columns(walk:Walk, seen:Array) -> None:
-  """By the mask rows a row sees the columns that it should, and none beyond the last there is."""
+  """Checks that each row sees exactly the right columns by the masks' intervals, and no column beyond the last."""
   j = np.arange(number(walk.count) + 1)
   for row, want in enumerate(np.pad(seen, ((0, 0), (0, 1)))):
     first, last = first_seen(walk, UOp.const(row)), last_seen(walk, UOp.const(row))
     np.testing.assert_array_equal((j >= (0 if first is None else number(first))) & (j <= number(last)), want)
 
 def hold_tiles(walk:Walk, seen:Array) -> None:
-  """Walked over are the tiles of which some row of a block sees something, and between them those of which no row sees all."""
+  """Checks that a block walks over every tile in which one of its rows sees something, and that it takes a tile as unmasked exactly where all of its
+  rows see all columns."""
   rows, count = seen.shape
   for begin in range(0, rows, BLOCK):
     x = blocks_seen(walk, UOp.const(begin), UOp.const(begin + BLOCK - 1), TILE)
@@ -83,7 +85,7 @@ def test_which_masks_a_problem_has() -> None:
 # ***** rows that are wrong *****
 
 def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """A window whose first and last columns are so much further, for kernels that walk over keys and for those that walk over queries."""
+  """Plants a fault: a window's first and last columns are this much further, for kernels that walk over keys and for those that walk over queries."""
   def seen(walk:Walk, row:Any) -> Interval:
     x = WINDOW_MASK.seen(walk, row)
     return Interval(None if x.first is None else x.first + before, None if x.last is None else x.last + after)
@@ -92,16 +94,16 @@ def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
   return plant
 
 def with_row(row:Mask) -> tuple[Mask, ...]:
-  """The masks, that of the same name replaced."""
+  """All masks, with the one of this row's name replaced."""
   return tuple(row if mask.name == row.name else mask for mask in SCORE_MASKS)
 
 def uncounted(m:pytest.MonkeyPatch) -> None:
-  """One key too many, or one query."""
+  """Plants a fault: one key, or one query, too many is seen."""
   row = next(mask for mask in SCORE_MASKS if mask.name == "count")
   m.setattr(masks, "SCORE_MASKS", with_row(replace(row, seen=lambda walk, i: Interval(last=walk.count))))
 
 def of_tiles(**further:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Tiles of which some are left out, or taken for whole ones."""
+  """Plants a fault: some tiles are left out, or taken as unmasked."""
   original = blocks_seen
   def plant(m:pytest.MonkeyPatch) -> None:
     def seen(*args:Any) -> Blocks:
@@ -117,7 +119,7 @@ FAULTS = [*ROWS, of_tiles(begin=1), of_tiles(end=-1), of_tiles(full_begin=-1), o
 
 @pytest.mark.parametrize("plant", (*FAULTS, uncounted), ids=lambda x: x.__name__)
 def test_planted_fault_in_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:
-  """Each shows from either side."""
+  """A wrong row of the table is caught on the walk over keys and on the walk over queries."""
   for side in range(2):
     with monkeypatch.context() as m:
       plant(m)
@@ -139,7 +141,7 @@ def test_planted_fault_in_kernels(monkeypatch:pytest.MonkeyPatch, plant:Callable
   with pytest.raises((AssertionError, RuntimeError)): compute(kind)
 
 def test_a_key_too_many_shows(monkeypatch:pytest.MonkeyPatch) -> None:
-  """It is read as zeros, which have a weight in forward, though they add nothing to a gradient."""
+  """A key beyond the last one is caught in forward. It is read as zeros, whose score has a weight, though it adds nothing to a gradient."""
   uncounted(monkeypatch)
   with pytest.raises(AssertionError): compute("forward")
 

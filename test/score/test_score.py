@@ -1,4 +1,5 @@
-"""Terms of a score: each derivative against differences of the term's value, in the operations of kernels; and what becomes of a term without one."""
+"""Tests of the terms of a score: each derivative agrees with differences of the term's value, both computed by the operations of kernels; and a term
+without a derivative refuses gradients."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from cases import problem
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
-N = 64     # scores, of four keys each time
+N = 64     # scores; each thread handles four keys
 OPTIONS: dict[str, dict[str, Any]] = {
   "softcap": dict(softcap=1.5), "alibi": dict(extras={"alibi_slopes": np.float32([0.25, 0.5])}), "bias": dict(extras={"bias": floats(1, 2, 5, N)})}
 
@@ -26,7 +27,7 @@ def test_the_fields_of_a_problem_are_the_terms() -> None:
   assert tuple(term.name for term in TERMS) == OF_TERMS == tuple(OPTIONS)
 
 def applied(term:ScoreTerm, p:Problem, unit:Unit, to:Unit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """What a term makes of the scores of one query, as natural logarithms, and its derivative at each."""
+  """Result of a term for the scores of one query, as natural logarithms, and its derivative at each score."""
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
     r, zero = UOp.range(N//4, 0, AxisType.GLOBAL), UOp.const(0)
     row, first = (Row(zero, UOp.const(1), i, UOp.const(True)) for i in (UOp.const(3), zero))
@@ -58,7 +59,7 @@ def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:Unit) ->
 SIZE, SCALE = (1, 2, 8, 16), 0.25
 
 def replaced(m:pytest.MonkeyPatch, **changes:Any) -> None:
-  """Softcap as another row; a problem with a softcap of its own for each test, for what is known of a problem is kept."""
+  """Replaces softcap by a changed row. Each test needs a softcap value of its own, because what is known of a problem is cached."""
   m.setattr(terms, "TERMS", tuple(replace(term, **changes) if term.name == "softcap" else term for term in TERMS))
 
 def loss_of(device:Any, **options:Any) -> tuple[list[Tensor], Tensor]:
@@ -74,7 +75,7 @@ def by_book(given:list[Tensor], softcap:float) -> tuple[np.ndarray, list[np.ndar
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_a_term_without_a_derivative_refuses_a_gradient(monkeypatch:pytest.MonkeyPatch, kernel:str) -> None:
-  """By its name, and before anything runs, which forward does."""
+  """A gradient is refused by the term's name before any kernel runs; forward still works."""
   softcap = 2.125 + len(kernel)
   replaced(monkeypatch, derivative=None, differentiable=False)
   with emulated("gfx942", kernel):

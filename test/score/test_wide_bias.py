@@ -1,6 +1,7 @@
-"""Rows that have nothing but large negative biases, as padding is masked: the least number of float32, or -1e9, everywhere. To such scores fp32 adds
-nothing of ordinary size, and beside them it loses the logarithm of a number of keys. What float64 gives for the scores that fp32 has is exact there,
-where the law of attn/accuracy.py, by which a score is as uncertain as its size says, allows nearly all."""
+"""Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, which mask padding.
+Adding an ordinary score to such a bias changes nothing in fp32, and an lse of that size loses the logarithm of the number of keys. The float64
+result for the scores as fp32 rounds them is exact here. The law of attn/accuracy.py is no help: it lets a score err in proportion to its size, which
+here allows nearly any result."""
 from __future__ import annotations
 import os, sys
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ LEAST = float(np.finfo(np.float32).min)
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
-  """Every other row is ordinary; the others are masked by large numbers, some of them everywhere, and by what a sum of two of them is."""
+  """Bias whose even rows are ordinary. Odd rows are masked by large numbers: in all columns, in some, or by sums of two such numbers."""
   bias = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
   keys = shape[-1]
   bias[..., 1::16, :], bias[..., 3::16, :], bias[..., 5::16, :], bias[..., 7::16, :], bias[..., 9::16, :] = LEAST, -1e9, LEAST, LEAST, -1e4
-  bias[..., 5::16, ::3] = -np.inf                      # the least number twice, beside it
+  bias[..., 5::16, ::3] = -np.inf                      # beside the sum of two lowest numbers
   bias[..., 7::16, keys//2:] = -2.5e38
   bias[..., 11::16, :] = -np.inf
   bias[..., 13::16, :-3], bias[..., 15::16, 2:] = LEAST, -1e9
@@ -36,7 +37,7 @@ def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
 
 @dataclass(frozen=True)
 class Given:
-  """q (B, H, Sq, D), k and v (B, Hkv, Sk, D), the bias and dO, as numbers, and options."""
+  """Inputs as numbers: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), the bias, dO and options."""
   q: Array
   k: Array
   v: Array
@@ -60,7 +61,7 @@ class Given:
     return {name: x.realize() for name, x in (found | {"bias": tensor(self.bias, self.bias_dtype)}).items()}
 
 def exact(x:Given) -> dict[str, Array]:
-  """o, lse and the gradients of the sum of o*do, in float64, of scores as fp32 has them after the bias."""
+  """Computes o, lse and the gradients of sum(o*do) in float64, from scores that are rounded to fp32 after the bias."""
   q, k, v, do, bias = (a.astype(np.float64) for a in (x.q, x.k, x.v, x.do, x.bias))
   (_, H, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
   k, v = np.repeat(k, H//Hkv, 1), np.repeat(v, H//Hkv, 1)
@@ -85,7 +86,7 @@ def exact(x:Given) -> dict[str, Array]:
           "bias": of_bias}
 
 def hold(x:Given, found:dict[str, Array]) -> None:
-  """Holds results to the exact ones, within a few roundings of the inputs' type or the bias's."""
+  """Checks results against the exact ones, within a few roundings of the inputs' type or the bias's type."""
   want = exact(x)
   for name, got in found.items():
     if name == "lse":
@@ -95,7 +96,7 @@ def hold(x:Given, found:dict[str, Array]) -> None:
     np.testing.assert_allclose(got, want[name], rtol=0, atol=4*coarse*np.abs(want[name]).max(), err_msg=name)
 
 def computed(x:Given, *training:int) -> dict[str, Array]:
-  """o and lse, as `attention` gives them. Holds the gradients, with each value of TRAINING, before."""
+  """Computes o and lse by `attention`, and checks the gradients for each value of TRAINING."""
   given, options = x.tensors, dict(x.options)
   if "alibi_slopes" in options: options["alibi_slopes"] = tensor(options["alibi_slopes"], "float32")
   o, lse = attn.attention(**given, **options, return_lse=True)
@@ -125,7 +126,7 @@ def test_every_option(name:str, arch:str) -> None:
   with emulated(arch): hold(x, computed(x))
 
 def test_dropout_keeps_of_the_mean() -> None:
-  """What it keeps is as large in backward as in forward: with dO = 1 the gradient of v adds up to o."""
+  """Dropout keeps the same part of a mean in backward as in forward: with dO = 1 the gradient of v, times v, adds up to o."""
   x = Given.of()
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -135,12 +136,13 @@ def test_dropout_keeps_of_the_mean() -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80", pytest.param("gfx1030", marks=pytest.mark.thorough)))
 def test_key_ranges(arch:str) -> None:
-  """Those of unequal length weigh by the keys they have."""
+  """Key ranges of unequal length are weighted by their numbers of keys."""
   x = Given.of(Sq=16, Sk=400)
   with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 
 def test_what_lse_has_lost_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Without it the gradient is as many times too large as a row has keys, and ranges weigh alike."""
+  """The part of lse that fp32 loses is needed: without it a gradient is too large by the number of keys of a row, and key ranges of all lengths
+  weigh the same."""
   of = epilogue.LogSum.of
   def forgotten(reference:UOp, total:UOp) -> epilogue.LogSum:
     found = of(reference, total)
@@ -152,7 +154,7 @@ def test_what_lse_has_lost_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count, keys", ((2, False), (3, True), *(pytest.param(4, keys, marks=pytest.mark.thorough) for keys in (False, True))))
 def test_rows_that_devices_share(count:int, keys:bool) -> None:
-  """With q whole on every device they share keys alone."""
+  """Sequences whose rows are spread over devices are right; with q whole on every device, only the keys are spread."""
   x, at = Given.of(Sq=18, Sk=54), devices(count)
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -165,7 +167,8 @@ def test_rows_that_devices_share(count:int, keys:bool) -> None:
     hold(x, {"o": whole(o, 18), "lse": whole(lse, 18)} | {name: whole(g, 18 if name == "q" else 54) for name, g in zip("qkv", gradients)})
 
 def test_a_mask_of_padding() -> None:
-  """As models have it: the least number in every column that is padding, added to that above the diagonal. A row of nothing else has the mean."""
+  """Padding is masked as models do it: the lowest float32 in every padding column, added to the same number above the diagonal. A row with nothing
+  else gets the mean."""
   x = Given.of(Sq=20, Sk=20, bias_heads=1)
   with np.errstate(over="ignore"): mask = np.where(np.arange(20) < 6, LEAST, 0) + np.triu(np.full((20, 20), LEAST), 1)
   x.bias[:] = np.maximum(mask, LEAST)
@@ -186,7 +189,7 @@ def test_a_cpu() -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030"))
 @pytest.mark.parametrize("options", ({"softcap": 20.0}, {"extras": {"alibi_slopes": np.float32([0.5, 0.25])}}), ids=("softcap", "slopes"))
 def test_a_row_of_nan(arch:str, options:dict[str, Any]) -> None:
-  """Scores that are NaN stay so behind another term, and infinite ones what they are."""
+  """Scores of NaN stay NaN behind another term of the score, and infinite scores keep their meaning."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:, :, 3], x.k[:, :, 5, 0] = np.nan, -np.inf
