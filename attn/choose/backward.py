@@ -10,21 +10,19 @@ from attn.choose.backward_tiles import (AnyBackwardTile, amd_backward_tile, amd_
 from attn.choose.dispatch import NO_UNIT, Refusal, amd_refuses, asked_for, mma_refuses, most_telling, no_mma, no_tiles, no_wgmma, too_many_parts
 from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD, MATRIX_UNITS, ON_AMD, ON_ANY, ON_MMA, ON_WGMMA, UNITS, WAYS
 from attn.choose.tiled_tiles import tiled_backward_tile
-from attn.kernels.parts.bias_share import BiasShare
-from attn.kernels.backward_dbias import backward_dbias
-from attn.kernels.backward_dbias_mma import backward_dbias_mma
-from attn.kernels.backward_dkdv import backward_dkdv
-from attn.kernels.backward_dkdv_mma import backward_dkdv_mma
-from attn.kernels.backward_dkdv_wgmma import backward_dkdv_wgmma
-from attn.kernels.backward_dq import backward_dq
-from attn.kernels.backward_dq_mma import backward_dq_mma
-from attn.kernels.backward_dq_wgmma import backward_dq_wgmma
+from attn.kernels.amd.backward import AmdBackward
+from attn.kernels.amd.dbias import AmdBias
+from attn.kernels.backward import backward_dbias, backward_dkdv, backward_dq
 from attn.kernels.backward_tiled import backward_dkdv_tiled, backward_dq_tiled
+from attn.kernels.mma.backward import MmaBackward
+from attn.kernels.mma.dbias import MmaBias
+from attn.kernels.parts.bias_share import BiasShare
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.rectangle import beyond_registers
 from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
+from attn.kernels.wgmma.backward import WgmmaBackward
 from attn.problem import MAX_SPLITS, Problem
 from attn.score.terms import has_sum, summed_tensor
 from attn.tinygrad_compat import UOp
@@ -70,12 +68,13 @@ class GradientKernels:
 
 # by what the names of a unit's kernels end with, best first
 GRADIENT_KERNELS: dict[str, GradientKernels] = {
-  ON_AMD: GradientKernels(lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq, backward_dkdv,
-                   amd_bias_tile, backward_dbias, no_tiles, general=True),
-  ON_WGMMA: GradientKernels(lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile, backward_dq_wgmma,
-                     backward_dkdv_wgmma, mma_bias_tile, lacks=no_wgmma),
-  ON_MMA: GradientKernels(lambda p, arch: mma_refuses(p, arch) or beyond_float16(p), mma_backward_tile, backward_dq_mma, backward_dkdv_mma,
-                   mma_bias_tile, backward_dbias_mma, no_mma, general=True),
+  ON_AMD: GradientKernels(lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq(AmdBackward.of_queries),
+                   backward_dkdv(AmdBackward.of_keys), amd_bias_tile, backward_dbias(AmdBias.of_block), no_tiles, general=True),
+  ON_WGMMA: GradientKernels(lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile,
+                   backward_dq(WgmmaBackward.of_queries), backward_dkdv(WgmmaBackward.of_keys), mma_bias_tile, lacks=no_wgmma),
+  ON_MMA: GradientKernels(lambda p, arch: mma_refuses(p, arch) or beyond_float16(p), mma_backward_tile,
+                   backward_dq(MmaBackward.of_queries), backward_dkdv(MmaBackward.of_keys), mma_bias_tile,
+                   backward_dbias(MmaBias.of_block), no_mma, general=True),
   ON_ANY: GradientKernels(tiled_backward_refuses, tiled_backward_tile, backward_dq_tiled, backward_dkdv_tiled)}
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:

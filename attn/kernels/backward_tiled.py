@@ -15,7 +15,8 @@ from attn.kernels.parts.blocks import trip_count
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.parts.dropout import kept_here
 from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import Exponent, exact_exponent, exact_weights, gradients_of, scaled_delta, where_known
+from attn.kernels.parts.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Exponent, exact_exponent, exact_weights, gradients_of, less_delta,
+                                          scaled_delta, where_known)
 from attn.kernels.parts.lanes import element_sum
 from attn.kernels.parts.rectangle import Portion, Rectangle, beyond_registers, grid_of
 from attn.kernels.parts.rows import GlobalRows
@@ -32,8 +33,6 @@ from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 from attn.values import FLOATS
 
-OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")      # of D and of Dv elements: those that scores are made of, and those of dP
-WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # what each gradient is a sum of: rows of a tensor, and their weights
 
 def backward_dq_tiled(p:Problem, arch:Chip, tile:TiledBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """The kernel that computes dq, and delta for `backward_dkdv_tiled`, as a function of its placeholders: see `backward_dq.backward_dq`.
@@ -158,7 +157,7 @@ class TiledBackward(Rectangle):
       p = exact_weights(self.part_scores, s, exponents, row, t, self.masked)
       if not kept.words: dp = [ops.add(x, y) for x, y in zip(dp, minus_delta)]
       weights["p"].append(kept.numbers(p.p))
-      weights["ds"].append(gradients_of(p, dp, kept, minus_delta))
+      weights["ds"].append(gradients_of(p, less_delta(dp, kept, minus_delta)))
     return weights if self.keys else {"ds": weights["ds"]}
 
   def gradient(self, name:str, acc:UOp) -> list[UOp]:

@@ -13,16 +13,15 @@ from attn import flash_attn
 from attn.api import launch
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile, forward_of
-from attn.kernels import backward_dkdv, backward_dkdv_mma, backward_dkdv_wgmma, backward_dq_wgmma
-from attn.kernels.amd import forward as amd_forward
+from attn.kernels.amd import backward as amd_backward, forward as amd_forward
 from attn.kernels.mma import forward as mma_forward
-from attn.kernels.parts import backward_mma, backward_warps, gradients, own_queries
+from attn.kernels.parts import gradients, warp_gradients
 from attn.kernels.parts.dropout import Kept, kept_scores
 from attn.kernels.parts.epilogue import finish
 from attn.kernels.parts.gradients import Exponent, scaled_delta
 from attn.kernels.parts.tensors import arguments
 from attn.kernels.parts.workgroup import Workgroup
-from attn.kernels.wgmma import forward as wgmma_forward
+from attn.kernels.wgmma import backward as wgmma_backward, forward as wgmma_forward
 from attn.ops.dropout import philox
 from attn.ops.interpret_numpy import Numbers
 from attn.ops.renderers import render
@@ -198,10 +197,10 @@ def as_it_was(self:Any, x:Any, first:int=0) -> Any: return x
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", Workgroup, "normalised", unscaled), "sums of what is left": ("o", amd_forward.AmdForward, "weigh", summed_after),
   "O by another head's mask": ("o", amd_forward, "kept_scores", wrong_head), "O of all P": ("o", Kept, "packed", as_it_was),
-  "dQ by another tile's mask": ("dq", own_queries, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "numbers", as_it_was),
+  "dQ by another tile's mask": ("dq", amd_backward, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "numbers", as_it_was),
   "dQ without 1/(1 - p)": ("dq", Exponent, "of", staticmethod(plain_exponent)),
-  "dQ with too much delta": ("dq", own_queries, "scaled_delta", whole_delta),
-  "dK and dV by another head's mask": ("dkdv", backward_dkdv, "kept_scores", wrong_head), "dV of all P": ("dkdv", Kept, "packed", as_it_was),
+  "dQ with too much delta": ("dq", amd_backward, "scaled_delta", whole_delta),
+  "dK and dV by another head's mask": ("dkdv", amd_backward, "kept_scores", wrong_head), "dV of all P": ("dkdv", Kept, "packed", as_it_was),
   "dK of all dP": ("dkdv", Kept, "numbers", as_it_was),
   "dK and dV without 1/(1 - p)": ("dkdv", Exponent, "of", staticmethod(plain_exponent)),
   "dK with too much delta": ("dkdv", gradients, "scaled_delta", whole_delta)}
@@ -212,11 +211,11 @@ def hold_to_the_law(kernel:str) -> None:
   else: check_backward_kernels("gfx1201", H=1, Sq=40, Sk=40, D=16, only=kernel, **with_seed())
 
 ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
-  "dQ by another tile's mask": ("dq", (backward_mma, backward_dq_wgmma), "kept_scores", wrong_tile),
+  "dQ by another tile's mask": ("dq", (warp_gradients,), "kept_scores", wrong_tile),
   "dQ of all dP": ("dq", (Kept,), "numbers", as_it_was), "dV of all P": ("dkdv", (Kept,), "packed", as_it_was),
-  "dK and dV by another head's mask": ("dkdv", (backward_dkdv_mma, backward_dkdv_wgmma), "kept_scores", wrong_head),
-  "dK with too much delta": ("dkdv", (gradients, backward_dkdv_wgmma), "scaled_delta", whole_delta),
-  "dQ with too much delta": ("dq", (backward_warps,), "scaled_delta", whole_delta),
+  "dK and dV by another head's mask": ("dkdv", (warp_gradients,), "kept_scores", wrong_head),
+  "dK with too much delta": ("dkdv", (gradients, wgmma_backward), "scaled_delta", whole_delta),
+  "dQ with too much delta": ("dq", (warp_gradients,), "scaled_delta", whole_delta),
   "O by another head's mask": ("o", (mma_forward, wgmma_forward), "kept_scores", wrong_head), "O of all P": ("o", (Kept,), "packed", as_it_was),
   "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attn.calls.views import whole_places
 from attn.chips import MODELLED, SEARCHED, get_chip
-from attn.choose.backward import choose_bias_tile, dkdv_of, dq_of, kernel_tiles
+from attn.choose.backward import choose_bias_tile, dbias_of, dkdv_of, dq_of, kernel_tiles
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import KERNELS, choose, choose_tile, forward_of
 from attn.search.forward import ENOUGH, waves_of
@@ -25,7 +25,6 @@ from attn.isa.check import findings
 from attn.isa.report import Report, analyse
 from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, problem_of_spec
 from attn.kernels.append import Append, append
-from attn.kernels.backward_dbias import backward_dbias
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
@@ -109,7 +108,7 @@ def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardT
   dq, dkdv = tiles
   assert isinstance(dq, BackwardTile)
   texts = [text_of(dq_of(p, chip, dq, dlse=True), dq_arguments(p, dlse=True), arch), text_of(dkdv_of(p, chip, dkdv), dkdv_arguments(p), arch)]
-  return texts if p.bias is None else [*texts, text_of(backward_dbias(p, chip, dq), dbias_arguments(p), arch)]
+  return texts if p.bias is None else [*texts, text_of(dbias_of(p, chip, dq), dbias_arguments(p), arch)]
 
 def kernel_text(name:str, arch:str, llvm:int) -> str:
   """Source of a kernel, with the tile that dispatch chooses for this release of LLVM."""
@@ -161,7 +160,7 @@ def dbias_text(arch:str, causal:bool) -> str:
   p = replace(problem(Sq=83, Sk=71, causal=causal, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   tile = choose_bias_tile(p, get_chip(arch))
   assert isinstance(tile, BackwardTile)
-  return text_of(backward_dbias(p, get_chip(arch), tile), dbias_arguments(p), arch)
+  return text_of(dbias_of(p, get_chip(arch), tile), dbias_arguments(p), arch)
 
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_rows_of_a_bias(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:

@@ -15,21 +15,17 @@ from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
 from attn.chips.candidates import BackwardCandidate
-from attn.kernels import backward_dq
-from attn.kernels.backward_dkdv_mma import BackwardDkdvMma
-from attn.kernels.backward_dkdv_wgmma import BackwardDkdvWgmma
-from attn.kernels.backward_dkdv import backward_dkdv
-from attn.kernels.backward_dbias import BackwardDbias, backward_dbias
-from attn.kernels.backward_dbias_mma import BackwardDbiasMma
-from attn.kernels.backward_dq import BackwardDq
-from attn.kernels.parts import backward_wgmma
+from attn.kernels.amd.backward import AmdBackward, AmdTrip
+from attn.kernels.mma.backward import MmaTrip
 from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.backward_warps import QueriesOfWarps
-from attn.kernels.parts.backward_wgmma import WgmmaBackward
+from attn.kernels.parts.bias_share import BiasPart
 from attn.kernels.parts.gradients import Exponent, RowNumbers
 from attn.kernels.parts.scores import Scores
 from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.warp_gradients import WarpRows, WarpTrip
 from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.wgmma import backward as wgmma_backward
+from attn.kernels.wgmma.backward import WgmmaBackward, WgmmaTrip
 from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
@@ -74,7 +70,7 @@ def test_long_rows(arch:str) -> None: check_backward_kernels(arch, H=1, Sq=20, S
 @pytest.mark.parametrize("arch", (*EVERY_ARCH, "sm_86", "sm_90"))
 def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1, Sq=70, Sk=90, D=d, causal=True, dtype="bfloat16")
 
-@pytest.mark.parametrize("make", (backward_dq.backward_dq, backward_dkdv, backward_dbias))
+@pytest.mark.parametrize("make", (dq_of, dkdv_of, dbias_of))
 def test_a_variable_number_of_keys_is_refused(make:Callable[..., Any]) -> None:
   p = problem(Sk=64, sk_variable=Count((("n", 1, 64),)), extras=dict(bias=floats(1, 1, 1, 64)))
   chip = get_chip("gfx942")
@@ -250,16 +246,17 @@ def test_tiles_of_wgmma(groups:int, block_n:int, passes:int) -> None:
 
 def wrong(monkeypatch:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: monkeypatch.setattr(of, name, make(getattr(of, name)))
 
-def a_ring_of_two(m:pytest.MonkeyPatch) -> None: m.setattr(backward_wgmma, "RING", 2)
+def a_ring_of_two(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_backward, "RING", 2)
 def before_a_tile_is_there(m:pytest.MonkeyPatch) -> None:
-  wrong(m, BackwardDkdvWgmma, "work", lambda work: lambda self, s, trip, masked: work(self, s, replace(trip, index=trip.index + 1), masked))
+  def early(work:Any) -> Any: return lambda s, tile: work(s, replace(tile, place=replace(tile.place, index=tile.place.index + 1)))
+  wrong(m, WgmmaBackward, "walk", lambda walk: lambda self, s, work: walk(self, s, early(work)))
 def waits_for_one_less(m:pytest.MonkeyPatch) -> None:
   wrong(m, hopper, "wait_products", lambda wait: lambda acc, order, but=0: wait(acc, order, but + 1))
 def numbers_of_the_next_tile(m:pytest.MonkeyPatch) -> None:
-  wrong(m, BackwardDkdvWgmma, "columns", lambda columns: lambda self, s, trip, kind: columns(self, s, self.next(trip), kind))
+  wrong(m, WgmmaTrip, "numbers", lambda numbers: lambda self, s, kind: numbers(replace(self, place=self.of.next(self.place)), s, kind))
 def another_head(m:pytest.MonkeyPatch) -> None:
-  wrong(m, WgmmaBackward, "next", lambda next_: lambda self, trip: replace(next_(self, trip), turn=trip.turn))
-def mask_of_first_head(m:pytest.MonkeyPatch) -> None: m.setattr(BackwardDkdvWgmma, "of_head", lambda self, r: self)
+  wrong(m, WgmmaBackward, "next", lambda next_: lambda self, place: replace(next_(self, place), turn=place.turn))
+def mask_of_first_head(m:pytest.MonkeyPatch) -> None: m.setattr(WarpRows, "of_head", lambda self, head: self)
 
 @pytest.mark.parametrize("plant, error, text", ((a_ring_of_two, LdsRace, "with no barrier between"), (another_head, AssertionError, "dk: "),
                                                 (before_a_tile_is_there, UninitialisedRead, "LDS that nobody has written"),
@@ -276,8 +273,8 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
 
 NOTHING = UOp.const(0.0, dtypes.float)
 def without_delta(m:pytest.MonkeyPatch) -> None:
-  m.setattr(BackwardDq, "delta", NOTHING)
-  m.setattr(QueriesOfWarps, "delta", lambda self, in_block, row: NOTHING)
+  m.setattr(AmdBackward, "delta", NOTHING)
+  m.setattr(WarpRows, "delta", lambda self, in_block, row: NOTHING)
 def without_dlse(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "number", lambda number: lambda self, name, row: NOTHING if name == "dlse" else number(self, name, row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -312,7 +309,7 @@ def lanes_swapped(m:pytest.MonkeyPatch) -> None:
                                                                                    self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
   """The numbers of a lane's columns in the order of its fragments, the other way round."""
-  for of in (BackwardDkdvMma, BackwardDkdvWgmma): wrong(m, of, "columns", lambda columns: lambda self, *args: columns(self, *args)[::-1])
+  for of in (MmaTrip, WgmmaTrip): wrong(m, of, "numbers", lambda numbers: lambda self, *args: numbers(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Scores, "_beyond", lambda mask: lambda self, x, *rest: x if self.walk.over == over else mask(self, x, *rest))
@@ -436,11 +433,11 @@ BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and ke
   "with dropout": dict(bias=(0, 1, 0, 1), dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
 
 def cap_slope_of_bias(m:pytest.MonkeyPatch) -> None:
-  for of in (BackwardDbias, BackwardDbiasMma): wrong(m, of, "ds", lambda ds: lambda self, *args: ds(self, *args[:-1]))
+  for of in (AmdTrip, WarpTrip): wrong(m, of, "ds", lambda ds: lambda self, *args: ds(self, *args[:-1]))
 def without_first_trip(m:pytest.MonkeyPatch) -> None:
-  for of in (BackwardDbias, BackwardDbiasMma): wrong(m, of, "trip_over", lambda over: lambda self, i: over(self, i.maximum(1)))
+  wrong(m, BiasPart, "place", lambda place: lambda self, i: place(self, i.maximum(1)))
 def of_rows_that_are_not_there(m:pytest.MonkeyPatch) -> None:
-  for of, name in ((BackwardDbias, "exponent"), (BackwardDbiasMma, "exponents")): m.setattr(of, name, getattr(of.__mro__[1], name))
+  m.setattr(Exponent, "where", lambda self, there: self)
 
 OF_BIAS: dict[Any, dict[str, Any]] = {
   cap_slope_of_bias: dict(softcap=3.0, extras=dict(bias=floats(1, 1, 40, 65))),

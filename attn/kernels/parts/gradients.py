@@ -19,6 +19,8 @@ from attn.score.term import LOG2E, Row, ScoreTerm
 from attn.score.terms import terms_after
 from attn.tinygrad_compat import UOp, dtypes
 
+OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")            # rows that scores are made of, and those of dP: of queries and of keys
+WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # what each gradient is a sum of: rows of a tensor, and their weights
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
 
 @dataclass(frozen=True)
@@ -125,9 +127,12 @@ def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Ro
   steps = scores.steps(raw, row, tile)
   return Weights(visible([weight(y, e) for y, e in zip(scores.left(steps), exponents)]), scores.derivatives(steps, row, tile), visible)
 
-def gradients_of(weights:Weights, dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp], added:ScoreTerm|None=None) -> list[UOp]:
-  """dS = P * (dP - delta), given a dP that began with `dp_start`, of raw scores: what it lacks is softmax_scale; or of what the term `added` adds."""
-  if kept.words: dp = [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)]
+def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
+  """dP - delta, given a dP that began with `dp_start`, of which dropout keeps as much as of P."""
+  return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
+
+def gradients_of(weights:Weights, dp:list[UOp], added:ScoreTerm|None=None) -> list[UOp]:
+  """dS = P * (dP - delta), given the second factor, of raw scores: what it lacks is softmax_scale; or of what the term `added` adds."""
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
     if added is None or name in terms_after(added): ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]

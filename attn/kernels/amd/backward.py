@@ -1,0 +1,235 @@
+"""The steps of backward by AMD's matrix instructions.
+
+An own row is a lane, see attn/chips/matrix.py. A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T; one that owns keys S = Q K^T and
+dP = dO V^T. So P and dS in registers are the B operands of the gradients' products, dQ^T = K^T dS^T, dV^T = dO^T P and dK^T = Q^T dS, as P^T is in
+forward. Tiles lie in LDS as they are, and transposed where a gradient is made of them. The lse and delta of queries that are walked over belong to a
+lane's elements: they lie in LDS, too.
+"""
+from __future__ import annotations
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+from attn.chips import Chip
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.counts import below, round_up
+from attn.kernels.parts.dropout import Kept, kept_scores
+from attn.kernels.parts.epilogue import place_of_row
+from attn.kernels.parts.gradients import (OF_KEYS, OF_QUERIES, PASSES, WEIGHTED, Exponent, NumbersOfRows, RowNumbers, Weights, dp_start, exponent_of,
+                                          gradients_of, less_delta, scaled_delta, weights_of, where_known)
+from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
+from attn.kernels.parts.layouts import LdsTile, SharedLayout
+from attn.kernels.parts.products import OwnRows, Products, zeros
+from attn.kernels.parts.scores import Scores
+from attn.kernels.parts.staging import StagedTile
+from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
+from attn.kernels.parts.tensors import Shapes
+from attn.kernels.parts.trips import StagedTrips, TripState
+from attn.kernels.parts.workgroup import Workgroup, head_fastest, kv_head_fastest
+from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
+from attn.kernels.tiles.common import numbers_of_queries
+from attn.ops import amd, common as ops
+from attn.ops.common import flat
+from attn.problem import Problem
+from attn.score.term import Row, ScoreTerm
+from attn.tinygrad_compat import AxisType, UOp
+
+@dataclass(frozen=True)
+class TripStores:
+  """The stores of a trip, for which nothing in the trip waits."""
+  found: tuple[UOp, ...] = ()
+  def after(self, *deps:UOp) -> TripStores: return TripStores()
+
+@dataclass(frozen=True)
+class KeysState(TripState):
+  """What crosses trips over keys: tiles in LDS, and the sums, columns of C fragments."""
+  k: StagedTile
+  v: StagedTile
+  acc: UOp
+  stores: TripStores
+
+@dataclass(frozen=True)
+class QueriesState(TripState):
+  """What crosses trips over queries, likewise."""
+  q: StagedTile
+  do: StagedTile
+  numbers: RowNumbers
+  acc: UOp
+  stores: TripStores
+
+@dataclass(frozen=True)
+class AmdBackward:
+  """A kernel of one problem, or a pass of it, as a thread sees it: what is the same in all trips over the rows of `head`. `own` has its rows of
+  q and dO, or of k and v."""
+  tile: BackwardTile
+  new: Allocator
+  statements: Statements
+  state: Any      # at the start
+  group: Workgroup
+  at: Lane
+  own: tuple[OwnRows, OwnRows]
+  wanted: tuple[str, ...]
+  head: UOp
+  known: tuple[Exponent, UOp]|None = None      # of the lane's query: its exponent, and delta
+  number: UOp|None = None      # of the trip around those over tiles, where the tile is the same in all of them
+
+  @staticmethod
+  def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBackward:
+    """A workgroup that owns queries."""
+    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
+    at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
+    k_rows, v_rows = (LdsTile.of(new, both_ways_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
+    k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
+    k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_rows, k_columns), (v_rows, None)))
+    group, statements = Workgroup.of(p, arch, tile, args, grid, at, names, parts), Statements.of(new)
+    own = own_rows(group, tile, at, statements, tile.own_in_lds)
+    dq = new.registers(round_up(p.D, mat.M)//mat.M, ops.f32(mat.accumulator))
+    self = AmdBackward(tile, new, statements, KeysState(k, v, dq, TripStores()), group, at, own, ("dq",), group.first_head)
+    return replace(self, known=(exponent_of(group, self.row), self.delta))
+
+  @staticmethod
+  def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[AmdBackward]:
+    """The passes of a workgroup that owns keys, which share what they have in LDS."""
+    mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
+    at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
+    q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
+    q_columns, do_columns = columns_in_turn(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
+    numbers, statements = RowNumbers.of(p, mat, n, new, tile.buffers, at.thread), Statements.of(new)
+    group = Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts)
+    own = own_rows(group, tile, at, statements, tile.own_in_lds)
+    def one(wanted:tuple[str, ...]) -> AmdBackward:
+      q = StagedTile.of(mat, n, tile.threads, at.thread, q_rows, q_columns if "dk" in wanted else None)
+      do = StagedTile.of(mat, n, tile.threads, at.thread, do_rows if "dk" in wanted else None, do_columns if "dv" in wanted else None)
+      acc = new.registers(sum(round_up(group.rows(name).width, mat.M)//mat.M for name in wanted), ops.f32(mat.accumulator))
+      return AmdBackward(tile, new, statements, QueriesState(q, do, numbers, acc, TripStores()), group, at, own, wanted, group.first_head)
+    return [one(wanted) for wanted in PASSES[tile.passes]]
+
+  # ***** what there is *****
+  suffix, dynamic_shared = BackwardTile.suffix, 0
+  @property
+  def walked(self) -> tuple[str, str]: return OF_QUERIES if self.tile.keys else OF_KEYS
+  @functools.cached_property
+  def row(self) -> Row:
+    """The lane's query, or key."""
+    group, in_block = self.group, self.own[0].in_block[0]
+    if not self.tile.keys: return group.row(in_block)
+    key = group.first_row + in_block
+    return Row(group.batch, self.head, key, below(key, group.sequence.n_k if group.p.varlen else group.p.Sk))
+  @property
+  def scores(self) -> Scores: return self.group.scores.of_head(self.head) if self.tile.keys else self.group.scores
+  @property
+  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
+  def part(self, name:str) -> range:
+    """Which accumulators a gradient has."""
+    tiles = [round_up(self.group.rows(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in self.wanted]
+    first = sum(tiles[:self.wanted.index(name)])
+    return range(first, first + tiles[self.wanted.index(name)])
+  @functools.cached_property
+  def delta(self) -> UOp:
+    """rowsum(dO * O) - dLSE, over the lanes that share a query; of dO as dP is made of it, rounded to the inputs' dtype."""
+    group, mat, of_do = self.group, self.tile.matrix, self.own[1]
+    rows, total = ((group.rows("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
+    kept = [x.kept.buffer for x in self.own if x.lds is not None]
+    for some in of_do.together:
+      fence = [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
+      for u in some:
+        o, do = (x.after(*fence).load_floats(group.first_row, self.tile.block_m, of_do.in_block[0], u, mat.unit, dtype) for x, dtype in rows)
+        total = ops.add(total, ops.mul(o, do))
+    total = element_sum(total)
+    if not mat.duplicated: total = sum_over_groups(total, mat)
+    return ops.sub(total, group.number("dlse", self.row)) if "dlse" in group.given else total
+
+  # ***** the way over tiles *****
+  def begin(self, s:Any=None, stores:list[UOp]|None=None) -> Any:
+    s = self.state.after(*[workgroup_barrier(UOp.group(*stores))] if stores else [])     # waves store to LDS when all have done with it
+    return s.after(UOp.group(*store_all(s.acc, zeros(self.tile.matrix, 1, s.acc.max_numel())[0])))
+
+  @functools.cached_property
+  def trips(self) -> StagedTrips[Any]:
+    group, head = self.group, self.head
+    loaded: dict[str, Any] = {name: group.operand_rows(name, head) for name in self.walked}
+    if self.tile.keys: loaded["numbers"] = NumbersOfRows(tuple(group.numbers(name, head) for name in numbers_of_queries(group.p)))
+    return StagedTrips(self.tile, self.new, self.statements, self.state, loaded)
+
+  def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
+    def over_queries(one:Self, s:Any) -> Any: return one.trips.walk(s, self.group.walked, one.trip(work))
+    if (heads := self.group.walked_heads) == 1: return over_queries(self, s)
+    r = self.new.range(heads, AxisType.LOOP)
+    done = over_queries(replace(self, head=self.group.first_head + r), s.after(r))
+    return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
+
+  def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
+    """The work of a trip, which ends with its stores."""
+    return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
+
+  # ***** the ends *****
+  def gradient(self, s:Any, name:str) -> list[UOp]:
+    """The stores of a gradient: 0 of keys beyond kv_lengths."""
+    mat, p = self.tile.matrix, self.group.p
+    known = self.row.index < self.group.sequence.n_k if self.tile.keys and p.kv_lengths else None
+    factor = 1.0 if name == "dv" else p.softmax_scale
+    columns = [(self.at.h*mat.accumulator + i*mat.M, where_known(known, s.acc[j].load(), factor)) for i, j in enumerate(self.part(name))]
+    return self.group.gradient(name, self.row, columns)
+
+  def deltas(self) -> list[UOp]:
+    number = place_of_row(self.group.p, self.group.sequence, self.row)[0]
+    return [flat(self.group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0) & self.group.is_first_part)].store(self.delta)]
+
+@dataclass(frozen=True)
+class AmdTrip:
+  """The steps on tile t, which lies in LDS."""
+  of: AmdBackward
+  t: UOp
+  masked: bool
+
+  @property
+  def count(self) -> int:
+    """C fragments of a lane's scores."""
+    return self.of.tile.block_n//self.of.tile.matrix.M
+  @functools.cached_property
+  def left(self) -> Kept: return kept_scores(self.of.scores, [self.of.row], self.t)
+  def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
+
+  def numbers(self, s:Any) -> tuple[list[Exponent], list[UOp]]:
+    """(exponents, -delta) of a lane's column of C fragments."""
+    if self.of.known is None: return self.lds(s, "numbers").load(self.of.at)
+    (exponent, delta), n = self.of.known, self.of.tile.matrix.accumulator
+    return [exponent.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
+
+  def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
+    """`start` + the tile's rows of one of the two tensors times the own ones, a column of C fragments."""
+    number = self.t if self.of.number is None else self.of.number      # by it own rows that are not kept in registers are read anew
+    return self.of.products.with_rows(self.lds(s, self.of.walked[which]).rows, self.count, self.of.own[which], number, [start])[0]
+
+  # ***** the steps *****
+  def start(self, s:Any) -> Any: return s
+  def lse(self, s:Any) -> list[Exponent]: return self.numbers(s)[0]
+  def scores(self, s:Any) -> tuple[Any, list[UOp]]: return s, self.product(s, 0, zeros(self.of.tile.matrix, 1, self.count)[0])
+  def weights(self, scores:list[UOp], lse:list[Exponent]) -> Weights:
+    return weights_of(self.of.scores, scores, lse, self.of.row, self.t, self.masked)
+  def dp(self, s:Any) -> tuple[Any, list[UOp]]:
+    minus_delta = self.numbers(s)[1]
+    return s, less_delta(self.product(s, 1, dp_start(minus_delta, self.left)), self.left, minus_delta)
+  def ds(self, weights:Weights, dp:list[UOp], added:ScoreTerm|None=None) -> list[UOp]: return gradients_of(weights, dp, added)
+  def kept(self, weights:Weights) -> list[UOp]:
+    return [self.left.packed(ops.pack_weights(x, self.of.group.p.dtype), i) for i, x in enumerate(weights.p)]
+  def rounded(self, ds:list[UOp]) -> list[UOp]: return [ops.pack(x, self.of.group.p.dtype) for x in ds]
+  def add(self, s:Any, name:str, weights:list[UOp]) -> Any:
+    of, places = self.of, self.of.part(name)
+    columns, operands = self.lds(s, WEIGHTED[name][0]).columns, fragment_operands(of.at, weights)
+    found = of.products.with_columns(columns, of.tile.block_n, [operands], [[s.acc[i].load() for i in places]])[0]
+    stores = [of.statements.do(amd.made_here(*found)), *[s.acc[i].store(x) for i, x in zip(places, found)]]
+    return replace(s, stores=TripStores((*s.stores.found, *stores)))
+
+def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
+  """The lane's rows of q and dO, or of k and v."""
+  own = OF_KEYS if tile.keys else OF_QUERIES
+  first, second = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, group.grid.allocator, kept, tile.sparing, statements)
+                   for name, kept in zip(own, in_lds))
+  return first, second
+
+def columns_in_turn(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
+  """Tiles in LDS, of which those of several passes take turns in one place."""
+  if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
+  place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
+  return [replace(place, layout=x) for x in layouts]

@@ -1,0 +1,127 @@
+"""The gradient of a bias by AMD's matrix instructions: what a workgroup owns of it, the trips over what shares that, and the stores of the sums.
+
+The steps are those of attn/kernels/amd/backward.py for a workgroup that owns queries. Where keys are owned each trip has other queries and the same
+tile of keys; else it walks over the keys that its queries see.
+"""
+from __future__ import annotations
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from attn.chips import Chip
+from attn.kernels.amd.backward import AmdBackward, AmdTrip, KeysState, TripStores, own_rows
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.bias_share import BiasPart, BiasShare
+from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.gradients import exponent_of
+from attn.kernels.parts.lanes import Lane, element_sum, sum_over_groups
+from attn.kernels.parts.layouts import LdsTile
+from attn.kernels.parts.products import zeros
+from attn.kernels.parts.staging import StagedTile
+from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.tensors import Shapes
+from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.amd import BackwardTile, row_layout
+from attn.ops import amd, common as ops
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
+  """What is owned where the workgroup has this part of the problem. P is 0 beyond the last query too, for it is summed where rows are. The rows that
+  other kernels keep in LDS are read from global memory in every trip."""
+  own = own_rows(group, of.tile, of.at, of.statements, (False, False))
+  first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
+  there = replace(of, group=group, own=(first, second), number=number)
+  return replace(there, known=(exponent_of(group, there.row).where(there.row.there), group.number("delta", there.row)))
+
+@dataclass(frozen=True)
+class AmdBias:
+  """The kernel of one problem, as a thread sees it."""
+  of: AmdBackward      # the queries of its first trip over what is summed
+  bias: BiasPart
+
+  @staticmethod
+  def of_block(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBias:
+    mat, new, share = tile.matrix, Allocator(), BiasShare(p, tile.block_m, tile.block_n)
+    if share.owns_keys: tile = replace(tile, prefetch=0)       # no trip is to know the next one's tile
+    bias = BiasPart.of(share, parts, mat.wave, tile.waves, new)
+    at, statements = Lane(bias.grid.lane, bias.grid.wave, mat), Statements.of(new)
+    lies = [LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv)]
+    k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, x, None) for x in lies)
+    state = KeysState(k, v, new.registers(tile.block_n//mat.M, ops.f32(mat.accumulator)), TripStores())
+    group = Workgroup.of(p, arch, tile, args, bias.first_place, at, names)
+    first = AmdBackward(tile, new, statements, state, group, at, own_rows(group, tile, at, statements, (False, False)), (), group.first_head)
+    return AmdBias(_queries_of(first, group, UOp.const(0) if share.owns_keys else None), bias)
+
+  @property
+  def group(self) -> Workgroup: return self.of.group
+  suffix, dynamic_shared = AmdBackward.suffix, AmdBackward.dynamic_shared
+
+  # ***** the way over what is summed *****
+  def begin(self) -> Any: return self.of.begin()
+
+  def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
+    """Goes over the trips of its part."""
+    if self.bias.one_trip: return self.over_keys(self.of, s, work)
+    first, count = self.bias.own_trips
+    if (number := trip_count(count)) is None: return s
+    r = self.of.new.range(number, AxisType.LOOP)
+    i = (first + r).minimum(self.bias.share.trips - 1)
+    there = _queries_of(self.of, self.group.moved(self.bias.place(i)), i if self.bias.share.owns_keys else None)
+    done = self.over_keys(there, s.after(r), work)
+    return s.after(self.of.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
+
+  def over_keys(self, of:AmdBackward, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
+    if self.bias.share.owns_keys: return s.after(of.trips.trip(s, self.bias.key_tile, True, of.trip(work)))
+    return of.trips.walk(s, self.bias.walked(of.group), of.trip(work))
+
+  def sum(self, s:Any, ds:list[UOp], tile:AmdTrip) -> Any:
+    if self.bias.share.stored_at_once: stores = self.stores(tile.of, tile.t, ds)
+    else: stores = store_all(s.acc, [ops.add(s.acc[i].load(), x) for i, x in enumerate(ds)])
+    return replace(s, stores=TripStores(tuple(stores)))
+
+  # ***** the stores *****
+  def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
+    """Of consecutive elements of the lane's row, or of the one that all rows share."""
+    return self.bias.stores(of.group, of.row, column, values, there)
+
+  def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
+    """Those of the elements that a lane has of tile t: neighbouring keys at a time."""
+    n = of.tile.matrix.block
+    return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
+            for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), of.row.there)]
+
+  def nothing(self, t:UOp) -> list[UOp]:
+    """The stores of 0 to tile t."""
+    return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
+
+  def sums(self, s:Any) -> list[UOp]:
+    """The stores of what was summed: over keys in registers, over rows in LDS; or of 0 to tiles of keys that no query sees."""
+    of, share = self.of, self.bias.share
+    if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.rows.buffer)]
+    ds = [s.acc[i].load() for i in range(s.acc.max_numel())]
+    if share.broadcast[3]: ds = [sum_over_groups(functools.reduce(ops.add, map(element_sum, ds)), of.tile.matrix)]
+    if share.broadcast[2]: return self.sums_of_rows(ds)
+    if not share.broadcast[3]: return self.stores(of, self.bias.key_tile, ds)
+    return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
+
+  def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
+    """Four numbers a thread, each added up over the rows: those of as many keys of a lane group, or where keys are summed too of as many rows."""
+    of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
+    row, there = of.own[0].in_block[0], of.at.h.eq(0)
+    one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # by a lane, in vectors of four
+    units = new.lds(tile.block_m//4 if one else tile.block_m*held*mat.groups, ops.f32(4))
+    if one: stores = [units.bitcast(dtypes.float)[row.valid(there)].store(ds[0])]
+    else:
+      first, fours = (row*mat.groups + of.at.h)*held, [ops.slice_(x, i, 4) for x in ds for i in range(0, mat.accumulator, 4)]
+      stores = [units[first + i].store(x) for i, x in enumerate(fours)]
+    threads, trips = (1, tile.block_m//4) if one else (held*mat.groups, tile.block_m)
+    thread, total = of.at.thread.minimum(threads - 1), new.registers(1, ops.f32(4))
+    r = new.range(trips, AxisType.LOOP)
+    so_far = total.after(total[0].store(ops.splat(0.0, 4)), r)
+    four = units.after(UOp.group(*stores))[r*threads + thread].load()
+    found, mine = total.after(so_far[0].store(ops.add(so_far[0].load(), four)).end(r))[0].load(), of.at.thread < threads
+    if one: return self.stores_of_row(of, UOp.const(0), element_sum(found), mine)
+    together, first = min(4, mat.block), self.bias.key_tile*tile.block_n
+    return [x for i in range(0, 4, together)
+            for x in self.stores_of_row(of, first + mat.key_of(thread//held, thread%held*4 + i), ops.slice_(found, i, together), mine)]

@@ -1,0 +1,199 @@
+"""The steps of backward by NVIDIA's mma.sync (sm_80 and later).
+
+A block owns rows, queries or keys, 16 or 32 for each warp, and walks over the others in tiles. Two tensors of each lie in shared memory: of the own
+rows Q and dO, or K and V, and of those walked over the other two, which come by cp.async into a ring, with one barrier a trip. A tile is read in
+both ways from where it lies: as B of products that contract over the elements of its rows, and, transposed by ldmatrix, as B of products that
+contract over its rows. P and dS, whose rows are the own ones, are operand A of those and never leave their lanes. Of keys they are P^T and dS^T, and
+the lse and delta of the queries, which belong to their columns, come to shared memory with the tile.
+"""
+from __future__ import annotations
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.kernels.parts.blocks import Blocks
+from attn.kernels.parts.gradients import PASSES, WEIGHTED, Exponent, dp_start, kinds_of_exponents, less_delta, shared_numbers
+from attn.kernels.parts.layouts import SwizzledRows
+from attn.kernels.parts.ring import CopyGroups
+from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.tensors import Shapes
+from attn.kernels.parts.trips import over_tiles
+from attn.kernels.parts.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
+from attn.kernels.parts.warps import Warps
+from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.mma import MmaBackwardTile, fragments
+from attn.ops import nvidia as nv
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+@dataclass(frozen=True)
+class MmaBackwardState(CopyGroups):
+  """What crosses trips: the accumulators of each tile of own rows, one tile after another, and the numbers of queries on their way to shared memory;
+  shared memory, and where statements are stored."""
+  shared: UOp
+  acc: UOp
+  numbers: UOp
+  statements: Statements
+
+  @staticmethod
+  def of(warps:Warps, tile:MmaBackwardTile, accs:int) -> MmaBackwardState:
+    """With so many accumulators for each tile of rows."""
+    new = warps.group.grid.allocator
+    return MmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(tile.row_tiles*accs, nv.F4),
+                            new.registers(len(numbers_of_queries(warps.group.p))*tile.carried), Statements.of(new))
+
+MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
+
+@dataclass(frozen=True)
+class MmaBackward:
+  """A kernel of one problem, or a pass of it, as a thread sees it: what is the same in all trips over the rows of a head."""
+  rows: WarpRows[SwizzledRows]
+  tile: MmaBackwardTile
+  state: MmaBackwardState      # at the start
+  known: OwnNumbers|None = None      # of own queries
+
+  @staticmethod
+  def of_queries(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> MmaBackward:
+    """A block that owns queries."""
+    warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
+    state = MmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
+    rows: WarpRows[SwizzledRows] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
+    return MmaBackward(rows, tile, state, OwnNumbers(rows.exponents, rows.deltas))
+
+  @staticmethod
+  def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[MmaBackward]:
+    """The passes of a block that owns keys, which take turns in the same accumulators."""
+    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
+    accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
+    state = MmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
+    return [MmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state) for wanted in passes]
+
+  # ***** what there is *****
+  suffix = MmaBackwardTile.suffix
+  @property
+  def group(self) -> Workgroup: return self.rows.warps.group
+  @property
+  def wanted(self) -> tuple[str, ...]: return self.rows.wanted
+  @property
+  def dynamic_shared(self) -> int: return self.tile.lds_bytes(self.group.p)
+
+  # ***** shared memory *****
+  def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.rows.size
+  def walked(self, name:str, t:UOp) -> SwizzledRows:
+    """Tile t of this tensor."""
+    return self.rows.lies(name, self.tile.block_n, self.stage(t))
+  def numbers(self, t:UOp) -> UOp:
+    """Where those of tile t begin."""
+    return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
+
+  # ***** the way over tiles *****
+  def cleared(self, s:MmaBackwardState) -> MmaBackwardState:
+    return s.store([s.statements.first], store_all(s.acc, [nv.zero(UOp.const(0.0, dtypes.float))]*s.acc.max_numel()))
+
+  def begin(self, s:MmaBackwardState|None=None, stores:list[UOp]|None=None) -> MmaBackwardState:
+    if s is not None: return self.cleared(s.after(UOp.group(*(stores or []))))
+    s = self.cleared(self.state)
+    return s.started(self.rows.copies(s.shared))
+
+  def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
+    def over_head(one:MmaBackward, s:MmaBackwardState) -> MmaBackwardState:
+      s = one.over_tiles(s, self.group.walked, work)
+      return s.arrived(0) if self.tile.keys else s      # when a head is done, so is all that was read and copied of it
+    if (heads := self.group.walked_heads) == 1: return over_head(self, s)
+    r = self.group.grid.allocator.range(heads, AxisType.LOOP)
+    of_head = replace(self, rows=self.rows.of_head(self.group.first_head + r))
+    return s.after(over_head(of_head, s.after(r)).done.end(r))
+
+  def over_tiles(self, s:MmaBackwardState, tiles:Blocks, work:MmaWork) -> MmaBackwardState:
+    for i in range(self.tile.stages - 1): s = self.settle(self.fetch(s, tiles.begin + i), tiles.begin + i)
+    def trip(s:MmaBackwardState, t:UOp, masked:bool) -> UOp:
+      ahead = t + self.tile.stages - 1
+      s = self.fetch(s.arrived(self.tile.stages - 2), ahead)
+      return self.settle(self.worked(s, t, masked, work), ahead).done
+    return over_tiles(s, tiles, self.group.grid.allocator, trip)
+
+  def worked(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
+    """Does the work on a tile, one part after another."""
+    parts, score = self.tile.block_n//self.tile.part_n, replace(self.rows.scores, block_n=self.tile.part_n)
+    for part in range(parts): s = work(s, MmaTrip(self.rows, score, t*parts + part, masked, self, t, part))
+    return s
+
+  def fetch(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
+    """Tile t is on its way, and with queries their numbers."""
+    group, n, head = self.group, self.tile.block_n, self.rows.head
+    if self.tile.keys:
+      numbers = [[group.numbers(name, head).load_number(t*n, n, i, i < n) for i in self.carried] for name in numbers_of_queries(group.p)]
+      found = zip(*[shared_numbers(group.p, *of_query) for of_query in zip(*numbers)])
+      s = s.store(store_all(s.numbers, [x for kind in found for x in kind]))
+    there = (group.walked.end*n).minimum(group.scores.walk.count)
+    return s.started([x for name in self.rows.walked
+                      for x in self.rows.warps.copies(self.rows.walked_rows(name, head, there), s.shared, t*n, self.walked(name, t))])
+
+  def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
+    """What of it came to registers goes to shared memory."""
+    if not self.tile.keys: return s
+    to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
+    places = [(kind*n + i, i < n) for kind in range(len(numbers_of_queries(self.group.p))) for i in self.carried]
+    return s.do(*[nv.put(to[self.numbers(t)*4 + place], s.numbers[j].load(), there) for j, (place, there) in enumerate(places)])
+
+  @property
+  def carried(self) -> list[UOp]:
+    """The queries of a tile whose numbers this thread carries."""
+    return [self.rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
+
+  # ***** the ends *****
+  def gradient(self, s:MmaBackwardState, name:str) -> list[UOp]: return self.rows.gradient(s.acc, name)
+  def deltas(self) -> list[UOp]: return self.rows.kept_deltas()
+
+@dataclass(frozen=True)
+class MmaTrip(WarpTrip[SwizzledRows]):
+  """The steps on a part of tile t."""
+  of: MmaBackward
+  t: UOp
+  part: int
+
+  @property
+  def mat(self) -> Mma: return self.of.tile.matrix
+  def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
+    """The `shared_numbers` of this kind of the queries that a lane's columns are."""
+    pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
+    first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.rows.warps.at.h
+    return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
+
+  def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
+    """`start` + A B: own rows times rows of the part, the contraction over their elements; C fragments of each tile of own rows."""
+    mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
+    own, tile = self.rows.kept(self.rows.own[which]), self.of.walked(self.rows.walked[which], self.t)
+    (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.rows.warps.at.lane), mat.b_address(self.rows.warps.at.lane)
+    for step in range(own.units*mat.unit//mat.K):
+      a = [s.read(own, self.rows.in_block[0] + a_row, a_unit, i*mat.M, 2*step) for i in row_tiles]
+      for pair in range(self.of.tile.part_n//mat.K):
+        b = s.read(tile, b_row, b_unit, first + pair*mat.K, 2*step)
+        for i, half in itertools.product(row_tiles, range(2)):
+          tiles[i][2*pair + half] = nv.mma(mat, a[i], b, half, tiles[i][2*pair + half])
+    return tiles
+
+  # ***** the steps that WarpTrip has not *****
+  def start(self, s:MmaBackwardState) -> MmaBackwardState: return s
+  def lse(self, s:MmaBackwardState) -> Lse:
+    if self.of.known is not None: return self.lse_of_own(self.of.known)
+    return self.lse_of_walked([Exponent(*xs) for xs in zip(*[self.numbers(s, kind) for kind in kinds_of_exponents(self.rows.p)])])
+  def scores(self, s:MmaBackwardState) -> tuple[MmaBackwardState, list[list[UOp]]]:
+    return s, self.product(s, 0, [[nv.zero(s.done)]*len(self.columns) for _ in self.rows.rows])
+  def dp(self, s:MmaBackwardState) -> tuple[MmaBackwardState, list[list[UOp]]]:
+    known = self.of.known
+    minus_delta = self.minus_delta_of_own(known) if known is not None else self.minus_delta_of_walked(self.numbers(s, 1))
+    dp = self.product(s, 1, [dp_start(x, left) for x, left in zip(minus_delta, self.left)])
+    return s, [less_delta(x, left, delta) for x, left, delta in zip(dp, self.left, minus_delta)]
+
+  def add(self, s:MmaBackwardState, name:str, weights:list[list[UOp]]) -> MmaBackwardState:
+    mat, first, row_tiles = self.mat, self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
+    tile, (row, unit) = self.of.walked(WEIGHTED[name][0], self.t), mat.b_transposed_address(self.rows.warps.at.lane)
+    accs = [[s.acc[j].load() for j in self.rows.place(name, i)] for i in row_tiles]
+    for step, pair in itertools.product(range(self.of.tile.part_n//mat.K), range(self.rows.accs(name)//2)):
+      b = s.read(tile, row, unit, first + step*mat.K, 2*pair, transposed=True)
+      for i, half in itertools.product(row_tiles, range(2)):
+        accs[i][2*pair + half] = nv.mma(mat, weights[i][step], b, half, accs[i][2*pair + half])
+    return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.rows.place(name, i), xs)])

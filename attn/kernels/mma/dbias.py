@@ -1,0 +1,131 @@
+"""The gradient of a bias by NVIDIA's mma.sync: what a block owns of it, the trips over what shares that, and the stores of the sums.
+
+The steps are those of attn/kernels/mma/backward.py for a block that owns queries. In each trip Q and dO of a block of queries of one head come to
+shared memory, and the owned tile of K and V; or, where keys are summed or nothing is, all of them through a ring. The sums are fp32 in registers.
+"""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass
+from attn.chips import Chip
+from attn.kernels.mma.backward import MmaBackward, MmaBackwardState, MmaTrip, MmaWork
+from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.bias_share import BiasPart, BiasShare
+from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.lanes import MmaLane, element_sum
+from attn.kernels.parts.layouts import SwizzledRows
+from attn.kernels.parts.statements import workgroup_barrier
+from attn.kernels.parts.tensors import Shapes
+from attn.kernels.parts.warp_gradients import OwnNumbers, WarpRows
+from attn.kernels.parts.warps import Warps, sum_over_quad
+from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.mma import MmaBackwardTile
+from attn.ops import common as ops, nvidia as nv
+from attn.problem import Problem
+from attn.score.term import Row
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
+  """What is owned where the block has this part of the problem. P is 0 beyond the last query too, for it is summed where rows are."""
+  rows: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
+  exponents = [[x.where(row.there) for x, row in zip(own, of_rows)] for own, of_rows in zip(rows.exponents, rows.rows)]
+  return MmaBackward(rows, tile, state, OwnNumbers(exponents, [[group.number("delta", row) for row in own] for own in rows.rows]))
+
+@dataclass(frozen=True)
+class MmaBias:
+  """The kernel of one problem, as a thread sees it."""
+  of: MmaBackward      # the queries of its first trip over what is summed
+  bias: BiasPart
+
+  @staticmethod
+  def of_block(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> MmaBias:
+    mat = tile.matrix
+    bias = BiasPart.of(BiasShare(p, tile.block_m, tile.block_n), parts, mat.wave, tile.waves, Allocator())
+    at = MmaLane(bias.grid.lane, bias.grid.wave, mat)
+    group = Workgroup.of(p, arch, tile, args, bias.first_place, at, names)
+    state = MmaBackwardState.of(Warps(group, at), tile, tile.block_n//mat.N)
+    return MmaBias(_queries_of(group, at, tile, state), bias)
+
+  suffix = MmaBackward.suffix
+  @property
+  def group(self) -> Workgroup: return self.of.group
+  @property
+  def dynamic_shared(self) -> int: return self.of.dynamic_shared
+  @property
+  def share(self) -> BiasShare: return self.bias.share
+  @property
+  def at(self) -> MmaLane: return self.of.rows.warps.at
+
+  # ***** the way over what is summed *****
+  def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
+
+  def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
+    """Goes over the trips of its part. When one begins, all has been read of the one before."""
+    if self.bias.one_trip: return self.over_keys(self.of, s, work)
+    first, count = self.bias.own_trips
+    if (number := trip_count(count)) is None: return s
+    r = self.group.grid.allocator.range(number, AxisType.LOOP)
+    place = self.bias.place((first + r).minimum(self.share.trips - 1))
+    there = _queries_of(self.group.moved(place), self.at, self.of.tile, self.of.state)
+    return s.after(self.over_keys(there, s.after(r).arrived(0), work).done.end(r))
+
+  def over_keys(self, of:MmaBackward, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
+    s = s.started(of.rows.copies(s.shared))
+    if not self.share.owns_keys: return of.over_tiles(s, self.bias.walked(of.group), work)
+    return of.worked(of.fetch(s, self.bias.key_tile).arrived(0), self.bias.key_tile, True, work)
+
+  def sum(self, s:MmaBackwardState, ds:list[list[UOp]], tile:MmaTrip) -> MmaBackwardState:
+    if self.share.stored_at_once: return s.after(UOp.group(*self.stores(tile.of, tile.t, ds, tile.part)))
+    places = [self.fragments(i)[tile.part*len(x):(tile.part + 1)*len(x)] for i, x in enumerate(ds)]
+    return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])
+
+  def fragments(self, i:int) -> range:
+    """Where the sums of the i-th tile of queries are."""
+    n = self.of.tile.block_n//self.of.tile.matrix.N
+    return range(i*n, (i + 1)*n)
+
+  # ***** the stores *****
+  def of_rows(self, of:MmaBackward, tiles:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
+    """C fragments of each tile of queries as the lane's rows and what it has of each: neighbouring keys at a time."""
+    return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.rows.rows, tiles) for r, row in enumerate(rows)]
+
+  def stores(self, of:MmaBackward, t:UOp, tiles:list[list[UOp]], part:int=0) -> list[UOp]:
+    """Those of dS of tile t, from some part of it on."""
+    first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
+    return [x for row, columns in self.of_rows(of, tiles) for n, values in enumerate(columns)
+            for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, row.there)]
+
+  def nothing(self, t:UOp) -> list[UOp]:
+    """The stores of 0 to tile t."""
+    return self.stores(self.of, t, [[ops.splat(0.0, 4)]*len(self.fragments(0))]*self.of.tile.row_tiles)
+
+  def sums(self, s:MmaBackwardState) -> list[UOp]:
+    """The stores of what was summed: over keys in registers and over the lanes of a row, over rows by way of shared memory; or of 0 to tiles of keys
+    that no query sees."""
+    if self.share.stored_at_once: return [*self.bias.outside(self.group.walked, self.nothing), s.statements.do(s.done)]
+    tiles = [[s.acc[j].load() for j in self.fragments(i)] for i in range(self.of.tile.row_tiles)]
+    rows = self.of_rows(self.of, tiles)
+    if self.share.broadcast[3]: rows = [(row, [sum_over_quad(element_sum(functools.reduce(ops.add, columns)))]) for row, columns in rows]
+    if self.share.broadcast[2]: return self.sums_of_rows(s, [columns for _, columns in rows])
+    if not self.share.broadcast[3]: return self.stores(self.of, self.bias.key_tile, tiles)
+    first = self.at.h.eq(0)
+    return [x for row, (total,) in rows for x in self.bias.stores(self.group, row, UOp.const(0), total, row.there & first)]
+
+  def sums_of_rows(self, s:MmaBackwardState, rows:list[list[UOp]]) -> list[UOp]:
+    """Each number summed over the lane's rows, over the lanes that have its other rows, and then, a pair of them for each thread, over the warps."""
+    at, tile, mat, one = self.at, self.of.tile, self.of.tile.matrix, self.share.broadcast[3]
+    columns, n = [functools.reduce(ops.add, column) for column in zip(*rows)], mat.block
+    numbers = columns if one else [ops.extract(x, i) for x in columns for i in range(n)]
+    for step in at.neighbours[0]: numbers = [x + nv.xor_lane(x, step) for x in numbers]
+    places = [at.h*n + (i//n*mat.N + i%n) for i in range(len(numbers))]
+    pairs = 1 if one else tile.block_n//n                   # of each warp
+    s = s.arrived(0)
+    to = s.shared.bitcast(dtypes.float)
+    s = s.do(*[nv.put(to[at.wave*(pairs*n) + place], x, at.in_octet.eq(0) & (place < pairs*n)) for place, x in zip(places, numbers)])
+    s = s.after(workgroup_barrier(s.done))
+    of_warps, stores, row = s.shared.bitcast(nv.F2), list[UOp](), self.of.rows.rows[0][0]
+    for begin in range(0, pairs, tile.threads):
+      pair = at.thread + begin
+      total = functools.reduce(ops.add, [of_warps[pair.minimum(pairs - 1) + warp*pairs].load() for warp in range(tile.waves)])
+      column, values = (pair, ops.extract(total, 0)) if one else ((self.bias.key_tile*pairs + pair)*n, total)
+      stores += self.bias.stores(self.group, row, column, values, pair < pairs)
+    return stores

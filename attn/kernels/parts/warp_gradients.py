@@ -1,0 +1,183 @@
+"""What backward on NVIDIA's matrix units has of a warp's own rows, queries or keys: their numbers, P and dS of them, and the stores of gradients."""
+from __future__ import annotations
+import functools
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+from attn.chips.matrix import Mma
+from attn.kernels.parts.counts import below, round_up
+from attn.kernels.parts.dropout import Kept, kept_scores
+from attn.kernels.parts.epilogue import place_of_row
+from attn.kernels.parts.gradients import (OF_KEYS, OF_QUERIES, Exponent, Weights, exponent_of, gradients_of, scaled_delta, weights_of_rows,
+                                          where_known)
+from attn.kernels.parts.lanes import element_sum
+from attn.kernels.parts.layouts import CopiedLayout
+from attn.kernels.parts.rows import Rows
+from attn.kernels.parts.scores import Scores
+from attn.kernels.parts.warps import Warps, sum_over_quad
+from attn.kernels.tiles.common import BlockTile
+from attn.kernels.tiles.mma import fragments
+from attn.ops import common as ops, nvidia as nv
+from attn.ops.common import flat
+from attn.problem import Problem
+from attn.score.term import Row, ScoreTerm
+from attn.tinygrad_compat import UOp
+
+L = TypeVar("L", bound=CopiedLayout)
+L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
+
+class WarpsTile(BlockTile, Protocol[L_co]):
+  """What such a kernel's tile says besides."""
+  @property
+  def matrix(self) -> Mma: """Whose fragments a warp has."""
+  @property
+  def row_tiles(self) -> int: """Tiles of 16 rows of a warp."""
+  @property
+  def keys(self) -> bool: """Whether its own rows are keys."""
+  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """So many rows in shared memory, of q or k, and of do or v."""
+
+Exponents = list[list[Exponent]]     # of each own row of a lane: of each of its vectors of scores
+Lse = list[Exponents]                # of each tile of own rows
+
+@dataclass(frozen=True)
+class OwnNumbers:
+  """The numbers of a lane's own queries, of each tile: what makes P of their scores, and delta."""
+  exponents: list[list[Exponent]]
+  deltas: list[list[UOp]]
+
+@dataclass(frozen=True)
+class WarpRows(Generic[L]):
+  """The rows that a block's warps own, in walks over the rows of `head`. `wanted`: the gradients that are summed, in this order."""
+  warps: Warps
+  tile: WarpsTile[L]
+  wanted: tuple[str, ...]
+  head: UOp
+
+  @property
+  def mat(self) -> Mma: return self.tile.matrix
+  @property
+  def p(self) -> Problem: return self.warps.group.p
+  @property
+  def own(self) -> tuple[str, str]: return OF_KEYS if self.tile.keys else OF_QUERIES
+  @property
+  def walked(self) -> tuple[str, str]: return OF_QUERIES if self.tile.keys else OF_KEYS
+  @property
+  def scores(self) -> Scores: return self.warps.group.scores.of_head(self.head) if self.tile.keys else self.warps.group.scores
+
+  def of_head(self, head:UOp) -> WarpRows[L]:
+    """The same in walks over the rows of another head."""
+    return replace(self, head=head)
+
+  @functools.cached_property
+  def in_block(self) -> list[UOp]:
+    """The first rows of the warp's tiles."""
+    return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
+  @functools.cached_property
+  def rows(self) -> list[list[Row]]:
+    """A lane's, of each tile."""
+    if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
+    group = self.warps.group
+    there = group.sequence.n_k if self.p.varlen else self.p.Sk
+    numbers = [[group.first_row + first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)] for first in self.in_block]
+    return [[Row(group.batch, self.head, key, below(key, there)) for key in own] for own in numbers]
+
+  # ***** registers *****
+  def accs(self, name:str) -> int:
+    """Accumulators of a gradient, of a tile of rows."""
+    return fragments(self.warps.group.rows(name).width, self.mat)
+  def place(self, name:str, i:int=0) -> range:
+    """Where those of the i-th tile are."""
+    before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))
+    first = i*sum(map(self.accs, self.wanted)) + before
+    return range(first, first + self.accs(name))
+
+  # ***** shared memory: own rows, then tiles of those that are walked over *****
+  def lies(self, name:str, rows:int, first:UOp|int) -> L:
+    """So many rows of this tensor, where those of both that are alike begin with unit `first`."""
+    of_d, of_dv = self.tile.layouts(self.p, rows)
+    return of_d.at(first) if name in ("q", "k") else of_dv.at(first + of_d.size)
+  def kept(self, name:str) -> L:
+    """Own rows of this tensor."""
+    return self.lies(name, self.tile.block_m, 0)
+  @property
+  def size(self) -> int:
+    """Units of all own rows."""
+    return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
+  def copies(self, shared:UOp) -> list[UOp]:
+    """The thread's part in copying the own rows. Statements."""
+    group = self.warps.group
+    return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
+  def walked_rows(self, name:str, head:UOp, there:UOp) -> Rows:
+    """Those that are walked over, of a head: so many of them."""
+    return self.warps.group.operand_rows(name, head).up_to(there)
+
+  # ***** the numbers of own queries *****
+  @property
+  def exponents(self) -> list[list[Exponent]]: return [[exponent_of(self.warps.group, row) for row in own] for own in self.rows]
+  @functools.cached_property
+  def deltas(self) -> list[list[UOp]]:
+    return [[self.delta(first + self.mat.c_row(self.warps.at.lane, r), row) for r, row in enumerate(own)]
+            for first, own in zip(self.in_block, self.rows)]
+
+  def delta(self, in_block:UOp, row:Row) -> UOp:
+    """rowsum(dO * O) - dLSE, over the lanes that share a query; of dO as dP is made of it, rounded to the inputs' dtype."""
+    group, mat = self.warps.group, self.mat
+    rows = (group.rows("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
+    total = ops.splat(0.0, 4)
+    for first in range(0, round_up(self.p.Dv, mat.K)//mat.unit, mat.groups):
+      quads = [x.load_quads(group.first_row, self.tile.block_m, in_block, first + self.warps.at.h, dtype) for x, dtype in rows]
+      for o, do in zip(*quads): total = ops.add(total, ops.mul(o, do))
+    total = sum_over_quad(element_sum(total))
+    return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
+
+  # ***** the ends *****
+  def gradient(self, acc:UOp, name:str) -> list[UOp]:
+    """The stores of a gradient, whose sums are in `acc`: 0 of keys beyond kv_lengths."""
+    group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale
+    for i, own in enumerate(self.rows):
+      for r, row in enumerate(own):
+        known = row.index < group.sequence.n_k if self.tile.keys and self.p.kv_lengths else None
+        parts = [where_known(known, ops.slice_(acc[j].load(), 2*r, 2), scale) for j in self.place(name, i)]
+        columns = [(self.warps.at.h*self.mat.block + n*self.mat.N, part) for n, part in enumerate(parts)]
+        stores += group.gradient(name, row, columns)
+    return stores
+
+  def kept_deltas(self) -> list[UOp]:
+    """The stores of delta."""
+    group = self.warps.group
+    to, x, first = flat(group.given["delta"]), group.sequence, self.warps.at.h.eq(0) & group.is_first_part
+    both = [pair for own, deltas in zip(self.rows, self.deltas) for pair in zip(own, deltas)]
+    return [to[place_of_row(self.p, x, row)[0].valid(row.there & first)].store(delta) for row, delta in both]
+
+@dataclass(frozen=True)
+class WarpTrip(Generic[L]):
+  """The steps of backward between its products, of some rows that are walked over: part `number` by the count of `score`."""
+  rows: WarpRows[L]
+  score: Scores
+  number: UOp
+  masked: bool
+
+  @property
+  def columns(self) -> range:
+    """The C fragments of scores of a tile of own rows."""
+    return range(self.score.block_n//self.rows.mat.N)
+  @functools.cached_property
+  def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.number) for own in self.rows.rows]
+
+  def lse_of_own(self, numbers:OwnNumbers) -> Lse:
+    return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.exponents]
+  def lse_of_walked(self, exponents:list[Exponent]) -> Lse: return [[exponents]*nv.ROWS for _ in self.rows.rows]
+  def minus_delta_of_own(self, numbers:OwnNumbers) -> list[list[UOp]]:
+    """`scaled_delta` of the queries, as C fragments of each tile of own rows."""
+    return [[ops.concat(*[ops.splat(scaled_delta(x, self.rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
+  def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.rows.rows]
+
+  def weights(self, scores:list[list[UOp]], lse:Lse) -> list[Weights]:
+    return [weights_of_rows(self.score, x, exponents, own, self.number, self.masked) for x, exponents, own in zip(scores, lse, self.rows.rows)]
+  def ds(self, weights:list[Weights], dp:list[list[UOp]], added:ScoreTerm|None=None) -> list[list[UOp]]:
+    return [gradients_of(w, x, added) for w, x in zip(weights, dp)]
+  def packed(self, x:list[UOp]) -> list[UOp]:
+    """C fragments of a tile of own rows as operand A."""
+    return [nv.pack_a(a, b, self.rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
+  def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
+  def kept(self, weights:list[Weights]) -> list[list[UOp]]:
+    return [[left.packed(x, 2*i) for i, x in enumerate(self.packed(w.p))] for left, w in zip(self.left, weights)]

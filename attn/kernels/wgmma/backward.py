@@ -1,0 +1,213 @@
+"""The steps of backward by Hopper's wgmma (sm_90).
+
+A block owns 64 rows, queries or keys, for each of its warpgroups, and walks over the others in tiles. Per trip a warpgroup starts S and dP, both of
+its own rows and of a tile in shared memory, turns them into P and dS in registers, and starts the products of those with the tile, which is read
+across its rows where it lies. It waits for no product that is not needed: the last ones of a trip run on while the next trip's S and dP are started.
+Nothing holds the groups together but the tiles that they all copy, by cp.async, into a ring of three: all threads arrive at an mbarrier when their
+part of a tile is there, one trip ahead and when the trip before is no longer read. Who waits for it knows that of every group.
+"""
+from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass
+from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES
+from attn.kernels.parts.blocks import Blocks
+from attn.kernels.parts.gradients import PASSES, WEIGHTED, Exponent, kinds_of_exponents, less_delta, scaled_delta
+from attn.kernels.parts.layouts import LINE, SwizzledPanels
+from attn.kernels.parts.ring import Arrivals
+from attn.kernels.parts.statements import Statements, store_all
+from attn.kernels.parts.tensors import Shapes
+from attn.kernels.parts.trips import over_tiles
+from attn.kernels.parts.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
+from attn.kernels.parts.warps import Warps
+from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.mma import fragments
+from attn.kernels.tiles.wgmma import RING, WgmmaBackwardTile
+from attn.ops import common as ops, hopper as wgmma, nvidia as nv
+from attn.problem import Problem
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+@dataclass(frozen=True)
+class WgmmaBackwardState(Arrivals):
+  """What crosses trips: the accumulators. Within a trip: scores and dP, and P and dS as operand A. Shared memory, and where statements are stored."""
+  shared: UOp
+  acc: UOp
+  scores: UOp
+  dp: UOp
+  p: UOp
+  ds: UOp
+  statements: Statements
+
+  @staticmethod
+  def of(warps:Warps, tile:WgmmaBackwardTile, accs:int) -> WgmmaBackwardState:
+    """With so many accumulators."""
+    new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
+    return WgmmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4),
+                              new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new))
+
+@dataclass(frozen=True)
+class RingPlace:
+  """A tile on the way over those of one head after another, in each pass: its number, the turn of its head, and how many came before it."""
+  tile: UOp
+  turn: UOp|int
+  index: UOp
+
+WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
+
+@dataclass(frozen=True)
+class WgmmaBackward:
+  """A kernel of one problem, or its `pass_number`-th pass, as a thread sees it: what is the same in all trips."""
+  rows: WarpRows[SwizzledPanels]
+  tile: WgmmaBackwardTile
+  state: WgmmaBackwardState      # at the start
+  known: OwnNumbers|None = None      # of own queries
+  pass_number: int = 0
+
+  @staticmethod
+  def of_queries(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> WgmmaBackward:
+    """A block that owns queries."""
+    warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
+    state = WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
+    rows: WarpRows[SwizzledPanels] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
+    return WgmmaBackward(rows, tile, state, OwnNumbers(rows.exponents, rows.deltas))
+
+  @staticmethod
+  def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
+    """The passes of a block that owns keys, which take turns in the same accumulators."""
+    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
+    accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
+    state = WgmmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
+    return [WgmmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state, None, i) for i, wanted in enumerate(passes)]
+
+  # ***** what there is *****
+  suffix = WgmmaBackwardTile.suffix
+  @property
+  def group(self) -> Workgroup: return self.rows.warps.group
+  @property
+  def wanted(self) -> tuple[str, ...]: return self.rows.wanted
+  @property
+  def dynamic_shared(self) -> int: return self.tile.lds_bytes(self.group.p)
+  @property
+  def walked(self) -> Blocks: return self.group.walked
+  @property
+  def heads(self) -> int:
+    """How many heads the block walks over, one after another."""
+    return self.group.walked_heads
+  @property
+  def turns(self) -> int:
+    """Walks over the tiles of a head, in all passes."""
+    return self.heads*self.tile.passes
+
+  # ***** shared memory *****
+  def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
+    """The tile of this tensor."""
+    return self.rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.rows.size)
+  def numbers(self, place:RingPlace) -> UOp:
+    """The unit where those of its queries begin."""
+    p = self.group.p
+    return place.index%RING*self.tile.numbers(p) + (self.rows.size + RING*self.tile.stage(p))
+
+  # ***** the way over tiles *****
+  def begin(self, s:WgmmaBackwardState|None=None, stores:list[UOp]|None=None) -> WgmmaBackwardState:
+    if s is not None: s = s.after(UOp.group(*(stores or [])))
+    else:      # the own rows and the first tile are on their way
+      s = self.state.store([self.state.statements.first])
+      s = s.expected(self.rows.warps.at, self.tile.threads)
+      s = self.fetch(s.do(*self.rows.copies(s.shared)), self.place(self.walked.begin, 0))
+    return s.store(store_all(s.acc, [nv.zero(s.done)]*s.acc.max_numel()))
+
+  def place(self, t:UOp, turn:UOp|int) -> RingPlace: return RingPlace(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
+  def next(self, place:RingPlace) -> RingPlace:
+    """The tile after this one."""
+    t, index = place.tile + 1, place.index + 1
+    if self.turns == 1: return RingPlace(t, place.turn, index)
+    same = t < self.walked.end
+    return RingPlace(same.where(t, self.walked.begin), same.where(place.turn, place.turn + 1), index)
+
+  def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
+    """A tile, if there is one, is on its way, and with queries their numbers; this thread arrives when its part is there."""
+    group, n, i, floats = self.group, self.tile.block_n, self.rows.warps.at.thread, s.shared.bitcast(dtypes.float)
+    there = (self.walked.end*n).minimum(group.scores.walk.count)
+    if self.turns > 1: there = (place.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
+    head = group.first_head + place.turn%self.heads
+    copies = [x for name in self.rows.walked
+              for x in self.rows.warps.copies(self.rows.walked_rows(name, head, there), s.shared, place.tile*n, self.ring(name, place))]
+    if self.tile.keys:
+      first, row = self.numbers(place)*4 + i, place.tile*n + i
+      rows = [group.numbers(name, head) for name in numbers_of_queries(group.p)]
+      copies += [nv.copy_number(floats[first + kind*n], x.buffer[x.base + row], row < there, i < n) for kind, x in enumerate(rows)]
+    s = s.do(*copies)
+    return s.do(wgmma.arrive(s.arrivals, s.done))
+
+  def walk(self, s:WgmmaBackwardState, work:WgmmaWork) -> WgmmaBackwardState:
+    """Goes over the tiles of one head after another, and what that has started is done."""
+    if self.heads == 1: s = self.over_head(s, self.rows, self.pass_number, work)
+    else:
+      r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
+      s = s.after(self.over_head(s.after(r), self.rows.of_head(self.group.first_head + r), self.pass_number*self.heads + r, work).done.end(r))
+    return s.do(wgmma.wait_products(s.acc, s.done))
+
+  def over_head(self, s:WgmmaBackwardState, rows:WarpRows[SwizzledPanels], turn:UOp|int, work:WgmmaWork) -> WgmmaBackwardState:
+    def trip(s:WgmmaBackwardState, t:UOp, masked:bool) -> UOp:
+      place = self.place(t, turn)
+      s = s.do(wgmma.arrived(s.arrivals, place.index, s.done))
+      return work(s, WgmmaTrip(rows, rows.scores, t, masked, self, place)).done
+    return over_tiles(s, self.walked, self.group.grid.allocator, trip)
+
+  # ***** the ends *****
+  def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]: return self.rows.gradient(s.acc, name)
+  def deltas(self) -> list[UOp]: return self.rows.kept_deltas()
+
+@dataclass(frozen=True)
+class WgmmaTrip(WarpTrip[SwizzledPanels]):
+  """The steps on a tile. Products are asynchronous: they are started, and waited for."""
+  of: WgmmaBackward
+  place: RingPlace
+
+  @property
+  def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
+  def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
+    """The numbers of this kind (see `numbers_of_queries`) of the queries that a lane's columns are."""
+    pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
+    first = self.of.numbers(self.place)*2 + kind*n//2 + self.rows.warps.at.h
+    return [pairs[first + i*self.rows.mat.N//2].load() for i in self.columns]
+
+  def product(self, s:WgmmaBackwardState, acc:UOp, which:int) -> WgmmaBackwardState:
+    """The group's own rows times those of the tile, the contraction over their elements, are on their way to `acc`."""
+    a, b = self.rows.kept(self.rows.own[which]), self.of.ring(self.rows.walked[which], self.place)
+    first = s.shared[wgmma.group(self.rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
+    panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
+    return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.rows.mat.unit//wgmma.K, panels, self.rows.p.dtype))
+
+  # ***** the steps that WarpTrip has not *****
+  def start(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
+    s = self.product(s, s.scores, 0)
+    return self.product(s, s.dp, 1) if self.needs_dp else s
+
+  def lse(self, s:WgmmaBackwardState) -> Lse:
+    if self.of.known is not None: return self.lse_of_own(self.of.known)
+    numbers = zip(*[self.numbers(s, kind) for kind in kinds_of_exponents(self.rows.p)])
+    return self.lse_of_walked([Exponent.joined([Exponent.of(self.rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build)
+                               for xs in numbers])
+
+  def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
+    """S is waited for. The products of the trip before are done, too: nobody in the group reads the tile before, and the next one gets on its way."""
+    s = s.do(wgmma.wait_products(s.scores, s.done, but=int(self.needs_dp)))
+    s = self.of.fetch(s, self.of.next(self.place))
+    return s, [[s.scores[i].load() for i in self.columns]]
+
+  def dp(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
+    """dP is waited for, and not a product with P that was started after it."""
+    s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
+    if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
+    else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.rows.p) for x in self.numbers(s, 1)])[0]
+    dp, left = [s.dp[i].load() for i in self.columns], self.left[0]
+    return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
+
+  def add(self, s:WgmmaBackwardState, name:str, weights:list[list[UOp]]) -> WgmmaBackwardState:
+    """The product is started."""
+    tensor, kind = WEIGHTED[name]
+    b = self.of.ring(tensor, self.place)
+    s = s.store(store_all(getattr(s, kind), weights[0]))
+    return s.do(wgmma.output(s.acc, getattr(s, kind), s.shared[b.base], s.done, UNIT_BYTES*b.panel, self.rows.p.dtype, self.rows.place(name)))
