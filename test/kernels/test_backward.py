@@ -1,4 +1,4 @@
-"""The backward kernels against float64, on every matrix unit, element by element (the law of attn/accuracy.py)."""
+"""Tests of the backward kernels on every matrix unit: each element agrees with float64 by the law of attn/accuracy.py."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def peaked(p:Problem) -> Inputs:
   return Inputs(rounded(x.q*8, p.dtype), rounded(x.k*4, p.dtype), x.v)
 
 def deep(p:Problem) -> Inputs:
-  """Every lse is below -100."""
+  """Scores so low that every lse is below -100."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 4), rounded(x.k*0.125 - 12, p.dtype), x.v)
 
@@ -99,7 +99,7 @@ def constants(p:Problem) -> Inputs:
   return Inputs(np.ones_like(x.q), np.ones_like(x.k), x.v)
 
 def level(p:Problem) -> Inputs:
-  """dP and delta nearly cancel."""
+  """Values near 3, so that dP and delta nearly cancel."""
   x = normal(p)
   return Inputs(x.q, x.k, rounded(3 + 0.1*x.v, p.dtype))
 
@@ -107,19 +107,20 @@ ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 
 @chips_in_turn("make", ADVERSARIAL, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
-  """A float32 dO is rounded for its products, and delta has to be of the same."""
+  """Inputs that break a wrong P or delta keep the law. A float32 dO is rounded for its products, so delta must use the rounded dO, too."""
   wide = dict(size=1000.0, out_dtype="float32") if make is level else {}
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), **wide)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
-  """Their P would be exp(0 - lse), which overflows."""
+  """Keys beyond kv_lengths get gradient 0 exactly. Without the mask their P would be exp(0 - lse), which overflows here."""
   check_backward_kernels(arch, deep, B=2, H=1, Sq=20, Sk=40, D=16, dtype="bfloat16", extras=dict(kv_lengths=ints(20, 0)), only="dkdv")
 
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """Where a NaN is put, in a tensor and its row; and the gradient for which that row is a factor of 0 for what doesn't see it, in the same tile."""
+  """Place of a planted NaN: a tensor and a row. `gradient` names the one in which that row is multiplied by 0 for rows of the same tile that do not
+  see it."""
   tensor: str
   row: int
   gradient: str
@@ -127,7 +128,8 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Which rows share a trip with this one, which is walked over: a block of own rows of which one sees, or is seen by, one of that row's tile."""
+  """Mask of the rows that share a trip with `row`. Kernels walk over the tiles of `row`; a block of own rows visits a tile if one of its rows sees,
+  or is seen by, a row of the tile."""
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
   if not of_queries: seen = seen.T                  # (own, walked)
   first = row//tile.block_n*tile.block_n
@@ -136,7 +138,8 @@ def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
 
 @in_turn("nan, arch", REACHES, (*EVERY_ARCH, "sm_90"), among=2)
 def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
-  """Exactly where it is by the reference, in which a hidden pair adds 0; and as docs/attention.md says, where 0 times NaN goes."""
+  """A NaN reaches exactly the rows that it reaches in the reference, where hidden pairs add 0. In one gradient it also reaches rows of the same
+  tile, because 0 times NaN is NaN (docs/attention.md)."""
   p = problem(H=1, Sq=200, D=16, causal=True)
   x, loss = normal(p), loss_of(p)
   (loss.do if nan.tensor == "do" else getattr(x, nan.tensor))[..., nan.row, 3] = np.nan
@@ -147,7 +150,7 @@ def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
     out = got[name]
     if name == nan.gradient:
       beyond = np.isnan(out) & ~np.isnan(law.exact)
-      assert not beyond[:, :, ~same_tiles(p, tiles[name], nan.row, name == "dq")].any(), f"{name}: a NaN reaches another tile"
+      assert not beyond[:, :, ~same_tiles(p, tiles[name], nan.row, name == "dq")].any(), f"{name}: the NaN reaches another tile"
       out = np.where(beyond, law.exact, out)
     assert (verdict := judge(out, law)).ok, f"{name}: {verdict}"
 
@@ -184,7 +187,8 @@ ROWS_OF_PLAIN = [(arch, c, keys) for arch in ("gfx90a", *ARCHS) for keys in (Fal
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
-  """What a trip loads comes item by item, rows are in pieces, and operands of columns are read ahead of their fences."""
+  """Tiles that save registers are right: a trip loads item by item, rows are read in pieces, and operands of columns are read ahead of their
+  fences."""
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
@@ -192,14 +196,16 @@ def in_turn(arch:str, row:BackwardCandidate) -> Any: return () if arch == "gfx12
 
 @pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=in_turn(*x[:2])) for x in ROWS_OF_PLAIN])
 def test_tiles_of_plain_problems(arch:str, row:BackwardCandidate, keys:bool) -> None:
-  """Which grids too small for the emulator do not get: each row of their tables, with a last tile that is not whole."""
+  """Each row of the tables for plain problems gives right results, with a last tile that is not whole. Dispatch would not choose these tiles for
+  grids small enough to emulate."""
   p, chip = problem(D=row.up_to, Sq=300, Sk=300), get_chip(arch)
   tile = backward_tile(p, chip, row, keys)
   check_backward_kernels(arch, H=1, Sq=150, Sk=200, D=row.up_to, causal=not keys, tiles=lambda t: tile if t.keys == keys else t,
                          only="dkdv" if keys else "dq")
 
 def test_part_of_an_operand_is_refused() -> None:
-  """On RDNA3 an operand is two units: of one, no product would be left, and nothing would show that but the numbers."""
+  """A tile whose fence holds only one unit of an operand is refused on RDNA3, where an operand is two units: no product would be left, and only
+  wrong numbers would show it."""
   p, chip, c = problem(D=64), get_chip("gfx1100"), BackwardCandidate(64, 4, 16, fenced=1)
   assert "1 units together, an operand is made of 2" in str(backward_fits(p, chip, backward_tile(p, chip, c, False), c))
   assert backward_fits(p, chip, backward_tile(p, chip, d := replace(c, fenced=2), False), d) is None
@@ -230,7 +236,7 @@ BY_WGMMA: dict[str, dict[str, Any]] = {
   "few queries": dict(Sq=64, Sk=300, D=128, causal=True, parts=2),
 }
 
-RARE = ("two passes", "few queries", "sinks", "more queries, causal", "long rows")     # or what others have the same of
+RARE = ("two passes", "few queries", "sinks", "more queries, causal", "long rows")     # other cases cover the same
 @pytest.mark.parametrize("arch", ("sm_90", GPU))
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in BY_WGMMA])
 def test_wgmma(arch:str, case:str) -> None: check_backward_kernels(arch, **{**LONG, **BY_WGMMA[case]})
@@ -278,7 +284,7 @@ def without_delta(m:pytest.MonkeyPatch) -> None:
 def without_dlse(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "number", lambda number: lambda self, name, row: NOTHING if name == "dlse" else number(self, name, row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """softmax_scale once more than it should be, or once less."""
+  """Plants a fault: softmax_scale is applied once too often, or not at all."""
   def plant(m:pytest.MonkeyPatch) -> None:
     def gradient(original:Any) -> Any:
       def store(self:Workgroup, name:str, row:Any, columns:Any) -> Any:
@@ -304,11 +310,11 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"{wanted}_of_head_0"
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
-  """The numbers of queries in the order of the tile, not in that of a lane's elements."""
+  """Plants a fault: numbers of queries are in the tile's order, and not in the order of a lane's elements."""
   wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
                                                                                    self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
-  """The numbers of a lane's columns in the order of its fragments, the other way round."""
+  """Plants a fault: numbers of a lane's columns are in the reverse order of its fragments."""
   for of in (MmaTrip, WgmmaTrip): wrong(m, of, "numbers", lambda numbers: lambda self, *args: numbers(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
@@ -318,12 +324,12 @@ def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
 
 def blind_row(Sq:int) -> np.ndarray:
-  """A bias that hides all keys from one query, in tiles that no mask touches."""
+  """Bias that hides all keys from one query, in tiles that no mask touches."""
   bias = floats(1, 1, Sq, 1)
   bias[0, 0, 7] = -np.inf
   return bias
 
-FAULTS: dict[Any, tuple[dict[str, Any], str]] = {   # what is planted: in which problem, and where it shows
+FAULTS: dict[Any, tuple[dict[str, Any], str]] = {   # fault: (the problem in which it is planted, where it shows)
   without_delta: (SMALL, "dq: "), without_dlse: ({**SMALL, "dlse": True}, "dq: "),
   scaled("dq", power=1): (SMALL, "dq: "), scaled("dq", power=-1): (SMALL, "dq: "),
   scaled("dk", power=1): (SMALL, "dk: "), scaled("dk", power=-1): (SMALL, "dk: "),
@@ -336,13 +342,13 @@ FAULTS: dict[Any, tuple[dict[str, Any], str]] = {   # what is planted: in which 
   unwritten: ({**SMALL, **CASES["packed"]}, "never written"),
 }
 
-ONLY_ON = {lanes_swapped: ("gfx942", "gfx950", "gfx1100"), columns_swapped: ("sm_80", "sm_90")}     # on RDNA4 the two orders are the same
-FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes, which has 64 rows at least
+ONLY_ON = {lanes_swapped: ("gfx942", "gfx950", "gfx1100"), columns_swapped: ("sm_80", "sm_90")}     # on RDNA4 the two orders are equal
+FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes: it has at least 64 rows
   "unguarded": dict(Sq=100, Sk=133, extras=dict(bias=blind_row(100))), "unwritten": BY_WGMMA["packed"],
   "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
-  """Where the kernels share what a fault is planted in, one of them is enough by default."""
+  """Parameters of a planted fault on a chip. Where kernels share the faulty code, one kernel runs by default and the others in the thorough run."""
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
@@ -368,7 +374,8 @@ def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int,
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
 @pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
-  """Of mma.sync: without its barriers, or without waiting for copies. A problem of its own: its program stays in tinygrad's cache."""
+  """The ring of mma.sync needs its barriers and its waits for copies. The problem is used in no other test, because its program stays in tinygrad's
+  cache."""
   if fault == "barrier":
     monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
     monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
@@ -377,7 +384,7 @@ def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) ->
     check_backward_kernels("sm_80", **{**SMALL, "Sq": 72}, only="dkdv")
 
 def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
-  """What ptxas says of a kernel."""
+  """Output of ptxas for a kernel."""
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   placeholders = [UOp.placeholder(shape, DTYPES[kind], i) for i, (shape, kind) in enumerate(names.values())]
   source = to/"kernel.cu"
@@ -390,7 +397,7 @@ def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path
   pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) == ("dkdv", 128, "sm_90") else pytest.mark.thorough)
   for kernel, d, arch in itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120"))])
 def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
-  """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
+  """Compiled kernels do not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
   for dtype, causal in (("float16", False), ("bfloat16", True)):
     extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
     p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)
@@ -416,7 +423,7 @@ def test_same_in_every_run(arch:str) -> None:
 
 # ***** the gradient of a bias *****
 
-BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and keys have a bias of their own; parts: None are as many as are chosen
+BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and keys have their own bias; parts None: dispatch's number
   "of every score": dict(bias=(1, 1, 1, 1), causal=True, softcap=3.0),
   "of heads": dict(bias=(0, 1, 1, 1), H=4, Hkv=2, window=(30, 9), parts=2),
   "of batches": dict(bias=(1, 0, 1, 1), H=5, Hkv=1, D=24, Dv=8, layout="bshd", bias_dtype="bfloat16", parts=3),
@@ -454,12 +461,12 @@ def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_bias_of_long_rows(arch:str) -> None:
-  """Own rows come from global memory in every trip, where forward has no registers for them."""
+  """Own rows come from global memory in every trip where the forward kernel has no registers for them."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
 
 @chips_in_turn("case", BIASES, ("of keys",))
 def test_gradient_of_a_bias(arch:str, case:str) -> None:
-  """By itself, and in parts."""
+  """Gradient of a bias is right when it is written whole, and when it is written in parts."""
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
   sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
   extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)

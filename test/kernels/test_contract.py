@@ -1,4 +1,4 @@
-"""A sample of what test/contract.py does at length: each unit keeps the accuracy law, and the faults that it is there for break it."""
+"""Small sample of what test/contract.py draws: each unit keeps the accuracy law, and the faults that the law must see break it."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ CHIPS = tuple(unit for unit in UNITS if unit != "tiled")
 def small(monkeypatch) -> None:
   for name, parameters in SMALL.items(): monkeypatch.setitem(contract.SHAPES, name, parameters)
 
-# On AMD fewer queries than fill a workgroup get a kernel whose references follow every maximum.
+# On AMD, too few queries for a workgroup would get a kernel whose references follow every maximum.
 SMALL:dict[str, dict[str, Any]] = {
   "a sample": dict(H=1, Sq=260, Sk=150, D=32), "a sample in 3 splits": dict(H=8, Sq=1, Sk=300, D=32, num_splits=3),
   "gradients, a sample": dict(H=2, Hkv=1, Sq=66, Sk=70, D=16, causal=True)}      # a warpgroup has 64 rows
@@ -74,7 +74,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 def arch_of(unit:str) -> str: return TILED_ON if unit == "tiled" else unit
 
 def forward(unit:str, p:Problem, x:Inputs, kernel:bool=True, **call:Any) -> Arrays:
-  """o and lse by `attention`, called in this way."""
+  """Computes o and lse by `attention`, with these arguments."""
   with emulated(arch_of(unit), KERNELS.get(unit, "") if kernel else ""):
     q, k, v = (tensor(a, p.dtype) for a in (x.q, x.k, x.v))
     o, lse = attn.attention(q, k, v, return_lse=True, out_dtype=DTYPES[p.out_dtype], **call)
@@ -99,10 +99,10 @@ def scale_twice(unit:str, monkeypatch) -> Found:
 def near_3(p:Problem) -> Inputs: return replace(x := normal(p), v=rounded(3 + 0.1*x.v, p.dtype))
 
 def truncated(unit:str, monkeypatch) -> Found:
-  """P rounded towards 0, and O divided by the sum of P as it was before."""
+  """Rounds P towards 0, but divides O by the sum of P before that rounding."""
   def down(x:np.ndarray) -> np.ndarray:
     bits = nearest(x)
-    return np.where(numerics.widen(bits, "float16") > x, bits - np.uint32(1), bits)     # P is no less than 0
+    return np.where(numerics.widen(bits, "float16") > x, bits - np.uint32(1), bits)     # P is never negative
   def with_down(meaning:Callable[..., Any]) -> Callable[..., Any]:
     def changed(*args:Any, **static:Any) -> Any:
       with patch.object(numerics, "round_fp16", down): return meaning(*args, **static)
@@ -123,7 +123,7 @@ def lse_off(unit:str, monkeypatch) -> Found:
   return against(p, x := normal(p), forward(unit, p, x), "lse")
 
 def wrong_split(unit:str, monkeypatch) -> Found:
-  """What does not have the largest LSE weighs 2^-10 more than it should."""
+  """Lets each key range without the largest lse weigh 1 + 2^-10 times what it should."""
   monkeypatch.setattr(combine, "weight_of", lambda *of: ops.mul(w := weight_of(*of), w.eq(1.0).where(1.0, 1 + 2.0**-10)))
   p = problem(H=4, Sq=1, Sk=193, D=32, num_splits=2, out_dtype="float32")
   x = normal(p)
@@ -131,7 +131,7 @@ def wrong_split(unit:str, monkeypatch) -> Found:
   return against(p, x := replace(x, v=rounded(v, p.dtype)), forward(unit, p, x, False, num_splits=2), "o")
 
 def backward(unit:str, p:Problem, x:Inputs, loss:Loss, right:Loss, *names:str) -> Found:
-  """The gradients of a loss, by the laws of those of the right one."""
+  """Computes the gradients of a loss, and pairs them with the laws for the right loss."""
   got, laws = run_backward(p, x, loss, arch_of(unit), {}), expected_gradients(p, x, right, {})
   return {name: (got[name], laws[name]) for name in names}
 
@@ -160,15 +160,15 @@ UNIT_KINDS = ("gfx942", "gfx1100", "sm_80", "sm_90", "tiled")
 @pytest.mark.usefixtures("without_places")
 @in_turn("fault, unit", FAULTS, UNIT_KINDS)
 def test_fault(fault:str, unit:str, monkeypatch) -> None:
-  """(Kernels are kept by their problem: each fault that changes one has a problem of its own.)"""
-  if (fault, unit) == ("truncated", "tiled"): pytest.skip("tiled rounds no P")
+  """Each planted fault breaks the law. Faults that change a kernel use a problem of their own, because kernels are cached by their problem."""
+  if (fault, unit) == ("truncated", "tiled"): pytest.skip("tiled does not round P")
   for name, (got, law) in FAULTS[fault](unit, monkeypatch).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
 # ***** which sum of P *****
 
 def two_keys(p:Problem, seed:int) -> Inputs:
-  """Two keys count, the first and the last, whose weight is 2^6 to 2^7.9 of the first one's, relative to a reference that still holds: only division
-  by the sum of what was rounded takes its rounding error out. All rows of a draw are alike."""
+  """Inputs in which only the first and the last key count. The last key weighs 2^6 to 2^7.9 times as much as the first, relative to a reference that
+  still holds. The error of rounding P cancels only if O is divided by the sum of the rounded P. All rows of a draw are equal."""
   x, q, k = normal(p, seed), np.zeros((p.B, 1, p.Sq, p.D), np.float32), np.zeros((p.B, 1, p.Sk, p.D), np.float32)
   gap = np.random.default_rng(seed).uniform(6, 7.9, p.B)
   q[..., 0], k[..., 1:-1, 0], k[..., -1, 0] = 1, -60/p.softmax_scale, gap[:, None]*np.log(2)/p.softmax_scale
@@ -186,7 +186,7 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """And without one this kind of input keeps the law, too."""
+  """O divided by the wrong sum of P, or lse of the wrong sum, breaks the law; without a fault these inputs keep it."""
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):
@@ -195,8 +195,8 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
-  """Whatever 16-bit types P and O are rounded to: an O in float16 does not hide how P was rounded to bfloat16. (The rows of a draw have the same
-  roundings: a root over 12 of these says nothing.)"""
+  """Rows that two keys share keep the law for every pair of 16-bit types of P and O. An O in float16 does not hide how P was rounded to bfloat16.
+  Only the limit is checked: all rows of a draw have the same roundings, so a root mean square over 12 draws says nothing."""
   for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****
@@ -208,14 +208,14 @@ def marks(chip:str, dtype:str): return () if chip in BY_DEFAULT and dtype == "fl
 @pytest.mark.parametrize("chip, dtype", [pytest.param(chip, dtype, marks=marks(chip, dtype))
                                          for chip in ("gfx90a", *CHIPS) for dtype in ("float16", "bfloat16")])
 def test_denormal_weights(chip:str, dtype:str) -> None:
-  """A key of score 0 and 4096 keys of score ln 2^-15, whose P is denormal in fp16 and not in bf16. Matrix units multiply and dot products add such
-  numbers as they are, but for CDNA2, which takes 16-bit denormals for zero in both (see attn/emulator/matrix.py): there they weigh nothing in O. An
-  LSE, of P before it is rounded, has them everywhere."""
+  """P of low keys may be denormal: one key has score 0, and 4096 keys have score ln 2^-15, whose P is denormal in fp16 but not in bf16. Matrix units
+  and dot products use denormals as they are, except on CDNA2, which takes 16-bit denormals for zero (see attn/emulator/matrix.py), so there these
+  keys weigh nothing in O. Their weight always counts in lse, which sums P before rounding."""
   n, low = 4096, -15*np.log(2)
   p = problem(H=1, Sq=1, Sk=n + 1, D=16, dtype=dtype, out_dtype="float32", softmax_scale=1.0)
   q, k, v = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32)
   q[..., :2], k[..., 1:, 0] = 1, 0
-  # -15 ln 2 as a sum of two numbers of 16 bits, so that the score is right to 2^-15
+  # -15 ln 2 as a sum of two 16-bit numbers, so that the score is right to 2^-15.
   high = rounded(np.float32([low]), dtype)[0]
   k[..., 1:, 0], k[..., 1:, 1] = high, rounded(np.float32([low - high]), dtype)[0]
   v[..., 0, :], v[..., 1:, :] = 1, 3

@@ -1,4 +1,4 @@
-"""Every option of the forward kernel against float64, and what has gone wrong with such options in other implementations."""
+"""Tests of every option of the forward kernel against float64, and of errors that other implementations had with these options."""
 from __future__ import annotations
 import math, mmap
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_grouped_queries(arch:str, case:str) -> None:
   np.testing.assert_allclose(lse, lse_apart, rtol=1e-5, atol=1e-5)
 
 def test_decoding_reads_keys_once() -> None:
-  """The eight query heads of a key/value head are one workgroup."""
+  """Decoding reads keys once: the eight query heads of a key/value head form one workgroup."""
   p = problem(H=64, Hkv=8, Sq=1, Sk=4096, D=128)
   for arch in EVERY_ARCH:
     tile = choose_tile(p, get_chip(arch))
@@ -138,19 +138,19 @@ def test_cache_beyond_lengths(arch:str, Sq:int) -> None:
 
 @every_arch
 def test_lengths_beyond_the_buffer(arch:str) -> None:
-  """Lengths that no buffer has are held to it: no access leaves it."""
+  """Lengths above the buffer's number of rows count as that number, and negative ones as 0: no access leaves the buffer."""
   p = problem(B=3, Sq=3, Sk=40, causal=True, extras=dict(kv_lengths=ints(0, 0, 0)))
   o, _ = run_kernels(p, x := normal(p), arch, dict(kv_lengths=ints(40, 2**31 - 1, -5)))
   assert (verdict := judge(o, expected(p, x, dict(kv_lengths=ints(40, 40, 0)))[0])).ok, str(verdict)
 
 def even(p:Problem) -> Inputs:
-  """Equal scores: an output is the mean of the values that its query sees."""
+  """Equal scores, so that each output is the mean of the values that its query sees."""
   return replace(normal(p), q=np.zeros((p.B, p.H, p.Sq, p.D), np.float32))
 
 @every_arch
 @pytest.mark.parametrize("Sq", (1, 256))
 def test_window_counts_itself(arch:str, Sq:int) -> None:
-  """(W-1, 0) is W keys, the diagonal included."""
+  """The window (W-1, 0) shows W keys, the diagonal included."""
   o, lse = check_kernels(arch, even, H=1, Sq=Sq, Sk=256, D=16, window=(127, -1), causal=True)
   v = normal(problem(H=1, Sq=Sq, Sk=256, D=16)).v[0, 0]
   assert lse is not None
@@ -166,15 +166,15 @@ def test_causal_is_a_window(arch:str) -> None:
 @every_arch
 def test_bias_of_minus_infinity(arch:str) -> None:
   bias = floats(1, 1, 40, 150)
-  bias[..., 7, :] = -np.inf          # a row that sees nothing
-  bias[..., 9, :128] = -np.inf       # nothing in the first tiles
-  bias[..., 11, 1:] = -np.inf        # a single key
+  bias[..., 7, :] = -np.inf          # this row sees no key
+  bias[..., 9, :128] = -np.inf       # this row sees nothing in the first tiles
+  bias[..., 11, 1:] = -np.inf        # this row sees a single key
   o, lse = check_kernels(arch, Sq=40, Sk=150, extras=dict(bias=bias))
   assert lse is not None and (o[:, :, 7] == 0).all() and np.isneginf(lse[:, :, 7]).all()
 
 @every_arch
 def test_nan_in_a_masked_bias(arch:str) -> None:
-  """NaN where no query looks has no effect: beyond a length, and above the diagonal."""
+  """NaN in a bias has no effect where no query looks: beyond a length, and above the diagonal."""
   bias = floats(1, 1, 40, 150)
   bias[..., 100:] = np.nan
   o, _ = check_kernels(arch, Sq=40, Sk=150, extras=dict(bias=bias, kv_lengths=ints(100)))
@@ -184,7 +184,7 @@ def test_nan_in_a_masked_bias(arch:str) -> None:
   assert np.isfinite(check_kernels(arch, Sq=40, Sk=150, causal=True, extras=dict(bias=bias))[0]).all()
 
 def low(p:Problem) -> Inputs:
-  """All scores near -1e5: a finite stand-in for -inf would be above them."""
+  """Scores near -1e5, so that a finite stand-in for -inf would be above them."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 112), np.full_like(x.k, -112), x.v)
 
@@ -196,11 +196,11 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Scores of 1.3e10, no power of two, lest their product with the scale be exact: one rounding more in the difference than in the maximum is
-  hundreds of powers of two."""
+  """Scores of 1.3e10. They are no power of two, so that their product with the scale is not exact: one more rounding in the difference than in the
+  maximum changes it by hundreds of powers of two."""
   x = normal(p)
   k = np.full_like(x.k, 16384)
-  k[:, :, ::3] = 16256               # the bf16 below it
+  k[:, :, ::3] = 16256               # the next lower bfloat16
   return Inputs(np.full_like(x.q, 12288), k, x.v)
 
 @every_arch
@@ -217,14 +217,14 @@ def uops_of(p:Problem, arch:str, tile:Tile|MmaTile) -> list[UOp]:
   return lower(forward_of(p, get_chip(arch), tile)(*tensors), renderer(Target("EMU", "HIP", arch)))
 
 def sparse(nbytes:int) -> View:
-  """Device memory of zeros that takes no memory until it is written."""
+  """View of device memory full of zeros, which occupies memory only where it is written."""
   a = Allocation.__new__(Allocation)
-  memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))   # a name since Python 3.13
+  memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))   # mmap's since Python 3.13
   a.data, a.written, a.touched, a.outputs = np.frombuffer(memory, np.uint8), None, True, {}
   return View(a, 0, nbytes)
 
 def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
-  """One workgroup of the kernel; -1 is the last one."""
+  """Runs one workgroup of the kernel; -1 is the last one."""
   uops = uops_of(p, arch, choose_tile(p, get_chip(arch)))
   plan, sizes = Plan(uops, "attn_large", arch), {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
   grid, local = (tuple(sizes.get(f"{kind}idx{i}", 1) for i in range(3)) for kind in "gl")
@@ -232,7 +232,7 @@ def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
   with np.errstate(all="ignore"): Frame(plan, number % (p.B*p.H), 1, grid, local, dict(zip(plan.params, views, strict=True)), {}).run()
 
 def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
-  """The last head of the last batch, with numbers there and zeros everywhere else."""
+  """Runs the workgroup of the last head of the last batch. Its inputs are random numbers; all other inputs are zeros."""
   views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(replace(p, B=1, H=1, Hkv=1))
   for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)
   run_alone(p, arch, views, -1)
@@ -242,7 +242,7 @@ def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
 
 @on_the_emulator
 def test_indices_beyond_32_bits(arch:str) -> None:
-  """K and V of 2^31 elements and more."""
+  """Indices are right for K and V of 2^31 elements and more."""
   p = problem(B=8300, H=16, Sq=1, Sk=130, D=128, lse=False)
   assert math.prod(p.shapes["k"][0]) > 2**31
   o, x = run_last_workgroup(p, arch)
@@ -251,7 +251,7 @@ def test_indices_beyond_32_bits(arch:str) -> None:
 
 @on_the_emulator
 def test_a_bias_beyond_32_bits(arch:str) -> None:
-  """Of 2^32 elements after the first one, of which the first head reads its own."""
+  """The first head reads its own part of a bias with 2^32 elements."""
   p = replace(problem(B=2**12, H=2**8, Sq=16, Sk=256, D=16, lse=False), bias=(True,)*4)
   one = replace(p, B=1, H=1, Hkv=1, bias=None)
   views, x, bias = [sparse(math.prod(shape)*(4 if name == "bias" else 2)) for name, (shape, _) in arguments(p).items()], normal(one), floats(16, 256)
@@ -264,7 +264,7 @@ def test_a_bias_beyond_32_bits(arch:str) -> None:
 
 @pytest.mark.parametrize(("Sk", "wide"), ((1, False), (130, True)))
 def test_index_type(Sk:int, wide:bool) -> None:
-  """Addresses are computed in 32 bits where those do, and in 64 where not."""
+  """Kernels compute addresses in 32 bits where that is enough, and in 64 bits elsewhere."""
   p = problem(B=8300, H=16, Sq=1, Sk=Sk, D=128, lse=False)
   for arch in EVERY_ARCH:
     tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
@@ -281,7 +281,7 @@ def test_more_heads_than_a_grid_axis(arch:str, heads:int) -> None:
 
 # ***** machine code *****
 
-COMPILED: dict[str, dict[str, Any]] = {   # heads enough for the largest tile
+COMPILED: dict[str, dict[str, Any]] = {   # enough heads for the largest tile
   "softcap": dict(softcap=30.0),
   "large softcap": dict(softcap=1000.0, causal=True),
   "alibi": dict(causal=True, extras=dict(alibi_slopes=slopes(512))),
@@ -299,7 +299,7 @@ def test_no_spills(arch:str, option:str, D:int) -> None:
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   text = clang.assembly(render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
-  assert text.count("v_readfirstlane") < 10, "loads that loop over the values of their descriptor"
+  assert text.count("v_readfirstlane") < 10, "loads loop over the values of their descriptor"
 
 @every_amd
 @pytest.mark.parametrize("window", ((100, -1), (100, 0)))
@@ -311,7 +311,7 @@ def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
 def test_output_type_compiles(dtype:str, out:str) -> None:
-  """The output's type is declared though no value of it is computed."""
+  """The kernel declares the output's type, although it computes no value of that type."""
   p = problem(Sq=40, dtype=dtype, out_dtype=out)
   for arch in ARCHS:
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(arguments(p).values())]

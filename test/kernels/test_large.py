@@ -1,5 +1,5 @@
-"""Tensors beyond 2^31 elements. No integer of a kernel overflows, which the ranges of its lowered program prove: nothing of such a size is allocated
-but in the test on a CPU, and touched there neither."""
+"""Tests of tensors beyond 2^31 elements. The ranges of a lowered program prove that no integer of a kernel overflows. Only the test on a CPU
+allocates such tensors, and touches only a few rows of them."""
 from __future__ import annotations
 import math, os, subprocess, sys
 from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +26,11 @@ MANY = 2**33      # elements
 CHIPS = ("gfx942", "sm_80")
 
 def unproven(sink:UOp, arch:str) -> list[str]:
-  """The integers of a kernel that may be more than their type holds."""
+  """Integers of a kernel that may exceed their type."""
   return [f"{u.op.name} of {u.dtype.name}: {low}..{high}" for u, (low, high) in Ranges(lower(sink, printer_of(arch))).beyond.items()]
 
 def types_of_indices(uops:Iterable[UOp], slot:int) -> set[str]:
-  """Of what says where in an argument an access is."""
+  """Types of the indices with which a program accesses an argument."""
   return {u.src[1].dtype.name for u in uops if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].op is Ops.PARAM and u.src[0].arg.slot == slot}
 
 # ***** rows that are appended *****
@@ -63,7 +63,7 @@ def test_append(of:str, arch:str) -> None:
 
 @pytest.mark.parametrize("count, kind", ((2**14, "int"), (2**15, "int"), (2**15 + 1, "long")))
 def test_index_types_of_append(count:int, kind:str) -> None:
-  """A cache of up to 2^31 elements is addressed in 32 bits, as it was."""
+  """A cache of up to 2^31 elements is addressed in 32 bits, a larger one in 64."""
   a = in_pages(count, 64)
   for arch in CHIPS: assert types_of_indices(lower(append(a)(*tensors_of(a)), printer_of(arch)), 0) == {kind}
 
@@ -86,7 +86,7 @@ assert not pages[page, :9].numpy().any() and not pages[page, 10:].numpy().any()
 
 @pytest.mark.thorough
 def test_append_on_a_cpu() -> None:
-  """Two caches of 4.3 GB, of which only the rows that are written take memory."""
+  """Append works on two caches of 4.3 GB, of which only the written rows occupy memory."""
   pytest.importorskip("ziglang")
   root = Path(__file__).resolve().parent.parent.parent
   environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": str(root),
@@ -97,7 +97,7 @@ def test_append_on_a_cpu() -> None:
 # ***** attention *****
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
-Program = tuple[Shapes, Callable[..., UOp]]     # the tensors that a kernel takes, and the kernel
+Program = tuple[Shapes, Callable[..., UOp]]     # tensors that a kernel takes; the kernel
 
 def posed(**options:Any) -> Problem:
   sizes = dict(B=1, H=8, Sq=1024, Sk=1024, D=16) | options
@@ -105,7 +105,7 @@ def posed(**options:Any) -> Problem:
   return Problem(**sizes)
 
 def in_views(rows:int, size:int, apart:int, **options:Any) -> Problem:
-  """K and V in a buffer of `size` elements, their rows `apart` elements one from the next."""
+  """Problem whose K and V lie in a buffer of `size` elements, with rows `apart` elements from each other."""
   view = Strided(size, 0, 16, 32, apart)
   return posed(B=2, H=2, Sq=64, Sk=rows, k_view=view, v_view=view, **options)
 
@@ -141,7 +141,7 @@ def plain_gradients(p:Problem, chip:Chip) -> Iterator[Program]:
 
 BIAS, PACKED = dict(bias=(True,)*4, bias_dtype="float16"), dict(layout="thd", B=64, total_q=2**25, total_k=2**25, Sq=2**20, Sk=2**20)
 LENGTHS, LONG = dict(kv_lengths=True, kv_starts=True), dict(H=2, Sq=2**28, Sk=2**28)
-LARGE: dict[str, tuple[Problem, Callable[[Problem, Chip], Iterator[Program]], tuple[str, ...]]] = {   # the arguments of MANY elements and more
+LARGE: dict[str, tuple[Problem, Callable[[Problem, Chip], Iterator[Program]], tuple[str, ...]]] = {   # last: arguments with at least MANY elements
   "batches": (posed(B=2**16, return_lse=True), forward, ("o", "q", "k", "v")),
   "rows beside each other": (posed(layout="bshd", H=2**13, Sq=2**16, Sk=2**16, window=(-1, 0)), forward, ("o", "q", "k", "v")),
   "a window": (posed(window=(2**27, 2**26), **LONG), forward, ("o", "q", "k", "v")),
@@ -216,7 +216,8 @@ def test_too_many_rows(name:str) -> None:
 # ***** operations *****
 
 def test_operations_of_a_mask() -> None:
-  """As many as all rows together see keys; a count that walks over the rows would take minutes where there are 2^28."""
+  """Number of operations of a masked problem follows from how many keys all rows see in total. A count that walks over 2^28 rows would take
+  minutes."""
   rng = np.random.default_rng(0)
   for i in range(300):
     Sq, Sk, left, right, offset = map(int, rng.integers((2, 1, -1, -1, -20), (30, 30, 40, 40, 20)))

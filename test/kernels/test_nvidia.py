@@ -1,4 +1,4 @@
-"""mma.sync on NVIDIA: the kernel against float64, on the emulator and, with `python -m pytest -m gpu`, on the GPU that is there."""
+"""Tests of the mma.sync kernels against float64, on the emulator and, with `python -m pytest -m gpu`, on this machine's GPU."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
 from dataclasses import replace
@@ -27,7 +27,7 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def without_wgmma(monkeypatch) -> None:
-  """sm_90 has a kernel of its own: test_wgmma.py. Dispatch forgets what it has chosen, now and when the test is over."""
+  """Makes dispatch use mma.sync on sm_90, whose own kernel test_wgmma.py tests. Dispatch forgets earlier choices before and after each test."""
   change_kernel(monkeypatch, "forward_wgmma", lacks=lambda arch: "this tests mma.sync")
 
 @in_turn("case, chip", SHAPES, ["sm_90"], [GPU], among=2)
@@ -46,8 +46,8 @@ def test_adversarial(chip:str, make) -> None:
 @either
 @pytest.mark.parametrize(("value", "scale"), ((12288, 0.25), (14336, 0.1)))
 def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
-  """bf16 scores of more than 1e10, beside rows of ordinary ones: exp2 of (score - maximum) must not overflow, nor vanish, by rounding the two
-  differently: by one fma the exponents here would be 128 and -96."""
+  """bfloat16 scores above 1e10, beside rows of ordinary scores: exp2(score - maximum) must neither overflow nor vanish because the two are rounded
+  differently. With one fma the exponents would be 128 and -96 here."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     q, k = np.full_like(x.q, value), np.full_like(x.k, 16384)
@@ -58,7 +58,7 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
 @in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """The tiles of large grids, in both dtypes and all alignments of the mask; on the emulator a few heads stand for the many of a large grid."""
+  """Tiles of large grids are right in both dtypes and all alignments of the mask. On the emulator a few heads stand for a large grid."""
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
@@ -76,7 +76,7 @@ def test_large_grids(D:int) -> None:
 
 @pytest.mark.gpu
 def test_attention_of_tensors() -> None:
-  """The API on the device itself: options of the score, a split, and a cache that TinyJit appends to."""
+  """The API works on the GPU itself: options of the score, a split, and a cache to which TinyJit appends."""
   from attn import attention, attention_with_kv_cache, explain
   with Context(DEV="CUDA"):
     rng = np.random.default_rng(0)
@@ -105,7 +105,7 @@ ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, caus
 
 @in_turn("tile, case", TILES, list(ON_TILES))
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
-  """Warps, query tiles, keys and their parts, stages and where Q is kept may be chosen freely."""
+  """Any combination of warps, query tiles, keys and their parts, stages and place of Q is right."""
   change_kernel(monkeypatch, "forward_mma", tile=lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
   check("sm_90", **ON_TILES[case])
@@ -119,14 +119,15 @@ def test_tiles_fit(arch:str) -> None:
     assert mma_tile(p, a).lds_bytes(p) <= a.lds
 
 def test_two_blocks_to_a_multiprocessor() -> None:
-  """Where shared memory is small tiles are smaller, so that one block computes while another waits (but at D = 256 on 100 KB)."""
+  """Tiles are so small that two blocks fit on a multiprocessor and one computes while the other waits, except for D = 256 with 100 KB of shared
+  memory."""
   for arch, D in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90"), (64, 96, 128, 192, 256)):
     p, a = problem(H=256, Sq=1024, D=D), get_chip(arch)
     alone = D == 256 and arch in ("sm_86", "sm_89")
     assert (a.lds + 1024)//(mma_tile(p, a).lds_bytes(p) + 1024) >= (1 if alone else 2)
 
 def test_banks() -> None:
-  """The eight rows of a matrix that ldmatrix reads, and the eight units of a line that cp.async writes, lie in all the banks."""
+  """The eight rows of a matrix that ldmatrix reads, and the eight units of a line that cp.async writes, cover all banks."""
   for width in (16, 64, 80, 128, 192, 256):
     rows = SwizzledRows(16, width//8)
     at = np.array([[int(rows.place(UOp.const(r), UOp.const(u)).simplify().arg) for u in range(rows.units)] for r in range(16)])
@@ -141,7 +142,7 @@ COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(l
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4)
 def test_no_local_memory(option:str, D:int, tmp_path) -> None:
-  """What the tiles of large grids, and of decoding, compile to: no spills and no stack."""
+  """Tiles of large grids and of decoding compile without spills and stack."""
   a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   (source := tmp_path/"kernel.cu").write_text(render(forward_of(p, a, mma_tile(p, a))(*tensors), "sm_90"))
@@ -164,7 +165,7 @@ def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
 
 @pytest.mark.parametrize("transposed", (False, True))
 def test_ldmatrix(transposed:bool) -> None:
-  """Lane l gets columns 2*(l%4), +1 of row l//4 of each matrix (PTX ISA 9.7.14.5.15), from its transpose where asked."""
+  """ldmatrix gives lane l the columns 2*(l%4) and 2*(l%4) + 1 of row l//4 of each matrix, or of its transpose (PTX ISA 9.7.14.5.15)."""
   class Lanes:
     active, wave = np.ones(32, bool), 32
     def load_bytes(self, pointer, offset, nbytes, gate): return np.ascontiguousarray(memory.reshape(32, 8)).view(np.uint8).T

@@ -1,4 +1,4 @@
-"""Split-KV: partial results of key ranges and their merge, against float64 and against the kernel that does it in one go."""
+"""Tests of split-KV: partial results of key ranges and their merge agree with float64 and with the kernel that takes all keys at once."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -54,7 +54,7 @@ def test_split(arch:str, case:str) -> None: check_kernels(arch, **SPLITS[case])
 
 @every_arch
 def test_empty_range_weighs_nothing(arch:str) -> None:
-  """Sq > Sk: the merge of a range that some rows see and one that they don't."""
+  """With Sq > Sk and a causal mask, a key range that a row does not see weighs nothing in the merge."""
   o, lse = check_kernels(arch, Sq=130, Sk=70, num_splits=2, causal=True)
   assert lse is not None and (o[:, :, :60] == 0).all() and np.isneginf(lse[:, :, :60]).all() and np.isfinite(lse[:, :, 60:]).all()
 
@@ -136,12 +136,13 @@ def test_variable_length_under_jit(arch:str) -> None:
 @pytest.mark.parametrize(("b", "h", "hk", "sq", "sk", "least", "most"), (
   (1, 2, 2, 40000, 40000, 4, 4), (1, 16, 16, 128, 65535, 16, 16), (1, 8, 8, 32768, 32768, 1, 4), (8, 16, 16, 8192, 8192, 1, 1)))
 def test_heuristic_of_published_shapes(b:int, h:int, hk:int, sq:int, sk:int, least:int, most:int) -> None:
-  """D=64 on 304 compute units."""
+  """The heuristic chooses the published numbers of splits for D=64 on 304 compute units."""
   p, arch = problem(B=b, H=h, Hkv=hk, Sq=sq, Sk=sk, D=64, dtype="bfloat16"), get_chip("gfx942")
   assert least <= split_heuristic(p, arch, choose_tile(p, arch)) <= most
 
 def test_a_first_decode_starts_no_workers(monkeypatch) -> None:
-  """tinygrad starts processes where there are two kernels to compile, which takes longer than the merge does: that is compiled when it is called."""
+  """A first decoding step starts no worker processes. tinygrad starts them if two kernels are to be compiled, which takes longer than compiling the
+  merge, so the merge is compiled when it is called."""
   def pool() -> Any: raise AssertionError("worker processes are started")
   monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
   with Context(DEV="EMU::sm_90"):
@@ -157,7 +158,7 @@ def test_resolve() -> None:
 
 @on_the_emulator
 def test_heuristic_fills_the_chip(arch:str) -> None:
-  """A decoding batch too small for the chip is split until there is a workgroup for every compute unit, or no more tiles."""
+  """A decoding batch too small for the chip is split until every compute unit has a workgroup, or until no tiles are left."""
   a = get_chip(arch)
   for Sk in (64, 1000, 16384, 131072):
     p = problem(B=1, H=32, Hkv=8, Sq=1, Sk=Sk, D=128)
@@ -167,7 +168,7 @@ def test_heuristic_fills_the_chip(arch:str) -> None:
     if Sk >= 16384: assert 8*splits*2 > a.cus
 
 def test_heuristic_leaves_a_full_chip_alone() -> None:
-  """More workgroups than there are places: shorter ones would only begin and end more often."""
+  """A batch with more workgroups than the chip has places is not split: shorter workgroups would only start and end more often."""
   p, arch = problem(B=64, H=32, Sq=1, Sk=1024, D=128), get_chip("gfx942")
   assert split_heuristic(p, arch, choose_tile(p, arch)) == 1
 
@@ -176,7 +177,7 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
 @on_two("arch", ARCHS)
 @in_turn("D, dtype", (64, 128, 256), ("float16", "bfloat16"))
 def test_no_spills(arch:str, dtype:str, D:int) -> None:
-  """Of the split kernel for decoding, and of the merge."""
+  """Neither the split kernel for decoding nor the merge spills."""
   p = problem(B=2, H=16, Hkv=2, Sq=1, Sk=4096, D=D, dtype=dtype, causal=True, num_splits=16, extras=dict(kv_lengths=ints(1, 1)))
   a = get_chip(arch)
   for kernel, names in ((forward_of(p, a, choose_tile(p, a)), arguments(p)), (combine(p, a, 16), combine_arguments(p))):

@@ -1,4 +1,4 @@
-"""The kernel of CDNA2 and CDNA3 whose waves take turns: the law, and that the emulator sees what goes wrong when a barrier is missing."""
+"""Tests of the kernel of CDNA2 and CDNA3 whose waves take turns: it keeps the law, and the emulator sees a missing barrier."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -37,7 +37,7 @@ def test_fewer_tiles_in_lds_are_a_race(monkeypatch) -> None:
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=256)
 
 def test_dispatch() -> None:
-  """The problems that it is for, why others are not, and which chips have it."""
+  """Dispatch chooses the staggered kernel for its problems, says why it refuses others, and knows which chips have it."""
   plain = {"B": 4, "H": 32, "Sq": 4096, "D": 128, "dtype": "bfloat16", "causal": True, "lse": False}
   p, chip = problem(**plain), get_chip("gfx942")
   assert choose(p, chip).kernel == "staggered" == choose(problem(**plain | {"lse": True}), get_chip("gfx950")).kernel
@@ -45,10 +45,10 @@ def test_dispatch() -> None:
   for change, why in (({"D": 64}, "predicted to be faster"), ({"D": 192}, "LDS has room"), ({"Sq": 100}, "compute units idle"),
                       ({"D": 100, "Dv": 128}, "comes in pieces"), ({"softcap": 20.0}, "softcap: it takes plain problems only")):
     assert why in (choose(problem(**plain | change), chip).why_not("staggered") or "")
-  assert choose(p, replace(get_chip("gfx950"), llvm=21)).kernel == "staggered"       # dual_wave is from 22 on
+  assert choose(p, replace(get_chip("gfx950"), llvm=21)).kernel == "staggered"       # dual_wave needs LLVM 22
 
 def test_fp32_is_not_packed() -> None:
-  """Only of this kernel clang is asked for that, and does it."""
+  """clang packs no fp32 operations in this kernel, where it is asked not to; in the forward kernel it does."""
   spec = Spec("gfx942", 128)
   tiles = (None, choose_amd_tile(problem_of_spec(spec), get_chip(spec.arch)))
   apart, packed = (assembly(kernel_source(spec, tile).text, spec.arch) for tile in tiles)

@@ -1,4 +1,4 @@
-"""The textbook kernel: right on every input the others are held to, and wrong in a way that shows when a defect is put into it."""
+"""Tests of the textbook kernel: it is right on every input of the other kernels' tests, and a planted defect shows."""
 from __future__ import annotations
 import inspect, os, sys
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
 sys.path += [str(Path(__file__).resolve().parent.parent.parent/"examples")]
 from cases import Inputs, in_turn, normal, problem
 from test_forward import ADVERSARIAL
-with patch.dict(os.environ):   # the example chooses a device for itself
+with patch.dict(os.environ):   # the example sets DEV itself
   import removed_example_defects as defects
 
 def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
-  """Poses the problem, runs the kernel, and holds o to the law."""
+  """Builds the problem, runs the kernel, and checks o against the law."""
   p = problem(lse=False, out_dtype="float32", **parameters)
   x, dtype = make(p), {"float16": np.float16, "float32": np.float32}[p.dtype]
   inputs = [a.astype(dtype) for a in (x.q, x.k, x.v)]
@@ -44,7 +44,7 @@ def test_shapes_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="the head dimension of q is 16"): Tensor.empty(1, 2, 8, 24).custom_kernel(q, k, k, fxn=textbook())
 
 def test_it_is_plain_and_fits_on_a_screen() -> None:
-  """No more than 60 lines, none of them text in another language."""
+  """The textbook kernel has at most 60 lines, and none of them is text in another language."""
   assert len(inspect.getsource(attn.kernels.textbook).splitlines()) <= 60
   p = problem(Sq=8, D=16)
   sink = textbook(True)(*[UOp.placeholder(p.shapes[n][0], dtypes.half, i) for i, n in enumerate("oqkv")])
@@ -53,7 +53,7 @@ def test_it_is_plain_and_fits_on_a_screen() -> None:
 @pytest.mark.parametrize("name", defects.DEFECTS)
 def test_a_planted_defect_shows_on_normal_inputs_and_hides_on_uniform_ones(name:str) -> None:
   with Context(DEV="EMU::gfx942"):
-    assert defects.mean_square(defects.KERNELS[name]) < 1e-2     # what let it pass
+    assert defects.mean_square(defects.KERNELS[name]) < 1e-2     # the old check passes
     verdict = defects.verdict(defects.KERNELS[name])
     assert not verdict.ok and verdict.error > 0.5
 

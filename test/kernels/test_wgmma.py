@@ -1,4 +1,4 @@
-"""wgmma on Hopper: the kernel against float64, on the emulator and, with `python -m pytest -m gpu`, on the GPU that is there."""
+"""Tests of the wgmma kernel for Hopper against float64, on the emulator and, with `python -m pytest -m gpu`, on this machine's GPU."""
 from __future__ import annotations
 import functools, itertools, re, shutil, subprocess
 from dataclasses import replace
@@ -29,11 +29,11 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-  """The kernel takes few queries too, and the problems of test_features."""
+  """Makes the kernel run in every test, also for few queries and for the problems of test_features."""
   monkeypatch.setenv("ATTN_KERNEL", "forward_wgmma")
   monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
-# forward_wgmma copies rows by 8 elements; test_nvidia.py has the other shapes
+# forward_wgmma copies rows in units of 8 elements; test_nvidia.py has the other shapes.
 BY_EIGHTS = [name for name, case in SHAPES.items() if not case.get("D", 64)%8 and not case.get("Dv", 64)%8]
 
 @in_turn("case, chip", BY_EIGHTS, ["sm_90"], [GPU], turn=1, among=2)
@@ -52,7 +52,7 @@ def test_adversarial(chip:str, make) -> None:
 @in_turn("D, on", WIDTHS, [("sm_90", *mask) for mask in DTYPES_AND_MASKS],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """Every class of tiles, in both dtypes and all alignments of the mask."""
+  """Every class of tiles is right in both dtypes and all alignments of the mask."""
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
@@ -66,11 +66,11 @@ def test_large_grids(D:int) -> None:
 def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
   tile = WgmmaTile(c.groups, c.block_n)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
-  few = tile.lds_bytes(problem(Sk=500, D=c.up_to)) > get_chip("sm_90").lds      # a tile for keys that fit into it
+  few = tile.lds_bytes(problem(Sk=500, D=c.up_to)) > get_chip("sm_90").lds      # a tile for problems whose keys all fit into it
   assert tile.lds_bytes(problem(Sk=c.block_n, D=c.up_to)) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=c.block_n if few else 500, D=c.up_to, causal="top-left" if few else True)
 
-@in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1, among=2)    # test_features.py has the others, by mma.sync
+@in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1, among=2)    # test_features.py runs the others by mma.sync
 def test_option(chip:str, option:str) -> None: features.test_option(chip, option)
 
 @either
@@ -110,13 +110,13 @@ PLANTED = {
 }
 
 def of_weigh(monkeypatch, change) -> None:
-  """The meaning of `weigh` with another interpreter."""
+  """Gives `weigh` a changed meaning."""
   definition = OPERATIONS["weigh"].meaning
   changed = replace(OPERATIONS["weigh"], meaning=lambda lanes, *args, **static: change(definition, lanes, *args, **static))
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """P of references that rows have is left as the trip before left it, and passes for P."""
+  """Faulty `weigh`: rows that already have a reference keep P of the trip before."""
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)
@@ -133,17 +133,18 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("without_places")
 def test_no_more_places_than_tiles(monkeypatch) -> None:
-  """With two tiles the ring has two places: what would be a third tile's copy, of zeros, is not made."""
+  """With two tiles the ring has two places, and the copy of a third tile, all zeros, is not made."""
   tile = WgmmaTile(1, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]
   check("sm_90", H=1, Sq=70, Sk=90, D=32, causal=True)
-  monkeypatch.setattr(wgmma_forward, "STAGES", 2)       # taken for as many as there may ever be, the copy is made
+  monkeypatch.setattr(wgmma_forward, "STAGES", 2)       # two places look like the full ring, so the copy is made
   with pytest.raises(LdsRace): check("sm_90", H=1, Sq=70, Sk=90, D=32)
 
 @pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
 def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
-  """Of three warpgroups, `idle` of which have no query, the others alone start products: two a trip, and the last block has as many idle ones."""
+  """Warpgroups without queries start no products. Of three warpgroups `idle` have no query in the last block; the others start two products in each
+  trip."""
   tile, started = WgmmaTile(3, 64), list[int]()
   start = Frame.start_product
   def counted(frame:Frame, *args) -> np.ndarray:
@@ -151,9 +152,9 @@ def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
     return start(frame, *args)
   monkeypatch.setattr(Frame, "start_product", counted)
   check_kernels("sm_90", H=1, Sq=192 + rows, Sk=100, D=32, tile=lambda _: tile)
-  assert started == [6 - idle]*4       # two blocks at a time, and two trips
+  assert started == [6 - idle]*4       # two blocks at a time, two trips
 
-# The tiles that were the fastest on an H200: docs/nvidia.md.
+# Tiles that were the fastest on an H200 (docs/nvidia.md).
 FASTEST = {
   (64, 16, 16, 256, 256, 64, True): (1, 64), (8, 16, 16, 128, 128, 64, False): (1, 64), (32, 12, 12, 512, 512, 64, False): (2, 64),
   (2, 10, 10, 4096, 77, 64, False): (1, 80), (2, 20, 20, 1024, 77, 64, False): (1, 80), (3, 20, 20, 777, 777, 64, True): (1, 64),
@@ -178,7 +179,7 @@ WITH_DROPOUT = dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros
 @in_turn("D, options", (64, 128, 192, 256),
          ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0), WITH_DROPOUT), among=2, besides=(128,))
 def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
-  """No spills, and nothing that makes ptxas wait for each wgmma before the next instruction."""
+  """Compiled kernels do not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
   p = problem(H=256, Sq=4096, D=D, **{"lse": False, **options})
   kinds = DTYPES | {"uint32": dtypes.uint}
   tensors = [UOp.placeholder(shape, kinds[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
