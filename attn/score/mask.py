@@ -11,7 +11,7 @@ from attn.tinygrad_compat import Tensor, UOp
 class Walk:
   """What a workgroup walks over, as its own rows see it: the keys, from its queries, or the queries, from its keys. Own rows are rows, of which there
   are `own`, and what is walked over are columns, of which there are `count`. A key's place is its number, a query's its number and the offset of the
-  diagonal: where both_hold have the same place they meet on the diagonal."""
+  diagonal: where both have the same place they meet on the diagonal."""
   p: Problem
   over: str            # "keys" or "queries"
   offset: int|UOp      # from the number of a row to the column where the diagonal meets it
