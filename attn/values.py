@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 from typing import Any
 import numpy as np
-from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
+from attn.tinygrad_compat import DType, Tensor, UOp, dtypes, strong_dtype
 
 FLOATS = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
 DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "int32", dtypes.uint: "uint32"}
@@ -71,12 +71,17 @@ def is_nothing(x:Any) -> bool:
   """Tells whether an argument is 0, False or empty."""
   return isinstance(x, (bool, int, float, str, tuple, list)) and not x
 
+def strong(x:Tensor) -> Tensor:
+  """Casts a tensor of a weak dtype, such as Tensor(1.5) or (1.0 - mask)*-10000.0 of an int mask, to the dtype in which tinygrad stores it."""
+  return x.cast(strong_dtype(x.dtype)) if x.dtype in dtypes.weaks else x
+
 def tensor(name:str, x:Any) -> Tensor:
-  if isinstance(x, Tensor): return x
+  if isinstance(x, Tensor): return strong(x)
   raise wrong(name, x, f"a Tensor, such as Tensor({name})" if isinstance(x, np.ndarray) else "a Tensor")
 
 def tensor_or_none(name:str, x:Any) -> Tensor|None:
-  if x is None or isinstance(x, Tensor): return x
+  if x is None: return None
+  if isinstance(x, Tensor): return strong(x)
   raise wrong(name, x, "a Tensor or None")
 
 def dtype_text(dtype:Any) -> str:
@@ -86,6 +91,6 @@ def dtype_text(dtype:Any) -> str:
 def dtype_name(name:str, dtype:DType, supported:Iterable[str]) -> str:
   """Name of a tensor's dtype, which must be one of `supported`. Raises NotImplementedError for another dtype, or ValueError if only one is
   supported."""
-  if (found := dtype_text(dtype)) in (supported := tuple(supported)): return found
+  if (found := dtype_text(strong_dtype(dtype))) in (supported := tuple(supported)): return found
   several = len(supported) > 1
   raise (NotImplementedError if several else ValueError)(f"{name} has dtype {found}: must be {'one of ' if several else ''}{', '.join(supported)}")

@@ -44,7 +44,8 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
   if isinstance(mask, Tensor) and not is_sliced(mask) and is_causal_mask(mask, q.shape[-2], k.shape[-2]):
     options["causal"], mask = "bottom-right", None
   if mask is not None:
-    seen = values.tensor("attn_mask", mask).dtype == dtypes.bool
+    mask = values.tensor("attn_mask", mask)
+    seen = mask.dtype == dtypes.bool
     if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)
     if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
       raise ValueError(f"attn_mask is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")

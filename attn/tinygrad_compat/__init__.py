@@ -7,7 +7,7 @@ caches.py knows what is kept of them, patches.py and cuda.py change what tinygra
 from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, for it looks at tinygrad's version
 from tinygrad import Device, Tensor, TinyJit
 from tinygrad.device import Allocator, Buffer, BufferSpec, CompileError, Compiled, Compiler, Program, TinyELF
-from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.dtype import AddrSpace, DType, dtypes, strong_dtype
 from tinygrad.engine.realize import capturing
 from tinygrad.helpers import ALLOW_TF32, CCACHE, Context, DEBUG, DEV, GlobalCounters, TRAINING, Target, VIZ
 from tinygrad.renderer import Estimates, Renderer
@@ -34,5 +34,5 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context", "forget_oldest_kernels",
            "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places", "make_current", "new_uop", "opened_devices",
            "program_key", "program_of_launch", "programs_through", "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names",
-           "statements", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
+           "statements", "strong_dtype", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
            "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]

@@ -65,7 +65,7 @@ SIGNATURES = {
   "tinygrad.uop.ops:UPat": "op= dtype= src= arg= name= allow_any_len= custom_early_reject= location= is_any= tag=",
   "tinygrad.uop.ops:exec_alu": "op dtype operands truncate_output=", "tinygrad:Tensor": "data device= dtype=", "tinygrad:TinyJit": "fxn= **kwargs",
   "tinygrad:Tensor.custom_kernel": "self *lst fxn grad_fxn=", "tinygrad:Tensor.empty": "*shape device= dtype=",
-  "tinygrad:Tensor.schedule_linear": "self *lst", "tinygrad:Tensor.replace": "self x", "tinygrad:Tensor.shard": "self devices axis=",
+  "tinygrad.dtype:strong_dtype": "dtype", "tinygrad:Tensor.schedule_linear": "self *lst", "tinygrad:Tensor.replace": "self x", "tinygrad:Tensor.shard": "self devices axis=",
   "tinygrad:Tensor.scaled_dot_product_attention": "self key value attn_mask= dropout_p= is_causal= enable_gqa=",
   "tinygrad.uop.ops:UOp.custom_kernel": "*srcs fxn grad_fxn=", "tinygrad.uop.ops:UOp.placeholder_like": "self slot addrspace=",
   "tinygrad.uop.ops:UOp.replace": "self **kwargs", "tinygrad.uop.ops:UOp.rtag": "self tag=", "tinygrad:Tensor.backward": "self gradient=",
