@@ -9,7 +9,7 @@ from attn.api.attention import attention, choice_of
 from attn.api.slices import is_sliced, sliced_call
 from attn.calls.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
-from attn.tinygrad_compat import TRAINING, Tensor, dtypes
+from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, method_of_tinygrad
 from attn.values import static_shape
 
 def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
@@ -92,11 +92,11 @@ NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """What `Tensor.scaled_dot_product_attention` was before `install`. `inherited`: it was tinygrad's own, which Tensor inherits, and not another
+  """What `Tensor.scaled_dot_product_attention` was before `install`: tinygrad's own, whose calls are `rerouted`, or a function of another
   library's."""
   active: bool = False
   before: Any = None
-  inherited: bool = True
+  rerouted: Rerouted|None = None
   said: set[str] = field(default_factory=set)     # the reasons that a warning gave
 
 installation = Installed()
@@ -132,10 +132,15 @@ def install() -> deque[Decision]:
   Keys and values may be slices of a cache whose length tinygrad Variables say, as in tinygrad's models. They are read in place, by one kernel for all
   lengths, and the mask triu(start_pos + 1) of -inf counts as causal. A float32 query with a 16-bit cache is then rounded to the cache's dtype; the
   result is float32 again.
+  A name that was bound to tinygrad's method earlier, as extra/models/unet.py binds one when it is imported, reaches these kernels as well.
   A second `install` changes nothing."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:
-    installation.before, installation.inherited = Tensor.scaled_dot_product_attention, NAME not in vars(Tensor)
-    setattr(Tensor, NAME, _installed)
+    if (own := method_of_tinygrad(NAME)) is not None:
+      installation.rerouted = Rerouted(own, _installed)
+      installation.before = installation.rerouted.before
+    else:
+      installation.before = Tensor.scaled_dot_product_attention
+      setattr(Tensor, NAME, _installed)
   installation.active = True
   return decisions
 
@@ -143,9 +148,9 @@ def uninstall() -> None:
   """Puts the earlier function back; does nothing if that is there already. A function that another library has installed over these kernels
   meanwhile stays; it then reaches the earlier function."""
   installation.active = False
-  if Tensor.scaled_dot_product_attention is not _installed: return
-  if installation.inherited: delattr(Tensor, NAME)   # Tensor inherits tinygrad's
-  else: setattr(Tensor, NAME, installation.before)
+  if installation.rerouted is not None: installation.rerouted.end()
+  elif Tensor.scaled_dot_product_attention is _installed: setattr(Tensor, NAME, installation.before)
+  installation.rerouted = None
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:

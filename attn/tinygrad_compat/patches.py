@@ -1,7 +1,8 @@
 """What attn changes of tinygrad within a process, besides its CUDA devices."""
 from __future__ import annotations
-import contextlib, functools, sqlite3, warnings
+import contextlib, functools, inspect, sqlite3, warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 from tinygrad import Tensor, codegen, helpers
 from tinygrad.engine import realize
@@ -35,6 +36,22 @@ def survive_a_damaged_cache() -> None:
                     "CACHEDB names another file", stacklevel=2)
       return sqlite3.connect(":memory:", isolation_level="IMMEDIATE")
   helpers.db_connection = connection
+
+def method_of_tinygrad(name:str) -> FunctionType|None:
+  """Returns the function behind a method of Tensor; None where another library's stands in its place. (With TRACEMETA tinygrad wraps each method.)"""
+  method, own = getattr(Tensor, name), next(vars(of)[name] for of in Tensor.__mro__[1:] if name in vars(of))
+  return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
+
+class Rerouted:
+  """Has every call of a function, from wherever it was bound before, go to `to` instead, until `end`. `before` is the function as it was."""
+  def __init__(self, function:FunctionType, to:Callable[..., Any]) -> None:
+    self.function, self.before = function, FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    self.before.__kwdefaults__ = function.__kwdefaults__
+    def called(*args:Any, _to:Callable[..., Any], **kwargs:Any) -> Any: return _to(*args, **kwargs)
+    function.__code__, function.__defaults__, function.__kwdefaults__ = called.__code__, None, {"_to": to}
+  def end(self) -> None:
+    own = self.before
+    self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
   """The number of the input of a TinyJit that an argument of a call is, or takes a region or one device's part of, or a region of that."""

@@ -1,5 +1,6 @@
 """Tests of `scaled_dot_product_attention` as a drop-in: it agrees with tinygrad's method by the accuracy law, alone and installed under a
 transformer."""
+import os, subprocess, sys
 import numpy as np
 import pytest
 from tinygrad import TinyJit
@@ -111,18 +112,79 @@ def test_a_transformer_both_ways(name, arch):
     assert np.abs(ours - exact).max() <= 2*np.abs(own - exact).max() + 1e-5
     assert np.abs(ours - own).max() > 0     # different kernels round differently
 
+def goes_through_ours(method=None) -> bool:
+  """Tells whether a call of tinygrad's method, or of an earlier reference to it, comes to our dispatch."""
+  with emulated("gfx942"):
+    q, before = draw(1, 1, 4, 16), len(sdpa.decisions)
+    (method or Tensor.scaled_dot_product_attention)(q, q, q)
+    return len(sdpa.decisions) > before
+
 def test_install_and_uninstall():
-  own, stored = Tensor.scaled_dot_product_attention, vars(Tensor).get("scaled_dot_product_attention")
+  assert not goes_through_ours()
   attn.install()
   try:
-    assert Tensor.scaled_dot_product_attention is not own and attn.install() is sdpa.decisions
+    assert goes_through_ours() and attn.install() is sdpa.decisions
     with attn.installed(): pass
-    assert Tensor.scaled_dot_product_attention is not own     # leaving the inner `installed` keeps the outer installation
+    assert goes_through_ours()     # leaving the inner `installed` keeps the outer installation
   finally: attn.uninstall()
-  assert Tensor.scaled_dot_product_attention is own and vars(Tensor).get("scaled_dot_product_attention") is stored
+  assert not goes_through_ours()
   attn.uninstall()
   with pytest.raises(KeyError), attn.installed(): raise KeyError
-  assert Tensor.scaled_dot_product_attention is own
+  assert not goes_through_ours()
+
+BOUND_EARLY = Tensor.scaled_dot_product_attention      # as extra/models/unet.py binds it when it is imported
+
+def test_what_was_bound_before_is_ours_too():
+  with attn.installed():
+    assert goes_through_ours(BOUND_EARLY)
+    with emulated("gfx942"):
+      q = draw(1, 2, 20, 16)
+      np.testing.assert_array_equal(array(BOUND_EARLY(q, q, q, is_causal=True)), array(attn.attention(q, q, q, causal="top-left")))
+  assert not goes_through_ours(BOUND_EARLY)
+
+def test_another_library_in_its_place(monkeypatch):
+  """Ours stands over another library's function; a call that goes on to that function reaches tinygrad's own, and not ours again."""
+  calls = []
+  def others(*args, **kwargs):
+    calls.append(args)
+    return BOUND_EARLY(*args, **kwargs)
+  monkeypatch.setattr(Tensor, "scaled_dot_product_attention", others)
+  with emulated("gfx942"), attn.installed() as decisions:
+    long, before = draw(1, 1, 4, 600), len(decisions)
+    assert array(long.scaled_dot_product_attention(long, long)).shape == (1, 1, 4, 600)
+    assert len(calls) == 1 and [x.kernel for x in list(decisions)[before:]] == [None]
+    assert goes_through_ours() and len(calls) == 1
+  assert Tensor.scaled_dot_product_attention is others and not goes_through_ours()
+
+def test_without_wrapped_methods():
+  """TRACEMETA=0 leaves tinygrad's methods without a wrapper; an early reference still reaches ours."""
+  script = ("from tinygrad import Tensor; early = Tensor.scaled_dot_product_attention; import attn; q = Tensor.empty(1, 1, 4, 16, dtype='half')\n"
+            "with attn.installed() as decisions: early(q, q, q)\nassert len(decisions) == 1; early(q, q, q); assert len(decisions) == 1")
+  subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRACEMETA": "0", "DEV": "EMU::gfx942"}, check=True)
+
+# ***** weak dtypes *****
+
+@pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
+def test_a_mask_of_a_weak_dtype(arch):
+  """BERT's mask (1.0 - mask)*-10000.0 has the dtype weakfloat; tinygrad makes it float32 beside float32 scores."""
+  with emulated(arch):
+    q, seen = draw(2, 2, 24, 16), Tensor(np.random.default_rng(5).integers(0, 2, (2, 1, 1, 24)).astype(np.int32))
+    mask = (1.0 - seen)*-10000.0
+    assert mask.dtype == dtypes.weakfloat
+    with attn.installed() as decisions: got = array(q.scaled_dot_product_attention(q, q, attn_mask=mask))
+    assert decisions[-1].kernel in ("forward", "forward_mma")
+    np.testing.assert_array_equal(got, array(attn.attention(q, q, q, bias=mask.cast(dtypes.float))))
+    np.testing.assert_array_equal(array(attn.attention(q, q, q, bias=mask)), got)
+
+WEAK = {"bias": lambda: Tensor(1.5), "sinks": lambda: Tensor([1, 2])*1.0, "alibi_slopes": lambda: Tensor([1, 2])*0.5}
+
+@pytest.mark.parametrize("option, weak", WEAK.items())
+def test_options_of_a_weak_dtype(option, weak):
+  with emulated("gfx942"):
+    q = draw(1, 2, 20, 16)
+    got, want = (array(attn.attention(q, q, q, **{option: x})) for x in (weak(), weak().cast(dtypes.float)))
+    np.testing.assert_array_equal(got, want)
+    assert not np.array_equal(got, array(attn.attention(q, q, q))) or option == "bias"     # the same number everywhere changes nothing
 
 @pytest.mark.parametrize("q, call, reason", [
   (lambda: draw(1, 2, 8, 520, dtype="float32"), {}, "forward: dtype float32"), (lambda: draw(1, 2, 8, 600), {}, "tiled: D=600"),
