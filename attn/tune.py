@@ -29,9 +29,9 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
                 title=f"predictions and bounds, not measured; {toolchain().version}")
   for x in found:
     for y in x.ranked if everything else x.rows:
-      c, b = y.candidate, y.bound
-      tile = amd_tile(problem_of_spec(Spec(x.arch, x.d)), get_chip(x.arch), c)
-      table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={c.fills}"*(c.fills > 0),
+      c, b = y.row.shape, y.bound
+      tile = amd_tile(problem_of_spec(Spec(x.arch, x.d)), get_chip(x.arch), y.row)
+      table.add_row(x.arch, str(x.d), str(tile), *map(str, (c.waves, c.q_tiles, c.block_n)), tile.options + f" fills={y.row.fills}"*(y.row.fills > 0),
                     *(f"{v/2}%" for v in (b.predicted, b.serial, b.issued, b.overlap)), str(b.waves))
   return table
 
@@ -40,7 +40,7 @@ def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Ta
   chip, p = get_chip(arch), problem_of_spec(Spec(arch, d))
   in_use = amd_backward_tile(p, chip, kernel == "dkdv")
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)
-  tiles = [backward_tile(p, chip, x.candidate, kernel == "dkdv") for x in found]
+  tiles = [backward_tile(p, chip, x.row, kernel == "dkdv") for x in found]
   table = Table("tile", "options", "predicted", "serial", "issued", "overlap", "waves/SIMD", "in use",
                 title=f"{arch}, D up to {d}, {kernel}: predictions and bounds, not measured; {toolchain().version}")
   for i, (x, tile) in enumerate(zip(found, tiles)):

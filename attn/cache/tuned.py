@@ -1,20 +1,20 @@
 """Fastest tiles, timed by bench.py with TUNE=1 and kept in the user's cache directory. Dispatch reads them on real devices only.
 
 The file has this form: {chip: {class: {"tile": ..., "seconds": ..., "stamp": ...}}}. `class` is a problem class, followed by the name of a backward
-kernel if it is one. "tile" has the fields of a Candidate, a BackwardCandidate or another record of a tile, or is null if no tile was faster than
-dispatch's own choice. "seconds" is the tile's time, "stamp" the versions with which it was measured. The file is untrusted input: an entry that is
-invalid, or made with other versions, is ignored with one warning that names the file.
+kernel if it is one. "tile" has the numbers of a shape and of its matrix instruction, or is null if no tile was faster than dispatch's own choice.
+"seconds" is the tile's time, "stamp" the versions with which it was measured. The file is untrusted input: an entry that is invalid, or made with
+other versions, is ignored with one warning that names the file.
 """
 from __future__ import annotations
 import functools, importlib.metadata, itertools, json, warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from attn import values
 from attn.cache import user_cache
 from attn.chips import Chip
-from attn.chips.candidates import EVERY, BackwardCandidate, Candidate, MlaCandidate, MlaMmaCandidate
+from attn.chips.shapes import AnyShape, BackwardShape, ForwardShape, MlaMmaShape, MlaShape, UpTo
 from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.problem import Problem
 from attn.score.masks import hiding
@@ -52,50 +52,58 @@ def stamp() -> dict[str, str]:
   compiler = device_of(Device.DEFAULT).renderer.compiler
   return {"attn": own, "tinygrad": TINYGRAD_VERSION, "compiler": str(getattr(compiler, "version", type(compiler).__name__))}
 
-LIMITS: dict[str, tuple[Any, ...]|range] = {
-  "up_to": CLASSES, "waves": (1, 2, 4, 8), "q_tiles": (1, 2), "block_n": (16, 32, 64, 128), "q_in_lds": (False, True),
-  "fenced": (False, True), "prefetch": (0, 1, 2), "matrix": (0, 1), "fills": range(1 << 16), "llvm": (EVERY,)}
-BACKWARD_LIMITS: dict[str, tuple[Any, ...]|range] = {
-  "up_to": CLASSES, "waves": (1, 2, 4, 8), "block_n": (16, 32, 64), "own_in_lds": tuple(itertools.product((False, True), repeat=2)),
-  "fenced": (0, 2, 4, 8), "prefetch": (0, 1, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1), "by_item": (False, True),
-  "read_ahead": (0, 1, 3), "whole": (False, True)}
+Limits = dict[str, tuple[Any, ...]]
 
-TILED_LIMITS: dict[str, tuple[Any, ...]|range] = {
+RECTANGLES: Limits = {
   "down": (1, 2, 4, 8, 16, 32), "across": (1, 2, 4, 8, 16, 32), "walked": (4, 8, 16), "own": (4, 8, 16), "depth": (0, 4, 8, 16, 32, 64, 128),
   "values": (0, 4, 8, 16, 32, 64, 128), "keeps_own": (False, True), "ahead": (False, True), "parts": (1, 2, 4, 8, 16), "columns": (0, 4, 8, 16),
   "steps_at_once": (1, 2, 4, 8)}
-TILED_BACKWARD_LIMITS: dict[str, tuple[Any, ...]|range] = {**TILED_LIMITS, "ahead": (False,), "keys": (False, True)}
+LIMITS: dict[type, Limits] = {
+  ForwardShape: {"matrix": (0, 1), "waves": (1, 2, 4, 8), "q_tiles": (1, 2), "block_n": (16, 32, 64, 128), "q_in_lds": (False, True),
+                 "fenced": (False, True), "prefetch": (0, 1, 2)},
+  BackwardShape: {"matrix": (0, 1), "waves": (1, 2, 4, 8), "block_n": (16, 32, 64), "own_in_lds": tuple(itertools.product((False, True), repeat=2)),
+                  "fenced": (0, 2, 4, 8), "prefetch": (0, 1, 2), "sparing": (False, True), "passes": (1, 2), "by_item": (False, True),
+                  "read_ahead": (0, 1, 3)},
+  MlaShape: {"matrix": (0, 1), "row_tiles": (4, 2, 1), "block_n": (32, 64), "key_parts": (1, 2, 4), "q_anew": (False, True), "fenced": (8,),
+             "weight_parts": (1, 2), "prefetch": (1, 0)},
+  MlaMmaShape: {"matrix": (0,), "row_tiles": (4, 2, 1), "block_n": (64, 32), "key_parts": (2, 1, 4, 8)},
+  TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
 
-C = TypeVar("C", Candidate, BackwardCandidate, TiledTile, TiledBackwardTile, MlaCandidate, MlaMmaCandidate)
+def said_of(row:UpTo[Any]) -> dict[str, Any]:
+  """Entry of the file for a row: its numbers by name."""
+  return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
-def candidate_of(found:Any, arch:Chip, p:Problem) -> Candidate|None:
-  """Forward tile in an entry of the file; see `tile_of`."""
-  return tile_of(found, arch, p, Candidate, LIMITS)
-
-def tile_said(found:Any, kind:type[C], limits:Mapping[str, tuple[Any, ...]|range]) -> C|None:
-  """Reads the tile of an entry of the file; None stands for dispatch's own choice. Raises ValueError if the entry has no valid tile."""
+def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
+  """Reads the tile of an entry of the file as a row; None stands for dispatch's own choice. Raises ValueError if the entry has no valid tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile")
   if (tile := found["tile"]) is None: return None
+  limits, needed = LIMITS[kind], {f.name for f in fields(kind) if f.default is MISSING}         # type: ignore[arg-type]
   if not isinstance(tile, dict): raise ValueError(f"tile={values.shown(tile)}: must be null, or the fields of a tile")
   if unknown := tile.keys() - limits.keys(): raise ValueError(f"{min(unknown)}: a tile has no such field")
+  if missing := [name for name in limits if name in needed - tile.keys()]: raise ValueError(f"a tile without {missing[0]}")
   tile = {name: tuple(x) if isinstance(x, list) else x for name, x in tile.items()}      # JSON has no tuples
-  for f in fields(kind):
-    if f.name not in tile:
-      if f.default is MISSING: raise ValueError(f"a tile without {f.name}")
-    elif type(value := tile[f.name]) is not type(limits[f.name][0]) or value not in limits[f.name]:
-      raise ValueError(f"{f.name}={values.shown(value)}: must be one of {', '.join(map(str, limits[f.name][:9]))}")
-  return kind(**tile)
+  for name, value in tile.items():
+    if type(value) is not type(limits[name][0]) or value not in limits[name]:
+      raise ValueError(f"{name}={values.shown(value)}: must be one of {', '.join(map(str, limits[name][:9]))}")
+  matrix = tile.pop("matrix", 0)
+  return UpTo(up_to, kind(**tile), matrix=matrix)
 
-B = TypeVar("B", Candidate, BackwardCandidate)
+RowCheck = Callable[[UpTo[Any], Chip, Problem], object]     # raises ValueError if a row has no valid tile for a problem on a chip
 
-def tile_of(found:Any, arch:Chip, p:Problem, kind:type[B], limits:Mapping[str, tuple[Any, ...]|range]) -> B|None:
-  """Reads the matrix-unit tile of an entry of the file; None stands for dispatch's own choice. Raises ValueError if it is not a tile of this chip."""
-  if (c := tile_said(found, kind, limits)) is None: return None
-  matrices = arch.matrix.get(p.dtype, ())
-  if c.matrix >= len(matrices): raise ValueError(f"matrix={c.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
-  mat = matrices[c.matrix]
-  if c.block_n % mat.M or c.block_n % mat.span: raise ValueError(f"block_n={c.block_n}: must be a multiple of {mat.M} and of {mat.span} keys")
-  return c
+def check_matrix(row:UpTo[Any], arch:Chip, p:Problem) -> None:
+  """Check of a tile for a matrix unit."""
+  if row.matrix >= len(matrices := arch.matrix.get(p.dtype, ())):
+    raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
+  mat, block_n = matrices[row.matrix], row.shape.block_n
+  if block_n % mat.M or block_n % mat.span: raise ValueError(f"block_n={block_n}: must be a multiple of {mat.M} and of {mat.span} keys")
+
+def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
+  """Check of a tile for a kernel in plain UOps."""
+  tile = row.shape
+  if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
+  if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
+  else: whole = tile.depth and tile.values and tile.parts == 1 and not tile.columns and tile.block_n % tile.values == 0
+  if not whole: raise ValueError(f"tile {tile}: its parts don't go together")
 
 def check_stamp(found:Any) -> None:
   """Raises ValueError unless an entry was made with the current versions."""
@@ -125,58 +133,33 @@ def load() -> dict[str, Any]:
     return {}
   return found
 
-def winner(p:Problem, arch:Chip) -> Candidate|None:
-  """Fastest measured forward tile for the class of `p` on this chip, or None if it is not known or `arch` is not a real device's chip."""
-  return kept_tile(p, arch, "", candidate_of)
-
-def tiled_winner(p:Problem, arch:Chip) -> TiledTile|None:
-  """Fastest measured tile of the forward kernel in plain UOps, or None as in `winner`."""
-  return kept_tile(p, arch, "tiled", lambda found, arch, p: tiled_tile_of(found, arch, TiledTile, TILED_LIMITS))
-
-def tiled_backward_winner(p:Problem, arch:Chip, kernel:str) -> TiledBackwardTile|None:
-  """Fastest measured tile of a backward kernel in plain UOps, or None as in `winner`."""
-  return kept_tile(p, arch, kernel, lambda found, arch, p: tiled_tile_of(found, arch, TiledBackwardTile, TILED_BACKWARD_LIMITS))
-
-AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
-
-def tiled_tile_of(found:Any, arch:Chip, kind:type[AnyTiledTile], limits:Mapping[str, tuple[Any, ...]|range]) -> AnyTiledTile|None:
-  """Reads the plain-UOps tile of an entry of the file; None stands for dispatch's own choice. Raises ValueError if this device can't use it."""
-  if (tile := tile_said(found, kind, limits)) is None: return None
-  if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
-  if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
-  else: whole = tile.depth and tile.values and tile.parts == 1 and not tile.columns and tile.block_n % tile.values == 0
-  if not whole: raise ValueError(f"tile {tile}: its parts don't go together")
-  return tile
-
-def backward_winner(p:Problem, arch:Chip, kernel:str) -> BackwardCandidate|None:
-  """Fastest measured matrix-unit tile of a backward kernel, or None as in `winner`."""
-  return kept_tile(p, arch, kernel, lambda found, arch, p: tile_of(found, arch, p, BackwardCandidate, BACKWARD_LIMITS))
-
-W = TypeVar("W")
-
-def kept_tile(p:Problem, arch:Chip, kernel:str, read:Callable[[Any, Chip, Problem], W|None]) -> W|None:
-  if not arch.tuned or (kind := entry_of(p, kernel)) is None: return None
-  if (entry := load().get(arch.name, {}).get(kind)) is None: return None
+def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCheck) -> list[UpTo[AnyShape]]:
+  """Fastest measured tile for the class of `p` on this chip, as a row before those of a table. Empty if it is not known or not valid, or
+  `arch` is not a real device's chip."""
+  if not arch.tuned or (name := entry_of(p, kernel)) is None: return []
+  if (entry := load().get(arch.name, {}).get(name)) is None: return []
   try:
-    found = read(entry, arch, p)
+    if (row := row_said(entry, kind, head_class(p))) is not None: check(row, arch, p)
     check_stamp(entry.get("stamp"))
   except ValueError as e:
-    warn(str(path()), f"{arch.name}, {kind}: {e}")
-    return None
-  return found
+    warn(str(path()), f"{arch.name}, {name}: {e}")
+    return []
+  return [row] if row is not None else []
+
+def winner(p:Problem, arch:Chip) -> list[UpTo[ForwardShape]]:
+  """Fastest measured tile of the forward kernel on AMD's matrix units."""
+  return kept_rows(p, arch, "", ForwardShape, check_matrix)
 
 def entry_of(p:Problem, kernel:str) -> str|None:
   """Name of an entry of the file: the problem's class, followed by the kernel's name ("" for forward). None for a problem without a class."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
-Tuned = Candidate|BackwardCandidate|TiledTile|TiledBackwardTile|MlaCandidate|MlaMmaCandidate
-
-def store(p:Problem, arch:Chip, tile:Tuned|None, seconds:float, kernel:str="") -> Path:
+def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:
   """Writes the fastest tile for the class of `p` to the file; None stands for dispatch's own choice. Raises ValueError if `p` belongs to no class,
   OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class for which a tile is kept")
-  entry = {"tile": asdict(tile) if tile is not None else None, "seconds": seconds, "stamp": stamp()}
+  entry = {"tile": said_of(row) if row is not None else None, "seconds": seconds, "stamp": stamp()}
   with user_cache.only_one(file):         # so that processes that tune at the same time don't overwrite each other's tiles
     found = load()
     found[arch.name] = {**found.get(arch.name, {}), kind: entry}

@@ -1,8 +1,8 @@
 """What CDNA's families share: MFMA, waves of 64 lanes, accumulation registers."""
 from __future__ import annotations
-from attn.chips.candidates import BackwardCandidate, MlaCandidate
 from attn.chips.family import Counters
 from attn.chips.matrix import LaneSums, Matrix
+from attn.chips.shapes import BackwardShape, MlaShape, UpTo
 
 def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", banks:int=32) -> Matrix:
   """MFMA of CDNA."""
@@ -14,12 +14,12 @@ SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("
 COUNTERS_ON_CDNA = Counters("vmcnt", "vmcnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((0, 4), (14, 2)), "lgkmcnt": ((8, 4),)})
 
 # AMD's backward tiles are chosen by the registers that clang 22 needs, and not measured
-DQ_ON_CDNA = (BackwardCandidate(128, 4, 32), BackwardCandidate(256, 4, 32, fenced=8, sparing=True, whole=True),
-              BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True))
-DKDV_OF_256_ON_CDNA = (BackwardCandidate(256, 4, 32, fenced=8, sparing=True, passes=2, read_ahead=1, whole=True),
-                       BackwardCandidate(256, 4, 32, fenced=8, prefetch=0, sparing=True, passes=2))
-DKDV_ON_CDNA = (BackwardCandidate(64, 4, 32, fenced=2), BackwardCandidate(128, 4, 32, fenced=4), *DKDV_OF_256_ON_CDNA)
-PLAIN_DQ_128 = BackwardCandidate(128, 8, 32, fenced=2)
+DQ_ON_CDNA = (UpTo(128, BackwardShape(4, 32)), UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True), whole=True),
+              UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=0, sparing=True)))
+DKDV_OF_256_ON_CDNA = (UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True, passes=2, read_ahead=1), whole=True),
+                       UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=0, sparing=True, passes=2)))
+DKDV_ON_CDNA = (UpTo(64, BackwardShape(4, 32, fenced=2)), UpTo(128, BackwardShape(4, 32, fenced=4)), *DKDV_OF_256_ON_CDNA)
+PLAIN_DQ_128 = UpTo(128, BackwardShape(8, 32, fenced=2))
 
 # no register is spilled; a wave keeps Q, and 64 rows wait for K in memory
-LATENT_ON_CDNA = (MlaCandidate(0, 1, 4, 32, 1),)
+LATENT_ON_CDNA = (UpTo(576, MlaShape(4, 32, 1), matrix=1),)

@@ -1,11 +1,11 @@
 """CDNA2: MI200."""
 from __future__ import annotations
 from dataclasses import replace
-from attn.chips.candidates import BackwardCandidate, Candidate
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma
 from attn.chips.cdna3 import CDNA3_MACHINE
 from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
+from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
 
 CDNA2_MACHINE = replace(CDNA3_MACHINE, memory=Figure(650, ASSUMED), memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED),
                         packed_alone=Figure(1, ASSUMED), packed_drain=Figure(8, ASSUMED), lds=Figure(48, ASSUMED))
@@ -13,18 +13,18 @@ CDNA2_MACHINE = replace(CDNA3_MACHINE, memory=Figure(650, ASSUMED), memory_bytes
 # Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
 # python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
 # and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
-FORWARD_ON_CDNA2: tuple[Candidate, ...] = (
-  Candidate(64, 4, 2, 32, fills=256),                                 # serial 67.5%, issued 66.5%, overlap 100.0%, waves 2
-  Candidate(64, 4, 1, 64),                                            # serial 68.0%, issued 65.5%, overlap 100.0%, waves 2
-  Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 68.0%, issued 66.0%, overlap 100.0%, waves 2
-  Candidate(64, 4, 1, 64, llvm=21),                                   # serial 65.0%, issued 63.0%, overlap 100.0%, waves 2
-  Candidate(128, 8, 1, 64, fills=256),                                # serial 81.0%, issued 78.5%, overlap 100.0%, waves 2
-  Candidate(128, 4, 1, 32),                                           # serial 81.0%, issued 77.5%, overlap 100.0%, waves 2
-  Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 81.0%, issued 78.5%, overlap 100.0%, waves 2
-  Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 71.5%, issued 69.0%, overlap 100.0%, waves 2
-  Candidate(192, 4, 1, 32),                                           # serial 86.5%, issued 83.0%, overlap 100.0%, waves 2
-  Candidate(256, 4, 1, 32, fenced=True),                              # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
-  Candidate(256, 4, 1, 32, llvm=21),                                  # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
+FORWARD_ON_CDNA2: tuple[UpTo[ForwardShape], ...] = (
+  UpTo(64, ForwardShape(4, 2, 32), fills=256),                                # serial 67.5%, issued 66.5%, overlap 100.0%, waves 2
+  UpTo(64, ForwardShape(4, 1, 64)),                                           # serial 68.0%, issued 65.5%, overlap 100.0%, waves 2
+  UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),                       # serial 68.0%, issued 66.0%, overlap 100.0%, waves 2
+  UpTo(64, ForwardShape(4, 1, 64), llvm=21),                                  # serial 65.0%, issued 63.0%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(8, 1, 64), fills=256),                               # serial 81.0%, issued 78.5%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(4, 1, 32)),                                          # serial 81.0%, issued 77.5%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(8, 1, 64), fills=256, llvm=21),                      # serial 81.0%, issued 78.5%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(4, 1, 32, prefetch=0), llvm=21),                     # serial 71.5%, issued 69.0%, overlap 100.0%, waves 2
+  UpTo(192, ForwardShape(4, 1, 32)),                                          # serial 86.5%, issued 83.0%, overlap 100.0%, waves 2
+  UpTo(256, ForwardShape(4, 1, 32, fenced=True)),                             # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
+  UpTo(256, ForwardShape(4, 1, 32), llvm=21),                                 # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
 )
 
 # its machine code differs from CDNA3's: what is a bf16 MFMA here is a sparse one there
@@ -34,7 +34,7 @@ CDNA2 = Family("cdna2", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=1024,
               matrix={"32x32x8": 64, "16x16x16": 32, "4x4x4_16b": 8}),
   apart=("float16", "bfloat16"), forward=FORWARD_ON_CDNA2, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
-  plain_dq=(BackwardCandidate(64, 8, 64, fenced=8, prefetch=2), PLAIN_DQ_128), latent=LATENT_ON_CDNA,
+  plain_dq=(UpTo(64, BackwardShape(8, 64, fenced=8, prefetch=2)), PLAIN_DQ_128), latent=LATENT_ON_CDNA,
   counters=COUNTERS_ON_CDNA, machine=CDNA2_MACHINE)
 
 CHIPS_OF_CDNA2 = (

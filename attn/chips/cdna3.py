@@ -1,9 +1,9 @@
 """CDNA3: MI300."""
 from __future__ import annotations
-from attn.chips.candidates import BackwardCandidate, Candidate
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma
 from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
+from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
 
 # The latencies of MFMA are wait states of software on CDNA: compiled code has them, and s_nop where there is no other work.
 CDNA3_MACHINE = Machine(
@@ -19,17 +19,17 @@ CDNA3_MACHINE = Machine(
 # Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
 # python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
 # and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
-FORWARD_ON_CDNA3: tuple[Candidate, ...] = (
-  Candidate(64, 4, 1, 64, fenced=True),                               # predicted 56.5%, serial 51.0%, issued 48.5%, overlap 94.0%, waves 3
-  Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
-  Candidate(64, 4, 1, 64, llvm=21),                                   # serial 48.0%, issued 46.0%, overlap 83.0%, waves 2
-  Candidate(128, 8, 1, 64, fenced=True, fills=256),                   # predicted 62.0%, serial 67.5%, issued 64.0%, overlap 97.0%, waves 2
-  Candidate(128, 4, 1, 32, fenced=True),                              # predicted 57.5%, serial 67.5%, issued 63.5%, overlap 97.0%, waves 2
-  Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 68.0%, issued 64.5%, overlap 100.0%, waves 2
-  Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 55.5%, issued 53.0%, overlap 100.0%, waves 2
-  Candidate(192, 4, 1, 32, fenced=True),                              # predicted 67.0%, serial 76.0%, issued 71.0%, overlap 98.0%, waves 2
-  Candidate(256, 4, 1, 32, fenced=True),                              # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
-  Candidate(256, 4, 1, 32, llvm=21),                                  # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
+FORWARD_ON_CDNA3: tuple[UpTo[ForwardShape], ...] = (
+  UpTo(64, ForwardShape(4, 1, 64, fenced=True)),                              # predicted 56.5%, serial 51.0%, issued 48.5%, overlap 94.0%, waves 3
+  UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),                       # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
+  UpTo(64, ForwardShape(4, 1, 64), llvm=21),                                  # serial 48.0%, issued 46.0%, overlap 83.0%, waves 2
+  UpTo(128, ForwardShape(8, 1, 64, fenced=True), fills=256),                  # predicted 62.0%, serial 67.5%, issued 64.0%, overlap 97.0%, waves 2
+  UpTo(128, ForwardShape(4, 1, 32, fenced=True)),                             # predicted 57.5%, serial 67.5%, issued 63.5%, overlap 97.0%, waves 2
+  UpTo(128, ForwardShape(8, 1, 64), fills=256, llvm=21),                      # serial 68.0%, issued 64.5%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(4, 1, 32, prefetch=0), llvm=21),                     # serial 55.5%, issued 53.0%, overlap 100.0%, waves 2
+  UpTo(192, ForwardShape(4, 1, 32, fenced=True)),                             # predicted 67.0%, serial 76.0%, issued 71.0%, overlap 98.0%, waves 2
+  UpTo(256, ForwardShape(4, 1, 32, fenced=True)),                             # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
+  UpTo(256, ForwardShape(4, 1, 32), llvm=21),                                 # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
 )
 
 # the last two shapes of CDNA3 and of CDNA4 are of 8-bit inputs
@@ -39,7 +39,7 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
     "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16": 32, "16x16x32": 16}),
   apart=("float16",), forward=FORWARD_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
-  plain_dq=(BackwardCandidate(64, 4, 64, fenced=2), PLAIN_DQ_128), latent=LATENT_ON_CDNA,
+  plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128), latent=LATENT_ON_CDNA,
   counters=COUNTERS_ON_CDNA, machine=CDNA3_MACHINE)
 
 CHIPS_OF_CDNA3 = (

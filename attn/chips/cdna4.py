@@ -1,11 +1,11 @@
 """CDNA4: MI350."""
 from __future__ import annotations
 from dataclasses import replace
-from attn.chips.candidates import BackwardCandidate, Candidate
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_OF_256_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma
 from attn.chips.cdna3 import CDNA3_MACHINE
 from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
+from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
 
 CDNA4_MACHINE = replace(CDNA3_MACHINE, transcendental=Figure(12, "cdna4"), matrix=Figure(20, "hazard"), memory=Figure(650, ASSUMED),
                         memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds=Figure(48, ASSUMED))
@@ -13,17 +13,17 @@ CDNA4_MACHINE = replace(CDNA3_MACHINE, transcendental=Figure(12, "cdna4"), matri
 # Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
 # python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
 # and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
-FORWARD_ON_CDNA4: tuple[Candidate, ...] = (
-  Candidate(64, 4, 1, 64, prefetch=2),                                # predicted 55.5%, serial 52.0%, issued 47.5%, overlap 97.0%, waves 3
-  Candidate(64, 8, 1, 64, fills=256, llvm=21),                        # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2
-  Candidate(64, 4, 1, 64, llvm=21),                                   # serial 46.5%, issued 42.5%, overlap 78.0%, waves 2
-  Candidate(128, 8, 1, 64, fills=256),                                # serial 68.5%, issued 61.5%, overlap 100.0%, waves 2
-  Candidate(128, 4, 1, 32),                                           # serial 69.0%, issued 60.5%, overlap 100.0%, waves 2
-  Candidate(128, 8, 1, 64, fills=256, llvm=21),                       # serial 69.0%, issued 62.0%, overlap 100.0%, waves 2
-  Candidate(128, 4, 1, 32, prefetch=0, llvm=21),                      # serial 47.5%, issued 44.0%, overlap 81.0%, waves 2
-  Candidate(192, 4, 1, 32, fenced=True, prefetch=2),                  # predicted 59.5%, serial 75.5%, issued 66.5%, overlap 99.0%, waves 2
-  Candidate(256, 8, 1, 32, fenced=True, prefetch=0, fills=256),       # serial 81.5%, issued 72.5%, overlap 100.0%, waves 2
-  Candidate(256, 4, 1, 32, fenced=True, prefetch=0),                  # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
+FORWARD_ON_CDNA4: tuple[UpTo[ForwardShape], ...] = (
+  UpTo(64, ForwardShape(4, 1, 64, prefetch=2)),                               # predicted 55.5%, serial 52.0%, issued 47.5%, overlap 97.0%, waves 3
+  UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),                       # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2
+  UpTo(64, ForwardShape(4, 1, 64), llvm=21),                                  # serial 46.5%, issued 42.5%, overlap 78.0%, waves 2
+  UpTo(128, ForwardShape(8, 1, 64), fills=256),                               # serial 68.5%, issued 61.5%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(4, 1, 32)),                                          # serial 69.0%, issued 60.5%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(8, 1, 64), fills=256, llvm=21),                      # serial 69.0%, issued 62.0%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(4, 1, 32, prefetch=0), llvm=21),                     # serial 47.5%, issued 44.0%, overlap 81.0%, waves 2
+  UpTo(192, ForwardShape(4, 1, 32, fenced=True, prefetch=2)),                 # predicted 59.5%, serial 75.5%, issued 66.5%, overlap 99.0%, waves 2
+  UpTo(256, ForwardShape(8, 1, 32, fenced=True, prefetch=0), fills=256),      # serial 81.5%, issued 72.5%, overlap 100.0%, waves 2
+  UpTo(256, ForwardShape(4, 1, 32, fenced=True, prefetch=0)),                 # serial 77.0%, issued 67.0%, overlap 100.0%, waves 2
 )
 
 CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descriptor=0x00027000, llvm=20, tables="cdna", agprs=True, matrix={
@@ -34,8 +34,8 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
     "32x32x16": 32, "16x16x32": 16, "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8,
     "32x32x64": 64, "16x16x128": 32}),
   apart=("float16", "bfloat16"), loads_to_lds=True, forward=FORWARD_ON_CDNA4,
-  dq=DQ_ON_CDNA, dkdv=(DKDV_ON_CDNA[0], BackwardCandidate(128, 4, 32), *DKDV_OF_256_ON_CDNA),
-  plain_dq=(BackwardCandidate(64, 4, 64, prefetch=2), PLAIN_DQ_128), plain_dkdv=(BackwardCandidate(128, 4, 64, fenced=8, prefetch=2),),
+  dq=DQ_ON_CDNA, dkdv=(DKDV_ON_CDNA[0], UpTo(128, BackwardShape(4, 32)), *DKDV_OF_256_ON_CDNA),
+  plain_dq=(UpTo(64, BackwardShape(4, 64, prefetch=2)), PLAIN_DQ_128), plain_dkdv=(UpTo(128, BackwardShape(4, 64, fenced=8, prefetch=2)),),
   latent=LATENT_ON_CDNA,
   counters=COUNTERS_ON_CDNA, machine=CDNA4_MACHINE)
 

@@ -21,9 +21,9 @@ Sources
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from attn.chips.candidates import BackwardCandidate, Candidate, MlaCandidate
 from attn.chips.machine import Machine
 from attn.chips.matrix import LaneSums, Matrix, Mma
+from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape, UpTo
 
 LLVM = 22    # the release of the compiler with which tiles are chosen where none is named: on the emulator there is none
 
@@ -79,13 +79,13 @@ class Family:
   apart: tuple[str, ...] = ()  # input dtypes of kernels in which fp32 operations are better not packed (docs/timing.md)
   packs_anew: bool = False     # clang packs a dword once more for each of its uses, unless told otherwise
   says_lds: bool = False       # a kernel says how much LDS it takes beside what its text declares
-  # tiles, the first that fits is taken; where there is none, a cautious one (attn/choose/tiles.py)
-  forward: tuple[Candidate, ...] = ()
-  dq: tuple[BackwardCandidate, ...] = ()
-  dkdv: tuple[BackwardCandidate, ...] = ()
-  plain_dq: tuple[BackwardCandidate, ...] = ()      # tried before those, see attn/choose/backward_tiles.py
-  plain_dkdv: tuple[BackwardCandidate, ...] = ()
-  latent: tuple[MlaCandidate, ...] = ()             # of mla
+  # tiles, the first that fits is taken; where there is none, a cautious one (attn/chips/shapes.py)
+  forward: tuple[UpTo[ForwardShape], ...] = ()
+  dq: tuple[UpTo[BackwardShape], ...] = ()
+  dkdv: tuple[UpTo[BackwardShape], ...] = ()
+  plain_dq: tuple[UpTo[BackwardShape], ...] = ()      # tried before those, see attn/choose/backward_tiles.py
+  plain_dkdv: tuple[UpTo[BackwardShape], ...] = ()
+  latent: tuple[UpTo[MlaShape], ...] = ()             # of mla
   # what reports on machine code, and predictions from it, know of it; None: there are none
   pipes: Pipes|None = None
   counters: Counters|None = None

@@ -1,9 +1,9 @@
 """RDNA3: RX 7000, Strix."""
 from __future__ import annotations
-from attn.chips.candidates import BOTH, BackwardCandidate, Candidate
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
 from attn.chips.rdna import LATENT_ON_RDNA, wmma
+from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
 RDNA3_MACHINE = Machine(
   turn=Figure(1, "isa"), step=Figure(1, "isa"), vector=Figure(5, "schedule"), vector_to_matrix=Figure(5, ASSUMED),
@@ -18,28 +18,28 @@ RDNA3_MACHINE = Machine(
 # Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
 # python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
 # and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
-FORWARD_ON_RDNA3: tuple[Candidate, ...] = (
-  Candidate(64, 8, 1, 32, fenced=True),                               # predicted 78.5%, serial 80.5%, issued 75.5%, overlap 87.0%, waves 8
-  Candidate(128, 8, 1, 32, fenced=True),                              # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4
-  Candidate(192, 4, 1, 16, q_in_lds=True, fenced=True),               # serial 90.0%, issued 82.0%, overlap 93.0%, waves 2
-  Candidate(256, 4, 1, 16, q_in_lds=True, fenced=True, prefetch=0),   # predicted 63.0%, serial 91.5%, issued 83.0%, overlap 93.5%, waves 2
+FORWARD_ON_RDNA3: tuple[UpTo[ForwardShape], ...] = (
+  UpTo(64, ForwardShape(8, 1, 32, fenced=True)),                              # predicted 78.5%, serial 80.5%, issued 75.5%, overlap 87.0%, waves 8
+  UpTo(128, ForwardShape(8, 1, 32, fenced=True)),                             # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4
+  UpTo(192, ForwardShape(4, 1, 16, q_in_lds=True, fenced=True)),              # serial 90.0%, issued 82.0%, overlap 93.0%, waves 2
+  UpTo(256, ForwardShape(4, 1, 16, q_in_lds=True, fenced=True, prefetch=0)),  # predicted 63.0%, serial 91.5%, issued 83.0%, overlap 93.5%, waves 2
 )
 
 # chosen by the registers that clang 22 needs, and not measured
 DQ_ON_RDNA3 = (
-  BackwardCandidate(64, 4, 16),
-  BackwardCandidate(128, 4, 16, (True, False), fenced=2, whole=True),
-  BackwardCandidate(128, 4, 16, (True, False), fenced=2, prefetch=0, sparing=True),
-  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True))
+  UpTo(64, BackwardShape(4, 16)),
+  UpTo(128, BackwardShape(4, 16, (True, False), fenced=2), whole=True),
+  UpTo(128, BackwardShape(4, 16, (True, False), fenced=2, prefetch=0, sparing=True)),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)))
 DKDV_ON_RDNA3 = (
-  BackwardCandidate(64, 4, 16, whole=True), BackwardCandidate(64, 4, 16, fenced=2, prefetch=0),
-  BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True),
-  BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2),
-  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3, whole=True),
-  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2))
+  UpTo(64, BackwardShape(4, 16), whole=True), UpTo(64, BackwardShape(4, 16, fenced=2, prefetch=0)),
+  UpTo(128, BackwardShape(4, 16, BOTH, fenced=2), whole=True),
+  UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3), whole=True),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)))
 PLAIN_DQ_ON_RDNA3 = (
-  BackwardCandidate(64, 4, 32, fenced=2),
-  *(BackwardCandidate(d, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3) for d in (192, 256)))
+  UpTo(64, BackwardShape(4, 32, fenced=2)),
+  *(UpTo(d, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)) for d in (192, 256)))
 
 RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_dots=("float16",), descriptor=0x31004000, tables="rdna3", matrix={
     "float16": (wmma("f16_w32", "half", 1, duplicated=True),), "bfloat16": (wmma("bf16_w32", "short", 1, duplicated=True),)},

@@ -1,38 +1,38 @@
 """RDNA4: RX 9000."""
 from __future__ import annotations
 from dataclasses import replace
-from attn.chips.candidates import BOTH, BackwardCandidate, Candidate
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
 from attn.chips.rdna import LATENT_ON_RDNA, wmma
 from attn.chips.rdna3 import RDNA3_MACHINE
+from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
 RDNA4_MACHINE = replace(RDNA3_MACHINE, memory=Figure(446, ASSUMED))     # the same time as RDNA3's at a clock of 2.97 GHz
 
 # Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
 # python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
 # and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
-FORWARD_ON_RDNA4: tuple[Candidate, ...] = (
-  Candidate(64, 8, 1, 64, fenced=True),                               # predicted 71.5%, serial 69.5%, issued 65.5%, overlap 80.0%, waves 8
-  Candidate(128, 8, 1, 16, fenced=True),                              # predicted 75.5%, serial 79.5%, issued 73.5%, overlap 86.0%, waves 8
-  Candidate(192, 8, 1, 32, fenced=True),                              # serial 85.0%, issued 80.0%, overlap 90.0%, waves 4
-  Candidate(256, 8, 1, 16),                                           # serial 88.5%, issued 82.0%, overlap 92.0%, waves 4
+FORWARD_ON_RDNA4: tuple[UpTo[ForwardShape], ...] = (
+  UpTo(64, ForwardShape(8, 1, 64, fenced=True)),                              # predicted 71.5%, serial 69.5%, issued 65.5%, overlap 80.0%, waves 8
+  UpTo(128, ForwardShape(8, 1, 16, fenced=True)),                             # predicted 75.5%, serial 79.5%, issued 73.5%, overlap 86.0%, waves 8
+  UpTo(192, ForwardShape(8, 1, 32, fenced=True)),                             # serial 85.0%, issued 80.0%, overlap 90.0%, waves 4
+  UpTo(256, ForwardShape(8, 1, 16)),                                          # serial 88.5%, issued 82.0%, overlap 92.0%, waves 4
 )
 
 # chosen by the registers that clang 22 needs, and not measured
 DQ_ON_RDNA4 = (
-  BackwardCandidate(64, 4, 32, fenced=8),
-  BackwardCandidate(128, 4, 16, fenced=2, whole=True), BackwardCandidate(128, 4, 16, fenced=2, prefetch=0, sparing=True),
-  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True))
+  UpTo(64, BackwardShape(4, 32, fenced=8)),
+  UpTo(128, BackwardShape(4, 16, fenced=2), whole=True), UpTo(128, BackwardShape(4, 16, fenced=2, prefetch=0, sparing=True)),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)))
 DKDV_ON_RDNA4 = (
-  BackwardCandidate(64, 4, 16, fenced=2),
-  BackwardCandidate(128, 4, 16, BOTH, fenced=2, whole=True), BackwardCandidate(128, 4, 16, BOTH, fenced=2, prefetch=0, sparing=True),
-  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3, whole=True),
-  BackwardCandidate(256, 2, 16, BOTH, fenced=1, prefetch=0, sparing=True, passes=2))
+  UpTo(64, BackwardShape(4, 16, fenced=2)),
+  UpTo(128, BackwardShape(4, 16, BOTH, fenced=2), whole=True), UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3), whole=True),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=1, prefetch=0, sparing=True, passes=2)))
 PLAIN_DQ_ON_RDNA4 = (
-  BackwardCandidate(64, 8, 32, prefetch=2),
-  BackwardCandidate(192, 2, 16, BOTH, fenced=2, sparing=True, read_ahead=3),
-  BackwardCandidate(256, 2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3))
+  UpTo(64, BackwardShape(8, 32, prefetch=2)),
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, sparing=True, read_ahead=3)),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)))
 
 RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descriptor=0x31004000, tables="rdna4", matrix={
     "float16": (wmma("f16_w32_gfx12", "half", 8),), "bfloat16": (wmma("bf16_w32_gfx12", "short", 8),)},

@@ -4,13 +4,14 @@ AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those t
 """
 from __future__ import annotations
 from collections.abc import Iterator
+from dataclasses import replace
 from attn.chips import Chip
-from attn.chips.candidates import BOTH, BackwardCandidate, Burden, MmaBackwardCandidate, cautious_backward
 from attn.chips.matrix import MMA
 from attn.chips.nvidia import DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
+from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, cautious_backward
 from attn.cache import tuned
-from attn.choose.tiles import burden
 from attn.choose.dispatch import wgmma_refuses
+from attn.choose.rows import burden, fitting, in_units
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
@@ -49,8 +50,9 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   """Every problem has one."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
-  c = next(c for c in table if max(p.D, p.Dv) <= c.up_to and (c.varied or not varies(p)) and (c.few is None or queries <= c.few))
-  return WgmmaBackwardTile(MMA[p.dtype], min(c.groups, ceildiv(rows, wgmma.M)), c.block_n, keys, c.passes)
+  found = next(row for row in table if max(p.D, p.Dv) <= row.up_to and (row.varied or not varies(p)) and
+               (row.few_queries is None or queries <= row.few_queries)).shape
+  return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""
@@ -59,50 +61,34 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   rows = wgmma.M
   return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
 
-def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[MmaBackwardCandidate, ...], rows:int, keys:bool) -> MmaBackwardTile:
-  mat, load, reasons = MMA[p.dtype], Burden.BIAS if p.dropout_p else burden(p), []      # dropout takes as many registers as a bias
-  for c in table:
-    row_tiles = min(c.row_tiles, ceildiv(rows, mat.M))
-    waves = min(c.waves, ceildiv(rows, row_tiles*mat.M))
-    tile = MmaBackwardTile(mat, waves, row_tiles, c.block_n, c.part_n, keys=keys, passes=c.passes)
-    spills = load > c.burden or arch.name in c.spills_on
-    if max(p.D, p.Dv) > c.up_to or spills: reasons.append(f"tile {tile} has the registers for D and Dv up to {c.up_to}")
-    elif (need := tile.lds_bytes(p)) > arch.lds: reasons.append(f"tile {tile} needs {need} bytes of shared memory, {arch.name} has {arch.lds}")
-    else: return tile
-  raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
+def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardShape], ...], rows:int, keys:bool) -> MmaBackwardTile:
+  mat = MMA[p.dtype]
+  def tile(row:UpTo[MmaBackwardShape]) -> MmaBackwardTile:
+    row_tiles = min(row.shape.row_tiles, ceildiv(rows, mat.M))
+    waves = min(row.shape.waves, ceildiv(rows, row_tiles*mat.M))
+    return MmaBackwardTile(**vars(replace(row.shape, row_tiles=row_tiles, waves=waves)), matrix=mat, keys=keys)
+  load = Burden.BIAS if p.dropout_p else burden(p)      # dropout takes as many registers as a bias
+  return next(fitting(kernel, p, arch, table, tile, load))
 
-def backward_tile(p:Problem, arch:Chip, c:BackwardCandidate, keys:bool) -> BackwardTile:
-  """The tile that a candidate makes of a problem: with no more waves than its own rows fill, queries or `keys`."""
-  mat = arch.matrix[p.dtype][c.matrix]
+def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
+  """The tile that a row makes of a problem: with no more waves than its own rows fill, queries or `keys`."""
+  mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
   crowded = p.dropout_p or (keys and p.wide_scores)     # dropout, or what lse has lost, takes the registers of a tile that would be on its way
   prefetch = 0 if crowded and c.own_in_lds == BOTH else c.prefetch
-  return BackwardTile(mat, waves, c.block_n, c.own_in_lds, c.fenced, prefetch, c.sparing, keys, c.passes, c.by_item, c.read_ahead)
+  return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
-def in_units(p:Problem, tile:BackwardTile) -> bool: return p.D % tile.matrix.unit == 0 and p.Dv % tile.matrix.unit == 0
-
-def backward_fits(p:Problem, arch:Chip, tile:BackwardTile, c:BackwardCandidate) -> str|None:
-  """None if `tile` is for this problem on `arch`, else why not."""
-  whole = tile.matrix.operand//tile.matrix.unit      # units of an operand
-  if tile.fenced and whole and tile.fenced % whole: return f"tile {tile} reads {tile.fenced} units together, an operand is made of {whole}"
-  if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
-  if c.whole and not in_units(p, tile): return f"tile {tile} has the registers for D and Dv in units of {tile.matrix.unit}"
-  if c.whole and tile.waves < c.waves: return f"tile {tile} has the registers for {c.waves} waves"
-  if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
-  return None
-
-def _plain(p:Problem, arch:Chip, table:tuple[BackwardCandidate, ...], keys:bool) -> Iterator[BackwardCandidate]:
+def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
   """Those of a table of plain problems that are for this one: dk's and dv's without a mask, with which moves between registers take over."""
   if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
-  for c in (x for x in table if x.up_to == tuned.head_class(p)):
-    tile = backward_tile(p, arch, c, keys)
+  for row in (x for x in table if x.up_to == tuned.head_class(p)):
+    tile = backward_tile(p, arch, row, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
-    if in_units(p, tile) and tile.waves == c.waves and (workgroups >= arch.cus or c.waves == FEWEST_WAVES): yield c
+    waves = row.shape.waves
+    if in_units(p, tile.matrix.unit) and tile.waves == waves and (workgroups >= arch.cus or waves == FEWEST_WAVES): yield row
 
-def _chosen(kernel:str, p:Problem, arch:Chip, table:tuple[BackwardCandidate, ...], keys:bool,
-            plain:tuple[BackwardCandidate, ...]=()) -> BackwardTile:
-  reasons, found = [], tuned.backward_winner(p, arch, kernel)
-  for c in (*([found] if found is not None else []), *_plain(p, arch, plain, keys), *(table or cautious_backward(arch.matrix[p.dtype][0], keys))):
-    if (reason := backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c)) is None: return tile
-    reasons.append(reason)
-  raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
+def _chosen(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool,
+            plain:tuple[UpTo[BackwardShape], ...]=()) -> BackwardTile:
+  kept = tuned.kept_rows(p, arch, kernel, BackwardShape, tuned.check_matrix)
+  rows = (*kept, *_plain(p, arch, plain, keys), *(table or cautious_backward(arch.matrix[p.dtype][0], keys)))
+  return next(fitting(kernel, p, arch, rows, lambda row: backward_tile(p, arch, row, keys)))

@@ -190,7 +190,7 @@ def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
   rows = dual_wave_tile(p, arch).block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
-  return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) is not None else None
+  return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
 STAGGERED_FROM = 65     # head dimension, below which a trip has too little matrix work beside the other half's vector work
 
@@ -202,7 +202,7 @@ def staggered_slower(p:Problem, arch:Chip) -> str|None:
   rows = tile.block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
-  return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) is not None else None
+  return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
 def too_short(p:Problem, arch:Chip) -> str|None:
   rows = WgmmaTile(1, MMA[p.dtype].N).block_m

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from enum import Flag, auto
 from attn.chips import Chip
 from attn.chips.matrix import MMA, Matrix, contraction
-from attn.chips.nvidia import FEW_QUERIES, MMA_CANDIDATES, WGMMA_CANDIDATES
+from attn.chips.nvidia import FEW_QUERIES, FORWARD_MMA, FORWARD_WGMMA
+from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, cautious
 from attn.cache import tuned
-from attn.chips.candidates import cautious, Burden, Candidate, WgmmaCandidate
-from attn.choose.splits import workgroups
+from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
 from attn.kernels import dual_wave, staggered
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.tiles.amd import Tile
@@ -16,8 +16,7 @@ from attn.kernels.tiles.mma import MmaTile
 from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.problem import Problem
 from attn.score.masks import hiding
-from attn.score.term import TermRegisters
-from attn.score.terms import crowded, heaviest, score_terms
+from attn.score.terms import crowded, score_terms
 
 # ***** AMD *****
 
@@ -77,8 +76,7 @@ WHERE_A_WAVE_HAS_A_PART = (
   Shortage(LONG, (PIECES, DROPOUT), Economy.SPARING))
 
 def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
-  in_pieces = any(width % mat.unit for width in (p.D, p.Dv))
-  found = {FEW_ROWS: few, WINDOW: bool(hiding(p).before), PIECES: in_pieces, LSE: p.writes_lse, ANY_OPTION: bool(p.options),
+  found = {FEW_ROWS: few, WINDOW: bool(hiding(p).before), PIECES: not in_units(p, mat.unit), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, DROPOUT: bool(p.dropout_p), TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 
@@ -88,22 +86,9 @@ def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy
   burdens, longest = burdens_of(p, mat, waves, few), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
-def fits(p:Problem, arch:Chip, tile:Tile, c:Candidate) -> str|None:
-  """None if `tile` is for this problem on `arch`, else why not."""
-  if max(p.D, p.Dv) > c.up_to: return f"tile {tile} has the registers for D and Dv up to {c.up_to}"
-  if (blocks := workgroups(p, tile)) < c.fills: return f"tile {tile} makes {blocks} workgroups, {c.fills} are wanted to fill the chip"
-  if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
-  return None
-
-@functools.cache
-def rows_for(table:tuple[Candidate, ...], llvm:int) -> tuple[Candidate, ...]:
-  """The rows of a family's table that count for a release of LLVM: of each class those for the oldest release that is no older."""
-  rows = [c for c in table if c.llvm >= llvm]
-  return tuple(c for c in rows if c.llvm == min(x.llvm for x in rows if x.up_to == c.up_to))
-
-def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
-  """The tile that a candidate makes of a problem: no larger than its queries, and small enough for its terms."""
-  mat = arch.matrix[p.dtype][c.matrix]
+def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
+  """The tile that a row makes of a problem: no larger than its queries, and small enough for its terms."""
+  mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
   q_tiles = c.q_tiles if rows > mat.N and not crowded(p) else 1
@@ -120,33 +105,24 @@ def amd_tile(p:Problem, arch:Chip, c:Candidate) -> Tile:
   means = economy_of(p, arch, mat, waves, few)
   if Economy.SHORT_TRIPS in means: block_n = max(least, block_n//2)
   # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
-  return Tile(mat, min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles, block_n, c.q_in_lds, c.fenced or Economy.FENCED in means,
-              0 if Economy.NO_PREFETCH in means else c.prefetch, pack, Economy.SPARING in means, 0.0 if few else 8.0, Economy.ANEW in means)
+  shape = replace(c, waves=min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles=q_tiles, block_n=block_n,
+                  fenced=c.fenced or Economy.FENCED in means, prefetch=0 if Economy.NO_PREFETCH in means else c.prefetch)
+  return Tile(**vars(shape), matrix=mat, pack_gqa=pack, sparing=Economy.SPARING in means, rescale_above=0.0 if few else 8.0,
+              anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """The first candidate that fits. Raises NotImplementedError, with every reason, when none does."""
-  reasons = []
-  found = tuned.winner(p, arch)
-  for c in (*([found] if found is not None else []), *(rows_for(arch.unit.forward, arch.llvm) or cautious(arch.matrix[p.dtype][0]))):
-    tile = amd_tile(p, arch, c)
-    if (reason := fits(p, arch, tile, c)) is None: return tile
-    reasons.append(reason)
-  raise NotImplementedError(f"no tile of the forward kernel fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")
+  """That of the first row that fits."""
+  rows = (*tuned.winner(p, arch), *(rows_for(arch.unit.forward, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
+  return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
 
-def dual_wave_tile(p:Problem, arch:Chip) -> Tile: return Tile(arch.matrix[p.dtype][0], dual_wave.WAVES, 1, dual_wave.BLOCK_N)
+def dual_wave_tile(p:Problem, arch:Chip) -> Tile: return Tile(dual_wave.WAVES, 1, dual_wave.BLOCK_N, matrix=arch.matrix[p.dtype][0])
 
 def staggered_tile(p:Problem, arch:Chip) -> Tile:
-  return Tile(arch.matrix[p.dtype][0], staggered.TURN_WAVES, 1, staggered.TURN_KEYS, prefetch=staggered.BUFFERS)
+  return Tile(staggered.TURN_WAVES, 1, staggered.TURN_KEYS, prefetch=staggered.BUFFERS, matrix=arch.matrix[p.dtype][0])
 
 # ***** NVIDIA *****
 
 WARPS = 4     # of a block of forward_mma: two or three blocks share a multiprocessor, and one computes while another waits
-
-def burden(p:Problem) -> Burden:
-  if crowded(p): return Burden.BIAS
-  if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
-  if p.options or p.writes_lse: return Burden.OPTIONS
-  return Burden.PLAIN if not any(hiding(p)) else Burden.MASK
 
 BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 
@@ -155,23 +131,18 @@ def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """The first candidate tile of which two blocks share a multiprocessor, or the first that fits, no larger than the queries. Raises
-  NotImplementedError where shared memory has no room for any."""
-  mat, found = MMA[p.dtype], list[MmaTile]()
+  """That of the first row of which two blocks share a multiprocessor, or the first that fits, no larger than the queries."""
+  mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*group
-  for few in FEW_QUERIES:
-    needed = ceildiv(rows, mat.M)
-    tile = MmaTile(mat, WARPS, 1, few.block_n, few.stages, pack_gqa=group > 1, key_waves=WARPS//needed)
-    if needed <= WARPS//2 and max(p.D, p.Dv) <= few.up_to and tile.lds_bytes(p) <= arch.lds: return tile
-  for c in MMA_CANDIDATES:
-    q_tiles = c.q_tiles if rows > mat.M else 1
-    tile = MmaTile(mat, WARPS, q_tiles, c.block_n, q_in_lds=c.q_in_lds, parts=c.parts, pack_gqa=group > 1)
-    blocks = p.all_heads//group*ceildiv(rows, tile.block_m)
-    tile = replace(tile, waves=min(WARPS, ceildiv(rows, q_tiles*mat.M)))
-    if max(p.D, p.Dv) > c.up_to or burden(p) > c.burden or (c.large and blocks < arch.cus): continue
-    if tile.lds_bytes(p) <= arch.lds: found.append(tile)
-  if not found: raise NotImplementedError(f"no tile of forward_mma fits D={p.D}, Dv={p.Dv} on {arch}")
+  needed = ceildiv(rows, mat.M)
+  for few in FEW_QUERIES if needed <= WARPS//2 else ():
+    tile = MmaTile(**vars(few.shape), matrix=mat, waves=WARPS, pack_gqa=group > 1, key_waves=WARPS//needed)
+    if misfit(p, arch, few, tile) is None: return tile
+  def of_all_keys(row:UpTo[MmaShape]) -> MmaTile:
+    q_tiles = row.shape.q_tiles if rows > mat.M else 1
+    return MmaTile(**vars(replace(row.shape, q_tiles=q_tiles)), matrix=mat, waves=min(WARPS, ceildiv(rows, q_tiles*mat.M)), pack_gqa=group > 1)
+  found = list(fitting("forward_mma", p, arch, FORWARD_MMA, of_all_keys, burden(p)))
   return next((tile for tile in found if blocks_in_lds(p, arch, tile) > 1), found[0])
 
 CROWDED_KEYS = 64    # where a term takes as many registers as the scores
@@ -183,21 +154,21 @@ LAST = 0.8       # of the time that the longest block takes beside others, what 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   """The tile that should take the least time, no larger than the keys: by its rate and the blocks that a multiprocessor works on, all rows and keys
   of a block counted. Under a causal mask blocks of all lengths share the multiprocessors, but the longest has to run in any case."""
-  up_to = min(c.up_to for c in WGMMA_CANDIDATES if max(p.D, p.Dv) <= c.up_to)
+  up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
-  def tile(c:WgmmaCandidate) -> WgmmaTile:
-    crowded = bool(p.dropout_p) and c.groups == 3 and c.up_to > SHORT
-    return WgmmaTile(c.groups, min(c.block_n - OF_DROPOUT*crowded, round_up(p.Sk, MMA[p.dtype].K)))
-  def fits(c:WgmmaCandidate) -> bool:
-    if c.up_to != up_to or (c.few and p.Sk > c.block_n): return False
-    return tile(c).lds_bytes(p) <= arch.lds and (not crowded(p) or tile(c).block_n <= CROWDED_KEYS)
-  def time(c:WgmmaCandidate) -> float:
-    t, splits = tile(c), max(1, p.num_splits)
-    resident = min(c.resident, blocks_in_lds(p, arch, t))
+  def tile(row:RatedUpTo) -> WgmmaTile:
+    crowded = bool(p.dropout_p) and row.shape.groups == 3 and row.up_to > SHORT
+    return WgmmaTile(row.shape.groups, min(row.shape.block_n - OF_DROPOUT*crowded, round_up(p.Sk, MMA[p.dtype].K)))
+  def fits(row:RatedUpTo) -> bool:
+    if row.up_to != up_to or (row.few_keys and p.Sk > row.shape.block_n): return False
+    return misfit(p, arch, row, tile(row)) is None and (not crowded(p) or tile(row).block_n <= CROWDED_KEYS)
+  def time(row:RatedUpTo) -> float:
+    t, splits = tile(row), max(1, p.num_splits)
+    resident = min(row.resident, blocks_in_lds(p, arch, t))
     blocks = splits*p.all_heads*ceildiv(p.Sq, t.block_m)/arch.cus         # of a multiprocessor
     keys = round_up(ceildiv(p.Sk, splits), t.block_n)
     together = max(BY_ITSELF*resident, min(resident, math.ceil(blocks)))
     each = t.block_m*together/min(resident, math.ceil(blocks))        # rows whose time a block takes
-    if not causal: return each*math.ceil(blocks)*(keys + c.prologue)/c.full
-    return max(each*blocks*((keys + t.block_m)/2 + c.prologue), LAST*t.block_m*together*(keys + c.prologue))/c.causal
-  return tile(min(filter(fits, WGMMA_CANDIDATES), key=time))
+    if not causal: return each*math.ceil(blocks)*(keys + row.prologue)/row.full
+    return max(each*blocks*((keys + t.block_m)/2 + row.prologue), LAST*t.block_m*together*(keys + row.prologue))/row.causal
+  return tile(min(filter(fits, FORWARD_WGMMA), key=time))

@@ -19,9 +19,10 @@ from attn.calls.options import options_of
 from attn.cache import tuned
 from attn.choose import splits
 from attn.choose.dispatch import Work
-from attn.choose.mla_tiles import ENTRY, latent_space
+from attn.choose.mla_tiles import ENTRY
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.mma import MlaMmaTile
+from attn.search.latent import latent_space
 from attn.measure.peers import OURS, ROUNDS, in_turn, torch_peers
 from attn.measure.rows import heads_text
 from attn.problem import Problem
@@ -135,15 +136,15 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
   if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention; bench.py's is for other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)
   own = dataclasses.replace(call, arch=arch).choice().work.tile
-  candidates = latent_space(p, arch)
+  rows = latent_space(p, arch)
   if not isinstance(own, MlaTile|MlaMmaTile): raise ValueError(f"TUNE=1 of {row}: it gets no kernel of latent attention on {arch}")
   timed = []
-  for tile in dict.fromkeys((own, *candidates)):
+  for tile in dict.fromkeys((own, *rows)):
     work = Work(tile, splits.resolve(p, arch, tile).num_splits)
     timed.append((seconds(call, work), tile, work.splits))
   timed.sort(key=lambda x: x[0])
   least, best, _ = timed[0]
-  tuned.store(p, arch, candidates[best] if best != own else None, least, ENTRY)
+  tuned.store(p, arch, rows[best] if best != own else None, least, ENTRY)
   return [{"row": str(row), "tile": str(tile), "options": getattr(tile, "options", ""), "splits": parts, "us": 1e6*x,
            "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
 

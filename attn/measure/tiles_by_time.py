@@ -10,11 +10,11 @@ from attn.calls.gradient import BackwardLaunch
 from attn.chips import Chip
 from attn.cache import tuned
 from attn.choose.backward import can_differentiate, dkdv_of, dq_of
-from attn.choose.backward_tiles import backward_fits, backward_tile
-from attn.chips.candidates import BackwardCandidate, Candidate
+from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
+from attn.choose.backward_tiles import backward_tile
 from attn.choose.dispatch import KERNELS, choose
-from attn.choose.tiled_tiles import tiled_backward_space, tiled_space
-from attn.choose.tiles import amd_tile, fits
+from attn.choose.rows import misfit
+from attn.choose.tiles import amd_tile
 from attn.compilers import clang
 from attn.compilers.found import NoCompiler
 from attn.extras import needs
@@ -23,6 +23,7 @@ from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.ops.renderers import render
 from attn.problem import Problem, Shapes
+from attn.search.plain import tiled_backward_space, tiled_space
 from attn.tinygrad_compat import CompileError, UOp
 from attn.values import FLOATS
 with needs("bench", "bench.py", __name__): from tqdm import tqdm
@@ -54,10 +55,10 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   if isinstance(own.work.tile, TiledTile): return time_tiled(p, arch, own.work.tile, seconds)
   if not isinstance(own.work.tile, Tile):
     raise NotImplementedError(f"TUNE=1: it is for the tiles of forward and of tiled, and this problem gets {own.kernel}: {own.why_not('forward')}")
-  todo: dict[tuple[str, Tile], Candidate|None] = {(own.kernel, own.work.tile): None}
-  for c in candidates(arch, tuned.head_class(p)):
-    if fits(p, arch, tile := amd_tile(p, arch, c), c) is None: todo.setdefault(("forward", tile), c)
-  timed: list[tuple[float, str, Tile, Candidate|None]] = []
+  todo: dict[tuple[str, Tile], UpTo[ForwardShape]|None] = {(own.kernel, own.work.tile): None}
+  for row in candidates(arch, tuned.head_class(p)):
+    if misfit(p, arch, row, tile := amd_tile(p, arch, row)) is None: todo.setdefault(("forward", tile), row)
+  timed: list[tuple[float, str, Tile, UpTo[ForwardShape]|None]] = []
   for (kernel, tile), found in tqdm(todo.items(), unit="tile"):
     make = KERNELS[kernel].program
     assert make is not None
@@ -85,7 +86,7 @@ def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[P
     except (RuntimeError, CompileError) as e: tqdm.write(f"{kernel}, tile {tile}: {e}", file=sys.stderr)
   timed.sort(key=lambda x: x[0])
   fastest, best = timed[0]
-  tuned.store(p, arch, best if best != own else None, fastest, kernel)
+  tuned.store(p, arch, UpTo(tuned.head_class(p), best) if best != own else None, fastest, kernel)
   return [{"kernel": kernel, "tile": str(tile), "depth": tile.depth, "values": tile.values, "columns": tile.columns, "options": tile.options,
            "ms": 1e3*x, "TFLOP/s": flops/x/1e12, "chosen by": "the table" if tile == own else ""} for x, tile in timed]
 
@@ -116,9 +117,9 @@ def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> li
   if isinstance(own, TiledBackwardTile):
     space = tiled_backward_space(p, arch, keys)
     return time_plain(p, arch, f"backward_{name}_tiled", own, space, lambda tile: seconds(name, tile), flops)
-  todo: dict[BackwardTile, BackwardCandidate|None] = {own: None}
-  for c in backward_candidates(arch, tuned.head_class(p), keys):
-    if backward_fits(p, arch, tile := backward_tile(p, arch, c, keys), c) is None: todo.setdefault(tile, c)
+  todo: dict[BackwardTile, UpTo[BackwardShape]|None] = {own: None}
+  for row in backward_candidates(arch, tuned.head_class(p), keys):
+    if misfit(p, arch, row, tile := backward_tile(p, arch, row, keys)) is None: todo.setdefault(tile, row)
   timed = []
   for tile, found in tqdm(todo.items(), unit="tile"):
     launch = backward_launch(p, arch, name, tile)

@@ -4,12 +4,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 from attn.chips import Chip, get_chip
-from attn.choose.backward_tiles import backward_fits, backward_tile
-from attn.chips.candidates import BackwardCandidate
+from attn.choose.backward_tiles import backward_tile
 from attn.chips.matrix import contraction
+from attn.chips.shapes import BackwardShape, UpTo
 from attn.choose.dispatch import MATRIX_DTYPES
-from attn.search.forward import RESERVE, VARIANTS, Bound, Each, bound_of, conflict
+from attn.choose.rows import misfit
+from attn.search.forward import MATRICES, RESERVE, VARIANTS, Bound, Each, bound_of, conflict
 from attn.compilers.clang import assembly
 from attn.isa.costs import report_of_text
 from attn.isa.source import Spec, kernel_source, problem_of_spec
@@ -17,9 +19,9 @@ from attn.kernels.parts.counts import round_up
 from attn.kernels.tiles.amd import BackwardTile
 from attn.tinygrad_compat import CompileError
 
-BACKWARD_SPACE: dict[str, tuple[object, ...]] = {
+BACKWARD_SPACE: dict[str, tuple[Any, ...]] = {
   "waves": (4, 2, 8), "block_n": (32, 16, 64), "own_in_lds": ((False, False), (True, False), (True, True)), "fenced": (0, 4, 8, 2),
-  "prefetch": (1, 0, 2), "sparing": (False, True), "passes": (1, 2), "matrix": (0, 1)}
+  "prefetch": (1, 0, 2), "sparing": (False, True), "passes": (1, 2)}
 
 PRODUCTS_NEEDED = {"dq": 3, "dkdv": 4}     # S, dP and dQ; S, dP, dV and dK
 
@@ -27,7 +29,7 @@ NOT_LOOKED_AT = {64: (), 32: (4,)}         # of the fences, by the lanes of a wa
 
 @dataclass(frozen=True)
 class RankedBackwardTile:
-  candidate: BackwardCandidate
+  row: UpTo[BackwardShape]
   bound: Bound
 
 def backward_held(tile:BackwardTile, d:int) -> int:
@@ -38,26 +40,26 @@ def backward_held(tile:BackwardTile, d:int) -> int:
   on_the_way = 2*tile.block_n*d*mat.size//(4*tile.threads) if tile.prefetch else 0
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
 
-def backward_candidates(arch:Chip, d:int, keys:bool) -> list[BackwardCandidate]:
-  """The tiles of BACKWARD_SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank conflicts.
-  Own rows lie in LDS, and come sparingly, and passes are two, only where else most registers would be taken."""
-  found, p = [], problem_of_spec(Spec(arch.name, d))
-  for values in itertools.product(*BACKWARD_SPACE.values()):
-    c = BackwardCandidate(d, **dict(zip(BACKWARD_SPACE, values)))       # type: ignore[arg-type]
-    if c.matrix >= len(arch.matrix[MATRIX_DTYPES[0]]) or (c.passes > 1 and not keys) or c.fenced in NOT_LOOKED_AT[arch.wave]: continue
-    tile = backward_tile(p, arch, c, keys)
+def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
+  """Rows for the shapes of BACKWARD_SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank
+  conflicts. Own rows lie in LDS, and come sparingly, and passes are two, only where else most registers would be taken."""
+  found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
+  for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
+    c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))
+    if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]) or (c.passes > 1 and not keys) or c.fenced in NOT_LOOKED_AT[arch.wave]: continue
+    tile = backward_tile(p, arch, row := UpTo(d, c, matrix=matrix), keys)
     mat = tile.matrix
     divides = c.block_n%mat.M == 0 and c.block_n%mat.span == 0
-    plain = backward_tile(p, arch, BackwardCandidate(d, c.waves, c.block_n, matrix=c.matrix), keys)
+    plain = backward_tile(p, arch, UpTo(d, BackwardShape(c.waves, c.block_n), matrix=matrix), keys)
     needed = backward_held(plain, d) > arch.vgprs*3//4 or not (any(c.own_in_lds) or c.sparing or c.passes > 1)
     smooth = not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), c.block_n))
-    if divides and needed and smooth and backward_fits(p, arch, tile, c) is None and backward_held(tile, d) <= arch.vgprs: found.append(c)
+    if divides and needed and smooth and misfit(p, arch, row, tile) is None and backward_held(tile, d) <= arch.vgprs: found.append(row)
   return found
 
-def backward_bound(arch:str, c:BackwardCandidate, kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
+def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel "dq" or "dkdv"; None where it doesn't compile, or spills."""
-  spec = Spec(arch, c.up_to, dtype, mask, kernel)
-  tile = backward_tile(problem_of_spec(spec), get_chip(arch), c, kernel == "dkdv")
+  spec = Spec(arch, row.up_to, dtype, mask, kernel)
+  tile = backward_tile(problem_of_spec(spec), get_chip(arch), row, kernel == "dkdv")
   source = kernel_source(spec, tile)
   try: text = assembly(source.text, spec.arch)
   except CompileError: return None
@@ -69,7 +71,7 @@ def backward_bound(arch:str, c:BackwardCandidate, kernel:str, dtype:str=VARIANTS
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
   """The tiles of a class that don't spill in any variant, by the worst of their bounds, the greatest first."""
   found = candidates = backward_candidates(get_chip(arch), d, kernel == "dkdv")
-  worst: dict[BackwardCandidate, Bound] = {}
+  worst: dict[UpTo[BackwardShape], Bound] = {}
   for dtype, mask in VARIANTS:
     bounds:Iterable[Bound|None] = each(backward_bound, [arch]*len(found), found, [kernel]*len(found), [dtype]*len(found), [mask]*len(found))
     kept = {c: x for c, x in zip(found, bounds, strict=True) if x is not None}

@@ -12,16 +12,17 @@ from __future__ import annotations
 import functools, itertools, multiprocessing, re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from attn import chips
 from attn.chips import LLVM, SEARCHED, Chip, get_chip
 from attn.chips.matrix import Matrix, contraction
-from attn.chips.candidates import EVERY, Candidate
+from attn.chips.shapes import EVERY, ForwardShape, UpTo
 from attn.choose.dispatch import MATRIX_DTYPES
-from attn.choose.tiles import amd_tile, fits
+from attn.choose.rows import misfit
+from attn.choose.tiles import amd_tile
 from attn.compilers.clang import assembly
 from attn.emulator.banks import phases
 from attn.extras import needs
@@ -38,7 +39,8 @@ with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm
 VARIANTS = [(dtype, mask) for dtype in reversed(MATRIX_DTYPES) for mask in reversed(MASKS)]   # the costly ones first
 SPACE: dict[str, tuple[int, ...]] = {
   "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
-  "prefetch": (1, 2, 0), "matrix": (0, 1)}
+  "prefetch": (1, 2, 0)}
+MATRICES = (0, 1)      # which of a chip's matrix instructions, by number
 LARGEST_TILE = 256     # queries of a tile, at most: a causal block computes on average half as many keys in vain
 SMALL_TILE = 128     # queries of a tile that every grid may have
 FILLS = 256     # workgroups that a tile of more queries has to make, about one for each compute unit of the largest chips
@@ -63,14 +65,14 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class RankedTile:
-  candidate: Candidate
+  row: UpTo[ForwardShape]
   bound: Bound
 
 # ***** the space *****
 
-def held(c:Candidate, arch:Chip, d:int) -> int:
+def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
   """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
-  mat = arch.matrix[MATRIX_DTYPES[0]][c.matrix]
+  mat, c = arch.matrix[MATRIX_DTYPES[0]][row.matrix], row.shape
   of_q = 0 if c.q_in_lds else contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
   on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
@@ -82,19 +84,19 @@ def conflict(family:str, mat:Matrix, stride:int) -> bool:
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
-def candidates(arch:Chip, d:int) -> list[Candidate]:
-  """The tiles of SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank conflicts. Q lies
-  in LDS, where every trip has to read it again, only if with it a wave would fill half of its registers."""
-  found, matrices = [], arch.matrix[MATRIX_DTYPES[0]]
-  for values in itertools.product(*SPACE.values()):
-    c, p = Candidate(d, **dict(zip(SPACE, values))), problem_of_spec(Spec(arch.name, d))   # type: ignore[arg-type]
-    if c.matrix >= len(matrices): continue
-    tile = amd_tile(p, arch, c)
+def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
+  """Rows for the shapes of SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank
+  conflicts. Q lies in LDS, where every trip has to read it again, only if with it a wave would fill half of its registers."""
+  found, p = list[UpTo[ForwardShape]](), problem_of_spec(Spec(arch.name, d))
+  for *numbers, matrix in itertools.product(*SPACE.values(), MATRICES):
+    if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
+    row = UpTo(d, c := ForwardShape(**dict(zip(SPACE, numbers))), matrix=matrix)   # type: ignore[arg-type]
+    tile = amd_tile(p, arch, row)
     divides = c.block_n%tile.matrix.M == 0 and c.block_n%tile.matrix.span == 0
-    crowded = not c.q_in_lds or held(replace(c, q_in_lds=False), arch, d) > arch.vgprs//2
+    crowded = not c.q_in_lds or held(replace(row, shape=replace(c, q_in_lds=False)), arch, d) > arch.vgprs//2
     smooth = not any(conflict(arch.family, tile.matrix, n//tile.matrix.unit | 1) for n in (contraction(tile.matrix, d), c.block_n))
-    room = fits(p, arch, tile, c) is None and held(c, arch, d) <= arch.vgprs
-    if divides and crowded and smooth and tile.block_m <= LARGEST_TILE and room: found.append(c)
+    room = misfit(p, arch, row, tile) is None and held(row, arch, d) <= arch.vgprs
+    if divides and crowded and smooth and tile.block_m <= LARGEST_TILE and room: found.append(row)
   return found
 
 # ***** the bound of one tile *****
@@ -140,36 +142,36 @@ def why_none(arch:str, d:int) -> str:
   except CompileError as e: return str(e)
   return "all of them spill registers"
 
-def first_bound(arch:str, c:Candidate, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
+def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """The bound of one tile for one variant of the kernel."""
-  spec = Spec(arch, c.up_to, dtype, mask)
-  tile = amd_tile(problem_of_spec(spec), get_chip(arch), c)
+  spec = Spec(arch, row.up_to, dtype, mask)
+  tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)
   return tile_bound(spec, tile)
 
-def worst_bound(arch:str, c:Candidate, each:Each=map) -> Bound|None:
+def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
   """Figure by figure the worst over the variants."""
-  found = [x for x in each(first_bound, *zip(*[(arch, c, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
+  found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
 
 # ***** the best of a class *****
 
-def best(ranked:Iterable[RankedTile], worst:Callable[[Candidate], Bound|None]) -> RankedTile|None:
+def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
   """The best by its worst variant. `ranked` is by the bound of one variant, the greatest first; no worst one is greater, so few are looked at."""
   found: RankedTile|None = None
   for x in ranked:
     if found is not None and x.bound <= found.bound: break
-    if (bound := worst(x.candidate)) is not None and (found is None or bound > found.bound): found = RankedTile(x.candidate, bound)
+    if (bound := worst(x.row)) is not None and (found is None or bound > found.bound): found = RankedTile(x.row, bound)
   return found
 
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
   """The rows of a class: the best tile, and the best of SMALL_TILE queries at most where that is another."""
-  worst = functools.cache(lambda c: worst_bound(arch, c, each))
+  worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
   second = best([x for x in ranked if queries(x) <= SMALL_TILE], worst)
-  return [replace(first, candidate=replace(first.candidate, fills=FILLS)), *([second] if second is not None else [])]
+  return [replace(first, row=replace(first.row, fills=FILLS)), *([second] if second is not None else [])]
 
 @dataclass(frozen=True)
 class Class:
@@ -183,16 +185,16 @@ def search_class(arch:str, d:int, each:Each=map) -> Class:
   registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL_TILE queries."""
   chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
-  def look(tiles:list[Candidate]) -> list[RankedTile]:
+  def look(tiles:list[UpTo[ForwardShape]]) -> list[RankedTile]:
     ranked.extend(RankedTile(c, x) for c, x in zip(tiles, each(first_bound, [arch]*len(tiles), tiles), strict=True) if x is not None)
     ranked.sort(key=lambda x: x.bound, reverse=True)
     return rows_of_class(arch, ranked, each)
-  heavy = {c: ENOUGH*held(c, chip, d) > chip.registers for c in space}
+  heavy = {row: ENOUGH*held(row, chip, d) > chip.registers for row in space}
   for prefetch, weight in ((1, False), (0, False), (1, True)):
-    rows = look([c for c in space if c.prefetch == prefetch and heavy[c] == weight])
+    rows = look([row for row in space if row.shape.prefetch == prefetch and heavy[row] == weight])
     if rows and queries(rows[-1]) <= SMALL_TILE and all(x.bound.enough == ENOUGH for x in rows): break
-  leading = {x.candidate for some in (ranked, [x for x in ranked if queries(x) <= SMALL_TILE]) for x in some[:LEADING]}
-  rows = look([c for c in space if c.prefetch == 2 and replace(c, prefetch=1) in leading])
+  leading = {x.row for some in (ranked, [x for x in ranked if queries(x) <= SMALL_TILE]) for x in some[:LEADING]}
+  rows = look([row for row in space if row.shape.prefetch == 2 and replace(row, shape=replace(row.shape, prefetch=1)) in leading])
   return Class(arch, d, tuple(ranked), tuple(rows))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
@@ -209,18 +211,22 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 
 # ***** the table *****
 
+ALONGSIDE = 78     # the column of a row's figures
+
 def row_of(x:RankedTile, llvm:int=EVERY) -> str:
   """A line of the table, for releases of LLVM up to this one."""
-  c = replace(x.candidate, llvm=llvm)
-  options = [f"{f.name}={getattr(c, f.name)}" for f in fields(c)[4:] if getattr(c, f.name) != f.default]
-  text = f"  Candidate({', '.join([str(getattr(c, f.name)) for f in fields(c)[:4]] + options)}),"
+  row, shape = replace(x.row, llvm=llvm), x.row.shape
+  def named(of:Any) -> list[str]:
+    return [f"{f.name}={value}" for f in fields(of) if f.default is not MISSING and (value := getattr(of, f.name)) != f.default]
+  numbers = ", ".join([str(getattr(shape, f.name)) for f in fields(shape) if f.default is MISSING] + named(shape))
+  text = f"  UpTo({', '.join([str(row.up_to), f'ForwardShape({numbers})', *named(row)])}),"
   uses = ", ".join(f"{name} {getattr(x.bound, name)/2}%" for name in ("predicted", "serial", "issued", "overlap"))
-  return f"{text:<70}# {uses}, waves {x.bound.waves}"
+  return f"{text:<{ALONGSIDE}}# {uses}, waves {x.bound.waves}"
 
 RowsKey = tuple[int, int]   # class, and minus the newest release of LLVM that its rows are for: in the order of the table
 TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines
 
-TABLE = re.compile(r"^(FORWARD_ON_\w+: tuple\[Candidate, \.\.\.\] = \(\n)(.*?)^\)$", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^(FORWARD_ON_\w+: tuple\[UpTo\[ForwardShape\], \.\.\.\] = \(\n)(.*?)^\)$", re.MULTILINE | re.DOTALL)
 
 def file_of(family:str) -> Path:
   """The file that has a family's table."""
@@ -228,10 +234,10 @@ def file_of(family:str) -> Path:
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
   """The lines of the table in a family's text. Raises ValueError where there is none."""
-  if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[Candidate, ...] = (")
+  if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
-    if (row := re.match(r"  Candidate\((\d+),(?:.* llvm=(\d+))?", line)) is None: raise ValueError(f"no row of a table: {line!r}")
+    if (row := re.match(r"  UpTo\((\d+),(?:.* llvm=(\d+))?", line)) is None: raise ValueError(f"no row of a table: {line!r}")
     rows.setdefault((int(row[1]), -int(row[2] or EVERY)), []).append(line)
   return rows
 

@@ -64,7 +64,7 @@ def test_winners_in_what_is_no_file_of_ours(make, tmp_path, monkeypatch, stamped
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
   tuned.warn.cache_clear()
   make(tmp_path/"tune.json")
-  assert tuned.winner(P, ARCH) is None
+  assert not tuned.winner(P, ARCH)
   warning, = recwarn.list
   assert str(tmp_path/"tune.json") in str(warning.message)
   tuned.store(P, ARCH, None, 1e-3)

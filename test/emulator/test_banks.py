@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 import pytest
 from attn.chips import get_chip
-from attn.chips.candidates import Candidate
+from attn.chips.shapes import ForwardShape, UpTo
 from attn.choose.tiles import amd_tile, dual_wave_tile
 from attn.emulator import last_run
 from attn.emulator.banks import phases
@@ -41,11 +41,11 @@ def test_dual_wave(monkeypatch) -> None:
   check_kernel(dual_wave(p, chip, dual_wave_tile(p, chip)), p, normal(p), "gfx950")
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
-@pytest.mark.parametrize(("arch", "c"), [(arch, c) for arch in ARCHS for c in get_chip(arch).unit.forward], ids=str)
-def test_table(monkeypatch, arch:str, c:Candidate) -> None:
+@pytest.mark.parametrize(("arch", "row"), [(arch, row) for arch in ARCHS for row in get_chip(arch).unit.forward], ids=str)
+def test_table(monkeypatch, arch:str, row:UpTo[ForwardShape]) -> None:
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
-  p = problem(H=1, Sq=256, Sk=128, D=c.up_to)
-  check_kernels(arch, tile=lambda _: amd_tile(p, get_chip(arch), c), H=1, Sq=256, Sk=128, D=c.up_to)
+  p = problem(H=1, Sq=256, Sk=128, D=row.up_to)
+  check_kernels(arch, tile=lambda _: amd_tile(p, get_chip(arch), row), H=1, Sq=256, Sk=128, D=row.up_to)
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -9,7 +9,7 @@ from attn.isa.table import bounds
 from attn.kernels.tiles.amd import Tile
 from attn.problem import Problem
 
-TILE = Tile(CDNA3.matrix["float16"][0], 4, 1, 64)   # 128 queries x 64 keys
+TILE = Tile(4, 1, 64, matrix=CDNA3.matrix["float16"][0])   # 128 queries x 64 keys
 def problem(B=1, H=64, S=8192, D=128, window=(-1, -1), **kw) -> Problem:
   return Problem(**{**dict(B=B, H=H, Hkv=H, Sq=S, Sk=S, D=D, Dv=D, window=window, softmax_scale=1.0), **kw})
 
@@ -36,7 +36,7 @@ def test_the_tail_of_the_grid():
   assert bound.balance == pytest.approx(305/608)
 
 def test_a_workgroup_of_one_wave_has_room_for_three_others():
-  tile = Tile(CDNA3.matrix["float16"][0], 1, 1, 64)
+  tile = Tile(1, 1, 64, matrix=CDNA3.matrix["float16"][0])
   assert roofline(problem(H=304, S=32), tile, *RATED["MI300X"]).balance == pytest.approx(0.25)
   assert roofline(problem(H=1216, S=32), tile, *RATED["MI300X"]).balance == 1
 

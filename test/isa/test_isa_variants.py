@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 from attn.chips import SEARCHED, get_chip
-from attn.chips.candidates import Candidate
+from attn.chips.shapes import ForwardShape, UpTo
 from attn.choose.dispatch import choose_tile
 from attn.choose.tiles import amd_tile
 from attn.isa import costs
@@ -139,7 +139,7 @@ EXCHANGES = {("gfx942", 0): {"ds_bpermute_b32"}, ("gfx942", 1): {"ds_bpermute_b3
 @pytest.mark.parametrize(("arch", "matrix"), EXCHANGES, ids=str)
 def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> None:
   spec, chip = Spec(arch, 64), get_chip(arch)
-  tile = amd_tile(problem_of_spec(spec), chip, Candidate(64, 4, 1, 64, fenced=True, matrix=matrix))
+  tile = amd_tile(problem_of_spec(spec), chip, UpTo(64, ForwardShape(4, 1, 64, fenced=True), matrix=matrix))
   found = re.findall(r"\b(v_permlane\w+?|ds_bpermute_b32)(?:_e\d\d)?\b", assembly(kernel_source(spec, tile).text, arch))
   assert set(found) == EXCHANGES[arch, matrix]
 

@@ -10,11 +10,12 @@ import pytest
 from attn.accuracy import judge
 from attn.chips import get_chip
 from attn.choose.backward import can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
-from attn.choose.backward_tiles import amd_backward_tile, backward_fits, backward_tile
+from attn.choose.backward_tiles import amd_backward_tile, backward_tile
+from attn.choose.rows import misfit
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
-from attn.chips.candidates import BackwardCandidate
+from attn.chips.shapes import BackwardShape, UpTo
 from attn.kernels.amd.backward import AmdBackward, AmdTrip
 from attn.kernels.mma.backward import MmaTrip
 from attn.kernels.parts.allocator import Allocator
@@ -192,10 +193,10 @@ def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
-def in_turn(arch:str, row:BackwardCandidate) -> Any: return () if arch == "gfx1201" and row.up_to == 64 else pytest.mark.thorough
+def in_turn(arch:str, row:UpTo[BackwardShape]) -> Any: return () if arch == "gfx1201" and row.up_to == 64 else pytest.mark.thorough
 
 @pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=in_turn(*x[:2])) for x in ROWS_OF_PLAIN])
-def test_tiles_of_plain_problems(arch:str, row:BackwardCandidate, keys:bool) -> None:
+def test_tiles_of_plain_problems(arch:str, row:UpTo[BackwardShape], keys:bool) -> None:
   """Each row of the tables for plain problems gives right results, with a last tile that is not whole. Dispatch would not choose these tiles for
   grids small enough to emulate."""
   p, chip = problem(D=row.up_to, Sq=300, Sk=300), get_chip(arch)
@@ -206,9 +207,10 @@ def test_tiles_of_plain_problems(arch:str, row:BackwardCandidate, keys:bool) -> 
 def test_part_of_an_operand_is_refused() -> None:
   """A tile whose fence holds only one unit of an operand is refused on RDNA3, where an operand is two units: no product would be left, and only
   wrong numbers would show it."""
-  p, chip, c = problem(D=64), get_chip("gfx1100"), BackwardCandidate(64, 4, 16, fenced=1)
-  assert "1 units together, an operand is made of 2" in str(backward_fits(p, chip, backward_tile(p, chip, c, False), c))
-  assert backward_fits(p, chip, backward_tile(p, chip, d := replace(c, fenced=2), False), d) is None
+  p, chip = problem(D=64), get_chip("gfx1100")
+  one, two = (UpTo(64, BackwardShape(4, 16, fenced=n)) for n in (1, 2))
+  assert "1 units together, an operand is made of more" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
+  assert misfit(p, chip, two, backward_tile(p, chip, two, False)) is None
 
 PARTS: dict[str, dict[str, Any]] = {
   "one head of keys for six": dict(H=6, Hkv=1, Sk=90, parts=12), "more parts than tiles": dict(B=2, causal=True, Sk=40, parts=5),

@@ -13,7 +13,7 @@ from attn.api.attention import backward_choice_of, choice_of
 from attn.chips import CHIPS, get_chip
 from attn.cache import tuned
 from attn.choose.dispatch import KERNELS, choose, choose_tile
-from attn.choose.mla_tiles import UP_TO, latent_space, mla_mma_tile, mla_tile
+from attn.choose.mla_tiles import UP_TO, mla_mma_tile, mla_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.matrix import Layout
@@ -30,6 +30,7 @@ from attn.kernels.tiles.mma import MlaMmaTile
 from attn.measure import decode
 from attn.ops.operation import statement
 from attn.problem import Problem
+from attn.search.latent import latent_space
 from attn.tinygrad_compat import Ops, Tensor, UOp
 from api_cases import draw, emulated
 from cases import Inputs, array, check_kernels, floats, in_turn, ints, normal, problem, tensor

@@ -96,9 +96,10 @@ def test_attention_of_tensors() -> None:
 
 # ***** tiles *****
 
-TILES = [MmaTile(MMA["float16"], *args) for args in ((4, 2, 64), (8, 1, 64), (4, 2, 48, 2, True), (2, 1, 32, 3), (4, 1, 32, 4, True), (1, 2, 16))]
+TILES = [MmaTile(*numbers, waves=waves, stages=stages, q_in_lds=q_in_lds, matrix=MMA["float16"]) for waves, *numbers, stages, q_in_lds in (
+  (4, 2, 64, 2, False), (8, 1, 64, 2, False), (4, 2, 48, 2, True), (2, 1, 32, 3, False), (4, 1, 32, 4, True), (1, 2, 16, 2, False))]
 TILES += [replace(TILES[0], parts=4), replace(TILES[1], parts=1), replace(TILES[2], parts=3)]
-TILES += [MmaTile(MMA["float16"], 4, 1, 64, 3, key_waves=4), MmaTile(MMA["float16"], 4, 2, 64, key_waves=2)]
+TILES += [replace(TILES[0], q_tiles=1, stages=3, key_waves=4), replace(TILES[0], key_waves=2)]
 
 ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, causal=True), "window": dict(Sq=40, Sk=203, D=96, window=(70, -1)),
                                        "full": dict(H=1, Sq=70, Sk=130, D=128, dtype="float16")}

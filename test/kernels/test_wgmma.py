@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import cases, test_features as features
 from attn.chips import get_chip
-from attn.chips.candidates import WgmmaCandidate
-from attn.chips.nvidia import WGMMA_CANDIDATES
+from attn.chips.nvidia import FORWARD_WGMMA
+from attn.chips.shapes import RatedUpTo
 from attn.choose.dispatch import forward_of
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
@@ -62,13 +62,13 @@ def test_large_grids(D:int) -> None:
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 
-@pytest.mark.parametrize("c", every_other(WGMMA_CANDIDATES), ids=str)
-def test_every_tile(c:WgmmaCandidate, monkeypatch) -> None:
-  tile = WgmmaTile(c.groups, c.block_n)
+@pytest.mark.parametrize("row", every_other(FORWARD_WGMMA), ids=str)
+def test_every_tile(row:RatedUpTo, monkeypatch) -> None:
+  tile = WgmmaTile(**vars(row.shape))
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
-  few = tile.lds_bytes(problem(Sk=500, D=c.up_to)) > get_chip("sm_90").lds      # a tile for problems whose keys all fit into it
-  assert tile.lds_bytes(problem(Sk=c.block_n, D=c.up_to)) <= get_chip("sm_90").lds
-  check("sm_90", H=1, Sq=200, Sk=c.block_n if few else 500, D=c.up_to, causal="top-left" if few else True)
+  few = tile.lds_bytes(problem(Sk=500, D=row.up_to)) > get_chip("sm_90").lds      # a tile for problems whose keys all fit into it
+  assert tile.lds_bytes(problem(Sk=tile.block_n, D=row.up_to)) <= get_chip("sm_90").lds
+  check("sm_90", H=1, Sq=200, Sk=tile.block_n if few else 500, D=row.up_to, causal="top-left" if few else True)
 
 @in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1, among=2)    # test_features.py runs the others by mma.sync
 def test_option(chip:str, option:str) -> None: features.test_option(chip, option)

@@ -16,11 +16,13 @@ from attn.cache import tuned
 from attn.choose import tiled_tiles
 from attn.search import backward as backward_search, forward as search
 from attn.choose.backward_tiles import amd_backward_tile
-from attn.chips.candidates import EVERY, BackwardCandidate, Candidate
+from attn.chips.shapes import EVERY, BackwardShape, ForwardShape, UpTo
 from attn.choose.dispatch import choose, choose_tile
 from attn.search.forward import Bound, RankedTile, best
-from attn.choose.tiled_tiles import tiled_backward_space, tiled_backward_tile, tiled_space, tiled_tile
-from attn.choose.tiles import amd_tile, rows_for
+from attn.search.plain import tiled_backward_space, tiled_space
+from attn.choose.tiled_tiles import tiled_backward_tile, tiled_tile
+from attn.choose.rows import rows_for
+from attn.choose.tiles import amd_tile
 from attn.isa.source import Spec, problem_of_spec
 from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
@@ -60,10 +62,10 @@ def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
 
 def test_the_best_is_the_best_of_the_worst() -> None:
   """The tile that leads by one variant has a bad one; the last is not looked at, for even its good variant is no better."""
-  tiles = [Candidate(64, 4, 1, n) for n in (16, 32, 64, 128)]
+  tiles = [UpTo(64, ForwardShape(4, 1, n)) for n in (16, 32, 64, 128)]
   ranked = [RankedTile(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
   worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
-  def look(c:Candidate) -> Bound|None:
+  def look(c:UpTo[ForwardShape]) -> Bound|None:
     seen.append(c)
     return worst[c]
   assert best(ranked, look) == RankedTile(tiles[2], bound(issued=120)) and seen == tiles[:3]
@@ -74,14 +76,15 @@ def test_the_best_is_the_best_of_the_worst() -> None:
   ("gfx1100", 4, 5, 16.0, 4)])
 def test_waves_come_in_workgroups(arch:str, waves:int, registers:int, lds:float, fit:int) -> None:
   report: Any = SimpleNamespace(resources=SimpleNamespace(waves_by_registers=registers, waves_by_lds=lds))
-  tile = replace(amd_tile(problem_of_spec(Spec(arch, 64)), get_chip(arch), Candidate(64, 4, 1, 32)), waves=waves)
+  tile = replace(amd_tile(problem_of_spec(Spec(arch, 64)), get_chip(arch), UpTo(64, ForwardShape(4, 1, 32))), waves=waves)
   assert search.waves_of(report, tile, get_chip(arch)) == fit
 
 def test_the_space_is_what_fits() -> None:
   wide, narrow = (search.candidates(get_chip(a), 128) for a in ("gfx950", "gfx942"))
   assert set(narrow) < set(wide)                                                           # more LDS
-  assert {c.block_n for c in wide} == {32, 64, 128} and {c.block_n for c in search.candidates(get_chip("gfx1201"), 64)} == {16, 32, 64, 128}
-  assert all(c.q_in_lds for c in search.candidates(get_chip("gfx1100"), 256))               # registers
+  keys = lambda rows: {row.shape.block_n for row in rows}
+  assert keys(wide) == {32, 64, 128} and keys(search.candidates(get_chip("gfx1201"), 64)) == {16, 32, 64, 128}
+  assert all(row.shape.q_in_lds for row in search.candidates(get_chip("gfx1100"), 256))               # registers
 
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
@@ -93,36 +96,37 @@ def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAM
 
 class Bounds:
   """In place of the compiler: the bound of a tile by `rule`; remembers what was asked."""
-  def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[Candidate], dict[str, int]|None]):
-    self.seen, self.rule = list[Candidate](), rule
+  def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[UpTo[ForwardShape]], dict[str, int]|None]):
+    self.seen, self.rule = list[UpTo[ForwardShape]](), rule
     monkeypatch.setattr(search, "first_bound", self)
-  def __call__(self, arch:str, c:Candidate, dtype:str="", mask:str="") -> Bound|None:
-    if c not in self.seen: self.seen.append(c)
+  def __call__(self, arch:str, row:UpTo[ForwardShape], dtype:str="", mask:str="") -> Bound|None:
+    if row not in self.seen: self.seen.append(row)
+    c = row.shape
     figures = {"enough": 2, "ahead": min(c.prefetch, 1), "small": -c.waves*c.q_tiles*32, "short": -c.block_n}
-    return bound(**figures | found) if (found := self.rule(c)) is not None else None
+    return bound(**figures | found) if (found := self.rule(row)) is not None else None
 
 def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
-  asked = Bounds(monkeypatch, lambda c: {"issued": 120 + (c.prefetch == 2) - c.block_n//64})
+  asked = Bounds(monkeypatch, lambda row: {"issued": 120 + (row.shape.prefetch == 2) - row.shape.block_n//64})
   found = search.search_class("gfx950", 128)
-  doubled = [c for c in asked.seen if c.prefetch == 2]
-  assert 1 <= len(doubled) <= 2*search.LEADING and not any(c.prefetch == 0 for c in asked.seen)
-  assert all(x.candidate.prefetch == 2 and x.candidate.block_n == 32 for x in found.rows) and [search.queries(x) for x in found.rows] == [128]
+  doubled = [row for row in asked.seen if row.shape.prefetch == 2]
+  assert 1 <= len(doubled) <= 2*search.LEADING and not any(row.shape.prefetch == 0 for row in asked.seen)
+  assert all(x.row.shape.prefetch == 2 and x.row.shape.block_n == 32 for x in found.rows) and [search.queries(x) for x in found.rows] == [128]
 
 @pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
 def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
   """Tiles of two waves with prefetch, then without, then those of one."""
-  def rule(c:Candidate) -> dict[str, int]|None:
-    if c.prefetch == 2: return None
-    if 2*search.held(c, get_chip("gfx942"), 128) > 512: return {"enough": 1}
-    return {} if (ahead if c.prefetch else behind) else None
+  def rule(row:UpTo[ForwardShape]) -> dict[str, int]|None:
+    if row.shape.prefetch == 2: return None
+    if 2*search.held(row, get_chip("gfx942"), 128) > 512: return {"enough": 1}
+    return {} if (ahead if row.shape.prefetch else behind) else None
   asked = Bounds(monkeypatch, rule)
   found = search.search_class("gfx942", 128)
-  assert {x.candidate.prefetch for x in found.rows} == {chosen} and any(c.prefetch == 0 for c in asked.seen) == (not ahead)
+  assert {x.row.shape.prefetch for x in found.rows} == {chosen} and any(row.shape.prefetch == 0 for row in asked.seen) == (not ahead)
 
 def test_a_tile_that_spills_has_no_bound() -> None:
   pytest.importorskip("ziglang")
-  assert search.first_bound("gfx1100", Candidate(128, 4, 2, 32)) is None
-  assert (found := search.first_bound("gfx1100", Candidate(128, 8, 1, 32, fenced=True))) is not None
+  assert search.first_bound("gfx1100", UpTo(128, ForwardShape(4, 2, 32))) is None
+  assert (found := search.first_bound("gfx1100", UpTo(128, ForwardShape(8, 1, 32, fenced=True)))) is not None
   assert found.enough == 2 and found.issued < found.serial <= found.overlap and (found.small, found.short) == (-128, -32)
 
 def test_where_no_tile_compiles_the_search_says_why(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -153,26 +157,27 @@ def test_the_table_is_whole() -> None:
       assert last.fills == 0 and amd_tile(problem(D=d, Dv=d), arch, last).block_m <= search.SMALL_TILE     # every grid has a tile
       assert all(c.fills == search.FILLS and amd_tile(problem(D=d, Dv=d), arch, c).block_m > search.SMALL_TILE for c in large)
 
-def searched(*tiles:Candidate) -> search.Class: return search.Class("gfx942", 64, (), tuple(RankedTile(c, bound()) for c in tiles))
+def searched(*tiles:UpTo[ForwardShape]) -> search.Class: return search.Class("gfx942", 64, (), tuple(RankedTile(c, bound()) for c in tiles))
 
 def test_rows_are_merged_by_class() -> None:
-  found = searched(Candidate(64, 8, 2, 32, fenced=True, fills=256), Candidate(64, 4, 1, 32))
+  found = searched(UpTo(64, ForwardShape(8, 2, 32, fenced=True), fills=256), UpTo(64, ForwardShape(4, 1, 32)))
   old = search.all_tables()
   new = search.merged_rows(old, [found], 22)
   large, small = new["cdna3"][64, -EVERY]
-  assert large.startswith("  Candidate(64, 8, 2, 32, fenced=True, fills=256),  ") and small.endswith("waves 2")
+  assert large.startswith("  UpTo(64, ForwardShape(8, 2, 32, fenced=True), fills=256),  ") and small.endswith("waves 2")
   assert search.differences(old, old) == [] and f"cdna3: + {large.partition('#')[0].strip()}" in search.differences(old, new)
   assert search.table_rows_in(search.with_table(search.file_of("cdna3").read_text(), new["cdna3"])) == new["cdna3"]
   assert {f: {k: v for k, v in rows.items() if (f, k) != ("cdna3", (64, -EVERY))} for f, rows in new.items()} == \
          {f: {k: v for k, v in rows.items() if (f, k) != ("cdna3", (64, -EVERY))} for f, rows in old.items()}
 
 def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
-  same, other = Candidate(64, 4, 1, 64), Candidate(64, 8, 1, 64, fills=256)
+  same, other = UpTo(64, ForwardShape(4, 1, 64)), UpTo(64, ForwardShape(8, 1, 64), fills=256)
   old = search.merged_rows({}, [searched(same)], 23)
   assert list(old["cdna3"]) == [(64, -EVERY)] and search.merged_rows(old, [searched(same)], 21) == old
   new = search.merged_rows(old, [searched(other, same)], 21)
   assert [line.partition("#")[0].strip() for line in new["cdna3"][64, -21]] == [
-    "Candidate(64, 8, 1, 64, fills=256, llvm=21),", "Candidate(64, 4, 1, 64, llvm=21),"] and new["cdna3"][64, -EVERY] == old["cdna3"][64, -EVERY]
+    "UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),", "UpTo(64, ForwardShape(4, 1, 64), llvm=21),"]
+  assert new["cdna3"][64, -EVERY] == old["cdna3"][64, -EVERY]
   assert search.table_rows_in(search.with_table(search.file_of("cdna3").read_text(), new["cdna3"])) == new["cdna3"]
   assert len(search.differences(old, new)) == 2
   assert search.merged_rows(new, [searched(other, same)], 20) == new                     # what 21 has
@@ -182,8 +187,9 @@ def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
 @pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
 def test_rows_for_a_compiler(llvm:int, tiles:tuple[int, ...]) -> None:
   """Of each class those for the oldest release that is no older; a class without such rows has those for every release."""
-  table = (Candidate(64, 4, 1, 32), Candidate(64, 4, 1, 32, llvm=21), Candidate(64, 4, 1, 32, llvm=20), Candidate(128, 4, 1, 16))
-  assert [c.llvm if c.up_to == 64 else c.block_n for c in rows_for(table, llvm)] == list(tiles)
+  shape = ForwardShape(4, 1, 32)
+  table = (UpTo(64, shape), UpTo(64, shape, llvm=21), UpTo(64, shape, llvm=20), UpTo(128, ForwardShape(4, 1, 16)))
+  assert [row.llvm if row.up_to == 64 else row.shape.block_n for row in rows_for(table, llvm)] == list(tiles)
 
 def test_dispatch_takes_the_tiles_of_the_compiler() -> None:
   p, arch = problem(D=64, Dv=64), get_chip("gfx942")
@@ -201,22 +207,25 @@ def test_bad_options(words:list[str], line:str) -> None:
 
 # ***** winners by time *****
 
-FAST = Candidate(128, 4, 2, 32, fenced=True)
+FAST = UpTo(128, ForwardShape(4, 2, 32, fenced=True))
+
+def backward_winner(p:Problem, kernel:str) -> list[UpTo[BackwardShape]]: return tuned.kept_rows(p, REAL, kernel, BackwardShape, tuned.check_matrix)
+def tiled_winner(p:Problem, arch:Chip) -> list[UpTo[TiledTile]]: return tuned.kept_rows(p, arch, "tiled", TiledTile, tuned.check_threads)
 
 def test_a_winner_is_for_its_class_and_a_real_device(cache:Path) -> None:
   p = problem()
   before = choose_tile(p, REAL)
-  assert tuned.winner(p, REAL) is None and tuned.store(p, REAL, FAST, 1e-3) == cache
-  assert tuned.winner(p, REAL) == tuned.winner(problem(Sq=3000, D=96), REAL) == FAST
+  assert not tuned.winner(p, REAL) and tuned.store(p, REAL, FAST, 1e-3) == cache
+  assert tuned.winner(p, REAL) == tuned.winner(problem(Sq=3000, D=96), REAL) == [FAST]
   assert choose_tile(p, REAL) == amd_tile(p, REAL, FAST) != before
   assert choose_tile(p, get_chip("gfx942")) == before                                     # the emulator, attn.isa
   for other in (problem(Sq=9000), problem(D=64, Dv=64), problem(window=(-1, 0)), problem(dtype="bfloat16"), problem(softcap=20.0), problem(Hkv=4)):
-    assert tuned.winner(other, REAL) is None
-  assert tuned.winner(p, replace(REAL, name="gfx950")) is None
+    assert not tuned.winner(other, REAL)
+  assert not tuned.winner(p, replace(REAL, name="gfx950"))
   tuned.store(problem(D=64, Dv=64), REAL, FAST, 1e-3)
-  assert len(json.loads(cache.read_text())["gfx942"]) == 2 and tuned.winner(p, REAL) == FAST
+  assert len(json.loads(cache.read_text())["gfx942"]) == 2 and tuned.winner(p, REAL) == [FAST]
   tuned.store(p, REAL, None, 1e-3)
-  assert tuned.winner(p, REAL) is None and choose_tile(p, REAL) == before
+  assert not tuned.winner(p, REAL) and choose_tile(p, REAL) == before
 
 def test_a_winner_comes_before_the_dual_wave_kernel() -> None:
   arch, p = replace(get_chip("gfx950"), tuned=True), problem(B=4)
@@ -224,40 +233,41 @@ def test_a_winner_comes_before_the_dual_wave_kernel() -> None:
   tuned.store(p, arch, FAST, 1e-3)
   assert choose(p, arch).kernel == "forward" and "TUNE=1" in str(choose(p, arch).why_not("dual_wave"))
 
-GOOD = {"up_to": 128, "waves": 4, "q_tiles": 1, "block_n": 64}
+GOOD = {"waves": 4, "q_tiles": 1, "block_n": 64}
 def entry(**fields:Any) -> dict[str, Any]: return {"tile": GOOD | fields, "seconds": 1e-3, "stamp": STAMP}
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"gfx942": 3}', '{"gfx942": null}', "[" * 100_000, "\0\0", '{"gfx942": {"KIND": 1}}'])
 def test_a_damaged_cache_is_an_empty_one_with_one_warning(text:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
   cache.parent.mkdir()
   cache.write_text(text.replace("KIND", str(tuned.problem_class(problem()))))
-  assert tuned.winner(problem(), REAL) is None and tuned.winner(problem(), REAL) is None
+  assert not tuned.winner(problem(), REAL) and not tuned.winner(problem(), REAL)
   warning, = recwarn.list
   assert str(cache) in str(warning.message)
 
 @pytest.mark.parametrize(("found", "word"), [
   (entry(waves="4"), "waves='4'"), (entry(waves=0), "waves=0"), (entry(waves=1000), "waves=1000"), (entry(waves=True), "waves=True"),
-  (entry(q_tiles=None), "q_tiles=None"), (entry(matrix=99), "matrix=99"), (entry(up_to=None), "up_to=None"), (entry(wheels=3), "wheels"),
-  (entry(block_n=16), "block_n=16"), (entry(fenced=1), "fenced=1"), (entry(fills=-1), "fills=-1"), ({"tile": {"waves": 4}, "stamp": STAMP}, "up_to"),
+  (entry(q_tiles=None), "q_tiles=None"), (entry(matrix=99), "matrix=99"), (entry(up_to=128, fills=0), "fills: a tile has no such field"),
+  (entry(wheels=3), "wheels"),
+  (entry(block_n=16), "block_n=16"), (entry(fenced=1), "fenced=1"), ({"tile": {"waves": 4}, "stamp": STAMP}, "q_tiles"),
   ({"tile": [1]}, "tile=[1]"), ({}, "without a tile"), ({**entry(), "stamp": {**STAMP, "compiler": "clang version 19"}}, "clang version 19"),
   ({k: v for k, v in entry().items() if k != "stamp"}, "was made with attn None")])
 def test_an_entry_that_is_no_tile_is_ignored(found:dict[str, Any], word:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
   cache.parent.mkdir()
   cache.write_text(json.dumps({"gfx942": {tuned.problem_class(problem()): found}}))
-  assert tuned.winner(problem(), REAL) is None and choose_tile(problem(), REAL) == choose_tile(problem(), get_chip("gfx942"))
+  assert not tuned.winner(problem(), REAL) and choose_tile(problem(), REAL) == choose_tile(problem(), get_chip("gfx942"))
   warning, = recwarn.list
   assert str(cache) in str(warning.message) and word in str(warning.message)
 
 def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> None:
   cache.parent.mkdir()
   cache.write_text(json.dumps({"gfx942": {tuned.problem_class(problem()): entry()}}))
-  assert tuned.winner(problem(), REAL) == Candidate(128, 4, 1, 64) and not recwarn.list
+  assert tuned.winner(problem(), REAL) == [UpTo(128, ForwardShape(4, 1, 64))] and not recwarn.list
 
 @pytest.mark.parametrize("keys", (7, 150, 1000))
 def test_a_winner_of_few_keys_takes_whole_operands(keys:int) -> None:
   """The products of 16x16x16 matrices contract over 32 keys at a time: a tile of 16 left the second one without an operand."""
   p, arch = problem(Sq=40, Sk=keys), get_chip("gfx942")
-  tile = amd_tile(p, arch, Candidate(128, 4, 1, 128, matrix=1))
+  tile = amd_tile(p, arch, UpTo(128, ForwardShape(4, 1, 128), matrix=1))
   assert tile.matrix.M == 16 and tile.block_n % 32 == 0
 
 def test_what_cannot_be_kept() -> None:
@@ -287,12 +297,12 @@ def test_tuning_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
   with Context(DEV="EMU::gfx942"):
     s = settings(monkeypatch, H="2", N="128", D="64")
     table = tiles_by_time.time_forward(s.problem, REAL, clock(s, lambda tile: tile.block_n == 32 and tile.fenced))
-    assert tuned.winner(s.problem, REAL) == Candidate(64, 4, 1, 32, fenced=True)
+    assert tuned.winner(s.problem, REAL) == [UpTo(64, ForwardShape(4, 1, 32, fenced=True))]
     assert table[0] | {"options": "fenced", "ms": 1.0, "chosen by": ""} == table[0] and "128x32 4 waves" in table[0]["tile"]
     assert [row["ms"] for row in table] == sorted(row["ms"] for row in table) and len({(row["tile"], row["options"]) for row in table}) == len(table)
     own = choose_tile(s.problem, get_chip("gfx942"))
     tiles_by_time.time_forward(s.problem, REAL, clock(s, lambda tile: tile == own))
-    assert tuned.winner(s.problem, REAL) is None                                          # the table's own
+    assert not tuned.winner(s.problem, REAL)                                          # the table's own
 
 def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> None:
   real = replace(get_chip("gfx1030"), tuned=True)
@@ -301,15 +311,16 @@ def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> No
     own, *others = dict.fromkeys((tiled_tile(s.problem, get_chip("gfx1030")), *tiled_space(s.problem, real)))
     table = tiles_by_time.time_forward(s.problem, real, lambda program, tile: 1e-3 if tile == others[3] else 2e-3)
     assert len(table) == 1 + len(others) > 20 and table[0]["tile"] == str(others[3]) and table[0]["chosen by"] == ""
-    assert tuned.tiled_winner(s.problem, real) == tiled_tile(s.problem, real) == choose(s.problem, real).work.tile == others[3] != own
+    assert tiled_winner(s.problem, real) == [UpTo(64, others[3])]
+    assert tiled_tile(s.problem, real) == choose(s.problem, real).work.tile == others[3] != own
     assert tiled_tile(s.problem, get_chip("gfx1030")) == own                               # the emulator's
     tiles_by_time.time_forward(s.problem, real, lambda program, tile: 1e-3 if tile == own else 2e-3)
-    assert tuned.tiled_winner(s.problem, real) is None                                     # the table's own
+    assert not tiled_winner(s.problem, real)                                     # the table's own
 
 def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
   """What the device refuses is left out, and said."""
   real, seen, of_backward = replace(get_chip("gfx1030"), tuned=True), list[TiledBackwardTile](), TiledBackwardTile(2, 2, 4, 4, 4, 4)
-  for table in ("DQ_TILED", "DKDV_TILED"): monkeypatch.setattr(tiled_tiles, table, (tiled_tiles.TiledBackwardCandidate(4, of_backward),))
+  for table in ("DQ_TILED", "DKDV_TILED"): monkeypatch.setattr(tiled_tiles, table, (UpTo(4, of_backward),))
   with Context(DEV="EMU::gfx1030"):
     s = settings(monkeypatch, H="1", N="8", D="4", DTYPE="float32", BWD="1")
     def chosen(chip:Chip) -> tuple[TiledBackwardTile, ...]: return tuple(tiled_backward_tile(s.problem, chip, keys) for keys in (False, True))
@@ -328,7 +339,7 @@ def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypat
       assert f"{kernel}, tile {refused}: CL_INVALID_WORK_GROUP_SIZE" in capsys.readouterr().err
       seen.append(fastest)
     assert chosen(real) == tuple(seen) and chosen(get_chip("gfx1030")) == own
-    assert tuned.tiled_winner(s.problem, real) is None
+    assert not tiled_winner(s.problem, real)
     tiles_by_time.time_backward(s.problem, real, "dq", lambda name, tile: 1e-3 if tile == own[0] else 2e-3)
     assert chosen(real) == (own[0], seen[1])                      # the table's own
 
@@ -348,12 +359,13 @@ def test_a_tile_of_tiled_that_there_is_not(fields:dict[str, Any], said:str, cach
   """Those with `keys` are of a gradient. A kept one is ignored, with one warning."""
   chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
   tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
-  kind, limits, kernel = ((TiledBackwardTile, tuned.TILED_BACKWARD_LIMITS, "backward_dq_tiled") if "keys" in fields else
-                          (TiledTile, tuned.TILED_LIMITS, "tiled"))
-  assert tuned.tiled_tile_of({"tile": tile}, chip, kind, limits) == kind(**tile)
+  kind, kernel = (TiledBackwardTile, "backward_dq_tiled") if "keys" in fields else (TiledTile, "tiled")
+  row = tuned.row_said({"tile": tile}, kind, 64)
+  assert row == UpTo(64, kind(**tile))
+  tuned.check_threads(row, chip, p)
   cache.parent.mkdir()
   cache.write_text(json.dumps({"gfx1030": {tuned.entry_of(p, kernel): {"tile": tile | fields, "seconds": 1e-3, "stamp": STAMP}}}))
-  for _ in range(2): assert tuned.tiled_winner(p, chip) is None and tuned.tiled_backward_winner(p, chip, "backward_dq_tiled") is None
+  for _ in range(2): assert not tuned.kept_rows(p, chip, kernel, kind, tuned.check_threads)
   warning, = recwarn.list
   assert said in str(warning.message) and str(cache) in str(warning.message)
 
@@ -362,11 +374,11 @@ def test_tuning_leaves_out_what_spills(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(search, "SPACE", {"waves": (4,), "q_tiles": (2, 1), "block_n": (16,), "q_in_lds": (False,), "fenced": (False,)})
   s, arch, seen = settings(monkeypatch, H="2", N="512", D="128"), replace(get_chip("gfx1201"), tuned=True), list[Tile]()
   tiles_by_time.time_forward(s.problem, arch, lambda program, tile: float(len(seen.append(tile) or seen)))    # type: ignore[func-returns-value]
-  assert [c.q_tiles for c in search.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
+  assert [row.shape.q_tiles for row in search.candidates(arch, 128)] == [2, 1] and len(seen) == 2 and all(tile.q_tiles == 1 for tile in seen)
 
 def test_tuning_the_backward_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch) -> None:
   space = {"waves": (4,), "block_n": (32,), "own_in_lds": ((False, False),), "fenced": (0, 2, 4), "prefetch": (1,), "sparing": (False,),
-           "passes": (1,), "matrix": (0,)}
+           "passes": (1,)}
   monkeypatch.setattr(backward_search, "BACKWARD_SPACE", space)
   with Context(DEV="EMU::gfx942"):
     s = settings(monkeypatch, H="2", N="128", D="64", BWD="1")
@@ -377,18 +389,18 @@ def test_tuning_the_backward_keeps_the_fastest_of_each_kernel(monkeypatch:pytest
     for name in ("dq", "dkdv"):
       table = tiles_by_time.time_backward(s.problem, REAL, name, seconds)
       assert table[0] | {"kernel": f"backward_{name}", "options": "fenced=4", "ms": 1.0, "chosen by": ""} == table[0] and len(table) == 3
-      assert tuned.backward_winner(s.problem, REAL, f"backward_{name}") == BackwardCandidate(64, 4, 32, fenced=4)
+      assert backward_winner(s.problem, f"backward_{name}") == [UpTo(64, BackwardShape(4, 32, fenced=4))]
     assert [amd_backward_tile(s.problem, REAL, keys).fenced for keys in (False, True)] == [4, 4]
     assert [amd_backward_tile(s.problem, get_chip("gfx942"), keys).fenced for keys in (False, True)] == [0, 2]
-    assert tuned.winner(s.problem, REAL) is None
+    assert not tuned.winner(s.problem, REAL)
 
 def test_bounds_of_the_backwards_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
   pytest.importorskip("ziglang")
-  few = {"waves": (4,), "block_n": (16,), "own_in_lds": ((False, False),), "fenced": (0,), "prefetch": (1, 0), "sparing": (False,), "matrix": (0,)}
+  few = {"waves": (4,), "block_n": (16,), "own_in_lds": ((False, False),), "fenced": (0,), "prefetch": (1, 0), "sparing": (False,)}
   monkeypatch.setattr(backward_search, "BACKWARD_SPACE", {**backward_search.BACKWARD_SPACE, **few})
   monkeypatch.setattr(backward_search, "VARIANTS", [("float16", "full")])
   first, second = backward_search.ranked_backward("gfx1201", 32, "dq")
-  assert (first.candidate.prefetch, second.candidate.prefetch) == (1, 0)
+  assert (first.row.shape.prefetch, second.row.shape.prefetch) == (1, 0)
   assert 0 < first.bound.predicted < 200 and 0 < first.bound.serial < 200       # half percents of the dense rate
 
 @pytest.mark.parametrize("d, keys", ((64, False), (128, True), (256, True)))
@@ -397,7 +409,7 @@ def test_the_backwards_space(d:int, keys:bool) -> None:
   for arch in ("gfx942", "gfx1201"):
     found = backward_search.backward_candidates(get_chip(arch), d, keys)
     own = amd_backward_tile(problem_of_spec(Spec(arch, d)), get_chip(arch), keys)
-    assert any((c.waves, c.block_n, c.passes) == (own.waves, own.block_n, own.passes) for c in found) and len(found) < 500
+    assert any((x.shape.waves, x.shape.block_n, x.shape.passes) == (own.waves, own.block_n, own.passes) for x in found) and len(found) < 500
 
 def test_the_emulator_is_not_timed() -> None:
   env = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LANG", "VIRTUAL_ENV", "XDG_CACHE_HOME")} | {"DEV": "EMU::gfx942"}

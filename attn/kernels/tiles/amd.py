@@ -1,9 +1,10 @@
 """The tiles of the kernels on AMD's matrix units, MFMA and WMMA."""
 from __future__ import annotations
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
+from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.layouts import PaddedRows
 from attn.kernels.tiles.common import SharingTile, units_of_numbers
@@ -35,15 +36,10 @@ def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
   return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(ForwardShape):
   """How a kernel divides the work on one chip."""
+  _: KW_ONLY
   matrix: Matrix
-  waves: int         # waves of a workgroup, each with its own queries
-  q_tiles: int       # tiles of matrix.N queries of a wave: they share the K and V operands
-  block_n: int       # keys of a trip
-  q_in_lds: bool = False       # Q is read from LDS in every trip instead of being kept in registers
-  fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
-  prefetch: int = 1            # K and V tiles are loaded 0: for their own trip, 1: during the one before, 2: so, and stored to a second buffer in LDS
   pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
   sparing: bool = False        # without prefetch a trip loads K and V one after the other: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
@@ -78,20 +74,12 @@ class Tile:
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 @dataclass(frozen=True)
-class BackwardTile:
+class BackwardTile(BackwardShape):
   """How a backward kernel divides the work: a workgroup has `block_m` rows of its own, queries in backward_dq and keys in backward_dkdv, and walks
   over the others by `block_n`."""
+  _: KW_ONLY
   matrix: Matrix
-  waves: int         # waves of a workgroup, each with its own rows
-  block_n: int
-  own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every trip instead of being kept in registers
-  fenced: int = 0                                  # work on so many units of a row is done before the next ones are read from LDS; 0: no fences
-  prefetch: int = 1
-  sparing: bool = False    # what is waited for comes a few units at a time, own rows and what a trip loads for itself: fewer registers
   keys: bool = False       # its own rows are keys
-  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
-  by_item: bool = False    # of what a sparing trip loads for itself a thread takes one item after another: fewer registers still
-  read_ahead: int = 0      # of a gradient's products operands of so many tiles are read while one before them is worked on, in spite of fences
 
   suffix: ClassVar[str] = ""
 
@@ -109,6 +97,10 @@ class BackwardTile:
     return self.prefetch == 0 and self.sparing
   @property
   def anew(self) -> bool: return True
+  @property
+  def torn(self) -> bool:
+    """Whether fences come between the units of an operand, of which then no product would be left."""
+    return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
     columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
@@ -126,16 +118,10 @@ class BackwardTile:
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 @dataclass(frozen=True)
-class MlaTile(SharingTile):
+class MlaTile(MlaShape, SharingTile):
   """How the kernel divides the work on one chip."""
+  _: KW_ONLY
   matrix: Matrix
-  row_tiles: int               # of matrix.N queries of a workgroup, those of all heads that share a key/value head
-  block_n: int                 # keys of a trip
-  key_parts: int = 1           # into which they are divided for the scores: so many waves have the same queries
-  q_anew: bool = False         # Q is read from memory in every trip instead of being kept in registers
-  fenced: int = 0              # matrix work on so many units of a row is done before the next ones are read: fewer registers; 0: no fences
-  weight_parts: int = 1        # of a trip's keys, whose P is read from LDS by turns
-  prefetch: int = 1            # K is loaded 0: for its own trip, 1: during the one before
   rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
 
   kernel: ClassVar[str] = "mla"

@@ -1,8 +1,9 @@
 """The tiles of the kernels on NVIDIA's mma.sync."""
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.chips.shapes import MlaMmaShape, MmaBackwardShape, MmaShape
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.tiles.common import SharingTile, units_of_numbers
@@ -13,16 +14,12 @@ def fragments(width:int, mat:Mma) -> int:
   return round_up(width, mat.K)//mat.N
 
 @dataclass(frozen=True)
-class MmaTile:
+class MmaTile(MmaShape):
   """How the kernel divides the work on one chip."""
+  _: KW_ONLY
   matrix: Mma
   waves: int                   # warps of a block
-  q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
-  block_n: int                 # keys of a trip
-  stages: int = 2              # K and V tiles in shared memory
-  q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
   pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
-  parts: int = 2               # of a trip's keys, whose P is computed and used by turns
   rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than this, in powers of two
   key_waves: int = 1           # warps that have the same queries: each takes its share of a trip's keys, and at the end they add up what they found
 
@@ -52,12 +49,10 @@ class MmaTile:
     return f"{self.block_m}x{self.block_n} {self.waves} waves{shared} {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
 @dataclass(frozen=True)
-class MlaMmaTile(SharingTile):
+class MlaMmaTile(MlaMmaShape, SharingTile):
   """How the kernel divides the work on one chip."""
+  _: KW_ONLY
   matrix: Mma
-  row_tiles: int               # of 16 queries of a block, those of all heads that share a key/value head
-  block_n: int                 # keys of a trip
-  key_parts: int               # into which they are divided for the scores: so many warps have the same queries
   stages: int = 2              # tiles of K in shared memory
   rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
 
@@ -79,17 +74,13 @@ class MlaMmaTile(SharingTile):
     return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 
 @dataclass(frozen=True)
-class MmaBackwardTile:
+class MmaBackwardTile(MmaBackwardShape):
   """How a backward kernel divides the work: a block has `block_m` rows of its own, queries in backward_dq_mma and keys in backward_dkdv_mma, and
   walks over the others by `block_n`."""
+  _: KW_ONLY
   matrix: Mma
-  waves: int               # warps of a block, each with its own rows
-  row_tiles: int           # tiles of 16 rows of a warp: they share the operands that it reads
-  block_n: int             # rows of a trip
-  part_n: int              # of them those whose P and dS are computed and used at a time
   stages: int = 2          # tiles in shared memory
   keys: bool = False       # its own rows are keys
-  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
 
   suffix: ClassVar[str] = "_mma"
 

@@ -1,8 +1,9 @@
 """The tiles of the kernels on Hopper's wgmma."""
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
+from attn.chips.shapes import WgmmaBackwardShape, WgmmaShape
 from attn.kernels.parts.counts import ceildiv, round_up
 from attn.kernels.parts.layouts import SwizzledPanels
 from attn.kernels.tiles.common import units_of_numbers
@@ -13,10 +14,9 @@ STAGES = 3      # K and V tiles in shared memory, where there are as many
 RING = 3        # of a kernel of gradients
 
 @dataclass(frozen=True)
-class WgmmaTile:
+class WgmmaTile(WgmmaShape):
   """How the kernel divides the work."""
-  groups: int                  # warpgroups of a block, each with 64 queries
-  block_n: int                 # keys of a trip
+  _: KW_ONLY
   rescale_above: float = 8.0   # accumulators are rescaled when the P of a lane, in one trip, add up to more than this power of two
 
   kernel: ClassVar[str] = "forward_wgmma"
@@ -42,14 +42,12 @@ class WgmmaTile:
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
 
 @dataclass(frozen=True)
-class WgmmaBackwardTile:
+class WgmmaBackwardTile(WgmmaBackwardShape):
   """How a backward kernel divides the work: a block has 64 rows of its own for each warpgroup, queries in backward_dq_wgmma and keys in
   backward_dkdv_wgmma, and walks over the others by `block_n`."""
+  _: KW_ONLY
   matrix: Mma
-  groups: int              # warpgroups of a block
-  block_n: int             # rows of a trip
   keys: bool = False       # its own rows are keys
-  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
 
   suffix: ClassVar[str] = "_wgmma"
 

@@ -1,0 +1,56 @@
+"""Which row of a table of tiles a problem gets on a chip: the first whose conditions hold, and for whose tile the chip has room."""
+from __future__ import annotations
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+from attn.chips import Chip
+from attn.chips.shapes import AnyShape, Burden, UpTo
+from attn.choose.splits import workgroups
+from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.tiles.common import BlockTile
+from attn.problem import Problem
+from attn.score.masks import hiding
+from attn.score.term import TermRegisters
+from attn.score.terms import crowded, heaviest
+
+def burden(p:Problem) -> Burden:
+  if crowded(p): return Burden.BIAS
+  if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
+  if p.options or p.writes_lse: return Burden.OPTIONS
+  return Burden.MASK if any(hiding(p)) else Burden.PLAIN
+
+def in_units(p:Problem, unit:int) -> bool:
+  """Whether the rows of K and V are made of whole units of so many elements."""
+  return p.D % unit == 0 and p.Dv % unit == 0
+
+@functools.cache
+def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
+  """The rows of a table that count for a release of LLVM: of each class those for the oldest release that is no older."""
+  rows = [row for row in table if row.llvm >= llvm]
+  return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
+
+def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
+  """None if `tile`, which a row makes of a problem with this burden, is for it on `arch`, else why not."""
+  if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile} reads {tile.fenced} units together, an operand is made of more"
+  if max(p.D, p.Dv) > row.up_to: return f"tile {tile} has the registers for D and Dv up to {row.up_to}"
+  if load > row.burden or arch.name in row.spills_on: return f"tile {tile} has not the registers for this problem's loop on {arch.name}"
+  if (rows := p.Sq*(p.H//p.Hkv)) <= row.beyond: return f"tile {tile} is for more than {row.beyond} rows, there are {rows}"
+  if (wanted := max(row.fills, arch.cus*row.large)) and (blocks := workgroups(p, tile)) < wanted:
+    return f"tile {tile} makes {blocks} workgroups, {wanted} are wanted to fill the chip"
+  if row.whole and not in_units(p, tile.matrix.unit): return f"tile {tile} has the registers for D and Dv in units of {tile.matrix.unit}"
+  if row.whole and tile.waves < row.shape.waves: return f"tile {tile} has the registers for {row.shape.waves} waves"
+  if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
+  return None
+
+T = TypeVar("T", bound=BlockTile)
+
+def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
+            load:Burden=Burden.PLAIN) -> Iterator[T]:
+  """The tiles of the rows that fit, best first. Raises NotImplementedError, with every reason, where none does."""
+  reasons, found = [], False
+  for row in rows:
+    if (reason := misfit(p, arch, row, tile := tile_of(row), load)) is not None: reasons.append(reason)
+    else:
+      found = True
+      yield tile
+  if not found: raise NotImplementedError(f"no tile of {kernel} fits D={p.D}, Dv={p.Dv} on {arch}: {'; '.join(reasons)}")

@@ -1,0 +1,32 @@
+"""The tiles of the kernels of latent attention that TUNE=1 of attn.measure.decode times: all that LDS and registers have room for."""
+from __future__ import annotations
+import itertools
+from typing import Any
+from attn.chips import Chip
+from attn.chips.matrix import contraction
+from attn.chips.shapes import MlaMmaShape, MlaShape, UpTo
+from attn.cache.tuned import LIMITS, head_class
+from attn.choose.mla_tiles import checked_latent
+from attn.kernels.tiles.amd import MlaTile
+from attn.kernels.tiles.mma import MlaMmaTile
+from attn.problem import Problem
+
+LATENT_NUMBERS = {64: 384, 32: 240}      # registers for Q, S and O that a lane may have, by the lanes of a wave; what else it needs comes to that
+
+def latent_numbers(p:Problem, tile:MlaTile|MlaMmaTile) -> int:
+  """Registers of a lane for what it has of Q, S and O, at least."""
+  if isinstance(tile, MlaMmaTile): return 4*(tile.row_tiles*tile.columns(p) + tile.block_n//tile.key_parts//tile.matrix.N)
+  mat = tile.matrix
+  own = 0 if tile.q_anew else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  return own + tile.row_tiles*tile.columns(p)*mat.accumulator + tile.block_n//tile.key_parts//mat.groups
+
+def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, UpTo[Any]]:
+  """The tiles and their rows, with no more queries than there are but for the last tile."""
+  kind, found = MlaMmaShape if arch.unit.mma else MlaShape, dict[MlaTile|MlaMmaTile, UpTo[Any]]()
+  for matrix, *numbers in itertools.product(*LIMITS[kind].values()):
+    row: UpTo[Any] = UpTo(head_class(p), kind(*numbers), matrix=matrix)
+    try: tile = checked_latent(row, arch, p)
+    except ValueError: continue
+    small = tile.block_m//tile.row_tiles*(tile.row_tiles - 1) < p.Sq*(p.H//p.Hkv)
+    if small and latent_numbers(p, tile) <= LATENT_NUMBERS[arch.wave]: found.setdefault(tile, row)
+  return found

@@ -1,0 +1,46 @@
+"""The tiles of the kernels of plain UOps that TUNE=1 of bench.py times: all that local memory and registers have room for."""
+from __future__ import annotations
+import itertools
+from dataclasses import replace
+from typing import TypeVar
+from attn.chips import Chip
+from attn.choose.tiled_tiles import STEPS_AT_ONCE
+from attn.kernels.tiles.plain import LONG_SUM, TiledBackwardTile, TiledTile
+from attn.problem import Problem
+
+MOST_NUMBERS = 192     # fp32 registers for sums and scores that a thread may have; what else it needs comes to that
+
+THREADS_OF_TILED = ((8, 16), (16, 8), (16, 16), (32, 8), (32, 16))      # down and across
+ROWS_OF_TILED = tuple(itertools.product((4, 8), repeat=2))               # walked and own, of a thread
+DEPTHS_OF_TILED = (16, 32, 64)
+
+AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
+
+def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
+  """The tiles of one thread."""
+  return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
+          for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
+
+def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
+  """The tiles of `tiled`."""
+  if not arch.lds: return space_alone(TiledTile)
+  found = []
+  for (down, across), (walked, own), depth, ahead in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (True, False)):
+    tile = TiledTile(down, across, walked, own, depth, depth, True, ahead, steps_at_once=STEPS_AT_ONCE)
+    if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
+    carried = depth*max(tile.block_n, tile.width(p.Dv))//tile.threads*2 if ahead else 0
+    numbers = tile.own*(tile.walked*(2 if p.D > LONG_SUM else 1) + tile.width(p.Dv)//tile.down) + carried
+    if tile.lds_bytes(p) <= arch.lds and numbers <= MOST_NUMBERS and tile.block_n % depth == 0: found.append(tile)
+  return found
+
+def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
+  """The tiles of a kernel that owns queries, or `keys`: a thread has S, dP and its part of each gradient in registers."""
+  if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
+  found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
+  for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):
+    tile = TiledBackwardTile(down, across, walked, own, depth, depth//parts, steps_at_once=STEPS_AT_ONCE, keys=keys)
+    if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
+    columns = sum(tile.width(x)//down for x in ((p.D, p.Dv) if keys else (p.D,)))
+    numbers = own*(walked*products + columns)
+    if tile.lds_bytes(p) <= arch.lds and numbers <= MOST_NUMBERS and tile.block_n % tile.values == 0: found.append(tile)
+  return found

@@ -1,0 +1,53 @@
+"""Which row of a table of tiles a problem gets: each condition by itself, the order, and what is said where no row is left."""
+from __future__ import annotations
+from dataclasses import fields, replace
+from typing import Any
+import pytest
+from attn.chips import get_chip
+from attn.chips.matrix import MMA
+from attn.chips.shapes import BackwardShape, Burden, MmaShape, UpTo
+from attn.choose.backward_tiles import backward_tile
+from attn.choose.rows import burden, fitting, misfit
+from attn.kernels.tiles.mma import MmaTile
+from attn.problem import Problem
+from cases import problem
+
+SM_80, ROW = get_chip("sm_80"), UpTo(128, MmaShape(1, 64))
+SIZES: dict[str, Any] = dict(H=2, Sq=150, Sk=500, D=96, Dv=64, softcap=20.0, lse=False)      # 6 workgroups
+
+def tile_of(row:UpTo[MmaShape]) -> MmaTile: return MmaTile(**vars(row.shape), waves=4, matrix=MMA["float16"])
+def why_not(p:Problem, row:UpTo[MmaShape]) -> str|None: return misfit(p, SM_80, row, tile_of(row), burden(p))
+
+# a condition that does not hold, what is said then, and of what problem it holds
+CONDITIONS: list[tuple[dict[str, Any], str, dict[str, Any]|None]] = [
+  (dict(up_to=64), "has the registers for D and Dv up to 64", dict(D=64)),
+  (dict(burden=Burden.MASK), "has not the registers for this problem's loop", dict(softcap=0.0)),
+  (dict(spills_on=("sm_80",)), "has not the registers for this problem's loop on sm_80", None),
+  (dict(beyond=150), "is for more than 150 rows, there are 150", dict(Hkv=1)),
+  (dict(fills=9), "makes 6 workgroups, 9 are wanted", dict(B=2)),
+  (dict(large=True), "makes 6 workgroups, 108 are wanted", dict(B=18)),
+  (dict(shape=MmaShape(1, 256)), "bytes of LDS, sm_80 has 166912", dict(D=16, Dv=16))]
+
+@pytest.mark.parametrize("condition, said, holds", CONDITIONS, ids=str)
+def test_each_condition(condition:dict[str, Any], said:str, holds:dict[str, Any]|None) -> None:
+  assert why_not(problem(**SIZES), ROW) is None
+  assert said in str(why_not(problem(**SIZES), row := replace(ROW, **condition)))
+  if holds is not None: assert why_not(problem(**{**SIZES, **holds}), row) is None
+
+@pytest.mark.parametrize("sizes, said", [(dict(D=60), "for D and Dv in units of 8"), (dict(Sq=40), "for 4 waves"), ({}, "None")])
+def test_whole_rows_of_whole_workgroups(sizes:dict[str, Any], said:str) -> None:
+  p, chip, row = problem(**{**dict(Sq=150, D=64), **sizes}), get_chip("gfx1100"), UpTo(64, BackwardShape(4, 16), whole=True)
+  assert said in str(misfit(p, chip, row, backward_tile(p, chip, row, False)))
+  row = replace(row, whole=False)
+  assert misfit(p, chip, row, backward_tile(p, chip, row, False)) is None
+
+def test_every_condition_of_a_row_is_tested() -> None:
+  """But the matrix instruction, which is none, and the compiler's release, which test_tune.py has."""
+  tested = {name for condition, _, _ in CONDITIONS for name in condition} | {"whole", "matrix", "llvm"}
+  assert {f.name for f in fields(UpTo)} == tested
+
+def test_the_first_that_fits_is_taken() -> None:
+  p, rows = problem(**SIZES), [replace(ROW, up_to=64), replace(ROW, shape=MmaShape(1, 32)), ROW]
+  assert [tile.block_n for tile in fitting("this", p, SM_80, rows, tile_of)] == [32, 64]
+  with pytest.raises(NotImplementedError, match=r"no tile of this fits D=96, Dv=64 on sm_80 \(A100, A30\): tile .* up to 64; tile .* up to 32$"):
+    next(fitting("this", p, SM_80, [rows[0], replace(ROW, up_to=32)], tile_of))
