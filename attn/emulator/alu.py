@@ -1,7 +1,7 @@
-"""What tinygrad's arithmetic UOps mean on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
+"""Meaning of tinygrad's arithmetic UOps on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
 
-A value is an array whose last axis is the thread (length T, or 1 or absent where it is the same for every thread); a vector has its elements first.
-bfloat16 is kept as its 16 bits in uint16, as HIPRenderer's `unsigned short` does; arithmetic on it (only CUDARenderer emits any) goes through fp32.
+The last axis of a value is the thread: length T, or 1 or absent if the value is equal in all threads. A vector has its elements on the first axis.
+A bfloat16 is kept as its 16 bits in uint16, like HIPRenderer's `unsigned short`. Arithmetic on it (only CUDARenderer emits any) goes through fp32.
 """
 from __future__ import annotations
 from typing import Any, Callable
@@ -12,7 +12,7 @@ from attn.tinygrad_compat import VECTORS, DType, Ops, dtypes
 Array = NDArray[Any]
 
 def numpy_dtype(dt:DType) -> np.dtype[Any]:
-  """The numpy type of one element of a value of tinygrad type `dt`."""
+  """numpy type of one element of a value of tinygrad type `dt`."""
   if dt in VECTORS: return np.dtype(VECTORS[dt][0])
   if dt == dtypes.bfloat16: return np.dtype(np.uint16)
   if dt.fmt is None: raise NotImplementedError(f"the emulator has no values of type {dt.name!r}")
@@ -21,14 +21,14 @@ def numpy_dtype(dt:DType) -> np.dtype[Any]:
 def elements(dt:DType) -> int: return VECTORS[dt][1] if dt in VECTORS else 1
 
 def literal(value:Any, dt:DType) -> Array:
-  """A constant; of a vector type, the same in every element."""
+  """Value of a constant; for a vector type every element has it."""
   to = numpy_dtype(dt)
   if dt == dtypes.bfloat16: return float_to_bf16(np.asarray(value, np.float32))[()]
   if dtypes.is_int(dt): value = (int(value) - dt.min) % 2**(8*to.itemsize) + dt.min
   return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
 
 def stack(*xs:Array) -> Array:
-  """Scalars (T,) -> one vector (n, T); (n, 1) if all are the same for every thread."""
+  """Stacks scalars (T,) to one vector (n, T), or (n, 1) if all are equal in all threads."""
   out = np.empty((len(xs), max(np.size(x) for x in xs)), xs[0].dtype)
   for i, x in enumerate(xs): out[i] = x
   return out
@@ -38,7 +38,7 @@ def stack(*xs:Array) -> Array:
 def bf16_to_float(x:Array) -> Array: return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 def float_to_bf16(x:Array) -> Array:
-  """Round to nearest, ties to even, by adding half an ulp to the bits; a NaN keeps its upper bits and stays one."""
+  """Rounds to nearest, ties to even, by adding half an ulp to the bits. A NaN keeps its upper bits and stays a NaN."""
   bits = np.asarray(x, np.float32).view(np.uint32)
   rounded = (bits + np.uint32(0x7fff) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
   return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
@@ -46,7 +46,8 @@ def float_to_bf16(x:Array) -> Array:
 # ***** conversions *****
 
 def _float_to_int(x:Array, to:np.dtype[Any]) -> Array:
-  """v_cvt_i32_f32 and its kin saturate and turn NaN into 0 (CDNA3 ISA section 12.8); types narrower than 32 bits are cut out of the 32-bit result."""
+  """Converts as v_cvt_i32_f32 and similar instructions do: they saturate and turn NaN into 0 (CDNA3 ISA section 12.8). A type narrower than 32 bits
+  gets the low bits of the 32-bit result."""
   wide = to if to.itemsize >= 4 else np.dtype(np.int32)
   info, real = np.iinfo(wide), np.asarray(x).astype(np.float64)
   low, high = real <= float(info.min), real >= float(info.max)
@@ -62,7 +63,7 @@ def cast(x:Array, src:DType, dst:DType) -> Array:
   return np.asarray(x).astype(to)
 
 def bitcast(x:Array, dst:DType) -> Array:
-  """The same bits as another type; a vector may get another number of elements."""
+  """Reinterprets the bits as another type; the number of a vector's elements may change."""
   to, x = numpy_dtype(dst), np.asarray(x)
   if x.dtype.itemsize == to.itemsize: return x.view(to)
   rows = np.ascontiguousarray((x if x.ndim > 1 else x.reshape(1, -1)).T).view(to)   # (T, elements)
@@ -71,7 +72,7 @@ def bitcast(x:Array, dst:DType) -> Array:
 # ***** arithmetic *****
 
 def _cdiv(x:Array, y:Array) -> Array:
-  safe = np.where(y == 0, np.ones_like(y), y)   # hardware does not trap: division by zero is just undefined
+  safe = np.where(y == 0, np.ones_like(y), y)   # a division by zero does not trap on hardware; its result is undefined
   return (x - np.fmod(x, safe)) // safe
 
 def _cmod(x:Array, y:Array) -> Array: return np.fmod(x, np.where(y == 0, np.ones_like(y), y))
@@ -85,7 +86,7 @@ ALU: dict[Ops, Callable[..., Array]] = {
 }
 
 def alu(op:Ops, dt:DType, operand:DType) -> Callable[..., Array]:
-  """The function of an arithmetic UOp with result type `dt` and (last) operand type `operand`."""
+  """numpy function of an arithmetic UOp with result type `dt` and (last) operand type `operand`."""
   if op not in ALU: raise NotImplementedError(f"the emulator does not know the operation {op}: HIPRenderer and CUDARenderer do not print it")
   fn = ALU[op]
   if operand != dtypes.bfloat16 or op is Ops.WHERE: return fn

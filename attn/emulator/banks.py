@@ -1,10 +1,10 @@
-"""LDS bank conflicts, counted per buffer and width of access when ATTN_EMU_BANKS=1.
+"""Counter of LDS bank conflicts, per buffer and width of access, for ATTN_EMU_BANKS=1.
 
-LDS has 32 banks of 4 bytes; CDNA4 has 64 for reads. The lanes of a wave are served in phases, each of as many lanes as fill the banks once; in a
-phase every bank gives one dword a cycle, lanes that want the same dword share it, and a phase takes as many cycles as the busiest bank has
-different dwords. A phase is a run of consecutive lanes, but for 16-byte reads on CDNA. Sources: AMD's article "Avoiding LDS bank conflicts on AMD
-GPUs using CK-Tile" (2025) for CDNA3, of which CDNA2's are taken to be the same; HipKittens (arXiv 2511.08083), which measured the phases of MI355X,
-for CDNA4. The phases of RDNA and NVIDIA are assumed to be consecutive.
+LDS has 32 banks of 4 bytes; CDNA4 has 64 for reads. The lanes of a wave are served in phases. A phase has just enough lanes to use all banks once. In
+each cycle of a phase every bank gives one dword, and lanes that read the same dword share it. So a phase takes as many cycles as there are different
+dwords in its busiest bank. A phase consists of consecutive lanes, except for 16-byte reads on CDNA. Sources: AMD's article "Avoiding LDS bank
+conflicts on AMD GPUs using CK-Tile" (2025) for CDNA3 (CDNA2 is assumed to be the same); HipKittens (arXiv 2511.08083), which measured the phases of
+MI355X, for CDNA4. For RDNA and NVIDIA phases of consecutive lanes are assumed.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 @dataclass
 class BankUse:
-  """All accesses of one width to one buffer: how many phases had work, and how many cycles they took; the difference is lost to conflicts."""
+  """Count of all accesses of one width to one buffer: phases with work, and cycles that they took. The difference is lost to conflicts."""
   buffer: str
   verb: str
   nbytes: int
@@ -30,14 +30,14 @@ class BankUse:
 
 def _runs(*starts:int) -> list[int]: return [s + i for s in starts for i in range(4)]
 
-_READ_B128: dict[str, tuple[list[int], ...]] = {   # family of waves of 64 lanes -> the phases of half a wave
+_READ_B128: dict[str, tuple[list[int], ...]] = {   # family with waves of 64 lanes -> the phases of half a wave
   "cdna3": (_runs(0, 20), _runs(4, 16), _runs(8, 28), _runs(12, 24)),
   "cdna4": (_runs(0, 12, 20, 24), _runs(4, 8, 16, 28)),
 }
 
 @functools.cache
 def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
-  """The number of banks, and the lanes of each phase of an access of `nbytes` a lane."""
+  """Number of banks, and lanes of each phase, for an access of `nbytes` per lane."""
   banks = 64 if family == "cdna4" and read else 32
   if read and nbytes == 16 and wave == 64:
     groups = _READ_B128.get(family, _READ_B128["cdna3"])
@@ -48,10 +48,10 @@ class BankCounter:
   def __init__(self, family:str, wave:int):
     self.family, self.wave, self.uses = family, wave, dict[tuple[str, str, int], BankUse]()
   def show(self, kernel:str, arch:str) -> None:
-    """Prints what a kernel's accesses took."""
+    """Prints the counts of a kernel to stderr."""
     for use in self.uses.values(): print(f"{kernel} on {arch}: {use}", file=sys.stderr)
   def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
-    """Counts one access: the byte `address` (T,) of each thread."""
+    """Counts one access of all threads; `address` (T,) is each thread's byte."""
     verb = "read" if read else "write"
     use = self.uses.setdefault((buffer, verb, nbytes), BankUse(buffer, verb, nbytes))
     banks, groups = phases(self.family, self.wave, read, nbytes)
@@ -60,7 +60,7 @@ class BankCounter:
     if active is not None: dwords = np.where(np.repeat(by_phase(active), max(1, nbytes//4), axis=1), dwords, -1)
     dwords = np.sort(dwords, axis=1)
     first = dwords >= 0
-    first[:, 1:] &= dwords[:, 1:] != dwords[:, :-1]                                   # one of each dword
+    first[:, 1:] &= dwords[:, 1:] != dwords[:, :-1]                                   # each dword counts once
     slot = np.arange(len(dwords))[:, None]*banks + dwords % banks
     busiest = np.bincount(slot[first], minlength=len(dwords)*banks).reshape(-1, banks).max(axis=1)
     use.phases += int((busiest > 0).sum())

@@ -1,12 +1,12 @@
-"""What the emulator itself has to know about each target, from the documents and not from attn/chips: that the two agree is a test. Its row, and its
-matrix instructions: how each lays its tiles out over (element, lane).
+"""Targets of the emulator: their properties, and their matrix instructions with the layout of each tile over (element, lane). They are taken from the
+documents and not from attn/chips; a test checks that the two agree.
 
 Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
 chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16), AMD Matrix Instruction Calculator.
 
-A layout is data: the element index of a lane and the lane index are each split into named factors, the major one first, and the row and column of
-the matrix are concatenations of such factors. The layout of C in MFMA 32x32 is "ab hn -> ahb n": element 4a+b of lane 32h+n is row 8a+4h+b, column
-n.
+A layout is data. The element index of a lane and the lane index are each split into named factors, the major one first. The row and the column of the
+matrix are concatenations of such factors. For example, the layout of C in MFMA 32x32 is "ab hn -> ahb n": element 4a+b of lane 32h+n is row 8a+4h+b,
+column n.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -23,10 +23,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class EmulatedChip:
-  """A target."""
-  family: str   # of the matrix unit, where there is one
-  wave: int
-  lds: int      # bytes a workgroup may have
+  """Properties of a target of the emulator."""
+  family: str   # family of the chip, by which its matrix instructions are found
+  wave: int     # lanes of a wave
+  lds: int      # most bytes of LDS that a workgroup may have
   multiplies: bool = True    # has a matrix unit
 
 EMULATED: dict[str, EmulatedChip] = {
@@ -47,83 +47,86 @@ def emulated_chip(arch:str) -> EmulatedChip:
   if arch not in EMULATED: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(EMULATED)}")
   return EMULATED[arch]
 
-FLUSHING = ("cdna2",)                                                                          # families that take denormals for zero
-# The families that have v_dot2_f32_f16 and v_dot2_f32_bf16 (LLVM, AMDGPU.td: features dot10-insts and dot12-insts). All of them take a denormal fp32
-# accumulator for zero, and a denormal result likewise, whatever the mode of the wave (LLVM, SIISelLowering.cpp, performFMACombine).
+FLUSHING = ("cdna2",)                                                                          # families whose matrix unit treats denormals as zero
+# Families that have v_dot2_f32_f16 and v_dot2_f32_bf16 (LLVM, AMDGPU.td: features dot10-insts and dot12-insts). All of them treat a denormal fp32
+# accumulator, and a denormal result, as zero in every mode of the wave (LLVM, SIISelLowering.cpp, performFMACombine).
 DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("cdna4", "rdna3", "rdna4")}
 
 # ***** the layouts *****
 
 class Layout:
-  """`spec` = "element-factors lane-factors -> row-factors column-factors"; a lane factor that is named neither in row nor column is a duplicate."""
+  """Layout of a matrix over elements and lanes. `spec` is "element-factors lane-factors -> row-factors column-factors". A lane factor that is in
+  neither the row nor the column means that lanes hold duplicates."""
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
-    self.split = [size[x] for x in e], [size[x] for x in l]     # registers as an array: these factors of the element, the wave, those of the lane
+    self.split = [size[x] for x in e], [size[x] for x in l]     # axes of the register array: factors of the element, the wave, factors of the lane
     self.matrix_split = [size[x] for x in rows + cols]
     duplicate = "".join(x for x in l if x not in rows + cols)
-    self.duplicated = len(e) + 1 + l.index(duplicate) if duplicate else None          # the axis of what is there twice
+    self.duplicated = len(e) + 1 + l.index(duplicate) if duplicate else None          # axis of the duplicates
     kept = l.replace(duplicate, "") if duplicate else l
     place = {x: i for i, x in enumerate(e)} | {x: len(e)+1+i for i, x in enumerate(kept)}
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Registers (registers, T) -> (waves, columns, rows). `unpack` makes of them the elements (elements, T), as the numbers to compute with.
-    Duplicates must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
+    """Converts registers (registers, T) to matrices (waves, columns, rows). `unpack` converts registers to elements (elements, T), in the type for
+    computing. Duplicates must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
     e, l = self.split
     if self.duplicated is not None:
       axis = self.duplicated - len(e) + 1
       each = np.ascontiguousarray(x).reshape(len(x), -1, *l)
       first, second = each.take(0, axis), each.take(1, axis)
-      if (differ := first.view(np.uint64) != second.view(np.uint64)).any():        # fewer to compare
-        raise BadOperand("WMMA on RDNA3 wants lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
-                         f"{int(np.argwhere(differ)[0][1])} of those that run")
+      if (differ := first.view(np.uint64) != second.view(np.uint64)).any():        # as uint64: fewer comparisons
+        raise BadOperand("WMMA on RDNA3 needs lanes 16-31 of A and B to repeat lanes 0-15 (RDNA3 ISA section 7.9): they have other values in wave "
+                         f"{int(np.argwhere(differ)[0][1])} of the running range of workgroups")
       x, l = first, [n for i, n in enumerate(l) if len(e) + 1 + i != self.duplicated]
     m = unpack(x).reshape(*e, -1, *l).transpose(self.by_columns)
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
   def add_matrices(self, c:Array, m:Array) -> Array:
-    """c (elements, T) + the elements of m (waves, rows, columns)."""
+    """Adds matrices m (waves, rows, columns) to the elements c (elements, T)."""
     order = np.argsort(self.by_rows)
     found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
     return np.add(found, c, out=found)
 
 @dataclass(frozen=True)
 class MatrixInstruction:
-  """D = A B + C on one wave; a is M x K, b is given transposed (N x K) so that both put the contraction last."""
+  """Matrix instruction D = A B + C of one wave. The layout a is M x K, and b is transposed (N x K), so that both have the contraction last."""
   a: Layout
   b: Layout
   c: Layout
-  dtype: str                       # of A and B: a key of _WIDEN
+  dtype: str                       # type of A and B: a key of matrix._WIDEN
   families: tuple[str, ...]
   @property
   def dims(self) -> tuple[int, int, int]:   # (N, M, K), as in the arg of Ops.WMMA
     return self.c.columns, self.c.rows, self.a.columns
 
 def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
-  """Lane (h, i) holds row i of A, k = E*h + e; D: blocks of 4 rows dealt to the lane groups in turn."""
+  """MFMA: lane (h, i) holds row i of A at k = E*h + e. Blocks of 4 rows of D go to the groups of lanes in turn."""
   groups = 64//M
   ab = Layout("e hi -> i he", e=E, h=groups, i=M)
   return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
 
 def _blocks(dtype:str, *families:str) -> MatrixInstruction:
-  """MFMA 4x4x4 of 16 blocks. Block b, which is here like a wave by itself, lies in lanes 4b to 4b + 3, of which lane i has row i of A with all four
+  """MFMA 4x4x4 of 16 blocks. Block b lies in lanes 4b to 4b + 3 and is treated like a wave of its own. Lane i of a block has row i of A at all four
   k, and column i of B and D."""
   ab = Layout("k i -> i k", k=4, i=4)
   return MatrixInstruction(ab, ab, Layout("r n -> r n", r=4, n=4), dtype, families)
 
 def _wmma3(dtype:str) -> MatrixInstruction:
-  """A lane holds all 16 k of a row of A, lanes 16-31 repeat it; D: even rows in lanes 0-15, odd rows in lanes 16-31."""
+  """WMMA of RDNA3: a lane holds all 16 k of a row of A, and lanes 16-31 repeat lanes 0-15. D has its even rows in lanes 0-15, its odd rows in lanes
+  16-31."""
   ab = Layout("k di -> i k", k=16, d=2, i=16)
   return MatrixInstruction(ab, ab, Layout("r hn -> rh n", r=8, h=2, n=16), dtype, ("rdna3",))
 
 def _wmma4(dtype:str) -> MatrixInstruction:
-  """Lane half h holds k = 8h + e (e < 8) of A and B, and rows 8h + r of D."""
+  """WMMA of RDNA4: half h of the lanes holds k = 8h + e (e < 8) of A and B, and rows 8h + r of D."""
   ab = Layout("e hi -> i he", e=8, h=2, i=16)
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 
 def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
-  """PTX fragments of m16n8: groupID g = lane/4, t = lane%4; element (c, r, p) of A: row 8r+g, k = (c, t, p); B: column g; C: (8r+g, 2t+p)."""
+  """mma.sync with the PTX fragments of m16n8, where groupID g = lane/4 and t = lane%4. Element (c, r, p) of A is row 8r+g, k = (c, t, p). B has
+  column g. C has (row 8r+g, column 2t+p)."""
   c = K//(4*pack)
   return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))

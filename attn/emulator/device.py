@@ -1,8 +1,8 @@
-"""tinygrad's device `EMU`: `DEV=EMU::gfx942` runs kernels as lowered for that chip in the emulator.
+"""tinygrad device `EMU`: with `DEV=EMU::gfx942` the emulator runs kernels as lowered for that chip.
 
-The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and printed as for hardware; the "binary" is the pickled
-list of UOps that were printed. tinygrad lowers several kernels at a time in worker processes, which is why the binary has to hold all that it takes
-to run. fp8 is left out: tinygrad then emulates the type with integers, as on hardware without it.
+The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and printed as for hardware. The "binary" is the pickled list
+of the printed UOps. It has to hold everything that a run needs, because tinygrad lowers several kernels at the same time in worker processes. fp8 is
+not a supported type: tinygrad emulates it with integers, as on hardware without it.
 """
 from __future__ import annotations
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from attn.emulator.plan import Plan
 DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
-  """From source text to a binary; the UOps behind a text are what the renderer of this process has noted."""
+  """Compiler from source text to the emulator's binary. The renderer of this process has noted the UOps of each text."""
   printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
   @classmethod
@@ -30,12 +30,12 @@ class UOpCompiler(Compiler):
   def compile(self, src:str) -> bytes: return zlib.compress(pickle.dumps(self.printed[src]), 1)
 
 class _Emulated(Renderer):
-  """What the emulator changes about a renderer for hardware: the compiler, and no fp8."""
+  """Changes that the emulator makes to a renderer for hardware: another compiler, and no fp8."""
   target: Target
   def adapt(self) -> None:
     self.compiler = UOpCompiler()
-    # of chips that tinygrad doesn't know, such as gfx90a and gfx1030, it takes RDNA3's matrix instructions: they are none of a chip with longer
-    # waves, or without a matrix unit
+    # tinygrad assumes RDNA3's matrix instructions for chips that it doesn't know, such as gfx90a and gfx1030. A chip with longer waves, or without a
+    # matrix unit, does not have them.
     chip = emulated_chip(self.target.arch)
     self.tensor_cores = [t for t in self.tensor_cores if t.dtype_in not in dtypes.fp8s and (t.dtype_in != dtypes.float or ALLOW_TF32)
                          and t.threads == chip.wave and chip.multiplies]
@@ -49,7 +49,7 @@ class EmulatedHIPRenderer(_Emulated, OperationsHIPTextRenderer):
   def __init__(self, target:Target):
     OperationsHIPTextRenderer.__init__(self, target)
     self.adapt()
-    self.shared_max = emulated_chip(target.arch).lds   # tinygrad has one limit for all
+    self.shared_max = emulated_chip(target.arch).lds   # tinygrad has one limit for all chips
 
 class EmulatedCUDARenderer(_Emulated, OperationsNVCCRenderer):
   def __init__(self, target:Target):
@@ -59,7 +59,7 @@ class EmulatedCUDARenderer(_Emulated, OperationsNVCCRenderer):
 def renderer_of(target:Target) -> Renderer: return (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
 
 class EMUProgram(Program["EMUDevice"]):
-  # EMU:0 and EMU:1 share a plan, for as long as one of them keeps the program
+  # EMU:0 and EMU:1 share a plan, as long as one of them keeps the program
   plans: ClassVar[weakref.WeakValueDictionary[tuple[str, str, str], Plan]] = weakref.WeakValueDictionary()
   def __init__(self, dev:EMUDevice, obj:TinyELF):
     key, target = (hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch), obj.target
@@ -97,7 +97,7 @@ class EMUDevice(Compiled):
     return self.cached_renderer[target]
 
 def register() -> None:
-  """Makes `EMU` known to tinygrad, which looks a device up by the module tinygrad.runtime.ops_emu, and has the kernels for it remembered."""
+  """Registers the device `EMU` in tinygrad, which finds a device by the module tinygrad.runtime.ops_emu, and starts to remember its kernels."""
   if "tinygrad.runtime.ops_emu" in sys.modules: return
   watch_kernels("EMU", remember)
   sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

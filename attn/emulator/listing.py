@@ -1,8 +1,8 @@
-"""Where an operation of a program comes from: the line of Python that emitted it, and its statement in the source that the renderer prints.
+"""Origin of each operation of a program: the line of Python that emitted it, and its statement in the source that the renderer prints.
 
-A program is a list of UOps that says neither. Nothing is recorded when a kernel is made and run: tinygrad's device only remembers, for the kernels
-that `Tensor.custom_kernel` was given last, how to make their ASTs anew. When one of them has failed, its AST is made and lowered again with the place
-of each UOp noted, and if the result is the failing program, UOp by UOp, these are the places. That takes about as long as making and lowering it did.
+The UOps of a program contain neither, and nothing is recorded while a kernel is made and run. The device only remembers, for the latest kernels of
+`Tensor.custom_kernel`, a function that makes their ASTs again. When a kernel fails, its AST is made and lowered again, and the place of each UOp is
+recorded. If the result equals the failing program, UOp by UOp, the places are valid. This takes about as long as making and lowering the kernel did.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ import linecache, os
 from attn.tinygrad_compat import Ops, Places, UOp, lowered_with_places, made_with_places, statements, tinygrad_folder
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# what emits operations on behalf of the kernel that is to be named
+# files that emit operations on behalf of a kernel; an operation's place is the line of the kernel that called them
 OURS_INSIDE = ("ops/", "kernels/parts/statements.py", "kernels/parts/layouts.py", "tinygrad_compat/", "emulator/")
 INTERNAL = (tinygrad_folder, *(str(PACKAGE/name) for name in OURS_INSIDE))
-WIDTH = 160             # characters of a statement that are shown
-REMEMBERED = 64         # kernels
+WIDTH = 160             # characters of a statement that an error shows
+REMEMBERED = 64         # number of kernels that are remembered
 
-_built: dict[UOp, Callable[[], Any]] = {}    # an AST -> what makes it anew, the newest last
+_built: dict[UOp, Callable[[], Any]] = {}    # AST -> function that makes it again, the newest last
 
 def remember(ast:UOp, again:Callable[[], Any]) -> None:
-  """A kernel was made, by a function that makes it anew."""
+  """Remembers a kernel's AST and the function `again` that makes it again."""
   _built.pop(ast, None)
   _built[ast] = again
   while len(_built) > REMEMBERED: del _built[next(iter(_built))]
@@ -33,7 +33,7 @@ def _short(text:str) -> str:
   return text if len(text) <= WIDTH else text[:WIDTH - 1] + "…"
 
 def _relative(path:str) -> str:
-  """As short a name of a file as is still found: from the folder of `attn`, or from the current one."""
+  """Shortens a file name: relative to the folder that contains `attn`, or to the current folder."""
   for root in (str(PACKAGE.parent), os.getcwd()):
     if path.startswith(root + os.sep): return os.path.relpath(path, root)
   return path
@@ -41,11 +41,11 @@ def _relative(path:str) -> str:
 @dataclass(frozen=True)
 class Place:
   python: tuple[str, int]|None     # file and line
-  line: int|None                   # of the source, from 1
+  line: int|None                   # line of the source, from 1
   statement: str
 
   def __str__(self) -> str:
-    """Two lines, of which one is left out where it is not known."""
+    """Text of a place for an error: a line about Python and a line about the source, each only if known."""
     found = []
     if self.python is not None:
       file, line = self.python
@@ -55,25 +55,25 @@ class Place:
 
   @property
   def name(self) -> str:
-    """The place in a few words, or nothing."""
+    """Short name of the place; empty if it is not known."""
     if self.python is not None: return f"{_relative(self.python[0])}:{self.python[1]}"
     return f"line {self.line} of the source" if self.line is not None else ""
 
 NOWHERE = Place(None, None, "")
 
 def _stores(ast:UOp) -> tuple[UOp, ...]:
-  """What an AST does, without the parameters that it is only to have."""
+  """Stores of an AST, without the parameters among its SINK's sources."""
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:
-  """The places of a program's UOps."""
+  """Places of a program's UOps."""
   def __init__(self, uops:list[UOp], name:str, renderer:Any):
     self.source, self.lines = statements(renderer, uops)
     self.python = self._python(uops, name, renderer)
 
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
-    """The places of a program that `make` gives the AST of, which is made and lowered here."""
+    """Makes and lowers the AST that `make` returns, and lists the places of its program."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
     listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))
@@ -81,7 +81,7 @@ class Listing:
     return listing
 
   def python_lines(self) -> dict[int, tuple[str, int]]:
-    """For each line of the source, from 1, the line of Python that it comes from, where that is known."""
+    """Maps lines of the source (from 1) to the lines of Python that they come from, as far as these are known."""
     found: dict[int, tuple[str, int]] = {}
     for u, line in self.lines.items():
       if line + 1 not in found and (place := self._from(u)) is not None: found[line + 1] = (_relative(place[0]), place[1])
@@ -95,7 +95,7 @@ class Listing:
         made, places = made_with_places(again, _internal)
         if _stores(made if isinstance(made, UOp) else made.sink) != _stores(ast): continue
         same = lowered_with_places(ast, renderer, places)
-      except Exception: continue     # it is being made in other circumstances, and what failed has its own error to show
+      except Exception: continue     # making it again may fail in other circumstances; the error to show is the kernel's own
       if len(same) == len(uops) and all(a is b for a, b in zip(same, uops)): return places
     return {}
 
@@ -105,7 +105,7 @@ class Listing:
     return Place(self._from(u), None if line is None else line + 1, statement)
 
   def _from(self, u:UOp) -> tuple[str, int]|None:
-    """The line that `u` comes from, or, of one that a pass has put in, the nearest of its sources that has one."""
+    """Line of Python that `u` comes from. For a UOp that a pass of tinygrad inserted, the line of the nearest source that has one."""
     seen, level = {u}, [u]
     while level:
       if (found := next((self.python[x] for x in level if self.python.get(x) is not None), None)) is not None: return found

@@ -1,4 +1,4 @@
-"""The interpreter: a `Frame` is the threads of a run with their values and memory, and does what a program's steps ask of it."""
+"""Interpreter of the emulator: a `Frame` has the threads of a run with their values and memory, and executes a program's steps."""
 from __future__ import annotations
 from typing import Any, Callable
 from dataclasses import dataclass, field
@@ -21,28 +21,28 @@ from attn.emulator.under_way import UnderWay
 
 Array = NDArray[Any]
 GRID_LIMIT, WORKGROUP_LIMIT = (2**31-1, 65535, 65535), 1024
-WORKING_SET = 48 << 20   # bytes of values alive at a time that a range of workgroups is chosen for: small enough to stay near the caches
-OVERHEAD = 64            # bytes per thread of the frame itself: who is which thread, wave and workgroup
+WORKING_SET = 48 << 20   # bytes of live values for which the size of a range of workgroups is chosen: small enough for the caches
+OVERHEAD = 64            # bytes per thread of the frame itself: numbers of threads, waves and workgroups
 
 @dataclass
 class Launch:
-  """What the last run of a program looked like."""
+  """Summary of one run of a program."""
   kernel: str
   arch: str
   workgroups: int
-  threads: int      # of a workgroup
-  lds: int          # bytes a workgroup
+  threads: int      # threads per workgroup
+  lds: int          # bytes of LDS per workgroup
   seconds: float = 0.0
   bank_conflicts: list[BankUse] = field(default_factory=list)   # with ATTN_EMU_BANKS=1: one entry per LDS buffer, direction and width of access
 
 _last: list[Launch] = []
 
 def last_run() -> Launch|None:
-  """What the last kernel that ran looked like; None before the first."""
+  """Summary of the kernel that ran last; None before the first run."""
   return _last[0] if _last else None
 
 class Frame(Threads):
-  """One run of a program over a range of workgroups, all their threads at once."""
+  """Run of a program over a range of workgroups, with all their threads at once."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
                values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
@@ -74,7 +74,7 @@ class Frame(Threads):
     finally: self._release()
 
   def _release(self) -> None:
-    """What refers back to the frame goes, so that its memory is free at once: Python looks for cycles of objects later, if at all."""
+    """Drops everything that refers back to the frame, so that its memory is freed at once. Python collects cycles of objects later, if at all."""
     self.v.clear()
     self.spaces.clear()
     self.registers.clear()
@@ -92,18 +92,18 @@ class Frame(Threads):
   # ***** threads *****
 
   def special(self, kind:str, axis:int) -> Array:
-    """A SPECIAL: gidx (workgroup), lidx (thread in it) or idx (thread in the grid) along an axis."""
+    """Values of a SPECIAL along an axis: gidx (workgroup), lidx (thread in the workgroup) or idx (thread in the grid)."""
     wg, size = self.workgroup_of + self.first, self.local[axis]
     group = (wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis]).astype(np.int32)
     thread = self.local_of // int(np.prod(self.local[:axis], dtype=np.int64)) % size
     return group if kind == "g" else thread if kind == "l" else group*np.int32(size) + thread
 
   def offset(self, at:Address) -> Array:
-    """The byte offset of an address from the start of its buffer."""
+    """Byte offset of an address from the start of its buffer."""
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """An index counted in parts of a chunk -> the same counted in chunks of `per` parts."""
+    """Converts an index counted in parts to an index counted in chunks of `per` parts. Raises Misaligned if it is not a multiple of `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -111,12 +111,12 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop; `to` is the step to go on with, if it is not the next one."""
+    """Ends a loop; `to` is the step to continue with, None for the next step."""
     self.pop()
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Sets a loop's variable to i; False if no thread has that iteration."""
+    """Sets a loop's variable to i and masks out threads that are done. Returns False if no thread has that iteration."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]
@@ -124,7 +124,8 @@ class Frame(Threads):
     return self.mask is None or bool(self.mask.any())
 
   def barrier(self, gate:Array|None=None) -> Array:
-    """All threads of a workgroup reach a barrier; or, of those for which `gate` holds, whole waves: these are an interval ahead from then on."""
+    """Executes a barrier of the active threads, which must be whole workgroups. With `gate`, the waves for which it is true execute the barrier,
+    which must be whole waves: from then on they are one interval ahead."""
     mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
     reached = np.ones(self.interval.shape, bool)
     if mask is not None:
@@ -139,8 +140,8 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def arrive(self) -> Array:
-    """The active workgroups, whole, arrive at the next phase of their mbarrier, when the copies that they have started are there. Others may look at
-    those when they have waited for the phase: the shadow of LDS sees to that."""
+    """Makes the active workgroups, which must be whole, arrive at the next phase of their mbarrier once their copies are complete. Other waves may
+    access the copied data after they have waited for the phase; the shadow of LDS checks this."""
     self.under_way.commit()
     self.under_way.wait_copies(0)
     here = self._whole(self.width, DivergentBarrier, "this thread does not arrive at an mbarrier that counts all of its workgroup")
@@ -152,7 +153,7 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def await_arrivals(self, parity:Array) -> Array:
-    """The active workgroups wait for the next phase that they have not waited for yet, of that parity."""
+    """Makes the active workgroups wait for the next phase that they have not waited for, which must have this parity."""
     here = self._whole(self.width, DivergentBarrier, "this thread does not wait for an mbarrier as others of its workgroup do")
     def each(bad:Array) -> Array: return np.repeat(bad & here, self.width) & self.active
     if (bad := each(self.waited >= self.arrived)).any():
@@ -166,13 +167,14 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def _whole(self, unit:int, kind:type[EmulatorError], text:str) -> Array:
-    """Which units of so many threads are active; an error if some are only in part."""
+    """Mask of the active units of `unit` threads. Raises `kind` if only some threads of a unit are active."""
     here = self.active.reshape(-1, unit)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
     return np.asarray(here.any(axis=1))
 
   def whole_waves_only(self) -> None:
-    """A matrix instruction works on all lanes of a wave, whatever EXEC says (CDNA3 ISA section 7): an error if only some of them get there."""
+    """Raises DivergentMatrix if only some lanes of a wave are active: a matrix instruction works on all lanes of a wave and ignores EXEC (CDNA3 ISA
+    section 7)."""
     if self.mask is None or not self.checks: return
     here = self.mask.reshape(-1, self.wave)
     missing = ~here & here.any(axis=1, keepdims=True)
@@ -218,7 +220,7 @@ class Frame(Threads):
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def check_part(self, slot:int, taken:bool) -> None:
-    """Raises where this part of the offset of a buffer instruction, which may be taken from the others, is below 0."""
+    """Raises NegativePart if this term of a buffer instruction's offset is negative; `taken` tells that the term is subtracted."""
     part = self.full(-self.v[slot] if taken else self.v[slot])
     if self.checks and (bad := self.active & (part < 0)).any():
       raise self.error(NegativePart, bad, lambda t: f"a part of the offset of a {self.plan.uops[self.pc].arg.name} is {part[t]}: no document says "
@@ -259,10 +261,10 @@ class Frame(Threads):
     return self.matrix_unit.instruction(name, a, b, c)
 
 def launch(plan:EmulatedProgram, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
-  """Runs a program on a grid of workgroups; the seconds it took."""
+  """Runs a program on a grid of workgroups. Returns the seconds that it took."""
   start = time.perf_counter()
   grid, local = (*grid, 1, 1)[:3], (*local, 1, 1)[:3]
-  if any(g != int(g) for g in grid): raise LaunchLimit(f"{plan.name}: the grid {grid} is not made of whole workgroups")
+  if any(g != int(g) for g in grid): raise LaunchLimit(f"{plan.name}: the grid {grid} must be whole numbers")
   grid = tuple(int(g) for g in grid)
   if any(not 1 <= g <= limit for g, limit in zip(grid, GRID_LIMIT)): raise LaunchLimit(f"{plan.name}: the grid {grid} is not within {GRID_LIMIT}")
   if (threads := int(np.prod(local))) > WORKGROUP_LIMIT:

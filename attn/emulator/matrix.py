@@ -1,8 +1,8 @@
-"""The matrix instructions on the registers of waves: what emulator/chips.py says of their layouts, and their arithmetic.
+"""Emulation of matrix instructions on the registers of waves, with the layouts of emulator/chips.py.
 
-Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32; they are summed in fp32 and then C is added. Hardware sums in an order that the
-ISA does not promise: a kernel must not depend on the last bit. NaN and inf go where a dot product takes them. CDNA2 takes denormals for zero, in its
-16-bit inputs and in the fp32 accumulator that goes in and comes out: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and output
+Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32. They are summed in fp32, and then C is added. The ISA does not specify the order
+in which hardware sums: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. CDNA2 treats denormals as zero, in its
+16-bit inputs and in the fp32 accumulator, as input and as output: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and output
 denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16, MFMA_BF16,
 MFMA_BF16_1K).
 """
@@ -17,17 +17,17 @@ from attn.emulator.chips import DOTS, FLUSHING, INSTRUCTIONS, Layout, MatrixInst
 
 Array = NDArray[Any]
 
-# wgmma.mma_async (PTX ISA 9.7.15.5): warp w of a warpgroup has rows 16w on, as in m16n8k16
+# wgmma.mma_async (PTX ISA 9.7.15.5): warp w of a warpgroup has 16 rows from row 16w on, laid out as in m16n8k16
 WARPGROUP = 128
 
 def warpgroup_operand(a:Array) -> Array:
-  """The fragments of A of some 16 columns each, uint32 (registers, T) -> bits, uint16 (warpgroups, 64, columns)."""
+  """Converts A fragments of 16 columns each, uint32 (registers, T), to matrices of bits, uint16 (warpgroups, 64, columns)."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=2, w=4, g=8, t=4)
   return layout.to_matrices(a, lambda x: _parts(x, "u2")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
-  """c (registers, T) + A B^T in fp32, of fp32 (warpgroups, 64, k) and (warpgroups, n, k). A product for each warp: a BLAS library shares out
-  larger ones over threads, which cost more than they save, above all where other processes have the cores."""
+  """Computes c + A B^T in fp32: c is (registers, T), A fp32 (warpgroups, 64, k), B fp32 (warpgroups, n, k). It multiplies for each warp separately: a
+  BLAS library distributes larger products over threads, which costs more than it saves, above all when other processes use the cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   products = a.reshape(groups, 4, 16, k) @ b[:, None].swapaxes(2, 3)
   return layout.add_matrices(c, products.reshape(groups*4, 16, n))
@@ -35,8 +35,8 @@ def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
 _SIGN_AND_REST, _REBIAS, _BEYOND_FP16 = np.int32(0x8fffe000 - 2**32), np.float32(2.0**112), np.float32(65536)
 
 def _from_high_half(x:Array) -> Array:
-  """The fp32 values of fp16 bits that are the upper halves of the int32 x, which changes. A sign, an exponent and a mantissa, moved to their places
-  in an fp32, make 2^-112 of the value, exactly, denormals too; inf and NaN come out as 2^16 and more."""
+  """Converts fp16 bits, in the upper halves of the int32 x, to fp32; x is overwritten. Sign, exponent and mantissa moved to their places in an fp32
+  give the value times 2^-112, exactly, for denormals too. inf and NaN first come out as 2^16 or more."""
   x >>= 3
   x &= _SIGN_AND_REST
   found = x.view(np.float32)
@@ -48,20 +48,20 @@ def _from_high_half(x:Array) -> Array:
   return found
 
 def _halves(x:Array) -> Array:
-  """The numbers packed in dwords (n, ...), the low one first, each as the upper half of an int32 (2n, ...)."""
+  """Unpacks the 16-bit numbers in dwords (n, ...), the low one first, each into the upper half of an int32 (2n, ...)."""
   halves = np.empty((len(x), 2, *x.shape[1:]), np.int32)
   np.left_shift(x.view(np.int32), 16, out=halves[:, 0])
   np.bitwise_and(x.view(np.int32), np.int32(-65536), out=halves[:, 1])
   return halves.reshape(-1, *x.shape[1:])
 
 def _parts(x:Array, kind:str) -> Array:
-  """The numbers packed in dwords (n, T), the low end first."""
+  """Unpacks numbers of the numpy type `kind` in dwords (n, T), the low end first."""
   parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
 def _fp8() -> Array:
-  """The values of CDNA3's FP8 (E4M3FNUZ; LLVM, APFloat.h, Float8E4M3FNUZ): a sign, 4 bits of exponent with bias 8, 3 of mantissa; no infinity, and
-  what would be -0 is the only NaN."""
+  """Table of the 256 values of CDNA3's FP8 (E4M3FNUZ; LLVM, APFloat.h, Float8E4M3FNUZ): a sign, 4 bits of exponent with bias 8, 3 bits of mantissa.
+  There is no infinity; the bits of -0 are the only NaN."""
   bits = np.arange(256)
   exponent, mantissa = bits >> 3 & 15, bits & 7
   value = np.where(exponent == 0, mantissa/8*2.0**-7, (1 + mantissa/8)*2.0**(exponent - 8.0))*np.where(bits < 128, 1, -1)
@@ -77,32 +77,33 @@ _WIDEN: dict[str, Callable[[Array], Array]] = {
   "tfloat32": lambda x: (x.view(np.uint32) & np.uint32(0xffffe000)).view(np.float32),  # mma.tf32 reads the upper 19 bits
 }
 
-_UNPACK: dict[str, Callable[[Array], Array]] = {   # dwords of packed ones -> the same
+_UNPACK: dict[str, Callable[[Array], Array]] = {   # type -> function from dwords of packed numbers to fp32
   "float16": lambda x: _from_high_half(_halves(x)), "bfloat16": lambda x: _halves(x).view(np.float32),
   "fp8e4m3fnuz": lambda x: _WIDEN["fp8e4m3fnuz"](_parts(x, "u1")), "tfloat32": _WIDEN["tfloat32"],
 }
 
-_BYTES = {"float16": 2, "bfloat16": 2, "fp8e4m3fnuz": 1, "int8": 1, "tfloat32": 4}   # of an element
+_BYTES = {"float16": 2, "bfloat16": 2, "fp8e4m3fnuz": 1, "int8": 1, "tfloat32": 4}   # bytes of an element
 
 def to_float32(bits:Array, dtype:str) -> Array:
-  """The fp32 values of bits of `dtype`."""
+  """Converts bits of `dtype` to fp32."""
   return _WIDEN[dtype](bits)
 
-_ACCUMULATOR: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {   # the type of C and D -> to and from what is computed with
+_ACCUMULATOR: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {   # type of C and D -> conversions
   "float32": (lambda x: x, lambda x: x), "float16": (lambda x: x.astype(np.float32), lambda x: x.astype(np.float16)),
   "bfloat16": (bf16_to_float, float_to_bf16), "int32": (lambda x: x.astype(np.float64), lambda x: x.astype(np.int64).astype(np.int32)),
 }
 
-_SMALLEST = {"float16": np.float32(2.0**-14), "bfloat16": np.float32(2.0**-126), "float32": np.float32(2.0**-126)}   # normal number
+_SMALLEST = {"float16": np.float32(2.0**-14), "bfloat16": np.float32(2.0**-126), "float32": np.float32(2.0**-126)}   # smallest normal number
 
 def flushed(x:Array, dtype:str) -> Array:
-  """fp32 values with those that are denormal in `dtype` set to zero."""
+  """Sets the fp32 values that are denormal in `dtype` to zero."""
   return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
 
 
 @dataclass
 class MatrixUnit:
-  """The matrix unit of one architecture family. Operands that come again (Q in a loop over keys, P for each slice of V) are widened only once."""
+  """Matrix unit of one architecture family. An operand that is used repeatedly (Q in a loop over keys, P for each slice of V) is widened only
+  once."""
   family: str
   arch: str
   _recent: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class MatrixUnit:
     return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
   def instruction(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """The instruction by its builtin's stem, on packed register images: a and b uint32 (registers, T), c fp32 (registers, T)."""
+    """Executes the instruction with this builtin's stem on packed register images: a and b are uint32 (registers, T), c is fp32 (registers, T)."""
     i = INSTRUCTIONS.get(name)
     if i is None or self.family not in i.families:
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)
@@ -133,7 +134,7 @@ class MatrixUnit:
     return self._run(i, a, b, c, True)
 
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """v_dot2_f32_f16 and v_dot2_f32_bf16 on dwords a and b (T,) and fp32 c (T,)."""
+    """Executes v_dot2_f32_f16 or v_dot2_f32_bf16 on dwords a and b (T,) and fp32 c (T,)."""
     if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of pairs of {dtype}")
     pairs = [_UNPACK[dtype](np.atleast_2d(x)) for x in (a, b)]
     if self.family in FLUSHING: pairs = [flushed(x, dtype) for x in pairs]
@@ -141,7 +142,7 @@ class MatrixUnit:
     return flushed(flushed(c, "float32") + low + high, "float32")
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
-    """Ops.WMMA: dims (N, M, K), operands with one array row per element; `out` is the type of C and D."""
+    """Executes Ops.WMMA: `dims` is (N, M, K), the operands have one array row per element, `out` is the type of C and D."""
     i = next((x for x in INSTRUCTIONS.values() if self.family in x.families and x.dims == tuple(dims) and x.dtype == dtype), None)
     if i is None: raise BadOperand(f"{self.arch} has no matrix instruction for (N, M, K) = {dims} on {dtype}")
     widen, narrow = _ACCUMULATOR[out]

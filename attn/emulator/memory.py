@@ -1,7 +1,7 @@
 """Memory of the emulated chip as plain bytes: device allocations, the buffers of a running kernel (global and LDS), and register arrays.
 
-An access is made of `chunk` bytes (element size times vector length) at an index counted in chunks: memory is viewed as an array of chunks, which
-is gathered or scattered for all threads at once. Any other type of the same bytes is just another view.
+An access has `chunk` bytes (element size times vector length) at an index counted in chunks. Memory is viewed as an array of chunks, which is
+gathered or scattered for all threads at once. Another type of the same bytes is only another view.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -14,39 +14,39 @@ from attn.emulator.shadow import LdsOperand, LdsShadow
 from attn.emulator.threads import Operand, Product, Threads
 
 Array = NDArray[Any]
-POISON, PADDING = 0xff, 64   # what fresh memory holds (NaN in every float type); LDS buffers are padded to a multiple of every chunk
+POISON, PADDING = 0xff, 64   # bytes of fresh memory (NaN in every float type); LDS buffers are padded to a multiple of PADDING, and so of every chunk
 
 def chunk_type(nbytes:int) -> np.dtype[Any]:
-  """A numpy type of that many bytes that is copied and never interpreted."""
+  """numpy type of `nbytes` bytes, which is copied and never interpreted."""
   return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.get(nbytes, f"V{nbytes}"))
 
 def divided(x:Array, n:int) -> tuple[Array, Array]:
-  """x//n and x%n; of integers, and powers of two many times as fast by shifts."""
+  """Returns x//n and x%n; for a power of two by shifts, which is many times as fast."""
   return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
 def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
-  """Chunks (T,) -> values (T,), or vectors (n, T)."""
+  """Converts chunks (T,) to values (T,), or to vectors (n, T)."""
   if n == 1: return raw.view(dtype)
   return np.ascontiguousarray(np.atleast_1d(raw).view(dtype).reshape(-1, n).T)
 
 def to_chunks(x:Array, n:int, chunk:int) -> Array:
-  """Values (T,) or vectors (n, T) -> chunks (T,)."""
+  """Converts values (T,) or vectors (n, T) to chunks (T,)."""
   if n == 1 and x.ndim < 2: return np.asarray(x).view(chunk_type(chunk))
   return np.ascontiguousarray(x.T).view(chunk_type(chunk))[..., 0]
 
 # ***** device allocations *****
 
 class Allocation:
-  """Device memory, with one flag per byte for "written since it was allocated" (None: all of it)."""
+  """Device memory, with one flag per byte that tells whether it was written since the allocation. Flags of None mean that every byte was written."""
   def __init__(self, size:int):
     self.data = np.full(size, POISON, np.uint8)
     self.written: Array|None = np.zeros(size, np.uint8)
-    self.touched = False                                        # has anybody ever written any of it?
-    # (offset, size) of an output of a kernel -> (kernel, buffer, element size, why it has no store)
+    self.touched = False                                        # has any byte been written?
+    # (offset, size) of an output of a kernel -> (kernel, buffer, element size, text about a missing store)
     self.outputs: dict[tuple[int, int], tuple[str, str, int, str]] = {}
 
 class View:
-  """`size` bytes of an allocation from `offset` on: what tinygrad holds as the opaque buffer."""
+  """View of `size` bytes of an allocation from `offset` on. tinygrad holds it as its opaque buffer."""
   def __init__(self, base:Allocation, offset:int, size:int): self.base, self.offset, self.size = base, offset, size
   def sub(self, offset:int, size:int) -> View: return View(self.base, self.offset + offset, size)
   @property
@@ -55,42 +55,42 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """After a write: drops the flags once all of the allocation is written."""
+    """Notes a write: drops the flags if all of the allocation is written."""
     self.base.touched = True
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
   def stored_by(self, kernel:str, buffer:str, itemsize:int, stores:bool) -> None:
-    """After a kernel whose output this buffer is. Where it has no store left, every one was found to be for nothing as it was lowered."""
+    """Notes that a kernel with this buffer as an output has run. If the kernel has no store to it, all its stores were removed during lowering."""
     if stores: self.settle()
-    why = "" if stores else ": every store to it was simplified away, for a condition that never holds or a loop of no trips"
+    why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no trips"
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:
-    """A copy into the memory; `written` are the flags of its source, where that has any."""
+    """Copies data into the memory; `written` has the flags of the source, if it has flags."""
     self.data[:] = data
     if (mine := self.written) is not None: mine[:] = 1 if written is None else written
     self.settle()
 
   def check_written(self) -> None:
-    """Raises if this range has an element that a kernel should have stored and nobody ever wrote."""
+    """Raises UnwrittenOutput if this range has an element of a kernel's output that was never written."""
     if (written := self.written) is None or written.all(): return
     for (offset, size), (kernel, buffer, itemsize, why) in self.base.outputs.items():
       missing = np.flatnonzero(self.base.written[max(offset, self.offset):min(offset+size, self.offset+self.size)] == 0)   # type: ignore[index]
       if len(missing):
         first = (int(missing[0]) + max(offset, self.offset) - offset)//itemsize
-        raise UnwrittenOutput(f"{kernel}: output element {buffer}[{first}] was never written (nor were others, "
-                              f"{len(missing)//itemsize} of {size//itemsize} in all){why}")
+        raise UnwrittenOutput(f"{kernel}: output element {buffer}[{first}] was never written "
+                              f"(missing elements: {len(missing)//itemsize} of {size//itemsize} in all){why}")
 
 # ***** buffers of a running kernel *****
 
 class Space:
-  """A buffer that threads address by index: a PARAM, or a LOCAL buffer with one copy per workgroup (`stride` bytes apart)."""
+  """Buffer that threads address by index: a PARAM, or a LOCAL buffer with one copy per workgroup (`stride` bytes apart)."""
   def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
                shadow:LdsShadow|None=None, begin:int=0):
     self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
-    self.begin = begin                                                          # byte of its allocation, which lies as every type wants it
-    self.written = written                                                      # the flags that stores set
-    self.guarded = guarded and written is not None and not bool(written.all())   # may a load find something that nobody has written?
+    self.begin = begin                                                          # first byte in its allocation, which is aligned for every type
+    self.written = written                                                      # flags that stores set
+    self.guarded = guarded and written is not None and not bool(written.all())   # can a load find bytes that were never written?
     self.kind = "LDS" if stride else "global memory"
     self._views: dict[tuple[int, bool], Array] = {}
     self._bases: dict[int, Array] = {}
@@ -103,7 +103,7 @@ class Space:
     return v
 
   def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
-    """The position of each thread's chunk in the view, bounds-checked for the active threads and 0 for the others."""
+    """Position of each thread's chunk in the view, with bounds checked for the active threads and 0 for the others."""
     if self.begin % chunk:
       bad = np.ones(self.f.T, bool) if active is None else np.broadcast_to(active, self.f.T)
       if bad.any():
@@ -173,11 +173,11 @@ class Space:
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class Pointer:
-  """What an intrinsic gets for an INDEX: a buffer and a byte offset per thread."""
+  """Pointer that an operation's meaning gets for an INDEX: a buffer and a byte offset per thread."""
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
-    """The addresses of an access in units of at most a dword or, where all are aligned to it, the whole access."""
+    """Addresses of an access and their unit in bytes. The unit is the whole access if all addresses are aligned to it, else at most a dword."""
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
     index, beyond = divided(at, nbytes)
     if not beyond.any(): return index, nbytes
@@ -203,13 +203,14 @@ class Pointer:
     for i in range(nbytes//unit): self.space.store(at + i, unit, raw[:, i], gate)
 
 class Registers:
-  """A REG buffer. Each element is a value of its own, so a store by all threads just rebinds it; `written` are the threads that have, all or none."""
+  """REG buffer. Each element is a separate value, so a store by all threads only rebinds it. `written` tells, for each element, which threads have
+  written it: all (True), none (False), or a mask."""
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
     self.written: list[Array|bool] = [False] * count
-    self.coming: dict[int, Product] = {}    # the product under way that writes an element
-    self.held: dict[int, Product] = {}      # the product under way that reads it
+    self.coming: dict[int, Product] = {}    # element -> product under way that writes it
+    self.held: dict[int, Product] = {}      # element -> product under way that reads it
 
   def _index(self, index:Array, active:Array|None, verb:str) -> Array:
     if not index.shape and 0 <= index < len(self.values): return index
@@ -221,7 +222,7 @@ class Registers:
     return index
 
   def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
-    """Raises where an active thread has not waited for `product`."""
+    """Raises NotWaitedFor if an active thread has not waited for `product`."""
     if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
     raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "
                                                     "it was not waited for")
@@ -247,7 +248,7 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Element i as a product that accumulates in it finds it: products on the same accumulators come one after the other, with no wait between."""
+    """Value of element i for a product that accumulates in it. Products on the same accumulators follow one another without a wait between them."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     return np.where(product.threads, product.results[i], self.values[i])
 
@@ -263,7 +264,7 @@ class Registers:
     self.put(i, value, active)
 
   def put(self, i:int, value:Array, active:Array|None) -> None:
-    """Sets element i where `active` holds, with nothing checked."""
+    """Sets element i in the active threads, without checks."""
     if active is None or active.all(): self.values[i], self.written[i] = value, True
     elif active.any():
       self.values[i] = np.where(active, value, self.values[i])
@@ -271,13 +272,13 @@ class Registers:
 
 @dataclass(frozen=True)
 class RegisterPointer:
-  """A pointer to an element of a REG buffer, as an intrinsic gets it."""
+  """Pointer to an element of a REG buffer, as an operation's meaning gets it."""
   array: Registers
   first: int
 
 @dataclass(frozen=True)
 class RegisterOperand(Operand):
-  """An element of a register array that a product reads."""
+  """Element of a register array that a product reads."""
   array: Registers
   number: int
   def hold(self, product:Product) -> None: self.array.held[self.number] = product

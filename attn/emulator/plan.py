@@ -1,4 +1,4 @@
-"""From a program's linear UOps to a list of closures that run it: `Plan`, made once per program. `machine.Frame` holds the values they work on."""
+"""Compiler from a program's linear UOps to a list of closures that run it: a `Plan`, made once per program. `machine.Frame` holds the values."""
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter
@@ -17,18 +17,18 @@ from attn.emulator.program import Address, EmulatedProgram
 from attn.emulator.ranges import Ranges, held_by
 
 Array = NDArray[Any]
-Step = Callable[[Frame], "int|None"]   # returns the next program counter where that is not simply the following one
+Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """A program compiled for the interpreter. `renderer` gives what it was lowered and printed with, for errors to say where an operation stands."""
+  """Program compiled for the interpreter. `renderer` makes the renderer that lowered and printed it; errors use it to find an operation's place."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
     self.steps = []
     self.uops, self.slot, self.constants = [], {}, []
     self.addresses: dict[UOp, Address] = {}
-    self.loops: dict[UOp, int] = {}           # RANGE -> its step
-    self.ends: dict[UOp, int] = {}            # RANGE -> the step of its END
+    self.loops: dict[UOp, int] = {}           # RANGE -> number of its step
+    self.ends: dict[UOp, int] = {}            # RANGE -> number of its END's step
     self.params = sorted((u for u in uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU), key=lambda u: u.arg.slot)
     self.variables = sorted((u for u in uops if u.op is Ops.PARAM and u.addrspace is AddrSpace.ALU), key=lambda u: u.arg.slot)
     self.buffers = [u for u in uops if u.op is Ops.BUFFER]
@@ -39,8 +39,8 @@ class Plan(EmulatedProgram):
     self.outputs = [s for u in uops if u.op is Ops.SINK for s in u.src if s.op is Ops.PARAM]
     self.stored, self.units = {}, {}
     self.ranges = Ranges(uops) if is_ours(name, uops) else None
-    self.unproven = self.ranges.beyond if self.ranges is not None else {}     # integers that may be more than their type holds
-    self.offset_parts: dict[UOp, list[Part]] = {}   # buffer instruction -> the parts of its offset that are looked at as it runs
+    self.unproven = self.ranges.beyond if self.ranges is not None else {}     # integers that may not fit their type
+    self.offset_parts: dict[UOp, list[Part]] = {}   # buffer instruction -> terms of its offset that are checked at run time
     for u in uops:
       self._compile(u)
       if u in self.unproven: self._check_fits(u)
@@ -48,7 +48,7 @@ class Plan(EmulatedProgram):
     self.lds = sum(self.nbytes(u) for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
     if self.lds > self.chip.lds:
       each = ", ".join(f"{self.names[u]}: {self.nbytes(u)}" for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
-      raise LdsLimit(f"{name}: a workgroup wants {self.lds} bytes of LDS ({each}), {arch} has {self.chip.lds}")
+      raise LdsLimit(f"{name}: a workgroup needs {self.lds} bytes of LDS ({each}), {arch} has {self.chip.lds}")
     self.frees, self.live_bytes = self._lifetimes(uops)
 
   # ***** slots *****
@@ -67,7 +67,7 @@ class Plan(EmulatedProgram):
     self.uops.append(u)
 
   def _value(self, u:UOp, fn:Callable[..., Any], *srcs:UOp) -> None:
-    """A step that computes `u` from the values of `srcs`."""
+    """Adds a step that computes `u` from the values of `srcs`."""
     ins, out = [self._slot(s) for s in srcs], self._new(u)
     if len(ins) == 1:
       a, = ins
@@ -80,10 +80,10 @@ class Plan(EmulatedProgram):
     self._emit(u, step)
 
   def _check_fits(self, u:UOp) -> None:
-    """A step that looks at the exact value of an integer, in each thread."""
+    """Adds a step that checks whether the exact value of an integer fits its type, in each thread."""
     ins, (least, most) = [self._slot(s) for s in u.src], held_by(u.dtype)
     fn: Callable[..., Array] = alu(u.op, u.dtype, u.src[-1].dtype) if u.op in GroupOp.ALU else np.asarray
-    exactly = np.dtype(np.int64 if u.dtype.itemsize < 8 else object)      # of a sum, or product, of two
+    exactly = np.dtype(np.int64 if u.dtype.itemsize < 8 else object)      # holds the sum or product of two numbers
     def step(f:Frame) -> None:
       if not f.checks: return
       exact = f.full(fn(*[np.asarray(f.v[i]).astype(exactly) for i in ins]))
@@ -127,14 +127,14 @@ class Plan(EmulatedProgram):
     self._value(u, stack, *u.src)
 
   def lane(self, u:UOp) -> None:
-    """INDEX of a value: one element of a vector."""
+    """Adds a step for the INDEX of a value, which is one element of a vector."""
     def step(x:Array, i:Array) -> Array:
       if not np.shape(i): return x[int(i)]
       return np.take_along_axis(np.broadcast_to(x, (x.shape[0], len(i))), np.asarray(i, np.int64)[None], 0)[0]
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """The index of an access in units of `chunk` bytes."""
+    """Function that computes the index of an access in units of `chunk` bytes."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]
@@ -146,7 +146,7 @@ class Plan(EmulatedProgram):
     return lambda f, active: f.aligned(f.offset(at), chunk, name, active)
 
   def _access(self, u:UOp) -> tuple[Address, int, int]:
-    """Of a LOAD or STORE: its address, the bytes of an access and the numbers in it."""
+    """Address of a LOAD or STORE, the number of bytes of an access, and the number of elements in it."""
     target, at = u.src[0], self.addresses[u.src[0]]
     chunk = target.dtype.itemsize * target.max_numel()
     if at.buffer.addrspace is AddrSpace.LOCAL: self.units[at.buffer] = math.gcd(self.units.get(at.buffer, 0), chunk)
@@ -248,11 +248,12 @@ class Plan(EmulatedProgram):
       def step(f:Frame) -> int|None: return body if f.iterate(out, f.v[out] + f.v[out].dtype.type(1), f.v[bound]) else f.leave()
     self._emit(u, step)
 
-  # ***** where a value can be named *****
+  # ***** scopes *****
 
   def _check_scopes(self, uops:list[UOp]) -> None:
-    """The renderer declares a variable where its UOp stands, so one from inside a loop has no name after it: C would not compile, while here its last
-    value would go on. (tinygrad's linearizer places loop-invariant values inside a loop that it takes to run once at most.)"""
+    """Raises OutOfScope if a value from inside a loop is used after the loop. The renderer declares a variable where its UOp stands, so the C source
+    would not compile, while the emulator would use the last value. (tinygrad's linearizer places loop-invariant values inside a loop if it assumes
+    that the loop runs at most once.)"""
     uses, inside, scope = Counter(s for u in uops for s in u.src), dict[UOp, tuple[UOp, ...]](), tuple[UOp, ...]()
     for u in uops:
       for s in u.src:
@@ -263,10 +264,10 @@ class Plan(EmulatedProgram):
       elif u.op is Ops.END: scope = scope[:-1]
       elif u.op in _NAMED or (u.op in GroupOp.ALU and uses[u] > 1): inside[u] = scope
 
-  # ***** when a value dies *****
+  # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """The slots to drop after each step, and the most bytes per thread alive at a time."""
+    """Slots to drop after each step, and the most bytes per thread that are alive together."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}
@@ -294,7 +295,7 @@ class Plan(EmulatedProgram):
       alive -= sum(size[s] for s in frees[i])
     return frees, peak + registers
 
-_NAMED = {Ops.CUSTOM, Ops.WMMA}   # always a variable of their own
+_NAMED = {Ops.CUSTOM, Ops.WMMA}   # UOps that the renderer always prints as a variable
 
 _RULES: dict[Ops, Callable[[Plan, UOp], None]] = {
   Ops.SPECIAL: Plan.special, Ops.CAST: Plan.cast, Ops.BITCAST: Plan.bitcast, Ops.STACK: Plan.stack, Ops.INDEX: Plan.lane, Ops.LOAD: Plan.load,

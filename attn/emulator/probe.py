@@ -1,10 +1,10 @@
-"""A look at values inside a kernel: `probe("scores", x)` is x, and on the emulator shows it.
+"""Probes that show values inside a kernel: `probe("scores", x)` returns x, and the emulator shows it.
 
     from attn.emulator import probe, probes
     s = probe("scores", s)              # in the kernel
-    with probes() as found: o.numpy()   # found["scores"]: one array for each time it was executed; with no `probes()` they are printed
+    with probes() as found: o.numpy()   # found["scores"]: one array for each execution; without `probes()` they are printed
 
-A compiler for hardware sees x itself, with a comment.
+On hardware a probe is x itself, with a comment in the source.
 """
 from __future__ import annotations
 from collections.abc import Iterator
@@ -23,28 +23,29 @@ def _seen(printer:Any, out:str, name:str) -> str: return f"/* probe {name} */ {{
 instruction("probe", lambda lanes, x, name: lanes.probe(name, x), _seen, _seen)
 
 def probe(name:str, x:UOp) -> UOp:
-  """x itself, a number or a fragment, whose values the emulator collects under `name` (letters, digits and "_ . -") or prints. The result has to be
-  used: what nothing depends on is no part of a kernel. Raises ValueError for another name, and for a buffer or an address, which is no value."""
+  """Returns x, a number or a fragment, and makes the emulator collect its values under `name` (letters, digits and "_ . -") or print them. The result
+  has to be used: a value that nothing depends on is not part of the kernel. Raises ValueError for another name, and if x is a buffer or an
+  address."""
   if not isinstance(name, str) or not re.fullmatch(r"[\w.\-]+", name):
-    raise ValueError(f"name={name!r}: a probe is named by letters, digits, '_', '.' and '-'")
+    raise ValueError(f"name={name!r}: must consist of letters, digits, '_', '.' and '-'")
   if x.addrspace is not None and x.addrspace is not AddrSpace.ALU: raise ValueError(f"probe {name!r} is given an address: .load() the value")
-  if x.dtype in dtypes.weaks: x = x.cast(dtypes.int if x.dtype == dtypes.weakint else dtypes.float)   # numbers of no type yet, such as indices
+  if x.dtype in dtypes.weaks: x = x.cast(dtypes.int if x.dtype == dtypes.weakint else dtypes.float)   # a number without a type yet, such as an index
   return emit("probe", x.dtype, x, name=name)
 
 _collecting: list[dict[str, list[Array]]] = []
 
 @contextlib.contextmanager
 def probes() -> Iterator[dict[str, list[Array]]]:
-  """Collects instead of printing: name -> one structured array for each time that the emulator executed the operation, with a row for each active
-  thread and the fields "workgroup" (x, y, z), "wave", "lane" and "values" (one number, or those of a fragment). A grid that is too large to be run at
-  once is run in ranges of workgroups, which execute the operation one after the other."""
+  """Context manager that collects probed values instead of printing them. It yields {name: arrays}, with one structured array for each execution of
+  the probe. An array has a row for each active thread and the fields "workgroup" (x, y, z), "wave", "lane" and "values" (one number, or the numbers
+  of a fragment). A grid that is too large to run at once runs in ranges of workgroups; each range executes the probe separately."""
   found: dict[str, list[Array]] = {}
   _collecting.append(found)
   try: yield found
   finally: _collecting.remove(found)
 
 def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) -> None:
-  """What threads hold: `workgroup` (n, 3), `wave` and `lane` (n,), `values` (n,) or (elements, n)."""
+  """Collects or prints probed values: `workgroup` (n, 3), `wave` and `lane` (n,), `values` (n,) or (elements, n)."""
   kind = np.dtype([("workgroup", np.int32, (3,)), ("wave", np.int32), ("lane", np.int32), ("values", values.dtype, values.shape[:-1])])
   rows = np.empty(len(lane), kind)
   rows["workgroup"], rows["wave"], rows["lane"], rows["values"] = workgroup, wave, lane, values.T
@@ -52,7 +53,7 @@ def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) 
   else: print(text(name, rows))
 
 def text(name:str, rows:Array) -> str:
-  """What is printed where nothing collects: the values of each wave, a line for each lane."""
+  """Printed text of probed values: a paragraph for each wave, a line for each lane."""
   lines, before = list[str](), None
   for row in rows:
     if (here := (tuple(int(i) for i in row["workgroup"]), int(row["wave"]))) != before:

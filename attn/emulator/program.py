@@ -1,4 +1,4 @@
-"""What a run needs of a program: its steps, and the buffers and values that they work on. attn/emulator/plan.py makes one of linear UOps."""
+"""Program that the emulator runs: its steps, and the buffers and values that they work on. attn/emulator/plan.py makes it from linear UOps."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -8,37 +8,37 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """A pointer as the plan knows it: the buffer, the type it points to, and the (slot, bytes per unit) of each index that was added."""
+  """Pointer in a plan: the buffer, the type it points to, and (slot, bytes per unit) of each index that was added."""
   buffer: UOp
   dtype: DType
   terms: tuple[tuple[int, int], ...] = ()
 
 class EmulatedProgram:
-  """A program that is compiled for the interpreter."""
+  """Program compiled for the interpreter."""
   name: str
   arch: str
   chip: EmulatedChip
   linear: list[UOp]
-  renderer: Callable[[], Any]|None          # what it was lowered and printed with, for errors to say where an operation stands
-  steps: list[Callable[[Any], int|None]]    # of a Frame; they return the next program counter where that is not simply the following one
+  renderer: Callable[[], Any]|None          # makes the renderer that lowered and printed it; errors use it to find an operation's place
+  steps: list[Callable[[Any], int|None]]    # functions of a Frame; each returns the next program counter, or None for the following step
   uops: list[UOp]                           # the UOp of each step, for error messages
   slot: dict[UOp, int]
   constants: list[Any]                      # the initial value of each slot
-  frees: list[list[int]]                    # slots whose values nobody needs after a step
+  frees: list[list[int]]                    # for each step, the slots whose values are not needed after it
   params: list[UOp]
   variables: list[UOp]
   buffers: list[UOp]                        # LDS and register arrays
   names: dict[UOp, str]
   outputs: list[UOp]
-  stored: dict[UOp, int]                    # buffer -> bytes of an element as it is stored
-  units: dict[UOp, int]                     # LOCAL buffer -> the narrowest access in bytes
-  whole_waves: bool                         # lanes may talk to each other
-  lds: int                                  # bytes of a workgroup
-  live_bytes: int                           # of the values of a thread that are alive at a time
+  stored: dict[UOp, int]                    # buffer -> bytes of an element in a store to it
+  units: dict[UOp, int]                     # LOCAL buffer -> bytes of the narrowest access
+  whole_waves: bool                         # waves are padded to full size, because operations across lanes are possible
+  lds: int                                  # bytes of LDS per workgroup
+  live_bytes: int                           # most bytes per thread of values that are alive together
   listing: Listing|None = None
 
   def place(self, u:UOp) -> Place:
-    """Where an operation stands in Python and in the source."""
+    """Finds the place of an operation in Python and in the source."""
     if self.renderer is None: return NOWHERE
     if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
     return self.listing.place(u)

@@ -1,11 +1,11 @@
-"""The range of every integer of a program, in exact arithmetic, from what the grid, the loops, the constants and the clamps in it allow.
+"""Range of every integer of a program, computed in exact arithmetic from its grid, loops, constants and clamps.
 
-It is the proof that no integer of a kernel overflows, whatever lies in the tensors that it reads, on shapes that no machine here could hold: it needs
-the lowered program and nothing else. Where there is no such proof the emulator looks at the numbers themselves (checks.Overflow).
+The ranges prove that no integer of a kernel overflows, for any content of its tensors, even on shapes that are too large for this machine: only the
+lowered program is needed. If there is no such proof for an integer, the emulator checks its value at run time (checks.Overflow).
 
-What is meant to wrap is left out: arithmetic of unsigned numbers, conversions among them or between numbers of the same width, which keep the bits,
-and what becomes narrower than 32 bits. The other integers
-count, or say where something is. A range is (least, most); that of what nothing is known of is all that its type holds.
+Integers that may wrap are left out: arithmetic on unsigned numbers, conversions between unsigned types or between types of the same width (they keep
+the bits), and conversions to fewer than 32 bits. The other integers count or address something. A range is (least, most). If nothing is known about
+a number, its range is the range of its type.
 """
 from __future__ import annotations
 from collections import Counter
@@ -15,7 +15,7 @@ from attn.tinygrad_compat import DType, Ops, UOp, dtypes
 
 Range = tuple[int, int]
 
-THE_SAME = ("uniform", "opaque_uniform", "opaque", "page_number", "alone", "warpgroup")   # operations whose value is that of their first source
+THE_SAME = ("uniform", "opaque_uniform", "opaque", "page_number", "alone", "warpgroup")   # operations that return their first source
 WRAPPING = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL, Ops.NEG)
 
 def held_by(dtype:DType) -> Range:
@@ -25,7 +25,7 @@ def held_by(dtype:DType) -> Range:
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
 
 def must_fit(u:UOp) -> bool:
-  """Tells whether the result is meant as the exact one."""
+  """Tells whether the exact result of u must fit its type."""
   if u.dtype not in dtypes.ints: return False
   if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
   source = u.src[0].dtype if u.op is Ops.CAST else u.dtype
@@ -54,7 +54,7 @@ def both_bits(x:Range, y:Range) -> Range|None:
 
 def some_bits(x:Range, y:Range) -> Range|None: return (0, (1 << max(x[1], y[1]).bit_length()) - 1) if min(x[0], y[0]) >= 0 else None
 
-def differing_bits(x:Range, y:Range) -> Range|None: return (~x[1], ~x[0]) if y == (-1, -1) else some_bits(x, y)     # ~x, of which a minimum is made
+def differing_bits(x:Range, y:Range) -> Range|None: return (~x[1], ~x[0]) if y == (-1, -1) else some_bits(x, y)     # ~x, part of a minimum
 
 OF_TWO: dict[Ops, Callable[[Range, Range], Range|None]] = {
   Ops.ADD: lambda x, y: (x[0] + y[0], x[1] + y[1]), Ops.SUB: lambda x, y: (x[0] - y[1], x[1] - y[0]),
@@ -63,19 +63,20 @@ OF_TWO: dict[Ops, Callable[[Range, Range], Range|None]] = {
   Ops.XOR: differing_bits, Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])),
   Ops.SHL: lambda x, by: shifted(int.__lshift__, x, by), Ops.SHR: lambda x, by: shifted(int.__rshift__, x, by)}
 
-Sum = dict[UOp|None, int]      # of numbers, each times a factor; of None the constant
-NumberBounds = dict[UOp, Range]       # what holds where something else does
-MOST_TERMS = 16                # of a sum, beyond which what cancels in it goes unseen
+Sum = dict[UOp|None, int]      # sum of terms: number -> its factor; None -> the constant
+NumberBounds = dict[UOp, Range]       # ranges of numbers under some condition
+MOST_TERMS = 16                # longest sum that is tracked; in a longer one cancelling terms are not found
 
-# of what holds or not, which is 1 or 0
+# ranges of conditions, whose values are 1 and 0
 OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """Ranges of a program's integers: `of` has that of each, `beyond` the range that an integer would have which is not proven to fit into its type."""
+  """Ranges of a program's integers. `of` has the range of each. `beyond` has the exact ranges of the integers that are not proven to fit their
+  type."""
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
-    # uses of a number, but for those where what does not fit is left out: by a choice, or by the gate of an access
+    # number of uses of each number, without the uses where a choice or the gate of an access excludes values that do not fit
     self.unguarded = Counter(s for u in uops for s in u.src)
     self.unguarded.subtract(place.src[1] for place in gated(uops))
     for u in uops:
@@ -84,7 +85,7 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Range of a number, from that of the exact result. A number that is a sum, or a part of one, has the narrower one of two."""
+    """Range of a number, given the range of its exact result. If the number is a sum, the range of the sum narrows it further."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)
@@ -97,7 +98,7 @@ class Ranges:
     return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
-    """Range of a number; None where nothing is known."""
+    """Range of a number's exact result, from the ranges of its sources; None if nothing is known."""
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
@@ -111,13 +112,13 @@ class Ranges:
       return OF_TWO[u.op if len(known) == 2 else Ops.SUB](x, y) if x is not None and y is not None else None
     return None
 
-  # ***** sums, in which what is added and taken away again cancels *****
+  # ***** sums, in which equal terms of opposite sign cancel *****
   def _sum(self, u:UOp) -> Sum:
-    """Terms of which an integer is the sum, each with its factor: the integer itself where it is no sum."""
+    """Terms of an integer as a sum, each with its factor. An integer that is not a sum is its own only term."""
     parts, found = [self.sums.get(s) for s in u.src], None
     if u.op is Ops.CAST and parts[0] is not None: found = parts[0]
     elif len(parts) == 2 and (x := parts[0]) is not None and (y := parts[1]) is not None:
-      factor = y.get(None, 0) if not set(y) - {None} else None      # of x, where y is a constant
+      factor = y.get(None, 0) if not set(y) - {None} else None      # factor of x, if y is a constant
       if u.op is Ops.ADD: found = plus(x, y, 1)
       elif u.op is Ops.SUB: found = plus(x, y, -1)
       elif u.op is Ops.XOR and factor == -1: found = plus({None: -1}, x, -1)
@@ -135,14 +136,15 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Range of a choice by x < y, which both branches know: a maximum or a minimum is printed so, and its branches may be x or y of another type."""
+    """Range of a choice by a condition such as x < y, which narrows x and y in the branches. Maxima and minima are printed as such choices; a branch
+    may be x or y cast to another type."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
-    possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # it may be that one never is
+    possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """Ranges of numbers where a condition holds, and where it does not."""
+    """Ranges of numbers if a condition is true, and ranges if it is false."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
@@ -152,7 +154,7 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Range of a branch where it is taken: what becomes of it elsewhere does not matter."""
+    """Range of a branch when it is taken; its value in the other case does not matter."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)
@@ -161,13 +163,13 @@ class Ranges:
     return exact
 
 def gated(uops:list[UOp]) -> set[UOp]:
-  """The places of accesses that a gate goes before. In a buffer of up to 2^31 elements tinygrad has 32 bits for such a place: it lies within it,
-  or is not looked at."""
+  """Indexed places of accesses under a gate. tinygrad uses a 32-bit index for such a place in a buffer of up to 2^31 elements: either the index is in
+  the buffer, or the gate prevents the access."""
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
 def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
-  """Ranges of numbers where each of two sets of bounds holds."""
+  """Intersects two sets of bounds, of which both are true."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:

@@ -1,4 +1,4 @@
-"""The shadow of LDS: who wrote and who read each location, and what is wrong with an access to it."""
+"""Shadow memory of LDS: it records which wave wrote and read each location, and finds faulty accesses."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -8,32 +8,33 @@ from attn.emulator.checks import Finding, LdsRace, NotWaitedFor, Span, Uninitial
 from attn.emulator.threads import Operand, Product, Threads
 
 Array = NDArray[Any]
-UNDER_WAY = 2**30   # tags of writes that have not arrived begin here: later than every interval
+UNDER_WAY = 2**30   # tags of writes that have not arrived begin here, above the tags of all intervals
 
 class Spans:
-  """Where some buffer was accessed: the spans, each with the last interval in which a wave did it."""
+  """Record of the spans of a buffer that were accessed, each with the last interval in which a wave accessed it."""
   def __init__(self) -> None: self.last, self.latest = dict[Span, int](), 0
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
   def meet(self, span:Span, since:int) -> bool:
-    """Whether one of them, of interval `since` or later, has a location of `span`."""
+    """Tells whether a recorded span of interval `since` or later overlaps `span`."""
     low, high = span
     return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
 
-PENDING = 64   # reads that are kept as they are before they go to the planes
+PENDING = 64   # number of reads that are kept in a list before they are written to the planes
 
 class LdsShadow:
-  """Who wrote and who read each location of a LOCAL buffer since the last barrier. A location is `unit` bytes: the narrowest access in the kernel.
+  """Shadow of a LOCAL buffer: the waves that wrote and read each location since the last barrier. A location is `unit` bytes, which is the narrowest
+  access in the kernel.
 
-  `writer` holds interval * stride + wave of the last write (0: never written), `reader` one plane per wave with the interval of its last read.
-  Intervals are counted per wave: a barrier that only some reach ends the interval of those alone. A wave that is an interval ahead comes to a place
-  in the program later than the others do, so what it did in its interval n happens along with what they do in theirs: an access is safe only after a
-  barrier, that is in a later interval, whatever the order in which the program has them.
+  `writer` holds interval * stride + wave of the last write (0: never written). `reader` has one plane per wave, with the interval of its last read.
+  Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves only. A wave that is one interval ahead
+  reaches a place in the program later than the others, so its accesses in interval n happen at the same time as theirs in interval n. For any order
+  in the program, an access is safe only after a barrier, which means in a later interval.
 
-  A write that is under way has the number of its operation in place of the interval, from `UNDER_WAY` on.
+  The tag of a write that is under way has the number of its operation, counted from `UNDER_WAY` on, in place of the interval.
 
-  Locations are looked at only where it may matter: each access has its span, and two whose spans have nothing in common don't meet. So most reads
-  never get to the planes of `reader`: they wait, in their order, until a write meets one, and those before the last barrier are dropped."""
+  Locations are checked only if it may matter: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads never get
+  to the planes of `reader`: they wait in a list, in order, until a write overlaps one; reads from before the last barrier are dropped."""
   def __init__(self, f:Threads, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
@@ -41,13 +42,13 @@ class LdsShadow:
     self.reader = np.zeros(self.total * self.waves, np.int32) if self.waves > 1 else None
     self.plane = f.wave_of.astype(np.int64) * self.total
     self.written_at, self.read_at = Spans(), Spans()      # since the last barrier
-    self.pending: list[tuple[Array, int, Array|None, Any, int]] = []   # reads: at, per, active, the interval, the last one
-    self.complete = False               # no location is unwritten
-    self.full: set[Span] = set()      # spans that are written in all workgroups,
-    self.looked: dict[Span, int] = {} # and when others were last looked at
-    self.arriving = list[Span]()        # what copies under way write
-    self.holding = list[tuple[Product, LdsOperand]]()    # what products under way read
-    self.first = UNDER_WAY//f.stride    # the number of operation 0, as an interval
+    self.pending: list[tuple[Array, int, Array|None, Any, int]] = []   # reads: at, per, active, intervals of the waves, the last interval
+    self.complete = False               # every location has been written
+    self.full: set[Span] = set()        # spans that are written in all workgroups
+    self.looked: dict[Span, int] = {}   # other spans, with the interval in which they were last checked
+    self.arriving = list[Span]()        # spans that copies under way write
+    self.holding = list[tuple[Product, LdsOperand]]()    # operands that products under way read
+    self.first = UNDER_WAY//f.stride    # interval that stands for operation 0
 
   def barrier(self, everyone:bool) -> None:
     if not self.complete and self.written_at.latest: self.complete = bool(self.writer.all())
@@ -57,34 +58,35 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Whether every workgroup has written these locations; False where nobody has looked since the last barrier."""
+    """Tells whether every workgroup has written these locations. A span is checked at most once between barriers; until the next check it counts as
+    not written."""
     if self.complete or span in self.full: return True
     if self.looked.get(span) == self.f.since: return False
     self.looked[span] = self.f.since
     if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, span[0]:span[1]].all())): self.full.add(span)
     return full
   def coming(self, span:Span) -> bool:
-    """Whether a copy under way writes to one of these locations."""
+    """Tells whether a copy under way writes to one of these locations."""
     return any(_overlap(x, span) for x in self.arriving)
   def kept(self, span:Span) -> bool:
-    """Whether a product under way reads one of them."""
+    """Tells whether a product under way reads one of these locations."""
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
-    """Where the last write, by another wave, need not have been done."""
+    """Mask of the accesses whose last write is by another wave with no barrier since, so that it may not be done."""
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
 
   # ***** operations that are under way *****
 
   def send(self, at:Array, by:Array, operation:int) -> None:
-    """A store that threads `by` have started: nobody may touch those locations until it arrives, not even their own wave."""
+    """Marks the locations `at` of a store that threads `by` have started. No wave may access them until the store arrives, not even its own."""
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
   def arrive(self, at:Array, by:Array, span:Span) -> None:
     self.writer[at] = self.f.tag[by]
     self.written_at.add(span, self.f.last_interval)
   def held(self, at:Array) -> Array:
-    """The number + 1 of a product under way that reads the locations `at`; 0 for none. Nobody may write those until the product is waited for."""
+    """Number + 1 of a product under way that reads the locations `at`, 0 for none. No wave may write them until the product is waited for."""
     held = np.zeros(self.total, np.int32)
     for product, x in self.holding:
       by = product.threads if x.active is None else product.threads & x.active
@@ -95,12 +97,11 @@ class LdsShadow:
     if not self.arriving or (bad := _some(tag >= self.first*self.f.stride, active)) is None: return None
     return Finding(NotWaitedFor, bad, tag//self.f.stride - self.first, "writes")
 
-  # ***** accesses *****
-  # Each of the locations of an access is looked at by itself where something may be wrong with one; else all of them at once, as one chunk of as many
-  # int32: numpy gathers and scatters chunks as fast as numbers.
+  # ***** accesses ***** The `clean_` methods check all locations of an access at once, as one chunk of int32, because numpy gathers and scatters
+  # chunks as fast as numbers. If they find that something may be wrong, the `on_` methods check each location separately.
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Notes the read of `per` neighbouring locations from `at*per` on (T,), unless something may be wrong with it."""
+    """Notes the read of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if something may be wrong with it."""
     meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.all_written(span):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
@@ -110,7 +111,7 @@ class LdsShadow:
     return True
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Notes the write of such locations likewise."""
+    """Notes the write of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if something may be wrong with it."""
     f, writer = self.f, chunks(self.writer, per)
     if self.kept(span): return False
     meets = self.waves > 1 and self.written_at.meet(span, f.since)
@@ -128,13 +129,13 @@ class LdsShadow:
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
-    """Whether the last writes of (T, locations) need not be looked at: all are done, or the wave's own."""
+    """Tells whether the last writes, with tags (T, locations), are all safe: each was done before the last barrier, or by the same wave."""
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
   def on_read(self, at:Array, active:Array|None, span:Span) -> Finding|None:
-    """Notes the read of locations `at` (T,); returns what is wrong with it."""
+    """Notes the read of locations `at` (T,). Returns a Finding if it is faulty, else None."""
     f, meets = self.f, self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.complete:
       tag = self.writer[at]
@@ -145,20 +146,20 @@ class LdsShadow:
     return None
 
   def note_read(self, at:Array, per:int, active:Array|None, span:Span) -> None:
-    """Notes the read of `per` neighbouring locations from `at*per` on."""
+    """Notes the read of `per` neighbouring locations from `at*per` on, without checks."""
     if self.reader is None: return
     self.read_at.add(span, self.f.last_interval)
     self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """The planes that say when each wave has read each location, if a read that matters meets the span."""
+    """Planes with the last read of each location by each wave, or None if no read since the last barrier overlaps the span."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader
 
   def _settle_reads(self) -> None:
-    """Reads that have waited go to the planes, but for those that are over."""
+    """Writes the pending reads to the planes, except reads from before the last barrier."""
     assert self.reader is not None
     for at, per, active, interval, last in self.pending:
       if last < self.f.since: continue
@@ -188,7 +189,7 @@ class LdsShadow:
 
 @dataclass
 class LdsOperand(Operand):
-  """Locations of LDS that a product reads: `per` neighbouring ones from `at*per` on, in the active threads."""
+  """Locations of LDS that a product reads: `per` neighbouring locations from `at*per` on, in the active threads."""
   shadow: LdsShadow
   at: Array
   per: int
@@ -197,18 +198,18 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Who writes next has to be a barrier later."""
+    """Notes the end of the product's read: the next write of another wave needs a barrier first."""
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """int32 as chunks of `per` of them, copied and never interpreted."""
+  """Views int32 as chunks of `per` numbers, which are copied and never interpreted."""
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array:
-  """Each number of x as a chunk of `per` of them."""
+  """Repeats each number of x to a chunk of `per` numbers."""
   return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 
 def _some(bad:Array, active:Array|None) -> Array|None:
-  """`bad` restricted to the active threads, or None if that leaves nobody."""
+  """Restricts `bad` to the active threads; None if no thread is left."""
   if not bad.any(): return None
   if active is not None: bad = bad & active
   return bad if bad.any() else None

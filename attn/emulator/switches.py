@@ -1,11 +1,11 @@
-"""The emulator's settings from the environment."""
+"""Settings of the emulator from environment variables."""
 from __future__ import annotations
 import os
 
 WORDS = {"0": False, "false": False, "off": False, "no": False, "1": True, "true": True, "on": True, "yes": True}
 
 def switch(name:str, default:bool) -> bool:
-  """Whether the environment variable `name` is on. Raises ValueError for a word that says neither."""
+  """Tells whether the environment variable `name` is on. Raises ValueError for a word that means neither on nor off."""
   if not (text := os.environ.get(name, "")): return default
   if text.lower() not in WORDS: raise ValueError(f"{name}={text!r}: must be one of {', '.join(WORDS)}")
   return WORDS[text.lower()]

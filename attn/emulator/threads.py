@@ -1,8 +1,8 @@
-"""The threads of a run: who is which, which of them are active, how far they are from barrier to barrier, and errors about one of them.
+"""Threads of a run: their numbers, the mask of active threads, the count of barriers they have passed, and errors about one of them.
 
 Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so a hardware wave is a run of consecutive threads.
-Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs to the
-longest of them.
+Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs until the
+largest bound.
 """
 from __future__ import annotations
 from collections.abc import Iterator
@@ -19,26 +19,26 @@ Array = NDArray[Any]
 
 @dataclass(eq=False)
 class Product:
-  """A product that warpgroups have started."""
+  """Product that warpgroups have started."""
   number: int
-  results: dict[int, Array]      # element of the accumulators -> what it will be
-  threads: Array                 # those that have not waited for it
+  results: dict[int, Array]      # element of the accumulators -> its value when the product is done
+  threads: Array                 # mask of the threads that have started it and not waited for it
 
 class Operand:
-  """Something that a product reads from its start until it is waited for: locations of LDS, or an element of a register array."""
+  """Operand that a product reads from its start until it is waited for: locations of LDS, or an element of a register array."""
   def hold(self, product:Product) -> None: raise NotImplementedError
   def release(self, product:Product) -> None: raise NotImplementedError
   def read_until_now(self, threads:Array) -> None:
-    """The product is done for these threads."""
+    """Notes that the product has read the operand until now, for threads that have just waited for it."""
 
 class Threads:
-  """All threads of a range of workgroups."""
+  """Threads of a range of workgroups."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], checks:bool=True,
                banks:BankCounter|None=None):
     self.plan, self.first, self.workgroups, self.grid, self.local, self.checks, self.banks = plan, first, workgroups, grid, local, checks, banks
     self.wave, self.pc = plan.chip.wave, 0
     self.threads = threads = int(np.prod(local))
-    width = -(-threads//self.wave)*self.wave if plan.whole_waves or banks is not None else threads   # lanes that no thread fills stay inactive
+    width = -(-threads//self.wave)*self.wave if plan.whole_waves or banks is not None else threads   # lanes without a thread stay inactive
     self.width, self.waves, self.T = width, -(-width//self.wave), width*workgroups
     self.workgroup_of = np.repeat(np.arange(workgroups, dtype=np.int64), width)
     self.local_of = np.tile(np.arange(width, dtype=np.int32), workgroups)
@@ -46,26 +46,26 @@ class Threads:
     self.mask: Array|None = None if width == threads else self.local_of < threads
     self.valid, self.stack = self.mask, list[Array|None]()
     self.everyone = np.ones(self.T, bool)
-    # barrier intervals, per wave: a number that all share, or one each
+    # barrier intervals: the number of the current one, for each wave
     self.interval = self.seen = np.ones((workgroups, self.waves), np.int32)
     self.arrived, self.waited = np.zeros(workgroups, np.int64), np.zeros(workgroups, np.int64)   # phases of the mbarrier
-    self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the intervals that they ended
+    self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the interval that each phase ended
     self.stride = self.waves
     self.next_interval(np.ones((workgroups, self.waves), bool))
-    self.started: list[int] = []                    # the step that started operation 0, 1, ...
-    self.operands: list[Operand]|None = None        # what a product reads, while it does
+    self.started: list[int] = []                    # the steps that started operation 0, 1, ...
+    self.operands: list[Operand]|None = None        # while a product reads its operands, the list that collects them
 
   def start(self) -> int:
-    """The number of an operation that begins here and is waited for later."""
+    """Returns the number of a new asynchronous operation, which starts at the current step."""
     self.started.append(self.pc)
     return len(self.started) - 1
 
   def full(self, x:Any) -> Array:
-    """A value with one column for every thread."""
+    """Broadcasts a value to one column per thread."""
     return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
-    """An error about the first of the `bad` threads."""
+    """Makes an error about the first of the `bad` threads."""
     t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
     wg, local, u = self.first + t//self.width, t % self.width, self.plan.uops[self.pc]
     where = (wg % self.grid[0], wg//self.grid[0] % self.grid[1], wg//self.grid[0]//self.grid[1])
@@ -73,14 +73,14 @@ class Threads:
                 f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
 
   def operation(self, number:int) -> str:
-    """Words for an operation that was started and not waited for."""
+    """Text that names an asynchronous operation by the place that started it."""
     step = self.started[number]
     return f"the operation started at {self.plan.place(self.plan.uops[step]).name or f'step {step}'}"
 
   # ***** divergence *****
 
   def also(self, condition:Array) -> Array|None:
-    """The current mask and `condition`; None if all threads are active."""
+    """Intersects the current mask with `condition`; None stands for all threads."""
     m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
     return None if m.all() else m
   def push(self, mask:Array|None) -> None:
@@ -101,12 +101,13 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """`interval` counts, per wave, the barriers and arrivals that it has come to, `seen` those of other waves that it has waited for."""
-    self.in_step = bool((self.interval == self.interval[:, :1]).all())      # do the waves of each workgroup go from barrier to barrier together?
+    """Updates everything that depends on the intervals. For each wave, `interval` counts the barriers and arrivals that it has reached, and `seen` is
+    the interval up to which it has waited for other waves."""
+    self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]
     self.settled = bool((self.seen == self.interval).all())
-    self.last_interval, self.since = int(self.interval.max()), int(self.seen.min())   # what was before `since` every wave has waited for
+    self.last_interval, self.since = int(self.interval.max()), int(self.seen.min())   # every wave has waited for everything before `since`
     self.seen_of: Any = self.interval_of if self.settled else self.seen[self.workgroup_of, self.wave_of]
     self.tag_floor: Any = self.seen_of*np.int32(self.stride)
     self.tag = self.interval_of*np.int32(self.stride) + self.wave_of

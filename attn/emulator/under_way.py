@@ -1,8 +1,9 @@
-"""What a run has started and not waited for: copies to LDS, and products of a warpgroup. Their state is the emulator's alone; an operation's meaning
-starts, commits and waits through `Lanes`.
+"""Asynchronous operations that a run has started and not waited for: copies to LDS, and products of a warpgroup. Only the emulator keeps their state;
+the meaning of an operation starts, commits and waits through `Lanes`.
 
-Both are taken as strictly as the documents allow: from the start until its own thread has waited for it, what an operation writes may not be touched
-and what it reads may not be written. The shadow of LDS and the register arrays know the operation by its number, and the error says which it was.
+Both kinds are checked as strictly as the documents allow. From the start of an operation until its own thread has waited for it, nothing may access
+what it writes, and nothing may write what it reads. The shadow of LDS and the register arrays record the number of the operation, so that an error
+can name it.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -18,20 +19,20 @@ Array = NDArray[Any]
 
 @dataclass
 class Copy:
-  """One store to LDS that threads have started: where it writes, and the group that each of them has committed it to."""
+  """Store to LDS that threads have started: the locations that it writes, and the group to which each thread has committed it."""
   shadow: LdsShadow
-  at: Array        # locations: (of a thread, threads)
+  at: Array        # locations: (locations of a thread, threads)
   by: Array        # threads
-  group: Array     # of each
+  group: Array     # group of each thread
   span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
-    """What has arrived, and what has not."""
+    """Splits the copy into the threads for which it has arrived and the others."""
     return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass(eq=False)
 class Running:
-  """A product that warpgroups have started, with what it writes and reads."""
+  """Product that warpgroups have started, with the registers that it writes and the operands that it reads."""
   product: Product
   accumulators: Registers
   operands: list[Operand]
@@ -41,7 +42,7 @@ class UnderWay:
     self.f = f
     self.copies: list[Copy] = []
     self.products: list[Running] = []
-    self.group = np.zeros(f.T, np.int32)            # of each thread: the group that its next copy belongs to
+    self.group = np.zeros(f.T, np.int32)            # for each thread, the group of its next copy
 
   # ***** copies *****
 
@@ -53,7 +54,7 @@ class UnderWay:
   def commit(self) -> None: self.group = self.group + self.f.active
 
   def wait_copies(self, but:int) -> None:
-    """The active threads wait for all their groups but the last so many."""
+    """Makes the active threads wait for their groups of copies, except the last `but` groups."""
     left, active = [], self.f.active
     for copy in self.copies:
       arrived = active[copy.by] & (copy.group < self.group[copy.by] - but)
@@ -75,8 +76,8 @@ class UnderWay:
     for x in operands: x.hold(product)
 
   def wait_products(self, but:int) -> None:
-    """The active threads wait for all that they have started, the last so many of each excepted."""
-    left, active, later = [], self.f.active, np.zeros(self.f.T, np.int32)     # how many of them a thread has started since
+    """Makes the active threads wait for the products that they have started, except the last `but` products of each thread."""
+    left, active, later = [], self.f.active, np.zeros(self.f.T, np.int32)     # later: number of products that a thread has started since
     waited:list[Array] = []
     for running in reversed(self.products):
       waited.append(running.product.threads & active & (later >= but))
@@ -90,12 +91,12 @@ class UnderWay:
     self.products = left
 
   def _finish(self, running:Running, done:Array) -> None:
-    """It is done for these threads."""
+    """Writes a product's results for the threads in `done`."""
     for i, value in running.product.results.items(): running.accumulators.put(i, value, done)
     for x in running.operands: x.read_until_now(done)
 
   def _release(self, running:Running) -> None:
-    """It is done for all."""
+    """Forgets a product that all its threads have waited for."""
     for i in running.product.results:
       if running.accumulators.coming.get(i) is running.product: del running.accumulators.coming[i]
     for x in running.operands: x.release(running.product)
