@@ -1,1 +1,2 @@
-"""The machine code of kernels without ROCm: which source is whose (source), reading it (parse, flow), what it costs (report, roofline, costs)."""
+"""Reads the machine code of kernels, without ROCm: names kernels (source), reads assembly (parse, flow), and says what it costs (report, roofline,
+costs)."""

@@ -1,4 +1,4 @@
-"""python -m attn.isa: the machine code of kernels and what it costs. See docs/isa.md for the meaning of every figure."""
+"""python -m attn.isa: the machine code of kernels and what it costs. docs/isa.md explains every figure."""
 from __future__ import annotations
 import json, re
 from pathlib import Path
@@ -20,12 +20,12 @@ with needs("isa", "python -m attn.isa", __name__):
   from attn.isa.timing import drawing, kernels, tables
 
 class ReportByDefault(click.Group):
-  """`python -m attn.isa WHAT` is `python -m attn.isa report WHAT`."""
+  """Command group where `python -m attn.isa WHAT` means `python -m attn.isa report WHAT`."""
   def parse_args(self, ctx:click.Context, args:list[str]) -> list[str]:
     if args and args[0] not in self.commands and args[0] not in ("--help", "--version"): args = ["report", *args]
     return super().parse_args(ctx, args)
   def format_commands(self, ctx:click.Context, formatter:click.HelpFormatter) -> None:
-    """The commands, and below them the options of each."""
+    """Lists the commands, and below them the options of each."""
     super().format_commands(ctx, formatter)
     for name, command in self.commands.items():
       sub = click.Context(command, info_name=name, parent=ctx)
@@ -38,7 +38,7 @@ def _text_of(path:Path) -> str:
   return disassemble(data) if data[:4] == b"\x7fELF" else data.decode(errors="replace")
 
 class NewFile(click.Path):
-  """The path of a file to write, in a folder that exists."""
+  """Option type: path of a file to write, in a folder that exists."""
   def __init__(self) -> None: super().__init__(dir_okay=False, path_type=Path)
   def convert(self, value:Any, param:click.Parameter|None, ctx:click.Context|None) -> Path:
     path = Path(str(super().convert(value, param, ctx)))
@@ -48,13 +48,13 @@ class NewFile(click.Path):
 OF_FILES = ("dv", "kernel", "queries", "lds", "threads", "products", "behind")
 
 def check_options_of_files(word:str) -> None:
-  """Raises UsageError where a kernel of ours is given an option of files: what it would say is known of the kernel."""
+  """Raises UsageError if an option for files is given with one of our kernels. The kernel itself says what the option would say."""
   given = click.get_current_context()
   for name in OF_FILES:
     if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of ours")
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
-  """The report on a file, or on one of our kernels by its word."""
+  """The report on a file, or on the kernel of ours that `word` names."""
   path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODELLED)}"
   if path.is_file() and arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: {amd}")
   if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)
@@ -66,16 +66,16 @@ def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Repo
 
 def _products(text:str) -> LoopProducts:
   found = re.fullmatch(r"([1-9]),(\d)", text)
-  if found is None: raise click.BadParameter(f"{text!r}: must be two numbers, such as 2,1 for a loop with S and dQ, which go over D, and dP")
+  if found is None: raise click.BadParameter(f"{text!r}: must be two numbers, such as 2,1 for a loop with S and dQ, sums over D, and dP, over Dv")
   return (int(found[1]), int(found[2])),
 
 def _specs(arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None) -> list[str]:
-  if decode and gradient is not None: raise click.UsageError("--decode or --gradient: one of them")
+  if decode and gradient is not None: raise click.UsageError("--decode with --gradient: give only one of them")
   kernel = source.DECODE if decode else gradient or source.FORWARD
   return [str(source.Spec(arch, d, dtype, source.MASKS[causal], kernel))] if arch is not None and d is not None else []
 
 KERNEL_OPTIONS = [
-  click.option("--arch", type=click.Choice(source.KNOWN), help="The chip: of the kernel of ours, or of a disassembly that doesn't name it."),
+  click.option("--arch", type=click.Choice(source.KNOWN), help="The chip of our kernel, or of a disassembly that doesn't name its chip."),
   click.option("--d", type=int, help="Head dimension."),
   click.option("--dtype", type=click.Choice(source.MATRIX_DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
@@ -83,13 +83,13 @@ KERNEL_OPTIONS = [
   click.option("--gradient", type=click.Choice(source.BACKWARD), help="The backward kernel that computes it. [default: forward]"),
 ]
 FILE_OPTIONS = [
-  click.option("--dv", type=int, help="Head dimension of V in a file, where it differs."),
+  click.option("--dv", type=int, help="Head dimension of V in a file, if it is not --d."),
   click.option("--kernel", help="The kernel in a file whose name contains this. [default: the one with the most matrix instructions]"),
-  click.option("--queries", type=int, help="Queries of a wave, for a file; without them time says nothing of a problem."),
+  click.option("--queries", type=int, help="Queries of a wave, for a file; `time` needs them to predict a problem."),
   click.option("--lds", type=int, help="LDS bytes given at launch, for a file."),
   click.option("--threads", type=int, help="Threads of a workgroup, for a file."),
   click.option("--products", default="1,1", show_default=True, callback=lambda _, __, text: _products(text),
-               help="Of the hot loop of a file: how many products go over D and how many over Dv. Forward has 1,1, a backward up to 3,2."),
+               help="Matrix products in the hot loop of a file: how many sum over D, how many over Dv. Forward has 1,1, backward up to 3,2."),
 ]
 def with_options(command:Any, options:list[Any]) -> Any:
   for option in reversed(options): command = option(command)
@@ -102,17 +102,16 @@ def file_options(command:Any) -> Any: return with_options(command, FILE_OPTIONS)
 def main() -> None:
   """The machine code of kernels, without a GPU and without ROCm.
 
-  A kernel of ours is named by options or by a word, ARCH/D[/DTYPE[/MASK[/KERNEL]]]: `--arch gfx942 --d 128 --causal` is
-  gfx942/128/float16/causal, and `--gradient dkdv` with it gfx942/128/float16/causal/dkdv. Backward takes two kernels, dq and dkdv. One query
-  against a long cache is gfx942/128/float16/full/decode, `--decode`.
-  """
+  One of our kernels is named by options or by a word, ARCH/D[/DTYPE[/MASK[/KERNEL]]]. `--arch gfx942 --d 128 --causal` is
+  gfx942/128/float16/causal. With `--gradient dkdv` it is gfx942/128/float16/causal/dkdv: backward takes two kernels, dq and dkdv. `--decode` is
+  one query against a long cache, gfx942/128/float16/full/decode."""
 
 @main.command()
 @click.argument("what", nargs=-1)
 @kernel_options
 @file_options
 @click.option("--loop", type=click.IntRange(0), default=0, help="Which loop, 0 for the one with the most matrix work.")
-@click.option("--every-block", is_flag=True, help="Count every block of the loop and not only its usual path.")
+@click.option("--every-block", is_flag=True, help="Count every block of the loop, not only its usual path.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--brief", is_flag=True, help="One line a kernel.")
 @click.option("--diff", is_flag=True, help="Compare two.")
@@ -122,7 +121,7 @@ def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bo
   """Registers, hot loop and bounds of WHAT: .s files, llvm-objdump output, code objects, or kernels of ours."""
   words = list(what) or _specs(arch, d, dtype, causal, decode, gradient)
   if not words: raise click.UsageError("name a file, a kernel such as gfx942/128/float16/causal, or --arch and --d")
-  if diff and len(words) != 2: raise click.UsageError("--diff compares two")
+  if diff and len(words) != 2: raise click.UsageError(f"--diff compares two kernels or files, not {len(words)}")
   options = {"dv": dv, "kernel_name": kernel, "queries": queries, "lds": lds, "threads": threads, "rank": loop, "every_block": every_block,
              "products": products}
   reports = [_report(w, arch, d, options) for w in words]
@@ -141,7 +140,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode
   For sm_xx that is its CUDA source, and the SASS after it where a CUDA toolkit is there (nvcc, and cuobjdump or nvdisasm).
   """
   if what is not None and Path(what).is_file():
-    if arch is None: raise click.UsageError("--arch says for which chip the file is to be compiled")
+    if arch is None: raise click.UsageError(f"--arch is missing: the chip to compile the file for, one of {', '.join(MODELLED)}")
     if arch not in MODELLED: raise click.UsageError(f"a file is compiled as HIP: --arch is one of {', '.join(MODELLED)}")
     click.echo(clang.assembly(Path(what).read_text(), arch))
     return
@@ -165,13 +164,13 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode
 @click.option("--b", "batch", type=click.IntRange(1), default=4, show_default=True, help="Batch of the problem.")
 @click.option("--h", "heads", type=click.IntRange(1), default=16, show_default=True, help="Query heads.")
 @click.option("--hkv", type=click.IntRange(1), help="Key/value heads. [default: as many]")
-@click.option("--n", "length", type=click.IntRange(1), default=8192, show_default=True, help="Queries and keys; of decode the keys.")
-@click.option("--card", help="Only this card. [default: each of the chip whose clock is known]")
+@click.option("--n", "length", type=click.IntRange(1), default=8192, show_default=True, help="Queries and keys; for decode the keys.")
+@click.option("--card", help="Only this card. [default: every card of the chip whose clock is known]")
 @click.option("--ghz", type=click.FloatRange(0.01), help="Its clock. [default: the card's rated one]")
 @click.option("--top", type=click.IntRange(0), default=12, show_default=True, help="Waits that are listed.")
 @click.option("--lines/--no-lines", default=True, help="The lines of Python behind them, of a kernel of ours.")
 @click.option("--svg", type=NewFile(), help="Draw the picture into this file.")
-@click.option("--png", type=NewFile(), help="The same, where matplotlib is there.")
+@click.option("--png", type=NewFile(), help="Draw the picture into this PNG file; needs matplotlib.")
 @click.option("--trips", type=click.IntRange(1), default=1, show_default=True, help="Trips in the picture.")
 @click.option("--machine", is_flag=True, help="The model's figures of the chip, with their sources.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -205,8 +204,8 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
 
 @main.command("costs")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")
-@click.option("--write", type=NewFile(), help="Rewrite this file; with --arch its lines of those chips.")
-@click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fails where a line differs.")
+@click.option("--write", type=NewFile(), help="Rewrite this file; with --arch only the lines of those chips.")
+@click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fail if a line differs.")
 @click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
 def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
   """One line of costs for each of our kernels on each chip, under other compilers for each forward kernel."""
@@ -221,13 +220,12 @@ def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[s
 
 @main.command("check")
 @click.argument("what", nargs=-1)
-@click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only kernels of these chips; of a disassembly its chip.")
+@click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only kernels of these chips; for a disassembly, its chip.")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")
 def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) -> None:
-  """Look for what would be wrong in the machine code of WHAT: kernels by word, or files. [default: every kernel of docs/costs.txt]
+  """Look for mistakes in the machine code of WHAT: kernels by word, or files. [default: every kernel of docs/costs.txt]
 
-  Kernels are compiled for whole tiles, and for numbers of queries and keys that are no powers of two.
-  """
+  Kernels are compiled for whole tiles, and for numbers of queries and keys that are no powers of two."""
   files = [word for word in what if Path(word).is_file()]
   found = [f"{word}: {x}" for word in files for x in check.findings(_text_of(Path(word)), *arch[:1])]
   words = [word for word in what if word not in files]
@@ -240,9 +238,9 @@ def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) ->
   if found: raise SystemExit(1)
 
 @main.command()
-@click.option("--arch", type=click.Choice(list(MODELLED)), default="gfx942", show_default=True, help="The chip that DEV=AMD is.")
+@click.option("--arch", type=click.Choice(list(MODELLED)), default="gfx942", show_default=True, help="The chip of DEV=AMD.")
 def version(arch:str) -> None:
-  """The compiler of these reports, and that of our kernels with DEV=AMD."""
+  """Show the compiler of these reports, and the compiler of our kernels with DEV=AMD."""
   click.echo(f"reports: {clang.toolchain().version}")
   click.echo(f"DEV=AMD: {in_use(arch)}")
 

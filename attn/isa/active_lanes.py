@@ -1,14 +1,14 @@
-"""Which lanes are active where: EXEC is followed through a function, and what needs every lane is found where a lane may be switched off.
+"""Finds instructions that need every lane of a wave where a lane may be switched off. EXEC is followed through the function.
 
-An instruction that works across lanes gets nothing from a lane that is off: v_permlane16_swap_b32 leaves that lane's register as it was,
-ds_bpermute_b32 gives 0, a matrix instruction of RDNA wants EXEC to be all ones (RDNA3 ISA section 7.9). clang may move such an instruction into a
-branch that only some lanes take, and then a part of the result is missing. The kernels mean them for whole waves, so that each one under a partial
-EXEC is a finding, whether its result comes out right or not.
+An instruction that works across lanes gets nothing from a lane that is off: v_permlane16_swap_b32 leaves that lane's register unchanged,
+ds_bpermute_b32 gives 0, and a matrix instruction of RDNA needs EXEC to be all ones (RDNA3 ISA section 7.9). clang may move such an instruction into a
+branch that only some lanes take, and then part of the result is missing. The kernels mean these instructions for whole waves, so each one under a
+partial EXEC is a finding, even if its result is right.
 
-What is known at a point is a set of facts. A fact is a set of scalar registers of which, in every lane, at least one has the lane's bit set.
-{exec_lo} says that all lanes are active; {s4, exec_lo} that a lane which is off has its bit in s4, so that `s_or_b32 exec_lo, exec_lo, s4` switches
-all on. The halves of a mask of 64 lanes are registers apart. A wave begins whole. Where paths meet, a fact holds that holds on every path.
-"""
+Knowledge at a point of the code is a set of facts. A fact is a set of scalar registers: in every lane, at least one of them has the lane's bit
+set. {exec_lo} says that all lanes are active. {s4, exec_lo} says that a lane which is off has its bit in s4, so `s_or_b32 exec_lo, exec_lo, s4`
+switches all on. The halves of a 64-lane mask are separate registers. A wave begins whole. Where paths meet, a fact holds if it holds on every
+path."""
 from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,19 +19,19 @@ from attn.isa.instruction import Instruction
 Fact = frozenset[str]
 Facts = frozenset[Fact]
 
-LARGEST = 8      # registers of a fact: one for each of the branches that lie one inside another, and EXEC
+LARGEST = 8      # most registers of a fact: one for each nested branch, and EXEC
 EXEC = ("exec_lo", "exec_hi")
 NEED_ALL_LANES = re.compile(r"v_(permlane|mfma|smfmac|wmma|swmmac)|ds_(b?permute|swizzle|read_b\d+_tr|load_tr)|global_load_(b\d+_)?tr")
 
-# what the result of a scalar instruction with operands a and b has: the bits that all of the first have, but for those of the second
+# result of a scalar instruction with operands a and b: it has the bits that all operands of the first string have, without those of the second
 _RULES = {"mov": [("a", "")], "not": [("", "a")], "and": [("ab", "")], "or": [("a", ""), ("b", "")], "xor": [("a", "b"), ("b", "a")],
           "nand": [("", "a"), ("", "b")], "nor": [("", "ab")], "xnor": [("", "ab"), ("ab", "")],
           "andn2": [("a", "b")], "orn2": [("a", ""), ("", "b")], "andn1": [("b", "a")], "orn1": [("b", ""), ("", "a")]}
-_RULES |= {f"{op}_not{i}": _RULES[f"{op}n{i + 1}"] for op in ("and", "or") for i in (0, 1)}      # their names from RDNA3 on
+_RULES |= {f"{op}_not{i}": _RULES[f"{op}n{i + 1}"] for op in ("and", "or") for i in (0, 1)}      # RDNA3 and later use these names
 _SCALAR = re.compile(rf"s_({'|'.join(_RULES)})(_saveexec|_wrexec)?_b(32|64)")
 
 def _least(facts:Iterable[Fact]) -> Facts:
-  """The facts that do not follow from a smaller one."""
+  """The facts that do not follow from a smaller fact."""
   found = {f for f in facts if len(f) <= LARGEST}
   return frozenset(f for f in found if not any(g < f for g in found))
 
@@ -48,7 +48,7 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """The facts after `out` was made by an operation. The new register is "" until the old one of its name is gone."""
+  """The facts after an operation has written `out`. While the old value of `out` is still needed, the new register is called ""."""
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
     made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(wanted, chosen)), (operands[x] for x in but)) - {"0"}
@@ -58,7 +58,8 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))
 
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
-  """A logical instruction on masks. With _saveexec or _wrexec EXEC is combined with the operand; the result is EXEC's old value, or the new one."""
+  """The facts after a logical instruction on masks. With _saveexec or _wrexec, EXEC is combined with the operand; the result is EXEC's old value
+  or its new one."""
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
   out, *sources = map(halves, operands)
   for i, register in enumerate(out):
@@ -71,7 +72,7 @@ def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
   return facts
 
 def _written(x:Instruction, operands:list[str]) -> Iterator[str]:
-  """The scalar registers that an instruction writes, by its place among the operands."""
+  """The scalar registers that an instruction writes, found by position among the operands."""
   if re.match(r"s_(cmp|bitcmp|branch|cbranch|wait|barrier|set|nop|sleep|delay|clause|store|endpgm)", x.op): return
   for operand in operands[:2 if re.search(r"_co_|_div_scale|_mad_[ui]64", x.op) else 1]: yield from _dwords(operand)
   if x.op.startswith("v_cmpx"): yield from EXEC
@@ -81,18 +82,19 @@ def _after(facts:Facts, x:Instruction) -> Facts:
     return facts
   operands = _operands(x)
   if (m := _SCALAR.fullmatch(x.op)) is not None: return _after_scalar(facts, m, operands)
-  # scalar registers that are put aside in lanes of a vector register, of which each is a register here
+  # scalar registers spilled to lanes of a vector register: each lane counts as a register here
   if x.op.startswith("v_writelane"): return _define(facts, f"{operands[0]}[{operands[2]}]", _RULES["mov"], a=operands[1])
   if x.op.startswith("v_readlane"): return _define(facts, operands[0], _RULES["mov"], a=f"{operands[1]}[{operands[2]}]")
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """A branch on EXEC says on one side that no lane is active. The empty fact, which no lane fulfils, is of a way that no wave goes."""
+  """The facts on one side of a branch. On one side of a branch on EXEC no lane is active. The empty fact, which no lane satisfies, marks a path
+  that no wave takes."""
   last = block.instructions[-1].op if block.instructions else ""
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Facts at the beginning of each block; None where no path leads."""
+  """Facts at the beginning of each block; None if no path leads there."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:
@@ -101,7 +103,7 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
     assert facts is not None
     for x in blocks[at].instructions: facts = _after(facts, x)
     for s in blocks[at].successors:
-      # (a conditional branch to the next block says nothing)
+      # a conditional branch to the next block tells nothing
       there = facts if len(blocks[at].successors) == 1 else _on_edge(facts, blocks[at], s != at + 1)
       if frozenset() in there: continue
       before = known[s]
@@ -111,7 +113,7 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
   return known
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
-  """Tells for each instruction of each block whether all lanes of a wave are known to be active; None for a block that no path leads to."""
+  """For each instruction of each block, whether all lanes of a wave are known to be active. None for a block that no path leads to."""
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()
   for block, facts in zip(blocks, facts_of(blocks, whole)):
@@ -124,7 +126,7 @@ def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
   return found
 
 def across_lanes(blocks:Sequence[Block], wave:int) -> list[str]:
-  """Finds each instruction that needs every lane of a wave, where one may be switched off."""
+  """Finds each instruction that needs every lane of a wave, in places where a lane may be off."""
   found, label = [], "the entry"
   for block, whole in zip(blocks, whole_waves(blocks, wave)):
     label = block.labels[-1] if block.labels else label

@@ -1,10 +1,9 @@
-"""Whether a register that a buffer instruction adds a number to can be below 0: no document says what the memory unit does then
+"""Finds buffer instructions that add a number to a register that may be negative: no document says what the memory unit does then
 (attn/emulator/offsets.py).
 
-Registers are followed through a function as ranges of unsigned numbers. An instruction whose result may wrap around, or that is not known here, makes
-a register unknown, as does memory: a finding is a register of which it is not shown that the sum fits 32 bits, be it below 0 or not. What a lane
-that is off holds counts again where lanes may be switched on.
-"""
+Registers are followed through a function as ranges of unsigned numbers. A register becomes unknown if it comes from memory, from an instruction
+that is not known here, or from one whose result may wrap around. A finding is a register for which it is not shown that the sum fits 32 bits,
+whether it is really negative or not. Values of lanes that are off count again wherever lanes may be switched on."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Callable, Sequence
@@ -14,11 +13,11 @@ from attn.isa.flow import Block
 from attn.isa.instruction import Instruction
 from attn.isa.operands import issued_together, registers, uses, written_operands
 
-Known = dict[str, Range]     # of registers; what is not there is unknown
+Known = dict[str, Range]     # range of each known register
 
 LARGEST_WORD, POSITIVE = 0xffffffff, 0x7fffffff
 UNKNOWN: Range = (0, LARGEST_WORD)
-OFTEN = 3                    # so often a block is come to anew before what changes there is unknown
+OFTEN = 3                    # after this many visits of a block, registers that still change there become unknown
 
 # ***** instructions *****
 
@@ -38,13 +37,13 @@ def _scalar_field(x:Range, at:Range) -> Range:
 def _least(*xs:Range) -> Range: return min(x[0] for x in xs), min(x[1] for x in xs)
 def _most(*xs:Range) -> Range: return max(x[0] for x in xs), max(x[1] for x in xs)
 def _below(limit:int, fn:Callable[..., Range]) -> Callable[..., Range]:
-  """An instruction that does the same to all numbers up to a limit: of signed ones, or on some bits of its first two operands."""
+  """Limits a rule to operands up to `limit`, where it is right: for signed numbers, or for instructions on some bits of their first two operands."""
   return lambda *xs: fn(*xs) if max(x[1] for x in xs[:2]) <= limit else UNKNOWN
 def _most_signed(*xs:Range) -> Range:
   known = [x for x in xs if x[1] <= POSITIVE]
   return _most(*xs) if len(known) == len(xs) else (known[0][0], POSITIVE) if known else UNKNOWN
 def _middle_signed(*xs:Range) -> Range:
-  """Range of the middle one of three numbers, which lies between any two."""
+  """Range of the middle one of three numbers. It lies between any two of them."""
   known = [x for x in xs if x[1] <= POSITIVE]
   return _hull(*known) if len(known) > 1 else UNKNOWN
 def _same(x:Range) -> Range: return x
@@ -73,17 +72,17 @@ def _rule(op:str) -> Callable[..., Range]|None:
   return next((fn for pattern, fn in _RULES if re.fullmatch(pattern, name)), None)
 
 def _range(operand:str, known:Known) -> Range:
-  """Of a register with a sign nothing is known: that is a float."""
+  """Range of an operand. A register with a sign or absolute value is a float, so its range is unknown."""
   if named := registers(operand): return known.get(named[0], UNKNOWN) if len(named) == 1 and re.search(r"[-|(]", operand) is None else UNKNOWN
   try: number = int(operand, 0) & LARGEST_WORD
   except ValueError: return UNKNOWN
   return number, number
 
 def _results(op:str, args:str, known:Known) -> dict[str, Range]:
-  """The registers that an instruction writes, or one of a pair, with what is known of them."""
+  """The registers that an instruction, or one of a pair, writes, with their ranges."""
   x, parts = Instruction(op, args, f"{op} {args}"), written_operands(args)
   found = dict.fromkeys(() if x.kind == "load_to_lds" else uses(x)[0], UNKNOWN)
-  if re.match(r"v_mad_(co_)?u64_u32", op):      # its low half takes no part of the high half that it adds
+  if re.match(r"v_mad_(co_)?u64_u32", op):      # the low half of the result does not depend on the high half of the summand
     (low, high), (added, *above) = registers(parts[0]), registers(parts[4]) or (parts[4],)
     total = _add(_mul(*(_range(x, known) for x in parts[2:4])), _range(added, known))
     if total[1] <= LARGEST_WORD: found.update({low: total, high: (0, 0) if all(known.get(r) == (0, 0) for r in above) else UNKNOWN})
@@ -95,16 +94,16 @@ def _results(op:str, args:str, known:Known) -> dict[str, Range]:
 # ***** a function *****
 
 HALVES = ("vcc", "exec")      # two registers of one name
-_FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # what else writes EXEC may switch lanes on
+_FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # any other write to EXEC may switch lanes on
 
 class KnownRegisters:
-  """What is known of them: in the lanes that are active, and in all lanes."""
+  """Known ranges of registers: in the active lanes, and in all lanes."""
   def __init__(self, active:Known, every:Known): self.active, self.every = active, every
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 
   def follow(self, x:Instruction, whole:bool) -> None:
-    """The effect of an instruction, where all lanes are active or may not be."""
-    read = self.every if x.op.startswith("v_readfirstlane") and not whole else self.active      # where no lane is active it reads one that is off
+    """Applies an instruction. `whole` says whether all lanes are known to be active."""
+    read = self.every if x.op.startswith("v_readfirstlane") and not whole else self.active      # with no lane active it reads a lane that is off
     results = {r: found for op, args in issued_together(x.text) for r, found in _results(op, args, read).items()}
     for r, found in results.items():
       in_every = found if whole or r[0] == "s" else _hull(found, self.every.get(r, UNKNOWN))
@@ -114,8 +113,8 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """What is known where this one's way and another meet; whether that is less than before. Where they meet `often`, a register that changes is
-    unknown."""
+    """Keeps what is known both here and in `other`, where two paths meet; returns whether that is less than before. With `often`, a register that
+    changes becomes unknown."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):
@@ -126,7 +125,7 @@ class KnownRegisters:
     return changed
 
 def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], work_items:Range) -> list[KnownRegisters|None]:
-  """What is known at the beginning of each block, v0 being within `work_items` as the function begins; None where no path leads."""
+  """What is known at the beginning of each block, None if no path leads there. v0 lies within `work_items` at the beginning of the function."""
   known, came, waiting = [None]*len(blocks), [0]*len(blocks), [0]     # type: tuple[list[KnownRegisters|None], list[int], list[int]]
   known[0] = KnownRegisters({"v0": work_items}, {"v0": work_items})
   while waiting:
@@ -143,8 +142,8 @@ def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], wo
   return known
 
 def not_shown_to_fit(blocks:Sequence[Block], wave:int, dimensions:int=3) -> list[str]:
-  """Each buffer instruction that adds a number to a register of which it is not shown that the sum fits 32 bits. v0 has a thread's place in so many
-  `dimensions` of its workgroup, ten bits each."""
+  """Each buffer instruction that adds a number to a register for which it is not shown that the sum fits 32 bits. v0 holds a thread's position in
+  `dimensions` dimensions of its workgroup, ten bits each."""
   whole, found = whole_waves(blocks, wave), list[str]()
   for block, state, each in zip(blocks, registers_of(blocks, whole, (0, (1 << 10*dimensions) - 1)), whole):
     if state is None or each is None: continue

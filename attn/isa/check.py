@@ -1,9 +1,8 @@
-"""What would be wrong in a kernel's machine code, or slow without need. CHECKS names each check, which looks at one function and says in words what
-it finds.
+"""Checks of machine code: what would be wrong in a kernel, or needlessly slow. CHECKS names each check. A check looks at one function and reports its
+findings in words.
 
-    findings(assembly_text, "gfx942")           of any text, every check
-    python -m attn.isa check                    of every kernel of docs/costs.txt, under the compiler in use or under users' compilers
-"""
+  findings(assembly_text, "gfx942")           every check on any text
+  python -m attn.isa check                    every check on every kernel of docs/costs.txt, under the compiler in use or users' compilers"""
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +21,14 @@ from attn.isa.source import Spec
 
 @dataclass(frozen=True)
 class Function:
-  """What a check gets: one function of an assembly text, with its registers as the text declares them, and the chip that runs the function."""
+  """One function of an assembly text, with the registers that the text declares, and the chip that runs it."""
   kernel: Kernel
   chip: Chip
 
   @cached_property
   def blocks(self) -> list[Block]: return blocks_of(self.kernel.code)
 
-# name -> what it finds in a function, a line each
+# name of a check -> function that returns its findings, one line each
 CHECKS: dict[str, Callable[[Function], list[str]]] = {
   "across lanes": lambda f: across_lanes(f.blocks, f.chip.wave),
   "buffer offsets": lambda f: not_shown_to_fit(f.blocks, f.chip.wave, f.kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 2) + 1),
@@ -39,17 +38,17 @@ CHECKS: dict[str, Callable[[Function], list[str]]] = {
 }
 
 def findings(text:str, arch:str|None=None) -> list[str]:
-  """What the checks find in the functions of an assembly text, each line beginning with the check's name. Raises ValueError where the text has no
-  function, or doesn't name its chip and `arch` is None."""
+  """Findings of all checks in the functions of an assembly text, each line beginning with the check's name. Raises ValueError if the text has no
+  function, or doesn't name its chip while `arch` is None."""
   functions = parse(text, arch)
   if not functions: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
-  if functions[0].arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
+  if functions[0].arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", functions[0].arch)[0])
   return [f"{name}: {found}" for kernel in functions for name, check in CHECKS.items() for found in check(Function(kernel, chip))]
 
 def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[str, list[str]]]:
-  """Each kernel of ours in words with what the checks find in it under a compiler, for a problem of whole tiles and for an uneven one. Kernels are
-  printed here, one after the other, while clang compiles on every core."""
+  """Yields each kernel of ours in words and its findings under a compiler, once for whole tiles and once for uneven numbers of rows. Kernels are
+  printed one after another while clang compiles on every core."""
   def checked(spec:Spec, text:str) -> list[str]: return findings(assembly(text, spec.arch, tools=tools), spec.arch)
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {f"{spec}{words}": pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm, shape=shape).text)

@@ -1,9 +1,8 @@
-"""The cost of every kernel of ours on every chip, one line each, and what no kernel's machine code may hold.
+"""The cost of every kernel of ours on every chip, one line each, and the slow idioms that no kernel may contain.
 
-    python -m attn.isa costs --write docs/costs.txt                           rewrites the file that is checked in
-    python -m attn.isa costs --compilers --write docs/costs_compilers.txt     the same for users' compilers, which are not ours
-    file.compare(text_of_the_file, file.lines_of(SPECS))                      the lines that changed, as a test shows them
-"""
+  python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
+  python -m attn.isa costs --compilers --write docs/costs_compilers.txt     the same for users' compilers, which are not ours
+  file.compare(text_of_the_file, file.lines_of(SPECS))                      the changed lines, as a test shows them"""
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
@@ -25,21 +24,21 @@ SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_D
          for kernel in (FORWARD, *BACKWARD)] + [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """The report on a kernel of ours, by itself, whose machine code is `text`: on its hot loop, or another one (see `report.hot_loop`)."""
+  """The report on one of our kernels alone, from its machine code `text`: on its hot loop, or on another loop (see `report.hot_loop`)."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """The report on a kernel of ours: on its hot loop, or, without `useful`, on another one."""
+  """The report on one of our kernels. For another loop than the hot one, `useful` covers this kernel alone."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Renders here, one after the other (tinygrad's lowering is Python), while clang compiles on every core. `useful` is of all kernels that do the
-  work together."""
+  """Reports on several kernels. Kernels are rendered one after another (tinygrad's lowering is Python) while clang compiles on every core.
+  `useful` covers all kernels that do the work together."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
@@ -48,7 +47,7 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """The report with the `useful` of several kernels, one after another: their times add up."""
+  """The report with the `useful` of kernels that run one after another: their times add up."""
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report
   return replace(report, loop=replace(report.loop, useful=1/sum(1/x for x in shares)))
@@ -59,20 +58,20 @@ COMMAND = "python -m attn.isa costs"
 
 @dataclass(frozen=True)
 class Costs:
-  """A file of costs: what stands above its lines, and the cells of a line, of which the first is the kernel."""
+  """A file of costs: its header, its columns (the first is the kernel), and a function that makes its lines."""
   header: str
   columns: tuple[str, ...]
   lines_of: Callable[[Sequence[Spec]], list[str]]
 
   def text(self, lines:Sequence[str]) -> str:
-    """The file: a header and aligned columns, the kernels in the order of SPECS."""
+    """The file's text: header and aligned columns, kernels in the order of SPECS."""
     place = {str(spec): i for i, spec in enumerate(SPECS)}
     rows = [list(self.columns), *sorted((line.split(" | ") for line in lines), key=lambda row: place.get(row[0], len(place)))]
     widths = [max(len(r[i]) for r in rows) for i in range(len(self.columns))]
     return "\n".join([self.header, *(" | ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows)]) + "\n"
 
   def compare(self, text:str, lines:Sequence[str]) -> list[str]:
-    """What differs between a file's text and current lines, of the kernels that `lines` has."""
+    """Differences between a file's text and current lines, for the kernels in `lines`."""
     if (found := text.partition("\n")[0]) != self.header: return [f"the file begins {found!r}, now it would {self.header!r}"]
     old, changes = _parse(text.splitlines()), []
     for name, cells in _parse(lines).items():
@@ -85,13 +84,13 @@ def _parse(lines:Sequence[str]) -> dict[str, list[str]]:
   return {r[0]: r[1:] for r in rows if r[0] != "kernel"}
 
 def lines_of_others(text:str, archs:Sequence[str]) -> list[str]:
-  """The lines of a file's text that are not of `archs`."""
+  """Lines of a file's text whose chip is not in `archs`."""
   return [" | ".join([name, *cells]) for name, cells in _parse(text.splitlines()).items() if name.split("/")[0] not in archs]
 
 def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(report)])
 
 def _short(tools:Toolchain) -> str:
-  """clang 22.1.8 of its version."""
+  """"clang 22.1.8", from a toolchain's version."""
   return "clang " + tools.version.split("clang version ")[1].split()[0]
 
 def costs() -> Costs:
@@ -100,16 +99,16 @@ def costs() -> Costs:
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF), lambda specs: [line_of(r) for r in reports_of(specs)])
 
-# ***** the same under other compilers *****
+# ***** costs under other compilers *****
 
 CELLS = ("tile", "regs", "spill", "waves")
 
 def knows(tools:Toolchain, arch:str) -> bool:
-  """Whether this release has a chip's instructions."""
+  """Whether this release of LLVM has the chip's instructions."""
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """CELLS of the kernels that a compiler knows: the tile as queries x keys, and waves per SIMD for which there are registers."""
+  """CELLS of the kernels that a compiler knows: tile as queries x keys, registers, spills, and waves per SIMD by registers."""
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
   for spec, report in zip(found, reports_of(found, tools), strict=True):
@@ -119,7 +118,7 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
   return cells
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
-  """docs/costs_compilers.txt: what each of several compilers makes of its default tiles."""
+  """docs/costs_compilers.txt: registers, spills and waves of the default tiles under each of several compilers."""
   header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(_short, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
   def lines_of(specs:Sequence[Spec]) -> list[str]:
@@ -127,10 +126,10 @@ def costs_under(compilers:Sequence[Toolchain]) -> Costs:
     return [" | ".join([str(spec), *(cell for cells in columns for cell in cells.get(spec, ["-"]*len(CELLS)))]) for spec in specs]
   return Costs(header, ("kernel", *(f"{name} {tools.llvm}" for tools in compilers for name in CELLS)), lines_of)
 
-# ***** what no kernel should hold *****
+# ***** slow idioms *****
 
 def _halves(x:Instruction) -> list[tuple[str, list[str]]]:
-  """(mnemonic, operands) of an instruction, or of the two that a dual-issue one pairs; operands without modifiers."""
+  """(mnemonic, operands without modifiers) of an instruction, or of both instructions of a dual-issue pair."""
   parts = [part.strip().replace("v_dual_", "v_", 1).partition(" ") for part in x.text.split("::")]
   return [(op, [re.sub(r"[|\-]|\b(abs|neg)\b|[()]", "", a).strip().replace("vcc_lo", "vcc") for a in args.split(",")]) for op, _, args in parts]
 
@@ -140,13 +139,13 @@ def _overwrites(operand:str, register:str) -> bool:
   return register[0] == m[1] and register[1:].isdigit() and int(m[2]) <= int(register[1:]) <= int(m[3])
 
 def _uses(code:Sequence[tuple[str, list[str]]], register:str) -> Iterator[tuple[str, list[str]]]:
-  """The instructions up to the one, included, that overwrites `register`."""
+  """The instructions up to and including the one that overwrites `register`."""
   for op, operands in code:
     yield op, operands
     if "store" not in op and "write" not in op and _overwrites(operands[0], register): return
 
 def defects(kernel:Kernel) -> list[str]:
-  """The slow idioms in a kernel: calls into the device library, an exp2 that v_ldexp repairs for denormals, a maximum of compare and select."""
+  """Slow idioms in a kernel: calls into the device library, an exp2 that v_ldexp repairs for denormals, a maximum by compare and select."""
   code, found = [half for x in kernel.instructions for half in _halves(x)], []
   for i, (op, operands) in enumerate(code):
     text = f"{op} {', '.join(operands)}"

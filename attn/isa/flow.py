@@ -1,7 +1,6 @@
-"""The control-flow graph of a kernel, its natural loops, and the path that a loop takes nearly always.
+"""The control-flow graph of a kernel, its natural loops, and the usual path through a loop.
 
-Dominators by Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"; natural loops as in the Dragon Book, section 9.6.
-"""
+Dominators by Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"; natural loops as in the Dragon Book, section 9.6."""
 from __future__ import annotations
 from dataclasses import dataclass, field
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ class Loop:
   body: set[int]
   latches: list[int]
 
-Way = tuple[int, int, int, tuple[int, ...]]   # to a block's end: matrix work, exponentials up to those needed, instructions, blocks
+Way = tuple[int, int, int, tuple[int, ...]]   # a path to a block's end: matrix work, exponentials (at most those needed), instructions, blocks
 
 _ENDS = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc")
 
@@ -61,7 +60,7 @@ def _postorder(start:int, successors:dict[int, list[int]]) -> list[int]:
   return order
 
 def loops_of(blocks:Sequence[Block]) -> list[Loop]:
-  """The natural loops, back edges to one header merged."""
+  """The natural loops; back edges to the same header make one loop."""
   order = _postorder(0, {i: b.successors for i, b in enumerate(blocks)})[::-1]
   rank = {b: i for i, b in enumerate(order)}
   predecessors: dict[int, list[int]] = {b: [] for b in order}
@@ -97,21 +96,21 @@ def loops_of(blocks:Sequence[Block]) -> list[Loop]:
   return list(loops.values())
 
 def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
-  """The innermost loops that hold matrix instructions, most floating point operations first, then fewest instructions: of a causal kernel's two loops
-  with the same matrices the one without a mask."""
+  """The innermost loops with matrix instructions. Loops with more floating point operations come first, then loops with fewer instructions: of a
+  causal kernel's two loops with the same matrix work, the loop without a mask is first."""
   flops = [b.flops for b in blocks]
   loops = [(sum(flops[i] for i in loop.body), loop) for loop in loops_of(blocks)]
   loops = [(f, loop) for f, loop in loops if f and not any(g and other.body < loop.body for g, other in loops)]
   return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
 
 def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
-  """The cheapest way from a loop's header to its end that has all of the matrix work, and with it one exponential per score (97% of one: a side block
-  may hold some): what a trip runs but for rare side blocks, as a rescale of the accumulator that few trips need. Loops inside are passed once.
-  `flops_per_exp` is the matrix work that goes with one v_exp instruction, 0 if that is not known."""
+  """The path of a usual trip: the cheapest path from a loop's header to its end that does all of the matrix work and nearly one exponential per
+  score (97 %, since a side block may hold some). It leaves out rare side blocks, such as a rescale of the accumulator that few trips need. Inner
+  loops are passed once. `flops_per_exp` is the matrix work that goes with one v_exp instruction, 0 if unknown."""
   inside = {b: [s for s in blocks[b].successors if s in loop.body and s != loop.header] for b in loop.body}
   order = _postorder(loop.header, inside)[::-1]
   rank = {b: i for i, b in enumerate(order)}
-  most = {b: 0 for b in order}        # matrix work of the best way to a block's end
+  most = {b: 0 for b in order}        # matrix work of the best path to a block's end
   for b in order:
     most[b] += blocks[b].flops
     for s in inside[b]:
@@ -123,14 +122,14 @@ def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[i
     block, kept = blocks[b], list[Way]()
     arrived = [(f + block.flops, min(needed, e + block.exponentials), n + len(block.instructions), (*path, b)) for f, e, n, path in ways[b]]
     for way in sorted(arrived, key=lambda w: (-w[0], -w[1], w[2])):
-      if not any(k[1] >= way[1] and k[2] <= way[2] for k in kept): kept.append(way)   # kept ones have no less matrix work
+      if not any(k[1] >= way[1] and k[2] <= way[2] for k in kept): kept.append(way)   # paths kept earlier have at least as much matrix work
     ways[b] = kept
     for s in inside[b]:
       if rank[s] > rank[b]: ways[s] = ways[s] + kept
   return list(max((w for b in loop.latches for w in ways[b]), key=lambda w: (w[0], w[1], -w[2]))[3])
 
 def way_inside(blocks:Sequence[Block], loop:Loop, first:int, last:int) -> list[int]:
-  """The shortest way from one block of a loop to another, which is not in it; empty where there is none."""
+  """The shortest path inside a loop from block `first` to before block `last`; empty if there is none."""
   ways = [[first]]
   for way in ways:
     for s in blocks[way[-1]].successors:

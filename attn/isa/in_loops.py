@@ -1,10 +1,9 @@
-"""What the code of a loop should not have, for each trip pays for it: loads that are taken lane by lane, and registers that are put aside.
+"""Finds code that no loop should have, because every trip pays for it: loads that are done lane by lane, and spilled registers.
 
-A load by a descriptor wants it in scalar registers. Where clang has computed a descriptor's address or size in vector registers, even one that all
-lanes have, each load goes into a loop of its own: v_readfirstlane_b32 takes the values of one lane, EXEC is narrowed to the lanes that have the same,
-they load, and the other lanes go round again (a waterfall). Registers that there are too few of are put aside: vector registers into memory
-(scratch), scalar ones into the lanes of a vector register (v_writelane_b32, v_readlane_b32).
-"""
+A load through a descriptor needs the descriptor in scalar registers. If clang has computed its address or size in vector registers, even with one
+value for all lanes, each load gets a loop of its own (a waterfall): v_readfirstlane_b32 takes the value of one lane, EXEC is narrowed to the lanes
+with the same value, these lanes load, and the others go round again. Spilled vector registers go to memory (scratch). Spilled scalar registers go
+to lanes of a vector register (v_writelane_b32, v_readlane_b32)."""
 from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from attn.isa.flow import Block, Loop, loops_of, matrix_loops, usual_path
@@ -16,7 +15,7 @@ ACCESSES = ("load", "load_to_lds", "store", "memory_other")
 def _inside(blocks:Sequence[Block], loop:Loop) -> list[Instruction]: return [x for b in sorted(loop.body) for x in blocks[b].instructions]
 
 def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
-  """Whether a loop goes round once for each value that lanes have, for an access to memory."""
+  """Whether a loop makes one trip for each value that lanes have, to access memory."""
   inside = _inside(blocks, loop)
   by_value = any(x.op.startswith("v_readfirstlane") for x in inside) and any("and_saveexec" in x.op for x in inside)
   ends = [blocks[b].instructions[-1].op for b in loop.latches]
@@ -25,11 +24,11 @@ def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
 def _at(blocks:Sequence[Block], loop:Loop) -> str: return f"the loop at {blocks[loop.header].labels[-1]}"
 
 def _innermost(loops:Iterable[Loop], block:int) -> Loop|None:
-  """The smallest of some loops that has a block."""
+  """The smallest of the loops that contain a block."""
   return min((loop for loop in loops if block in loop.body), key=lambda loop: len(loop.body), default=None)
 
 def waterfalls(blocks:Sequence[Block]) -> list[str]:
-  """The accesses that are done lane by lane, outside of loops as well."""
+  """Memory accesses that are done lane by lane, also outside of loops."""
   loops = loops_of(blocks)
   found = {loop.header: loop for loop in loops if _is_waterfall(blocks, loop)}
   others = [loop for loop in loops if loop.header not in found]
@@ -38,12 +37,12 @@ def waterfalls(blocks:Sequence[Block]) -> list[str]:
           for header in sorted(found)]
 
 def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
-  """The blocks of a trip. One with matrix work has rare side blocks, as for a rescale, which do not count."""
+  """The blocks of a trip. In a loop with matrix work, rare side blocks such as a rescale don't count."""
   if not any(blocks[b].flops for b in loop.body): return loop.body
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """How many of the instructions that `wanted` has by their identity a trip of each loop has, but for those of loops inside."""
+  """For each loop, how many of the instructions in `wanted` (by identity) one trip has, without inner loops."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     own = {b for b in _trip(blocks, loop) if _innermost(loops, b) is loop}
@@ -51,13 +50,13 @@ def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]
   return found
 
 def scratch_accesses(blocks:Sequence[Block]) -> list[str]:
-  """Accesses to vector registers that are put aside into memory, loop by loop."""
+  """Accesses to spilled vector registers in memory, loop by loop."""
   wanted = {id(x) for block in blocks for x in block.instructions if x.kind == "scratch"}
   return [f"{n} in {_at(blocks, loop)}" for loop, n in _per_loop(blocks, wanted)]
 
 def scalar_spills(blocks:Sequence[Block]) -> list[str]:
-  """Moves of scalar registers to and from the lanes of vector registers that they are put aside into, loop by loop. A move is one instruction: around
-  a loop with matrix work, as once for each head, it is of no account."""
+  """Moves of scalar registers to and from the lanes of vector registers that hold them, loop by loop. A move is one instruction, so it does not
+  matter in a loop around a loop with matrix work, for example once per head."""
   code = [x for block in blocks for x in block.instructions]
   aside = {x.args.split(",")[0] for x in code if x.op.startswith("v_writelane")}
   wanted = {id(x) for x in code if x.op.startswith("v_writelane") or (x.op.startswith("v_readlane") and x.args.split(",")[1].strip() in aside)}

@@ -1,4 +1,4 @@
-"""What kind of work an AMDGPU instruction is, by its mnemonic."""
+"""Classifies AMDGPU instructions by their mnemonic."""
 from __future__ import annotations
 import functools, re
 from dataclasses import dataclass, field
@@ -8,19 +8,19 @@ class Instruction:
   op: str      # mnemonic
   args: str    # operands as written
   text: str    # the whole line, without comments
-  line: int|None = field(default=None, compare=False)   # of the source, where the assembly text says so
+  line: int|None = field(default=None, compare=False)   # line of the source, if the assembly text says it
 
   @property
   def kind(self) -> str: return kind_of(self.op, self.args)
   @property
   def name(self) -> str:
-    """The mnemonic without its encoding; a matrix instruction's of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, as CDNA3 has it."""
+    """The mnemonic without its encoding. A matrix instruction of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, gets its name on CDNA3."""
     name = re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp|vi|gfx\w+)$", "", self.op)
     return re.sub(r"^(v_mfma_\w+x\d+)(b?f16)(_1k)?$", r"\1_\2", name)
   @property
   def dpp(self) -> bool: return re.search(r"row_|quad_perm|wave_|dpp|bank_mask", self.args) is not None
 
-# (kind, pattern on the mnemonic), the first that matches; loads to LDS are told by their operands, in kind_of
+# (kind, pattern on the mnemonic); the first match counts. kind_of tells loads to LDS by their operands
 _KINDS = [(kind, re.compile(pattern)) for kind, pattern in [
   ("matrix", r"v_(mfma|smfmac|wmma|swmmac)_"),
   ("lds_permute", r"ds_(bpermute|permute|swizzle)"),
@@ -48,11 +48,12 @@ _KINDS = [(kind, re.compile(pattern)) for kind, pattern in [
   ("other", r""),
 ]]
 KINDS = [kind for kind, _ in _KINDS] + ["load_to_lds"]
-VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # all of the vector ALU but transcendentals and matrices
+VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # the vector ALU without transcendentals and matrices
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(op:str, args:str="") -> str:
-  """One of KINDS. A buffer access without an address of each lane is one to scratch, where each lane has a place of its own: CDNA2 has no other."""
+  """One of KINDS. A buffer access without a per-lane address goes to scratch, where each lane has its own place: CDNA2 has no other scratch
+  access."""
   kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
   if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)): return "load_to_lds"
   return "scratch" if kind in ("load", "store") and op.startswith("buffer_") and re.search(r"\boff\b", args) else kind
@@ -60,8 +61,8 @@ def kind_of(op:str, args:str="") -> str:
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
 
 def matrix_shape(op:str) -> tuple[str, int]:
-  """(shape, floating point operations) of a matrix instruction: ("32x32x8", 16384). One of 4x4 blocks has no operations: it adds up numbers of single
-  lanes, and is no part of the products."""
+  """(shape, floating point operations) of a matrix instruction: ("32x32x8", 16384). A shape of 4x4 blocks counts 0 operations: it adds up numbers
+  of single lanes and is no part of the products."""
   if (m:=_SHAPE.search(op)) is None: return "?", 0
   rows, columns, depth, blocks = (int(x or 1) for x in m.groups())
   return f"{rows}x{columns}x{depth}" + (f"_{blocks}b" if blocks > 1 else ""), 2*rows*columns*depth*blocks*(rows > 4)

@@ -1,4 +1,4 @@
-"""The registers that an instruction writes and those that it reads, from its text."""
+"""The registers that an instruction reads and writes, from its text."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ def registers(operand:str) -> tuple[str, ...]:
   return tuple(found)
 
 def written_operands(args:str) -> list[str]:
-  """Operands as written, split at commas that are in no brackets."""
+  """Operands as written, split at commas outside brackets."""
   return [x.strip() for x in re.split(r",(?![^\[\(]*[\]\)])", args)] if args else []
 
 _READS_TOO = re.compile(r"v_(fmac|dot\w*c_|dot2acc|pk_fmac|mac_|smfmac|swmmac|mad\w*c_|cvt_sr|cvt_scalef32_sr|accvgpr_mov)|_sdwa|v_writelane|d16_hi|"
                         r"row_|quad_perm")
 _NO_SCC = ("s_mov", "s_load", "s_mul", "s_cbranch", "s_branch", "s_nop", "s_cselect", "s_pack", "s_getpc", "s_buffer", "s_set", "s_barrier", "s_wait",
-           "s_delay", "s_clause")    # scalar instructions that leave scc as it is
+           "s_delay", "s_clause")    # scalar instructions that don't write scc
 _SWAPS = re.compile(r"v_(swap|permlane\d+_swap)")
 _TWO_RESULTS = re.compile(r"v_(add|sub|subrev|addc|subb)\w*_co_|v_mad_(co_)?[ui]64|v_div_scale")
 _NO_RESULT = re.compile(r"s_(cmp|bitcmp|cbranch|branch|wait|barrier|nop|setprio|sched|sleep|endpgm|delay|clause|set|icache|dcache|code_end|trap)|"
@@ -47,13 +47,13 @@ def _half_uses(op:str, args:str) -> tuple[list[str], list[str]]:
   return writes, reads
 
 def issued_together(text:str) -> Iterator[tuple[str, str]]:
-  """(mnemonic, operands) of an instruction, or of each of a pair that issues together."""
+  """(mnemonic, operands) of an instruction, or of both instructions of a pair that issues together."""
   for half in text.split("::"):
     op, _, args = half.strip().replace("v_dual_", "v_", 1).partition(" ")
     yield op, args.strip()
 
 @functools.lru_cache(maxsize=16384)
 def uses(x:Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """(registers that an instruction writes, those that it reads); both instructions of a pair that issues together."""
+  """(registers that an instruction writes, registers that it reads), for both instructions of a pair that issues together."""
   found = [_half_uses(op, args) for op, args in issued_together(x.text)]
   return tuple(r for writes, _ in found for r in writes), tuple(r for _, reads in found for r in reads)

@@ -1,4 +1,4 @@
-"""Reading assembly: the .s text of clang, LLVM and most hand-written kernels, and the output of llvm-objdump -d."""
+"""Reads assembly: the .s text of clang, LLVM and most hand-written kernels, and the output of llvm-objdump -d."""
 from __future__ import annotations
 import re
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ def _instruction(text:str, line:int|None=None) -> Instruction:
   return Instruction(op, args.strip(), text, line)
 
 def _source_line(text:str) -> int|None:
-  """The line in a .loc directive's comment: of inlined functions that of the outermost call, which comes last."""
+  """The line in a .loc directive's comment. For inlined functions it is the line of the outermost call, which comes last."""
   places = re.findall(r":(\d+):\d+", text.partition(";")[2])
   return int(places[-1]) if places else None
 
@@ -49,7 +49,7 @@ def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instr
   current: list[str|Instruction]|None = None
   place: int|None = None
   for line in lines:
-    if line.startswith(("\t.loc", ".Ltmp")):           # where the debugger's lines begin
+    if line.startswith(("\t.loc", ".Ltmp")):           # a .loc directive, or the label of one
       place = _source_line(line) if line.startswith("\t") else place
       continue
     text = re.split(r";|//", line, maxsplit=1)[0].strip().replace("\t", " ")
@@ -60,7 +60,7 @@ def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instr
   return functions
 
 def _read_dump(lines:list[str]) -> dict[str, list[str|Instruction]]:
-  """Branch targets become labels A<address>."""
+  """Functions of an objdump text. Branch targets become labels A<address>."""
   rows: dict[str, list[tuple[int, Instruction]]] = {}
   current: list[tuple[int, Instruction]]|None = None
   targets: set[int] = set()
@@ -83,7 +83,7 @@ def _branch_target(ins:Instruction, address:int, comment:str, start:int) -> int|
   return address + 4 + 4*(offset - 65536 if offset >= 32768 else offset)
 
 def parse(text:str, arch:str|None=None) -> list[Kernel]:
-  """The functions of an assembly text, those with the most matrix instructions first."""
+  """The functions of an assembly text. Functions with more matrix instructions come first."""
   lines = text.splitlines()
   found = next((g for m in _TARGET.finditer(text) for g in m.groups() if g), None)
   metadata = _metadata(text)

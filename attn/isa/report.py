@@ -1,12 +1,11 @@
-"""What a kernel costs: its registers and LDS, and the work of one trip through its hot loop, with two bounds on the use of the matrix unit.
+"""What a kernel costs: registers, LDS, and the work of one trip through its hot loop, with two bounds on the use of the matrix unit.
 
-    report = analyse(assembly_text, d=128)      # any .s, or llvm-objdump -d output with arch="gfx942"
-    print(report.loop.serial)
+  report = analyse(assembly_text, d=128)      # any .s, or llvm-objdump -d output with arch="gfx942"
+  print(report.loop.serial)
 
-The hot loop is the innermost one with the most matrix work. What is counted is its usual path (`flow.usual_path`): a causal kernel's loop without the
-mask, no rare side blocks. A kernel that walks over the same tiles twice has two, of which a trip each is counted together. Not modelled: LDS bank
-conflicts, caches and memory, latencies, barriers, clocks.
-"""
+The hot loop is the innermost loop with the most matrix work. Only its usual path counts (`flow.usual_path`): in a causal kernel the loop without
+the mask, and no rare side blocks. A kernel that walks over the same tiles twice has two hot loops; one trip of each is counted together. Not
+modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks."""
 from __future__ import annotations
 import dataclasses, re
 from collections import Counter
@@ -19,13 +18,13 @@ from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matri
 from attn.isa.parse import Kernel, parse
 from attn.isa.waits import Stop, path_of_waits, waits_of
 
-LoopProducts = tuple[tuple[int, int], ...]   # of each hot loop of a kernel: how many products it has that go over D, and over Dv
+LoopProducts = tuple[tuple[int, int], ...]   # for each hot loop of a kernel: number of matrix products that sum over D, and over Dv
 PRODUCTS: LoopProducts = ((1, 1),)           # forward: S and O
-GRADIENTS = (3, 2)                       # all that a backward needs: S, dQ and dK, and dP and dV
+GRADIENTS = (3, 2)                       # backward needs S, dQ and dK (over D), and dP and dV (over Dv)
 
 @dataclass(frozen=True)
 class Resources:
-  """What a wave and a workgroup hold; None where the text doesn't say (a bare disassembly)."""
+  """Registers, LDS and threads of a wave and a workgroup. None where the text doesn't say (a bare disassembly)."""
   vgpr: int|None
   agpr: int|None
   sgpr: int|None
@@ -39,7 +38,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class HotLoop:
-  """One trip of one wave."""
+  """Counts and bounds of one trip of one wave through the hot loop."""
   label: str
   instructions: int                 # on the usual path
   instructions_in_all: int          # in every block of the loop
@@ -50,19 +49,19 @@ class HotLoop:
   load_widths: dict[str, int]
   dpp: int                          # vector instructions that also read across lanes
   conversions: int
-  flops: int                        # of the matrix instructions
-  cycles: dict[str, float]          # matrix, vector, transcendental, lds: of one SIMD
+  flops: int                        # floating point operations of the matrix instructions
+  cycles: dict[str, float]          # matrix, vector, transcendental, lds -> cycles on one SIMD
   unpublished: dict[str, int]       # matrix shapes with no cycle count in the model, timed at the chip's peak
   overlap: float                    # matrix cycles of the products / those of the busiest pipe
   serial: float                     # matrix cycles of the products / those of matrix, vector and transcendental after one another
-  # per score: None where the head dimension is not known
+  # figures per score, None if the head dimension is not known
   scores: float|None                # query x key elements per trip
   queries: int|None                 # per wave
   keys: float|None                  # per trip
-  valu_per_score: float|None        # of a lane's share
+  valu_per_score: float|None        # vector instructions per score of a lane's share
   exp_per_score: float|None
   lds_bytes_per_score: float|None
-  useful: float|None                # cycles of the products that attention needs, forward or backward, at the chip's dense rate / those of `serial`
+  useful: float|None                # cycles of the products that attention needs, at the chip's dense rate / those of `serial`
 
   @property
   def valu(self) -> int: return sum(self.kinds[k] for k in VECTOR)
@@ -75,7 +74,7 @@ class Report:
   resources: Resources
   loops: int                        # innermost loops with matrix instructions
   loop: HotLoop|None
-  waits: tuple[Stop, ...] = ()      # waits and barriers of a trip
+  waits: tuple[Stop, ...] = ()      # waits and barriers of one trip
 
   def json(self) -> dict[str, Any]:
     found = dataclasses.asdict(self)
@@ -91,14 +90,14 @@ def waves_by_registers(chip:Chip, registers:int) -> int:
   return min(most, chip.registers//_round_up(registers, chip.granule)) if registers else most
 
 def waves_by_lds(chip:Chip, lds:int, threads:int, whole_processor:bool) -> float:
-  """Waves per SIMD. RDNA in CU mode (-mcumode, as tinygrad and we compile): a workgroup's LDS lies in the half of its own CU; in workgroup processor
-  mode the two CUs share both halves (RDNA3 ISA, section 2.3)."""
+  """Waves per SIMD for which there is LDS. In RDNA's CU mode (-mcumode, which tinygrad and we compile with) a workgroup uses the half of the LDS
+  that belongs to its CU. In workgroup processor mode two CUs share both halves (RDNA3 ISA, section 2.3)."""
   cu, cus = chip.pipes, 2 if whole_processor else 1
   groups = cus*chip.lds//_round_up(lds, cu.lds_granule)
   return min(cu.max_waves, groups*-(-threads//chip.wave)/(cus*cu.simds))
 
 def resources_of(kernel:Kernel, chip:Chip, lds:int|None=None, threads:int|None=None) -> Resources:
-  """`lds` and `threads` override what the kernel declares (LDS that is given at launch)."""
+  """Reads a kernel's resources. `lds` and `threads` override what the kernel declares (LDS may be given at launch)."""
   def known(*names:str) -> int|None: return next((kernel.metadata[n] for n in names if n in kernel.metadata), None)
   total, agpr = known("vgpr_count", "amdhsa_next_free_vgpr"), known("agpr_count")
   offset = known("amdhsa_accum_offset", "accum_offset")   # gfx90a+: the one register file, AGPRs behind the VGPRs
@@ -136,11 +135,11 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   n = {k: len(v) for k, v in by_kind.items()}
   valu, transcendentals = sum(n[k] for k in VECTOR), n["exp"] + n["transcendental"]
   matrix, unpublished = matrix_cycles(by_kind["matrix"], chip)
-  of_products, _ = matrix_cycles([x for x in by_kind["matrix"] if matrix_shape(x.op)[1]], chip)     # but not sums
-  def moved(*kinds:str) -> int:   # less than a dword still takes a whole bank
+  of_products, _ = matrix_cycles([x for x in by_kind["matrix"] if matrix_shape(x.op)[1]], chip)     # instructions that only add up have no flops
+  def moved(*kinds:str) -> int:   # an access of less than a dword still takes a whole bank
     return sum(max(4, access_bytes(x.op)) for k in kinds for x in by_kind[k])
   read, written = moved("lds_read"), moved("lds_write", "load_to_lds")
-  # one wave on each SIMD: all of them share the LDS
+  # each SIMD runs one wave, and all SIMDs share the LDS
   lds = chip.wave*cu.simds*((read + 4*n["lds_permute"])/cu.lds_read + written/cu.lds_write)
   vector, slow = float(valu*cu.valu), float(transcendentals*cu.trans)
   if cu.coissue: busiest = max(matrix, vector + slow + n["matrix"]*cu.matrix_issue, lds)
@@ -158,7 +157,7 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
                  per_score(n["exp"]), per_score(read + written), scores*needed/(matrix + vector + slow) if scores else None)
 
 def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
-  """The kernel whose name contains `name`, else the one with the most matrix instructions."""
+  """The kernel whose name contains `name`, or without a name the kernel with the most matrix instructions."""
   if not kernels: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
   if (found:=next((k for k in kernels if name is None or name in k.name), None)) is None:
     raise ValueError(f"no kernel named {name!r}: there are {', '.join(k.name for k in kernels)}")
@@ -168,8 +167,8 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """(label, instructions of a trip, instructions in every block, number of such loops, waits of a trip) of the loop with the `rank`-th most matrix
-  work; where `products` has several loops, of one after another, each with its part of that work."""
+  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of a trip, instructions in every block, number of such loops,
+  waits of a trip). If `products` has several loops, these follow one another, each with its part of that work, and are taken together."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
@@ -186,14 +185,14 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   return " ".join(labels), trip, in_all, len(loops), waits
 
 def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
-  """The loops with `part`/`most` of the matrix work of the first one."""
+  """The loops with `part`/`most` of the first loop's matrix work."""
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]
 
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
-  """The report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded), `queries` a wave's,
-  `products` says what its hot loops compute."""
+  """The report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded), `queries` those of a
+  wave, and `products` says what its hot loops compute."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

@@ -1,13 +1,12 @@
-"""An upper bound on TFLOP/s from problem, tile and chip, and what others measured. Bounds, not measurements.
+"""An upper bound on TFLOP/s from problem, tile and chip, beside what others measured. Bounds, not measurements.
 
-    bound = roofline(problem, tile, *RATED["MI300X"], overlap=report.loop.overlap)
+  bound = roofline(problem, tile, *RATED["MI300X"], overlap=report.loop.overlap)
 
 The time of a problem is at least each of
-  compute   the busiest compute unit's share of the tiles that the kernel computes (masked and padded parts too), at the chip's dense rate and with
-            the matrix unit used as far as the hot loop lets it
-  memory    every tensor once through the memory's bandwidth
-and useful operations over that time are the bound. Not modelled: caches, latency, prologue and epilogue, power and clocks under load.
-"""
+  compute   the busiest compute unit's share of the tiles that the kernel computes (masked and padded parts too), at the chip's dense rate, with the
+            matrix unit used as far as the hot loop allows
+  memory    every tensor once, at the memory's bandwidth
+The bound is useful operations divided by the longer time. Not modelled: caches, latency, prologue and epilogue, power and clocks under load."""
 from __future__ import annotations
 from dataclasses import dataclass
 from collections.abc import Iterable
@@ -20,16 +19,16 @@ from attn.problem import Problem
 RATED: dict[str, tuple[Chip, Card]] = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.ghz}
 
 def rated(arch:str) -> list[tuple[Chip, Card]]:
-  """The cards of a chip whose clock and bandwidth are known."""
+  """Cards with this chip whose clock and bandwidth are known."""
   return [(chip, card) for chip, card in RATED.values() if chip.name == arch.split(":")[0]]
 
 @dataclass(frozen=True)
 class Roofline:
   chip: Chip
   card: Card
-  utilisation: float     # of the matrix unit in the hot loop, as given
-  balance: float         # mean load of the compute units / that of the busiest: the tail of the grid
-  useful: float          # scores that count / scores that are computed, and head dimensions likewise
+  utilisation: float     # use of the matrix unit in the hot loop, as given
+  balance: float         # mean load of the compute units / load of the busiest one: the tail of the grid
+  useful: float          # visible scores / computed scores, times the same ratio for head dimensions
   compute_seconds: float
   memory_seconds: float
   tflops: float          # the bound
@@ -41,7 +40,7 @@ class Roofline:
     return self.tflops*1e3*max(self.compute_seconds, self.memory_seconds)/(self.memory_seconds*self.card.gbs)
 
 def trips(p:Problem, tile:Tile) -> list[int]:
-  """Key tiles that each query block of a head walks over."""
+  """Number of key tiles that each query block of a head walks over."""
   left, right = p.window
   found = []
   for first in range(0, p.Sq, tile.block_m):
@@ -52,8 +51,8 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """A lower bound on the time of the busiest of `machines` that share `copies` jobs of each size: of the machines*k + 1 longest jobs some machine
-  gets k + 1, so at least the k + 1 shortest of those; and never less than the mean."""
+  """A lower bound on the time of the busiest of `machines` that share `copies` jobs of each size. Of the machines*k + 1 longest jobs some machine
+  gets k + 1, so its time is at least that of the k + 1 shortest of these. The bound is never less than the mean."""
   jobs = sorted(sizes, reverse=True)
   count, total = len(jobs)*copies, sum(jobs)*copies
   found = ceildiv(total, machines)
@@ -63,9 +62,9 @@ def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
   return found
 
 def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> Roofline:
-  """The bound for `p` with `tile` on a card of RATED. `overlap` bounds the use of the matrix unit in the hot loop (HotLoop.overlap, or HotLoop.serial
-  for what a loop without any overlap would get)."""
-  # a workgroup of fewer waves than SIMDs leaves room for others beside it at full speed
+  """The bound for `p` with `tile` on a card of RATED. `overlap` bounds the use of the matrix unit in the hot loop: HotLoop.overlap, or
+  HotLoop.serial for a loop in which nothing overlaps."""
+  # if a workgroup has fewer waves than SIMDs, other workgroups run beside it at full speed
   beside = max(1, chip.pipes.simds//tile.waves)
   blocks, machines = trips(p, tile), card.cus*beside
   depth, width = contraction(tile.matrix, p.D), round_up(p.Dv, tile.matrix.M)
@@ -116,12 +115,12 @@ PUBLISHED: list[Published] = [
 ]
 
 def published(p:Problem, card:str) -> list[Published]:
-  """What others measured on `card` for the shape of `p`, the fastest first; a figure whose source leaves a dimension open fits every value of it."""
+  """What others measured on `card` for the shape of `p`, fastest first. If a source leaves a dimension open, its figure fits every value of it."""
   causal = p.window == (-1, 0)
   if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []
   asked = {"d": p.D, "s": p.Sq, "dtype": p.dtype, "b": p.B, "h": p.H, "hkv": p.Hkv}
   def fits(x:Published) -> bool:
-    # where only the query heads are stated there are as many of keys and values
+    # a source that states only query heads has as many key/value heads
     stated = {**{k: getattr(x, k) for k in asked}, "hkv": x.hkv if x.hkv is not None else x.h}
     return x.card == card and x.causal == causal and all(v is None or v == asked[k] for k, v in stated.items())
   return sorted((x for x in PUBLISHED if fits(x)), key=lambda x: -x.tflops)

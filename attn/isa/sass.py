@@ -1,4 +1,4 @@
-"""CUDA source -> SASS, the machine code of NVIDIA's chips, by nvcc and cuobjdump or nvdisasm of a CUDA toolkit."""
+"""Compiles CUDA source to SASS, the machine code of NVIDIA's chips, with nvcc and cuobjdump or nvdisasm of a CUDA toolkit."""
 from __future__ import annotations
 import os, shutil, subprocess, tempfile
 from pathlib import Path
@@ -7,7 +7,7 @@ from attn.tinygrad_compat import CompileError
 DISASSEMBLERS = {"cuobjdump": ("-sass",), "nvdisasm": ("-c",)}
 
 def _tool(*names:str) -> str|None:
-  """The first of `names` on PATH, or in the folder of a toolkit: the one that CUDA_HOME or CUDA_PATH names, nvcc's own, or the usual one."""
+  """The first of `names` on PATH or in a toolkit's folder: the folder that CUDA_HOME or CUDA_PATH names, nvcc's own, or the usual one."""
   nvcc = shutil.which("nvcc")
   homes = [Path(os.environ[x])/"bin" for x in ("CUDA_HOME", "CUDA_PATH") if x in os.environ]
   homes += [Path(nvcc).resolve().parent] if nvcc is not None else []
@@ -15,9 +15,9 @@ def _tool(*names:str) -> str|None:
   return next((found for name in names if (found := shutil.which(name, path=where)) is not None), None)
 
 def missing() -> str|None:
-  """What there is not of what SASS takes, in words; None where all is there."""
+  """A sentence about the tools that SASS needs and that are missing; None if all are there."""
   lacking = [words for names, words in ((("nvcc",), "nvcc"), (DISASSEMBLERS, "cuobjdump or nvdisasm")) if _tool(*names) is None]
-  return f"no {' and no '.join(lacking)} on PATH, in CUDA_HOME or in /usr/local/cuda: SASS takes a CUDA toolkit" if lacking else None
+  return f"no {' and no '.join(lacking)} on PATH, in CUDA_HOME or in /usr/local/cuda: SASS needs a CUDA toolkit" if lacking else None
 
 def _run(*command:str) -> str:
   done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -25,8 +25,8 @@ def _run(*command:str) -> str:
   return done.stdout
 
 def sass(source:str, arch:str) -> str:
-  """The SASS of a CUDA source for `arch`, such as "sm_90" (which is compiled as sm_90a: wgmma is not in sm_90). Raises RuntimeError where a tool is
-  missing, and CompileError with the compiler's words."""
+  """The SASS of a CUDA source for `arch`, such as "sm_90" (compiled as sm_90a, because sm_90 lacks wgmma). Raises RuntimeError if a tool is
+  missing, and CompileError with the compiler's message."""
   if (words := missing()) is not None: raise RuntimeError(words)
   nvcc, disassembler = _tool("nvcc"), _tool(*DISASSEMBLERS)
   assert nvcc is not None and disassembler is not None

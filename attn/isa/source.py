@@ -1,5 +1,5 @@
-"""Our kernels by name: which source a word such as gfx942/128/float16/causal stands for, or gfx942/128/float16/causal/dq of the backward kernels, or
-gfx942/128/float16/full/decode of one query against a long cache. The one place where attn.isa meets the kernels."""
+"""Names our kernels and prints their source. A word such as gfx942/128/float16/causal names a forward kernel, gfx942/128/float16/causal/dq a
+backward kernel, and gfx942/128/float16/full/decode the kernel of one query against a long cache. Only this module of attn.isa knows the kernels."""
 from __future__ import annotations
 import functools, hashlib, json
 from collections.abc import Iterable, Mapping
@@ -28,13 +28,13 @@ from attn.kernels.tiles.common import heads_of
 from attn.values import FLOATS
 
 MASKS = ("full", "causal")
-# which kernel of a problem; decode: of one query for each sequence; mla: of latent attention, whose V is part of K
+# kernels of a problem; decode: one query per sequence; mla: latent attention, where V is part of K
 FORWARD, DECODE, BACKWARD, LATENT = "forward", "decode", ("dq", "dkdv"), "mla"
-KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   # NVIDIA's have a source, and no report
+KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   # NVIDIA's chips have a source, but no report
 
 @dataclass(frozen=True, order=True)
 class Spec:
-  """A kernel of ours."""
+  """The name of one of our kernels."""
   arch: str
   d: int
   dtype: str = "float16"
@@ -46,59 +46,59 @@ class Spec:
                                ("kernel", self.kernel, (FORWARD, DECODE, *BACKWARD, LATENT))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
     if self.kernel != LATENT and not 1 <= self.d <= MAX_D:
-      raise ValueError(f"D={self.d}: kernels with a matrix unit are for D=1 to {MAX_D}, and {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
+      raise ValueError(f"D={self.d}: must be 1 to {MAX_D}; only kernel {LATENT!r} is for D={MAX_D + 1} to {UP_TO['D']}")
     if self.kernel == LATENT and not MAX_D < self.d <= UP_TO["D"]: raise ValueError(f"{self}: {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
 
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """The kernels that do the work together: forward by itself, the two backward kernels both."""
+    """The kernels that do the work together: forward alone, or both backward kernels."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
   def parse(cls, word:str) -> Spec:
-    """gfx942/128[/float16[/causal[/dq]]]"""
+    """Parses gfx942/128[/float16[/causal[/dq]]]."""
     arch, d, *rest = word.split("/")
     if not d.isdigit() or len(rest) > 3:
-      raise ValueError(f"{word!r} is no kernel: expected ARCH/D[/DTYPE[/MASK[/KERNEL]]], as gfx942/128/bfloat16/causal or .../causal/dq")
+      raise ValueError(f"{word!r} is no kernel: must be ARCH/D[/DTYPE[/MASK[/KERNEL]]], such as gfx942/128/bfloat16/causal or .../causal/dq")
     return cls(arch, int(d), *rest)
 
 PythonLine = tuple[str, int]    # file and line
 
 @dataclass(frozen=True)
 class Source:
-  """A kernel's HIP text, and what its machine code doesn't say."""
+  """A kernel's HIP text, and facts about the kernel that its machine code doesn't show."""
   text: str
   d: int         # head dimension of q and k as computed (padded)
-  dv: int        # of v
-  queries: int   # of a wave, in a trip
-  block_m: int   # queries of a workgroup, or keys where it owns keys
+  dv: int        # head dimension of v as computed (padded)
+  queries: int   # queries of a wave in one trip
+  block_m: int   # queries of a workgroup, or its keys if it owns keys
   products: LoopProducts = PRODUCTS
   heads: int = 1       # query heads whose rows a workgroup has
-  splits: int = 1      # key ranges that workgroups of their own take
-  python: Mapping[int, PythonLine] = field(default_factory=dict)   # line of the text -> the line of Python behind it, where that was asked for
+  splits: int = 1      # number of key ranges, each for workgroups of its own
+  python: Mapping[int, PythonLine] = field(default_factory=dict)   # line of the text -> its line of Python, if these were asked for
 
 @dataclass(frozen=True)
 class Shape:
-  """How large a problem is: batch, query heads, heads of keys and values, keys, and queries. Of these there are mostly as many, and of decode one for
-  each sequence."""
+  """The size of a problem: batch, query heads, key/value heads, keys, and queries. By default there are as many queries as keys, or for decode one
+  per sequence."""
   b: int
   h: int
   hkv: int
   n: int
   queries: int|None = None
 
-# whole tiles, and enough of them to fill every chip: what is counted is the loop, which no further head or key changes
+# whole tiles, enough of them to fill every chip; more heads or keys would not change the loop that is counted
 SHAPE = Shape(1, 32, 32, 4096)
 SHAPE_OF_DECODE = Shape(8, 32, 8, 16384)
 SHAPE_OF_LATENT = Shape(32, 128, 1, 4096)
-# tiles that are not whole, of queries and of keys
+# a shape whose last tiles of queries and of keys are partial
 UNEVEN = Shape(1, 32, 8, 4133, 4000)
-ROTARY, DECODED = 64, 2     # of K of latent attention the columns that are not V, and the queries that decode a token and a draft of the next one
+ROTARY, DECODED = 64, 2     # latent attention: columns of K that are not V; queries, which decode one token and a draft of the next
 
 def usual_shape(spec:Spec) -> Shape: return {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
-  """The shape of a problem of the kernel whose numbers of rows are no powers of two; where its queries are given, that is its keys."""
+  """A shape for the kernel whose numbers of rows are no powers of two. If the kernel fixes the number of queries, only the keys are uneven."""
   return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (DECODE, LATENT) else UNEVEN
 
 def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
@@ -115,8 +115,8 @@ def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
-  """The chip of a kernel, compiled by this release of LLVM or by that of the clang for reports. Where there is none its source can be printed all the
-  same."""
+  """The chip of a kernel, as this release of LLVM serves it, by default the release of the clang for reports. Without any clang the source can
+  still be printed."""
   if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)
@@ -135,13 +135,13 @@ def _text(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> str
 
 @functools.cache
 def _made_by() -> str:
-  """What a kernel's source follows from: this package's own files, and tinygrad's release."""
+  """Hash of everything that a kernel's source depends on: this package's files and tinygrad's release."""
   files = sorted(Path(__file__).resolve().parent.parent.rglob("*.py"))
   return TINYGRAD_VERSION + hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()
 
 def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> tuple[str, dict[int, PythonLine]]:
-  """A kernel's source, and for each line of it the file and line of Python that it comes from, where that is known. Kept in the user's cache: with
-  the places of all operations noted a kernel takes a second or more to make."""
+  """A kernel's source, and for each of its lines the file and line of Python that it comes from, where known. The user's cache keeps it: a kernel
+  takes a second or more to make while the places of all operations are recorded."""
   def made() -> bytes:
     found = Listing.of(lambda: _ast(spec, p, kernel, tile), printer_of(spec.arch))
     return json.dumps([found.source, list(found.python_lines().items())]).encode()
@@ -149,7 +149,7 @@ def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) 
   return text, {line: (file, number) for line, (file, number) in lines}
 
 def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwardTile, int]:
-  """The kernel that dispatch chooses, its tile, and into how many key ranges it divides the problem."""
+  """The kernel that dispatch chooses, its tile, and the number of key ranges."""
   arch = _chip(spec, llvm)
   if spec.kernel in BACKWARD:
     if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
@@ -159,7 +159,7 @@ def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwa
   return choice.kernel, choice.work.tile, choice.work.splits
 
 def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
-  """The kernel and tile that dispatch chooses for the clang of reports, or for this release of LLVM."""
+  """The kernel and tile that dispatch chooses for the clang of reports, or for release `llvm` of LLVM."""
   return _chosen(spec, problem_of_spec(spec), llvm)[:2]
 
 def text_of(spec:Spec) -> str:
@@ -169,8 +169,8 @@ def text_of(spec:Spec) -> str:
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """The source that tinygrad's renderer prints for the kernel and tile that dispatch chooses, or for forward or the backward kernel of `spec` with
-  `tile`; for a problem of this `shape` where one is given, and with the `lines` of Python behind it."""
+  """The source of a kernel, as tinygrad's renderer prints it. Dispatch chooses kernel and tile; with `tile`, the kernel that `spec` names is
+  printed with that tile. `shape` is the problem's, if not the usual one; `lines` asks for the lines of Python behind the source."""
   p = problem_of_spec(spec, shape)
   name, used, splits = (spec.kernel, tile, max(1, p.num_splits)) if tile is not None else _chosen(spec, p, llvm)
   assert isinstance(used, Tile|BackwardTile|MlaTile)
@@ -185,6 +185,7 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 
 def products_of(wanted:Iterable[str]) -> tuple[int, int]:
-  """Of a loop of the backward that computes some gradients, the products that go over D, which are S, dQ and dK, and over Dv, which are dP and dV."""
-  of_scores = {"dq", "dk"}.intersection(wanted)       # those that take dS, and with it dP
+  """Matrix products of a backward loop that computes the gradients `wanted`: (number over D, out of S, dQ and dK; number over Dv, out of dP and
+  dV)."""
+  of_scores = {"dq", "dk"}.intersection(wanted)       # gradients that need dS, and therefore dP
   return 1 + len(of_scores), bool(of_scores) + ("dv" in wanted)

@@ -1,9 +1,8 @@
-"""What a trip of the hot loop waits for: each wait with the access it lasts for, and what is under way at each barrier.
+"""What a trip of the hot loop waits for: each wait with the access that it waits for, and the accesses under way at each barrier.
 
-A counter counts the accesses that a wave has issued and that are not done. They are done in the order in which they were issued, and a wait for n
-lasts until at most n are left. Only scalar loads come in any order: a wait beside them is for 0. Which counter counts what: AMD's ISA documents,
-"Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp. Waits of the vector ALU (depctr) are listed, and not followed.
-"""
+A counter counts the accesses that a wave has issued and that are not done. They finish in the order of issue, and a wait for n lasts until at most
+n are left. Only scalar loads finish in any order, so a wait with scalar loads under way is for 0. Which counter counts what: AMD's ISA documents,
+"Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp. Waits of the vector ALU (depctr) are listed but not followed."""
 from __future__ import annotations
 import re
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from attn.isa.flow import Block, Loop, way_inside
 from attn.isa.instruction import Instruction
 
 def counters_in(number:int, counters:Counters) -> dict[str, int]:
-  """What s_waitcnt's number says: of each counter that it waits for how many accesses are left."""
+  """Decodes s_waitcnt's number: for each counter that it waits for, how many accesses may be left."""
   found = {}
   for name, fields in counters.number.items():
     value = shift = 0
@@ -24,23 +23,23 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """What a wait lasts for."""
-  accesses: int                 # how many, in order
-  last: str                     # the last one of them, as it is written
-  kind: str                     # its instruction's
-  instructions: int             # from its issue to the wait
+  """The accesses that a wait waits for."""
+  accesses: int                 # number of accesses
+  last: str                     # text of the last one's instruction
+  kind: str                     # kind of that instruction
+  instructions: int             # instructions from its issue to the wait
   matrix: int                   # matrix instructions among these
 
 @dataclass(frozen=True)
 class Stop:
-  """One wait for one counter, or a barrier, of a trip."""
-  at: int                       # its place among the instructions of the trip
+  """A wait for one counter, or a barrier, in a trip."""
+  at: int                       # index among the instructions of the trip
   matrix: int                   # matrix instructions of the trip before it
-  what: str                     # "vmcnt(4)", "s_barrier", or a wait for the ALU as it is written
-  awaited: Awaited|None         # None: a barrier, or a wait for what is done already
+  what: str                     # "vmcnt(4)", "s_barrier", or the text of a wait for the ALU
+  awaited: Awaited|None         # None: a barrier, or a wait for accesses that are done already
   under_way: dict[str, int]     # counter -> accesses that are still under way after it
 
-_NO_ACCESS = ("buffer_inv", "buffer_gl", "global_inv", "global_wb", "s_dcache")    # of caches
+_NO_ACCESS = ("buffer_inv", "buffer_gl", "global_inv", "global_wb", "s_dcache")    # instructions on caches
 _WITH_RESULT = re.compile(r"\b(glc|sc0|TH_ATOMIC_RETURN)\b")
 
 def raised_by(x:Instruction, counters:Counters) -> set[str]:
@@ -64,7 +63,7 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """A trip's usual path, with the blocks that only waves without an active lane jump over (s_cbranch_execz): the others' waits stand there."""
+  """A trip's usual path, with the blocks that only waves without an active lane jump over (s_cbranch_execz): the other waves wait in these blocks."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -72,7 +71,7 @@ def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> lis
     if jumps and b + 1 in loop.body and b + 1 != after: path += way_inside(blocks, loop, b + 1, after)
   return path
 
-TRIPS = 3      # after so many the same accesses are under way at a trip's beginning, if none is for more than two trips
+TRIPS = 3      # after this many trips the accesses under way at a trip's beginning repeat, if none lasts more than two trips
 
 @dataclass(frozen=True)
 class _Access:
@@ -85,7 +84,7 @@ def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
   return Awaited(len(accesses), last.issued.text, last.issued.kind, now - last.at, matrix - last.matrix)
 
 def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
-  """The waits and barriers of a trip that is not among the first."""
+  """The waits and barriers of a trip in the steady state, after the first trips."""
   counters, stops = chip.counters, list[Stop]()
   under_way = {name: list[_Access]() for name in (counters.load, counters.store, counters.lds, counters.scalar)}
   now = matrix = 0
@@ -107,5 +106,5 @@ def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   return stops
 
 def time_of_loads(stops:Sequence[Stop]) -> int|None:
-  """The matrix instructions from the issue of a load from memory to the wait for it, at least; None where a trip waits for none."""
+  """The fewest matrix instructions between the issue of a load from memory and the wait for it; None if a trip waits for no load."""
   return min((x.awaited.matrix for x in stops if x.awaited is not None and x.awaited.kind in ("load", "load_to_lds")), default=None)

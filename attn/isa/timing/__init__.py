@@ -1,4 +1,5 @@
-"""A model that steps through the machine code of the hot loop, cycle by cycle: the machine as data (machine), an instruction as what it needs and
-takes (steps), addresses and the banks of LDS that they meet in (addresses), the waves of a compute unit (waves), a kernel's loops (trips), what a
-problem takes (predict), kernels of ours and others (kernels), and what is printed and drawn of it (tables, drawing). docs/timing.md has predictions
-beside what was measured."""
+"""Predicts the hot loop's time by stepping through its machine code cycle by cycle. docs/timing.md compares predictions with measurements.
+
+steps: what an instruction needs and takes; addresses: LDS addresses and their bank conflicts; waves: the waves of a compute unit; trips: a
+kernel's loops; predict: the time of a problem; kernels: predictions for our kernels and others; tables, drawing: output. The machine's figures are
+in attn/chips/machine.py."""

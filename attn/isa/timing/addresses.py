@@ -1,8 +1,7 @@
-"""The addresses of LDS that a wave's lanes use, from the integer instructions before the loop, and in how many cycles the banks serve them.
+"""Finds the LDS addresses that a wave's lanes use, by following integer instructions, and the cycles in which the banks serve them.
 
-Each instruction is followed for all lanes of a wave at once. What comes from memory, or from an instruction that isn't known here, is unknown, and so
-is what is computed from it. An unknown scalar counts as 0: added to every lane's address it only turns the banks round.
-"""
+Each instruction is followed for all lanes of a wave at once. A value is unknown if it comes from memory or from an instruction that isn't known
+here, or is computed from such a value. An unknown scalar counts as 0: added to every lane's address, it only rotates the banks."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ def _perm(a:LaneValues, b:LaneValues, select:LaneValues) -> LaneValues:
   for i in range(4): found = found | (both >> 8*np.minimum(select >> 8*i & 255, 7) & 255) << 8*i
   return found
 
-# the integer instructions of addresses, by mnemonics without sizes and encodings; of scalars as of vectors
+# integer instructions, scalar and vector ones, by mnemonics without sizes and encodings
 INTEGER_OPERATIONS: dict[str, Callable[..., LaneValues]] = {
   "mov": lambda a: a, "add": lambda a, b: a + b, "add_nc": lambda a, b: a + b, "sub": lambda a, b: a - b, "sub_nc": lambda a, b: a - b,
   "subrev": lambda a, b: b - a, "subrev_nc": lambda a, b: b - a, "add_co": lambda a, b: a + b,
@@ -51,30 +50,30 @@ def _name(op:str) -> str:
 
 @dataclass(frozen=True)
 class _Followed:
-  """An instruction as it is followed, for every wave the same."""
+  """An instruction prepared for following; it is the same for every wave."""
   instruction: Instruction
-  operands: tuple[str, ...]                       # as written
-  writes: tuple[str, ...]                         # registers
-  operation: Callable[..., LaneValues]|None       # on integers, where it is known
+  operands: tuple[str, ...]                       # operands as written
+  writes: tuple[str, ...]                         # registers that it writes
+  operation: Callable[..., LaneValues]|None       # its operation on integers, if known
 
 @functools.lru_cache(maxsize=16384)
 def _followed(text:str) -> tuple[_Followed, ...]:
-  """An instruction, or both of a pair that issues together."""
+  """An instruction, or both instructions of a pair that issues together."""
   def half(op:str, args:str) -> _Followed:
     x = Instruction(op, args, f"{op} {args}")
     return _Followed(x, tuple(written_operands(args)), uses(x)[0], INTEGER_OPERATIONS.get(_name(op)) if op[0] in "vs" else None)
   return tuple(half(op, args) for op, args in issued_together(text))
 
 class WaveState:
-  """What a wave's registers hold, as far as it is followed: an array of its lanes for vectors and masks, a number for scalars; others are unknown."""
+  """The known registers of a wave: an array of its lanes for a vector register or a mask, a number for a scalar."""
   def __init__(self, chip:Chip, wave:int, two_dimensional:bool):
     self.chip, lanes = chip, np.arange(chip.wave, dtype=np.int64)
-    # the workgroup's lanes: of one dimension, or (lane, wave) packed by ten bits each
+    # v0 is the thread's index in its workgroup: one number, or (lane, wave) packed with ten bits each
     self.values: dict[str, LaneValues] = {"v0": lanes | wave << 10 if two_dimensional else lanes + wave*chip.wave}
     self.masks: dict[str, LaneValues] = {"exec": np.ones(chip.wave, bool)}
 
   def copy(self) -> WaveState:
-    """What they hold now, to be followed on another way."""
+    """A copy, to follow another path from here."""
     other = WaveState.__new__(WaveState)
     other.chip, other.values, other.masks = self.chip, dict(self.values), dict(self.masks)
     return other
@@ -90,7 +89,7 @@ class WaveState:
     return self.masks.get(named[0]) if (named := registers(text)) else None
 
   def follow(self, x:Instruction) -> None:
-    """The effect of one instruction."""
+    """Applies one instruction."""
     for half in _followed(x.text): self._follow(half)
 
   def _follow(self, half:_Followed) -> None:
@@ -140,7 +139,7 @@ class WaveState:
     found = [self._mask(p) for p in parts]
     if op.startswith("s_mov"): return found[0]
     a, b = found
-    if op.startswith("s_or"): return a if b is None else b if a is None else a | b     # exec is given back what was taken from it
+    if op.startswith("s_or"): return a if b is None else b if a is None else a | b     # the or restores what was taken from exec
     if a is None or b is None: return None
     return a & b if op.startswith("s_and_b") else a ^ b if op.startswith("s_xor") else a & ~b
 
@@ -149,7 +148,7 @@ class WaveState:
     return None if no is None or yes is None or mask is None else np.where(mask, yes, no)
 
   def _bits_of_three(self, x:Instruction, parts:Sequence[str]) -> LaneValues|None:
-    """v_bitop3: bit 4a + 2b + c of its table for the bits a, b, c of its operands."""
+    """Applies v_bitop3: bit 4a + 2b + c of its table for the bits a, b, c of its operands."""
     a, b, c = (self._operand(p.split()[0]) for p in parts[1:4])
     found = re.search(r"bitop3:(\w+)", x.args)
     if a is None or b is None or c is None or found is None: return None
@@ -166,11 +165,11 @@ class WaveState:
 
   @property
   def known_active(self) -> bool:
-    """Whether it is known that some lane is active."""
+    """Whether some lane is known to be active."""
     return (mask := self.masks.get("exec")) is not None and bool(mask.any())
 
   def bank_cycles(self, x:Instruction) -> int|None:
-    """What the banks take for an access to LDS; None where an address is not known."""
+    """Cycles of the LDS banks for an access; None if an address is not known."""
     if x.kind not in ("lds_read", "lds_write"): return None
     parts = _followed(x.text)[0].operands
     address = self._operand(parts[0 if x.kind == "lds_write" else 1].split()[0])
@@ -187,7 +186,7 @@ class WaveState:
     return sum(use.cycles for use in counter.uses.values())
 
 def bank_cycles_of(trip:Sequence[Instruction], state:WaveState) -> list[int|None]:
-  """For each instruction of a trip what the banks take for it, with the registers as they are before the trip."""
+  """LDS bank cycles of each instruction of a trip, beginning with the registers in `state`."""
   found = []
   for x in trip:
     found.append(state.bank_cycles(x))

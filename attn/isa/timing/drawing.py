@@ -1,4 +1,4 @@
-"""The picture of a trip or two: a row for each wave of a workgroup, in it a lane for each unit, and what the wave waits for meanwhile."""
+"""Draws the picture of a trip or two: a row for each wave of a workgroup, and in it a lane for each unit and one for what the wave waits for."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _LANE, _GAP, _LEFT, _TOP, _WIDTH, _SHOWN = 7, 12, 120, 56, 1500, 2
 
 @dataclass(frozen=True)
 class _Bar:
-  """A span of cycles in a lane of a wave's row; the lane after the units' is of waits."""
+  """A span of cycles in a lane of a wave's row. The lane after those of the units shows waits."""
   wave: int
   lane: int
   begin: float
@@ -30,7 +30,7 @@ def _bars(loop:LoopTiming, shown:list[int], begin:int, end:int) -> Iterator[_Bar
     step = loop.run.waves[x.wave].steps[x.step]
     unit = Pipe.SCALAR if step.unit in (Pipe.BRANCH, Pipe.NONE) else step.unit
     if step.unit != Pipe.NONE:
-      # an access is drawn for as long as its path is taken, from its issue on; what it waits for after that is where it is waited for
+      # an access is drawn from its issue for as long as it holds its path; the wait for its data is drawn where the wave waits
       length = max(step.hold, step.matrix, step.transfer, step.pause if unit == Pipe.SCALAR else 0)
       yield _Bar(row[x.wave], LANES.index(unit), max(begin, x.at), min(end, x.at + length), COLOURS[unit])
     if x.at > x.since and x.why: yield _Bar(row[x.wave], len(LANES), max(begin, x.since), min(end, x.at), WAITS[x.why])
@@ -40,7 +40,7 @@ def _window(loop:LoopTiming, trips:int) -> tuple[int, int]:
   return (starts[0], starts[min(trips, len(starts) - 1)]) if len(starts) > 1 else (loop.run.begin, loop.run.end)
 
 def _shown(loop:LoopTiming) -> list[int]:
-  """The waves of the first workgroup, those of a SIMD beneath each other."""
+  """The waves of the first workgroup, sorted by SIMD."""
   return sorted((i for i, w in enumerate(loop.run.waves) if w.group == 0), key=lambda i: (loop.run.waves[i].simd, i))
 
 def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:
@@ -74,7 +74,7 @@ def draw_svg(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> Non
   path.write_text(svg_of(timing, loop, trips), encoding="utf-8")
 
 def draw_png(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> None:
-  """The same picture as PNG. Raises SystemExit with what to install where matplotlib is not there."""
+  """Writes the picture as PNG. Raises SystemExit with what to install if matplotlib is missing."""
   with needs("bench", "a PNG of it", __name__):
     from matplotlib.figure import Figure as Canvas
   shown, (begin, end) = _shown(loop), _window(loop, trips)

@@ -1,4 +1,4 @@
-"""Predictions of kernels: of ours by their word, of others by their text."""
+"""Predictions for kernels: ours by their word, others by their assembly text."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,16 +10,16 @@ from attn.isa.timing.predict import Division, Prediction, blocks_of_grid, predic
 from attn.isa.timing.trips import Timing, timing_of
 from attn.problem import Problem
 
-LINE_TABLES = ("-gline-tables-only",)     # with which clang's text says where an instruction is from, and is otherwise the same
+LINE_TABLES = ("-gline-tables-only",)     # makes clang's text say which source line an instruction is from; the code stays the same
 
-ASKED = source.Shape(4, 16, 16, 8192)     # of the problem that is predicted where none is asked for
+ASKED = source.Shape(4, 16, 16, 8192)     # shape of the predicted problem by default
 
 @dataclass(frozen=True)
 class Predicted:
-  """A kernel's timing, with the problem that it is asked for."""
+  """A kernel's timing, and the problem to predict with it."""
   timing: Timing
   problem: Problem|None
-  division: Division|None          # None: not known, and nothing is said of the problem
+  division: Division|None          # None: not known, so no problem can be predicted
   lines: Mapping[int, source.PythonLine] = field(default_factory=dict)
   @property
   def title(self) -> str:
@@ -29,9 +29,10 @@ class Predicted:
     ranges = f" in {x.splits} key ranges, without merging them"*(x.splits > 1)
     return f"B={p.B} H={p.H} Hkv={p.Hkv} {length} D={p.D} {p.dtype}" + " causal"*(p.window[1] == 0) + ranges
   def on_cards(self, card:str|None=None, ghz:float|None=None) -> list[Prediction]:
-    """The problem on each card of the chip whose clock is known, or on one of them. Raises ValueError for a card that is not the chip's."""
+    """Predicts the problem on each card of the chip whose clock is known, or on one card. Raises ValueError for a card that does not have the
+    chip."""
     known = {c.name: c for c in self.timing.chip.cards}
-    if card is not None and card not in known: raise ValueError(f"--card {card}: the cards of {self.timing.chip.name} are {', '.join(known)}")
+    if card is not None and card not in known: raise ValueError(f"--card {card}: the cards with {self.timing.chip.name} are {', '.join(known)}")
     if self.problem is None or self.division is None: return []
     chosen = [known[card]] if card is not None else [c for c in known.values() if c.cus and (c.ghz or ghz)]
     return [predict(self.problem, self.timing, self.division, c, ghz) for c in chosen]
@@ -41,8 +42,8 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
                  softmax_scale=d**-0.5)
 
 def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
-  """A kernel of ours. That of decode is made for the problem, whose key ranges depend on its size."""
-  if spec.kernel == source.LATENT: raise ValueError(f"{spec}: how its waves share a problem is not in the model; `report` has its bounds")
+  """Times one of our kernels. A decode kernel is made for the problem, because its key ranges depend on the problem's size."""
+  if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape if spec.kernel == source.DECODE else None, lines=lines)
   problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel == "dkdv"
@@ -54,7 +55,7 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
 def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,
             products:LoopProducts=((1, 1),), behind:int|None=None) -> Predicted:
-  """A kernel of an assembly text; of a problem only where the head dimension and the queries of a wave are given."""
+  """Times a kernel of an assembly text. Predicting a problem needs the head dimension and the queries of a wave."""
   timing = timing_of(text, arch, d, dv, kernel_name, lds, threads, title, products, behind)
   if d is None or queries is None: return Predicted(timing, None, None)
   own = queries*timing.waves

@@ -1,15 +1,14 @@
-"""What a problem takes on a card, from the cycles of a trip. A prediction, not a measurement.
+"""Predicts the time of a problem on a card from the cycles of a trip. A prediction, not a measurement.
 
-A workgroup's time is its trips and what it does before and after them. The compute units take workgroups as they become free; of them the busiest
-decides, at a clock that is given. The parts of a trip's time that overlap between workgroups of one compute unit are in the cycles of a trip, which
-are of all of them at once. Two bounds on what is moved stand beside that, and the longest of the three times counts:
+A workgroup's time is its trips and what it does before and after them. Compute units take workgroups as they become free, and the busiest compute
+unit decides, at a given clock. Trips of several workgroups on one compute unit overlap; the cycles of a trip include that, for they are for all of
+them at once. Two bounds on the data that is moved stand beside that, and the longest of the three times counts:
 
   memory  every tensor once, at the memory's bandwidth
-  L2      what the workgroups read, the rows that each one walks over and its own, at the rate of the L2 caches: half the rows of a workgroup's own
-          are twice the bytes
+  L2      everything that workgroups read (the rows that each walks over, and its own rows) at the rate of the L2 caches: with half as many own rows,
+          a workgroup reads twice the bytes per result
 
-How much of the second the L2 caches have to get from beyond is between the two, and not modelled.
-"""
+How much of the L2 traffic comes from memory lies between the two, and is not modelled."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -23,16 +22,16 @@ from attn.problem import BYTES, Problem, Shapes
 
 @dataclass(frozen=True)
 class Division:
-  """How a kernel divides a problem: rows of a workgroup's own, and those that it walks over in a trip."""
+  """How a kernel divides a problem: the rows that a workgroup owns, and the rows that it walks over in a trip."""
   own: int
   walked: float
-  keys: bool = False                     # its own rows are keys, and it walks over the queries of every head that shares them
+  keys: bool = False                     # a workgroup owns keys, and walks over the queries of every head that shares them
   products: LoopProducts = PRODUCTS
-  heads: int = 1                         # query heads whose rows are a workgroup's own: row r is query r//heads
+  heads: int = 1                         # query heads whose rows a workgroup owns: row r is query r//heads
   splits: int = 1                        # workgroups that share the trips of a block of own rows
 
   def tensors(self, p:Problem) -> Shapes:
-    """What the kernel reads and writes."""
+    """The tensors that the kernel reads and writes."""
     if self.products == PRODUCTS: return arguments(p)
     return dkdv_arguments(p) if self.keys else dq_arguments(p)
 
@@ -40,11 +39,11 @@ class Division:
 class Prediction:
   card: Card
   ghz: float
-  trips: float              # of a workgroup, in the mean
+  trips: float              # trips of a workgroup, in the mean
   compute_seconds: float
-  memory_seconds: float     # 0 where the card's bandwidth is not known
-  l2_seconds: float         # likewise
-  flops: float              # of the products that the kernel has to compute, two of forward
+  memory_seconds: float     # 0 if the card's memory bandwidth is not known
+  l2_seconds: float         # 0 if the card's L2 rate is not known
+  flops: float              # operations of the products that the kernel has to compute, two for forward
   @property
   def times(self) -> dict[str, float]: return {"compute": self.compute_seconds, "memory": self.memory_seconds, "L2": self.l2_seconds}
   @property
@@ -55,17 +54,17 @@ class Prediction:
   def tflops(self) -> float: return self.flops/self.seconds/1e12
 
 def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
-  """How many workgroups there are, of so many own rows each: queries of some heads, or keys."""
+  """Number of workgroups, each with `own` rows: queries of `heads` heads, or keys."""
   rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
   return ceildiv(rows, own)*copies*p.num_splits
 
 def walked_in_a_trip(timing:Timing, own:int) -> float:
-  """Rows that a workgroup with so many own ones walks over in a trip, from the scores that a wave computes."""
+  """Rows that a workgroup with `own` rows walks over in a trip, from the scores that a wave computes."""
   assert timing.loops[0].scores is not None
   return timing.loops[0].scores*timing.waves/own
 
 def trips_of_blocks(p:Problem, x:Division) -> list[float]:
-  """The trips of each block of own rows of one head: of queries by the keys that they see, of keys by the queries that see them."""
+  """The trips of each block of own rows of one head: for queries, over the keys that they see; for keys, over the queries that see them."""
   left, right = p.window
   mine, others = (p.Sk, p.Sq) if x.keys else (p.Sq, p.Sk)
   back, ahead, shift = (right, left, -p.offset) if x.keys else (left, right, p.offset)
@@ -79,29 +78,29 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def bytes_read(p:Problem, x:Division, trips:list[float], copies:int) -> float:
-  """What all workgroups read: in each trip of each of their loops rows of two tensors, and their own rows of two."""
+  """Bytes that all workgroups read: rows of two tensors in each trip of each loop, and own rows of two tensors."""
   row = (p.D + p.Dv)*p.itemsize
   own = p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits
   return sum(trips)*copies*x.walked*row*len(x.products) + p.B*own*row
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """The share of the chip's dense rate for which its L2 caches give enough, where rows of two tensors are so many bytes: of the card that has least
-  for a compute unit. 1 and more: they don't hold the kernel up."""
+  """The share of the chip's dense rate that the L2 caches can feed, on the card with the least L2 rate per compute unit. `row` is the size in
+  bytes of a row of each of two tensors together. At 1 or more, L2 does not slow the kernel."""
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
 def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None) -> Prediction:
-  """What a problem takes on a card at a clock, its rated one where none is given."""
+  """Predicts the time of a problem on a card, at the given clock or the card's rated one."""
   clock = ghz or card.ghz
-  if not clock: raise ValueError(f"the clock of {card.name} is not known: give --ghz")
+  if not clock: raise ValueError(f"the clock of {card.name} is not known: give it with --ghz")
   trips, copies = trips_of_blocks(p, x), p.B*(p.Hkv if x.keys else p.H//x.heads)
   units = max(1, card.cus//(2 if timing.whole_processor else 1))
   cycles = [round(ceildiv(round(t), x.splits)*timing.cycles + timing.edges/timing.groups) for t in trips]
   busiest = makespan(cycles, copies*x.splits, units*timing.groups)
   pairs = p.flops/(2*(p.D + p.Dv))
   flops = pairs*sum(2*(a*p.D + b*p.Dv) for a, b in x.products)
-  moved = sum(math.prod(shape)*BYTES.get(dtype, 4) for shape, dtype in x.tensors(p).values())    # what are no floats are 32-bit integers
+  moved = sum(math.prod(shape)*BYTES.get(dtype, 4) for shape, dtype in x.tensors(p).values())    # tensors that are no floats are 32-bit integers
   memory = moved/(card.gbs*1e9) if card.gbs else 0.0
   l2 = bytes_read(p, x, trips, copies)/(card.l2*clock*1e9) if card.l2 else 0.0
   return Prediction(card, clock, sum(trips)/len(trips)/x.splits, busiest/(clock*1e9), memory, l2, flops)

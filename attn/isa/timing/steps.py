@@ -1,9 +1,8 @@
-"""An instruction as what stepping needs of it: the unit that it takes and for how long, the earlier instructions that it waits for, and the cycles
+"""Turns an instruction into what stepping needs: the unit that it holds and for how long, the earlier instructions that it waits for, and the cycles
 after which others may use its result.
 
-A trip is a straight line that repeats, so what an instruction waits for is known beforehand: an instruction so many before it, in this trip or the
-one before, and how many cycles after that one's issue. What a load brings is not waited for by its registers but by s_waitcnt, as on the machine.
-"""
+A trip is a straight line that repeats. So an instruction always waits for an instruction a fixed number of places earlier, in this trip or the one
+before, for a fixed number of cycles after that one's issue. Only s_waitcnt waits for the result of a load, as on the machine."""
 from __future__ import annotations
 import re
 from collections import Counter
@@ -17,7 +16,7 @@ from attn.isa.operands import registers, uses, written_operands
 from attn.isa.waits import raised_by, waited_for
 
 class Pipe(IntEnum):
-  """What issues an instruction: each one a turn at most."""
+  """The units that issue instructions; each issues at most one per turn."""
   VECTOR, MATRIX, TRANSCENDENTAL, SCALAR, LDS, MEMORY, BRANCH, NONE = range(8)
 
 _UNIT_OF_KIND = {
@@ -29,28 +28,28 @@ _UNIT_OF_KIND = {
 
 @dataclass(frozen=True)
 class Dependence:
-  """An earlier instruction's result, for which an instruction waits."""
-  back: int       # how many instructions earlier that one is
-  latency: int    # from its issue
-  register: str   # one of those that it waits for
+  """The result of an earlier instruction that an instruction waits for."""
+  back: int       # distance of the earlier instruction, in instructions
+  latency: int    # cycles from its issue
+  register: str   # one of the registers waited for
 
 @dataclass
 class TripStep:
   """One instruction of a trip."""
   instruction: Instruction
   unit: Pipe
-  hold: int = 0                    # cycles of vector issue, or of its unit, that it takes
+  hold: int = 0                    # cycles for which vector issue, or its unit, is held
   matrix: int = 0                  # cycles of the matrix unit
-  alone: bool = False              # packed fp32 where that excludes the matrix unit
+  alone: bool = False              # packed fp32 on a chip where that excludes the matrix unit
   needs: list[Dependence] = field(default_factory=list)
-  awaits: list[int] = field(default_factory=list)      # accesses to memory or LDS, as instructions before this one, that have to be done
+  awaits: list[int] = field(default_factory=list)      # accesses that have to be done, as distances in instructions
   pause: int = 1                   # cycles until the wave's next instruction
   transfer: int = 0                # cycles of an LDS port, or of the path to memory
-  banks: int = 0                   # cycles of LDS' banks
-  latency: int = 0                 # of an access, beyond its transfer
-  priority: int|None = None        # s_setprio's
-  arrives: bool = False            # at a barrier
-  waits_for_all: bool = False      # at a barrier
+  banks: int = 0                   # cycles of the LDS banks
+  latency: int = 0                 # cycles of an access beyond its transfer
+  priority: int|None = None        # priority that s_setprio sets
+  arrives: bool = False            # arrives at a barrier
+  waits_for_all: bool = False      # waits at a barrier for all waves
 
 # ***** latencies *****
 
@@ -61,7 +60,8 @@ _DOT = re.compile(r"v_dot")
 def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
 
 def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
-  """From the issue of a producer, which takes the matrix unit for `cycles`, to that of what uses its result, `as_sum` if that only adds to it."""
+  """Cycles from the issue of a producer, which holds the matrix unit for `cycles`, to the issue of an instruction that uses its result. `as_sum`:
+  that one only adds to the result."""
   unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
   if unit == Pipe.MATRIX:
     if user == Pipe.MATRIX and as_sum: return cycles + (m.matrix_sum.value if cycles <= 8 else 0)
@@ -75,12 +75,13 @@ def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool
   return m.vector.value + (m.slow.value - 4//m.turn.value if _is_slow(producer) and m.turn.value == 1 else 0)
 
 def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
-  """Cycles of the matrix unit; of a shape that the chip's row doesn't have, those of its peak rate."""
+  """Cycles of the matrix unit. A shape without a row in the chip's table counts at the peak rate."""
   shape, flops = matrix_shape(x.op)
   return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/chip.pipes.flops)))
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
-  """What each instruction of a trip that is not the first waits for: for each register that it reads the last instruction that wrote it."""
+  """The results that each instruction of a trip (not the first trip) waits for: for each register that it reads, the last instruction that wrote
+  the register."""
   machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
   used = [uses(x) for x in trip]
@@ -102,8 +103,8 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """For each instruction of a trip that is not among the first, how many instructions earlier the accesses are that it waits for: those of s_waitcnt,
-  and of an access those without which its counter would overflow."""
+  """For each instruction of a trip in the steady state, the distances to the accesses that it waits for. s_waitcnt waits for the accesses it
+  names; an access waits for those without which its counter would overflow."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):
@@ -152,12 +153,12 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   elif kind == "nop": step.pause = _pause_of_nop(x, m.step.value)
   elif kind == "barrier":
     step.arrives, step.waits_for_all = not x.op.startswith("s_barrier_wait"), "signal" not in x.op
-  elif x.op == "s_setprio": step.priority = int(x.args or "0", 0)     # a disassembly leaves out 0
+  elif x.op == "s_setprio": step.priority = int(x.args or "0", 0)     # a disassembly omits the operand 0
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """The steps of a trip. `bank_cycles` are those of LDS for each instruction, None where its addresses are not known; `taken` says of each whether it
-  is a branch that is taken."""
+  """The steps of a trip. `bank_cycles` are the LDS bank cycles of each instruction, None if its addresses are not known. `taken` says for each
+  instruction whether it is a taken branch."""
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):
     step = _step(x, chip, machine, banks)
@@ -169,9 +170,9 @@ def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|N
 _KNOWN = re.compile(r"[vs]_|ds_|buffer_|global_|flat_|scratch_")
 
 def unknown(trip:Sequence[Instruction], chip:Chip) -> Iterator[str]:
-  """The instructions that the model has no figures for, with what they are taken for."""
+  """Yields a line for each instruction that the model has no figures for, and what the model takes it for."""
   for (op, kind), n in Counter((x.op, x.kind) for x in trip).items():
-    if not _KNOWN.match(op) or kind == "other": yield f"{op} ({n}): not known, taken for one that takes its place in the order and nothing else"
+    if not _KNOWN.match(op) or kind == "other": yield f"{op} ({n}): not known, counted as an instruction that only takes its place in the order"
     elif kind == "matrix" and matrix_shape(op)[0] not in chip.pipes.matrix:
-      yield f"{op} ({n}): a shape without published cycles, taken for one at the chip's peak rate"
-    elif kind in ("lds_other", "memory_other"): yield f"{op} ({n}): taken for an access of {access_bytes(op)} bytes a lane"
+      yield f"{op} ({n}): a shape without published cycles, counted at the chip's peak rate"
+    elif kind in ("lds_other", "memory_other"): yield f"{op} ({n}): counted as an access of {access_bytes(op)} bytes per lane"

@@ -1,4 +1,4 @@
-"""A prediction as tables: what a trip takes, what a problem takes on each card, and what is waited for, by instruction and by line."""
+"""A prediction as tables: the cycles of a trip, the time of a problem on each card, and the waits by instruction and line."""
 from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from attn.isa.timing.trips import LoopTiming, Timing
 
 
 def trips_table(timing:Timing) -> Table:
-  """One column a loop."""
+  """One column per loop."""
   table = Table("predicted, not measured", *(f"{timing.name}\n{x.label}" for x in timing.loops))
   for name, values in _rows(timing): table.add_row(name, *values)
   return table
@@ -31,7 +31,7 @@ def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
     ("cycles before and after the loops", [str(timing.edges), *again])]
 
 def problem_table(title:str, found:Sequence[Prediction]) -> Table:
-  """One line a card and clock."""
+  """One line per card and clock."""
   table = Table("card", "GHz", "trips of a workgroup", "ms of compute units", "of memory", "of L2", "limit", "TFLOP/s",
                 title=f"{title}: predicted, not measured")
   for x in found:
@@ -40,14 +40,14 @@ def problem_table(title:str, found:Sequence[Prediction]) -> Table:
   return table
 
 def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> Table:
-  """The waits of a trip by what they cost, each with the line that it is from."""
+  """The costliest waits of a trip, each with its instruction and source line."""
   table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in a trip, in cycles (predicted)")
   for x in loop.stalls[:most]:
     table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, python_place(x.step.instruction.line, lines))
   return table
 
 def python_place(line:int|None, lines:Mapping[int, PythonLine]) -> str:
-  """The line of Python behind a line of the source, or that one."""
+  """The line of Python behind a line of the source, or else the line of the source."""
   if line is None: return ""
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
 
@@ -58,7 +58,7 @@ def machine_table(chip:Chip) -> Table:
   return table
 
 def timing_json(timing:Timing, found:Sequence[Prediction], lines:Mapping[int, PythonLine]) -> dict[str, Any]:
-  """Everything of a prediction but the issues themselves."""
+  """The whole prediction as JSON values, without the single issues."""
   return {"name": timing.name, "arch": timing.chip.name, "cycles": timing.cycles, "matrix_use": timing.matrix_use, "groups": timing.groups,
           "waves": timing.waves, "behind": timing.behind, "edges": timing.edges, "unknown": list(timing.unknown),
           "loops": [{"label": x.label, "cycles": x.cycles, "matrix_use": x.matrix_use, "conflicts": x.conflicts,

@@ -1,4 +1,4 @@
-"""A kernel's hot loop as the waves of a compute unit walk through it, and what a trip takes: the way from assembly text to a prediction in cycles."""
+"""From assembly text to a prediction in cycles: the waves of a compute unit walk through a kernel's hot loop, and a trip is timed."""
 from __future__ import annotations
 import math, re
 from bisect import bisect_right
@@ -14,38 +14,38 @@ from attn.isa.timing.addresses import WaveState, bank_cycles_of
 from attn.isa.timing.steps import Pipe, TripStep, trip_steps, unknown
 from attn.isa.timing.waves import Run, Wave, step_waves
 
-WARM, MEASURED = 2, 4      # trips before those that are measured, and those
-MOST_ISSUES = 60000        # instructions that are stepped, about: fewer trips of a long loop
+WARM, MEASURED = 2, 4      # trips before measuring, and measured trips
+MOST_ISSUES = 60000        # about the most instructions to step; a long loop makes fewer trips
 
 @dataclass(frozen=True)
 class Stall:
-  """What waves wait for at one instruction, in the mean of a wave's trip."""
+  """The wait of waves at one instruction, in the mean of a wave's trip."""
   step: TripStep
-  cycles: float      # that it is issued later than the instruction before allowed
-  idle: float        # of those the ones in which the SIMD's matrix unit had nothing to do
-  why: str           # most of it: "access", "result", "unit", "barrier"
+  cycles: float      # delay after the cycle that the instruction before allowed
+  idle: float        # part of the delay in which the SIMD's matrix unit was idle
+  why: str           # main cause: "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
 class LoopTiming:
-  """What a trip of one loop takes."""
+  """The timing of one trip of a loop."""
   label: str
-  cycles: float                    # of a trip of all the waves there are
-  matrix_use: float                # of it the share in which the matrix unit is in use
-  scores: float|None               # elements of S that a wave computes in a trip, where the head dimension is known
-  flops: int                       # of the matrix instructions of a wave's trip
-  steps: tuple[TripStep, ...]          # of a trip of the first wave
-  stalls: tuple[Stall, ...]        # the most costly first
+  cycles: float                    # cycles in which all waves make one trip
+  matrix_use: float                # share of these in which the matrix unit is in use
+  scores: float|None               # scores that a wave computes in a trip, None if the head dimension is not known
+  flops: int                       # operations of the matrix instructions of a wave's trip
+  steps: tuple[TripStep, ...]          # steps of a trip of the first wave
+  stalls: tuple[Stall, ...]        # waits, the costliest first
   run: Run
   conflicts: int                   # cycles that bank conflicts add to a trip of the waves of a workgroup
-  unknown_addresses: int           # accesses of a trip of a wave to LDS whose addresses are not known: taken to be without conflicts
+  unknown_addresses: int           # LDS accesses of a wave's trip with unknown addresses, which count as free of conflicts
 
 @dataclass(frozen=True)
 class Timing:
-  """What a kernel takes."""
+  """The timing of a kernel."""
   name: str
   chip: Chip
   resources: Resources
-  waves: int                       # of a workgroup
+  waves: int                       # waves of a workgroup
   groups: int                      # workgroups on a compute unit
   whole_processor: bool            # RDNA: a workgroup has both compute units of a pair
   behind: int                      # waves of a workgroup that begin the loop one barrier behind the others
@@ -54,20 +54,20 @@ class Timing:
   unknown: tuple[str, ...] = field(default=())
   @property
   def cycles(self) -> float:
-    """Of a trip of every loop."""
+    """Cycles of one trip of every loop."""
     return sum(x.cycles for x in self.loops)
   @property
   def matrix_use(self) -> float: return sum(x.matrix_use*x.cycles for x in self.loops)/self.cycles
   @property
   def share(self) -> float:
-    """The loops' matrix operations over what the chip's dense 16-bit rate does in that time."""
+    """The loops' matrix operations divided by what the chip's dense 16-bit rate allows in that time."""
     rate = self.chip.pipes.flops*(2 if self.whole_processor else 1)
     return sum(x.flops for x in self.loops)*self.waves*self.groups/(self.cycles*rate)
 
 # ***** paths *****
 
 def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
-  """A way from one block to another, which is not in it, that falls through wherever it can; empty where there is none."""
+  """A path from block `first` to before block `last` that falls through wherever it can; empty if there is none."""
   def reaches(b:int, seen:set[int]) -> bool:
     stack, seen = [b], set(seen)
     while stack:
@@ -87,7 +87,7 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """A wave's trip: the usual path, with the blocks that waves without an active lane jump over if it is known that this one has some."""
+  """A wave's trip: the usual path, and the blocks that waves without an active lane jump over, if this wave is known to have an active lane."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -102,7 +102,7 @@ def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:
 def _instructions(blocks:Sequence[Block], path:Sequence[int]) -> list[Instruction]: return [x for b in path for x in blocks[b].instructions]
 
 def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool]:
-  """Of each instruction of a path whether it is a branch that is taken; a `closed` one returns to its beginning."""
+  """For each instruction of a path, whether it is a taken branch. A `closed` path returns to its beginning."""
   found = list[bool]()
   for b, after in zip(path, [*path[1:], path[0] if closed else -1]):
     found += [False]*len(blocks[b].instructions)
@@ -112,7 +112,7 @@ def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool
 # ***** workgroups *****
 
 def _waves_of_a_group(resources:Resources, chip:Chip) -> int:
-  if resources.threads is None: raise ValueError("the text doesn't say how many threads a workgroup has: give --threads")
+  if resources.threads is None: raise ValueError("the text doesn't say how many threads a workgroup has: give the number with --threads")
   return -(-resources.threads//chip.wave)
 
 def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> int:
@@ -121,8 +121,8 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Waves of a workgroup that come to a barrier before the loop that others jump over: a block with nothing else that matters, behind a branch. As
-  those kernels have it, half of them."""
+  """Waves of a workgroup that pass a barrier before the loop which the others jump over: a block behind a branch that holds only the barrier. In
+  kernels with such a block it is half of the waves."""
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
 
@@ -133,7 +133,7 @@ def _only_a_barrier(block:Block) -> bool:
 # ***** timing *****
 
 def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
-  """What the waves that take the first one's path wait for, by instruction."""
+  """The waits of the waves that take the first wave's path, by instruction."""
   same = [i for i, w in enumerate(found.waves) if w.steps is found.waves[0].steps or len(w.steps) == len(steps)]
   sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
   reasons: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -148,7 +148,7 @@ def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
   return tuple(sorted(rows, key=lambda s: (-s.idle, -s.cycles)))
 
 class _Busy:
-  """When a unit is in use, to be asked how long it isn't between two cycles."""
+  """The spans in which a unit is in use; `idle` tells how long it is free between two cycles."""
   def __init__(self, intervals:Sequence[tuple[int, int]]):
     self.starts, self.ends, self.sums = list[int](), list[int](), [0]
     for a, b in intervals:
@@ -163,13 +163,13 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """The share of the cycles that are measured in which the matrix units are in use."""
+  """The share of the measured cycles in which the matrix units are in use."""
   used = [_Busy(x) for x in found.matrix]
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """The loop that half of a workgroup's waves takes instead of `loop`: with the same matrix work and as many barriers, and of the two none leads to
-  the other within a trip of loops around both. `loop` itself where there is no such one."""
+  """The loop that half of a workgroup's waves takes instead of `loop`, or `loop` itself if there is none. The two have the same matrix work and
+  number of barriers, and neither leads to the other within a trip of a loop around both."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:
@@ -179,7 +179,7 @@ def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
   return next(others, loop)
 
 def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
-  """The blocks that a way leads to from a block, not by way of some others."""
+  """The blocks that paths from block `first` reach, avoiding the blocks `without`."""
   found, stack = set[int](), [first]
   while stack:
     if (b := stack.pop()) not in found:
@@ -189,8 +189,8 @@ def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
 
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """What a trip of a loop takes, with so many (workgroups, waves of one, SIMDs, waves behind). The second half of the waves takes the second of the
-  pair, which mostly is the first."""
+  """Times a trip of a loop. `shape` is (workgroups, waves of a workgroup, SIMDs, waves behind). The second half of the waves takes the second loop
+  of `pair`, which mostly is the first one."""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
   two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))
@@ -224,12 +224,12 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   return LoopTiming(label, found.cycles, _use(found), scores, flops, steps, _stalls(found, steps), found, conflicts, unknowns)
 
 def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
-  """For each access to LDS the cycles that its banks take without a conflict."""
+  """For each access to LDS, the cycles that the banks take without a conflict."""
   rate = {"lds_read": chip.pipes.lds_read, "lds_write": chip.pipes.lds_write}
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 
 def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, simds:int) -> int:
-  """Cycles of a workgroup by itself from its beginning to the first loop, and from the last one to its end."""
+  """Cycles of a workgroup alone from its beginning to the first loop, and from the last loop to its end."""
   first, last = loops[0], loops[-1]
   out = next((s for b in sorted(last.body) for s in blocks[b].successors if s not in last.body), None)
   ends = [i for i, b in enumerate(blocks) if b.instructions and b.instructions[-1].op.startswith("s_endpgm")]
@@ -247,10 +247,13 @@ def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, s
 
 def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, lds:int|None=None, threads:int|None=None,
               title:str|None=None, products:LoopProducts=PRODUCTS, behind:int|None=None, rank:int=0, grid:int|None=None) -> Timing:
-  """What the hot loop of a kernel in an assembly text takes. `d` and `dv` are the head dimensions as the kernel computes them, `products` says what
-  its loops compute, `behind` how many waves of a workgroup begin it one barrier behind the others (found in the text where it is not given), `grid`
-  how many workgroups there are: of few the chip's largest card has fewer on a compute unit than there is room for. Raises ValueError for a text
-  without a loop that holds matrix instructions, and where it isn't known how many threads a workgroup has."""
+  """Times the hot loop of a kernel in an assembly text.
+
+    d, dv     head dimensions as the kernel computes them
+    products  what its loops compute
+    behind    waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
+    grid      number of workgroups: of a small grid the chip's largest card runs fewer on a compute unit than it has room for
+  Raises ValueError for a text without a loop that holds matrix instructions, and if the number of threads of a workgroup is not known."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

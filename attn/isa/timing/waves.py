@@ -1,11 +1,10 @@
-"""The waves of a compute unit, stepped through their trips together: which issues what at which cycle, and why not earlier.
+"""Steps the waves of a compute unit through their trips together: which wave issues which instruction at which cycle, and why not earlier.
 
-An event is an instruction's issue. A wave's next instruction can be issued when the one before is far enough back, the results that it needs are
-there and the accesses that it waits for are done; then its unit has to be free, at a turn of its SIMD. Of the waves that could go at the same
-cycle the one with the highest priority goes, then the one whose last issue is longest ago: with MFMAs of one wave and vector instructions of another
-neither is kept waiting, as was measured (machine.py, "coissue"). Units are taken from issue on, LDS and memory by what is moved, in the order of
-issue.
-"""
+An event is the issue of an instruction. A wave can issue its next instruction when enough cycles have passed since the one before, the results it
+needs are there, and the accesses it waits for are done. Then its unit has to be free, at a turn of its SIMD. If several waves could issue at the
+same cycle, the wave with the highest priority goes; among equals, the wave whose last issue is longest ago. So MFMAs of one wave and vector
+instructions of another delay neither wave, as was measured (attn/chips/machine.py, "coissue"). Units are held from the issue on. LDS and memory
+are held for as long as the data takes, in the order of issue."""
 from __future__ import annotations
 import heapq
 from collections.abc import Sequence
@@ -13,44 +12,44 @@ from dataclasses import dataclass, field
 from attn.chips import Chip
 from attn.isa.timing.steps import Pipe, TripStep
 
-SHARED = (Pipe.LDS, Pipe.MEMORY)     # units of a compute unit
+SHARED = (Pipe.LDS, Pipe.MEMORY)     # units that all SIMDs of a compute unit share
 
 # why an instruction was not issued as soon as the one before it allowed
 ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
 class Wave:
-  """One wave of those that are stepped."""
-  group: int                 # its workgroup
+  """One of the waves that are stepped."""
+  group: int                 # workgroup
   simd: int
-  steps: Sequence[TripStep]      # of its trip
-  behind: bool = False       # begins behind one more barrier than the others of its workgroup
+  steps: Sequence[TripStep]      # the steps of a trip
+  behind: bool = False       # the wave begins one barrier later than the others of its workgroup
 
 @dataclass(frozen=True)
 class Issue:
-  """An instruction's issue."""
+  """The issue of an instruction."""
   wave: int
   trip: int
   step: int
-  since: int        # when the instruction before it allowed it
-  at: int           # when it was issued
-  end: int          # of what it holds of its unit, or of its access
-  why: str          # what it waited for between `since` and `at`: of those above, or nothing
+  since: int        # earliest cycle that the instruction before allowed
+  at: int           # cycle of the issue
+  end: int          # cycle until which its unit is held, or its access lasts
+  why: str          # what it waited for between `since` and `at`: ACCESS, RESULT, BUSY, BARRIER, or ""
 
 @dataclass
 class Run:
-  """What stepping gives."""
+  """The result of stepping."""
   waves: Sequence[Wave]
-  trips: int                                             # that were measured, of a wave in the mean
-  begin: int = 0                                         # when measuring began
-  end: int = 0                                           # and when it ended
-  issues: list[Issue] = field(default_factory=list)      # from `begin` on
-  starts: list[list[int]] = field(default_factory=list)  # for each wave when each of its trips began
-  matrix: list[list[tuple[int, int]]] = field(default_factory=list)     # for each SIMD when its matrix unit was in use, from `begin` on
+  trips: int                                             # measured trips of a wave, in the mean
+  begin: int = 0                                         # cycle where measuring began
+  end: int = 0                                           # cycle where measuring ended
+  issues: list[Issue] = field(default_factory=list)      # issues from `begin` on
+  starts: list[list[int]] = field(default_factory=list)  # for each wave, the cycles where its trips began
+  matrix: list[list[tuple[int, int]]] = field(default_factory=list)     # for each SIMD, spans in which its matrix unit was in use, from `begin` on
 
   @property
   def cycles(self) -> float:
-    """Cycles in which every wave makes a trip, in the mean."""
+    """Cycles in which every wave makes one trip, in the mean."""
     return (self.end - self.begin)/self.trips
 
 class _Groups:
@@ -58,10 +57,10 @@ class _Groups:
   def __init__(self, waves:Sequence[Wave]):
     self.members = {g: [i for i, w in enumerate(waves) if w.group == g] for g in {w.group for w in waves}}
     self.arrived = [0]*len(waves)
-    self.complete: dict[tuple[int, int], int] = {}      # (workgroup, which barrier) -> when its last wave arrived
-    self.parked: dict[int, int] = {}                    # wave -> the barrier that it waits at
+    self.complete: dict[tuple[int, int], int] = {}      # (workgroup, number of a barrier) -> cycle when its last wave arrived
+    self.parked: dict[int, int] = {}                    # wave -> number of the barrier it waits at
   def arrive(self, wave:int, group:int, now:int) -> list[int]:
-    """The waves that a wave's arrival sets free."""
+    """Notes a wave's arrival at a barrier, and returns the waves that it releases."""
     self.arrived[wave] += 1
     nth = self.arrived[wave]
     if min(self.arrived[i] for i in self.members[group]) < nth: return []
@@ -69,22 +68,22 @@ class _Groups:
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
-  """Steps the waves until they have made so many trips in the mean, or with `every` each of them; what happens after the first `first` ones is kept.
-  Workgroups begin `apart` cycles after another."""
+  """Steps the waves until they have made `trips` trips in the mean, or with `every` until each wave has. What happens in the `first` trips is not
+  recorded. Workgroups begin `apart` cycles after one another."""
   m, cu = chip.latencies, chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
   beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value
-  vector, matrix, slow = [0]*simds, [0]*simds, [0]*simds     # when each SIMD's units are free
-  packed = [False]*simds                                     # whether packed fp32 was the last on the matrix unit
+  vector, matrix, slow = [0]*simds, [0]*simds, [0]*simds     # cycle from which each SIMD's unit is free
+  packed = [False]*simds                                     # whether the matrix unit was last held by packed fp32
   slots = {unit: [0]*simds for unit in (Pipe.SCALAR, Pipe.BRANCH, Pipe.LDS, Pipe.MEMORY)}
-  units = -(-simds//cu.simds)                                # compute units: two where a workgroup has a pair of them
+  units = -(-simds//cu.simds)                                # compute units: two if a workgroup has a pair of them
   port, banks, memory = [0]*(ports*units), [0]*units, [0]*units
   queue = m.memory_queue.value*1024//m.memory_bytes.value
   groups = _Groups(waves)
-  issued: list[list[int]] = [[] for _ in waves]              # the cycle of each issue of a wave
-  done: list[list[int]] = [[] for _ in waves]                # and when what it accesses is there
+  issued: list[list[int]] = [[] for _ in waves]              # cycle of each issue of a wave
+  done: list[list[int]] = [[] for _ in waves]                # cycle when the access of each issue is done
   free, priority, position = [w.group*apart for w in waves], [0]*len(waves), [0]*len(waves)
-  released: dict[int, int] = {}                              # wave -> when its barrier was complete
+  released: dict[int, int] = {}                              # wave -> cycle when its barrier was complete
   result = Run(waves, trips - first, starts=[[] for _ in waves], matrix=[[] for _ in range(simds)])
   heap: list[tuple[int, int, int, int]] = []
   for i, w in enumerate(waves):
@@ -102,7 +101,7 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
     trip, at = divmod(n, len(w.steps))
     x, simd, unit = w.steps[at], w.simd, w.steps[at].unit
     cu_of, now, why = simd//cu.simds, own, ""
-    # what it needs
+    # results, accesses and barriers that it waits for
     if (t := released.get(i, 0)) > now: now, why = t, BARRIER
     for need in x.needs:
       if n >= need.back and (t := times[n - need.back] + need.latency) > now: now, why = t, RESULT
@@ -118,13 +117,13 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
     else:
       ready = max(now, slots[unit][simd])
     if turn > 1: ready += (simd - ready) % turn
-    # not at a turn: the waves of all SIMDs can go when there is room
+    # no turn here: waves of all SIMDs can go when there is room
     if unit in SHARED: ready = max(ready, port[simd*ports//cu.simds] - m.lds_queue.value if unit == Pipe.LDS else memory[cu_of] - queue)
     if ready > key:
       heapq.heappush(heap, (ready, -priority[i], times[-1] if times else -1, i))
       continue
     if unit != Pipe.NONE and ready - turn >= now and ready - now > now - own: why = BUSY
-    # it is issued
+    # the issue
     now, end = ready, ready
     if at == 0:
       result.starts[i].append(now)
@@ -176,5 +175,5 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
         continue
       released[i] = groups.complete[w.group, nth] + barrier
     heapq.heappush(heap, (free[i], -priority[i], now, i))
-  if to_make: raise RuntimeError("the waves wait for each other: a barrier that not all of them come to")
+  if to_make: raise RuntimeError("the waves wait for each other, at a barrier that some of them never reach; give --behind, how many begin one behind")
   return result
