@@ -46,7 +46,7 @@ class Spec:
                                ("kernel", self.kernel, (FORWARD, DECODE, *BACKWARD, LATENT))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
     if self.kernel != LATENT and not 1 <= self.d <= MAX_D:
-      raise ValueError(f"D={self.d}: must be 1 to {MAX_D}; only kernel {LATENT!r} is for D={MAX_D + 1} to {UP_TO['D']}")
+      raise ValueError(f"D={self.d}: must be within D=1 to {MAX_D}, or for kernel {LATENT} within D={MAX_D + 1} to {UP_TO['D']}")
     if self.kernel == LATENT and not MAX_D < self.d <= UP_TO["D"]: raise ValueError(f"{self}: {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
 
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)

@@ -1,1 +1,1 @@
-"""Measurements that need a real GPU, most of them beside other people's kernels."""
+"""Measurements on a real GPU, mostly in comparison with other people's kernels."""

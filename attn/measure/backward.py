@@ -1,11 +1,11 @@
-"""The backward kernels against their peers on the same NVIDIA GPU, in one process and on the same inputs: the backward of PyTorch's SDPA with the
-FlashAttention-2 and the cuDNN backend, in float32 with its memory-efficient one. `DEV=CUDA COMPARE=1 BWD=1 python bench.py`, with SWEEP=1 for the
-shapes below, CSV=path and PLOT=path; and
-`DEV=CUDA python -m attn.measure.backward [WORD ...]` prints the rows whose name has each WORD.
+"""Compares the backward kernels with their peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are the backward of
+PyTorch's SDPA with the FlashAttention-2 and the cuDNN backend, and in float32 with its memory-efficient backend.
 
-Rates count 2.5 times the forward's operations, five products, whatever a kernel computes; ours compute seven. Device time by events, median over
-rounds in which the peers take turns.
-"""
+  DEV=CUDA COMPARE=1 BWD=1 python bench.py             one problem; SWEEP=1: the shapes below; CSV=path, PLOT=path
+  DEV=CUDA python -m attn.measure.backward [WORD ...]  prints the rows whose name has each WORD
+
+Rates count 2.5 times the forward's operations (five products), whatever a kernel computes; our kernels compute seven. Times are device time by
+events, the median over rounds in which the peers take turns."""
 from __future__ import annotations
 import itertools, sys
 from collections.abc import Callable
@@ -26,7 +26,7 @@ SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, 
   (1, 64, 64, 8192, 8192, 128), (4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128), (4, 32, 32, 4096, 4096, 64), (1, 16, 16, 16384, 16384, 64),
   (2, 16, 16, 4096, 4096, 256), (1, 32, 1, 4096, 4096, 128), (1, 8, 8, 64, 65536, 128))
 SIZES_FP32 = ((4, 16, 16, 2048, 2048, 64), (2, 8, 8, 4096, 4096, 128), (1, 1, 1, 4096, 4096, 512))
-APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4, "float32": 2.0**-16}     # of the largest element: how far gradients may lie apart
+APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4, "float32": 2.0**-16}     # how far gradients may lie apart, relative to the largest element
 
 def shape_of(p:Problem) -> str:
   heads = f"{p.H}/{p.Hkv}" if p.Hkv < p.H else f"{p.H}"
@@ -36,7 +36,7 @@ def shape_of(p:Problem) -> str:
 def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-  """By name: a function that computes dq, dk and dv; a backend that refuses the problem is left out."""
+  """Functions that compute dq, dk and dv, by the name of PyTorch's backend. A backend that refuses the problem is left out."""
   import torch
   from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
@@ -52,7 +52,7 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
   return found
 
 def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
-  """Of one call, over as many as fill a round."""
+  """Timer of one call, averaged over as many calls as fill a round."""
   import torch
   def seconds(count:int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -65,19 +65,19 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """What a kernel writes, not computed yet."""
+  """The tensors that a kernel writes, not computed yet."""
   given = [have[name] if name in have else Tensor.empty(*shape, dtype=FLOATS[dtype]) for name, (shape, dtype) in shapes.items()]
   return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Seconds that it takes to compute them, over as many times as fill a round."""
+  """Timer of computing `outputs`, averaged over as many runs as fill a round."""
   schedule = compiled(*outputs)
   count = max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3))))
   return lambda: cuda_seconds(schedule, count)
 
 def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
                      peers:bool=True) -> dict[str, Any]:
-  """Times one problem; a row of the table. `tiles`: of dq and of dkdv, where not the chosen ones."""
+  """Times one problem and returns a row of the table. `tiles`: the tiles of dq and of dkdv, if not the chosen ones."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
@@ -106,7 +106,7 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
     got = [have[n].float().numpy() for n in ("dq", "dk", "dv")]
   apart = max(float((np.abs(x - y)/np.abs(y).max()).max()) for others in expected.values() for x, y in zip(got, others))
   times[OURS] = sum(times[name] for name in ours if name != "forward")
-  products = p.flops/2      # operations of one
+  products = p.flops/2      # operations of one matrix product
   row: dict[str, Any] = {"shape": shape_of(p), "causal": causal, "dtype": p.dtype, "tiles": f"{dq_tile}; {dkdv_tile}"}
   row["parts"] = f"{parts.dq}, {parts.dkdv}"
   row |= {name: count*products/times[name]/1e12 for name, count in (("dq", 3), ("dkdv", 4), ("forward", 2))}
@@ -115,7 +115,7 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
   return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems(words:list[str]) -> list[tuple[Problem, bool]]:
-  """Those whose name has every word; in float32 only where the words say so."""
+  """The problems whose name has every word. Problems in float32 only if a word is "float32"."""
   found = []
   cases = [*itertools.product(SIZES, ("bfloat16", "float16"), (False, True))]
   if "float32" in words: cases = [*itertools.product(SIZES_FP32, ("float32",), (False, True))]

@@ -1,11 +1,12 @@
-"""Sequences that two GPUs share, against one: `DEV=CUDA python -m attn.measure.context [WORD ...]` prints the rows whose name has each WORD.
+"""Times sequences whose rows several GPUs share, against one GPU: `DEV=CUDA python -m attn.measure.context [WORD ...]` prints the rows whose name has
+each WORD.
 
-Wall time of one call under TinyJit, median of rounds that last a quarter of a second at least, on each device by itself and on all; how long the host
-takes to launch one; the bytes that each device has in use; and a timeline:
-each kernel and copy of the call timed alone, and from these how long the call takes where copies run beside kernels and where they don't. The rows
-with heads shared need no copies: they are as fast as the devices can be together. DEVICES=4 takes four. With DEV=EMU and SMALL=1 the same runs
-without a GPU: its times mean nothing.
-"""
+A row has the wall time of one call under TinyJit (the median of rounds of at least a quarter of a second), on each device alone and on all; the
+host's time to launch one call; the bytes that each device uses; and a timeline. The timeline times each kernel and copy of the call alone. From these
+follows how long the call takes if copies run beside kernels, and if they don't. Rows with shared heads need no copies: they are as fast as the
+devices can be together.
+
+DEVICES=4 takes four devices. With DEV=EMU and SMALL=1 the program runs without a GPU; its times then mean nothing."""
 from __future__ import annotations
 import math, os, statistics, sys, time
 from collections.abc import Callable
@@ -16,11 +17,11 @@ from attn.measure.decode import normal as repeated_numbers
 from attn.measure.rows import heads_text
 from attn.tinygrad_compat import Device, GlobalCounters, Ops, Tensor, TinyJit, UOp, compiled, run_alone
 
-MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # of a sustained rate: a device that was idle is faster for a while
+MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # long enough for a sustained rate: a device that was idle is faster for a while
 
 @dataclass(frozen=True)
 class SharedProblem:
-  """What is computed, and what devices share: "rows", "keys" or "heads"; `backward`: dq, dk and dv besides."""
+  """The problem, and what devices share: "rows", "keys" or "heads". `backward`: compute dq, dk and dv, too."""
   shared: str
   H: int
   Hkv: int
@@ -41,11 +42,11 @@ CONTEXTS = (*(replace(LONG_ROWS, Hkv=heads, causal=causal) for heads in (32, 8) 
             SharedProblem("keys", 32, 8, 1, 2097152), *(SharedProblem(shared, 32, 8, 1, 524288) for shared in ("keys", "heads")))
 
 def small(row:SharedProblem) -> SharedProblem:
-  """The same of a size for the emulator."""
+  """The problem at a size for the emulator."""
   return replace(row, H=4, Hkv=4 if row.Hkv == row.H else 1, Sq=min(row.Sq, 64), Sk=128 if row.Sq == 1 else 64, D=16)
 
 def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
-  """q, k and v where the row has them, or on the one device that there is."""
+  """q, k and v, sharded as the row says, or on the one device."""
   shapes = (1, row.H, row.Sq, row.D), *[(1, row.Hkv, row.Sk, row.D)]*2
   def placed(x:Tensor, is_q:bool) -> Tensor:
     if len(devices) == 1: return x.to(devices[0])
@@ -56,7 +57,7 @@ def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
 def order_of(row:SharedProblem) -> str: return "zigzag" if row.shared == "rows" and row.causal else "contiguous"
 
 def computes(row:SharedProblem, devices:tuple[str, ...]) -> Callable[..., list[Tensor]]:
-  """One call, as a function of q, k and v, whose results are not realized."""
+  """A function of q, k and v that makes one call. Its results are not realized."""
   options: dict[str, Any] = {"causal": row.causal}
   if len(devices) > 1: options["sequence_order"] = order_of(row)
   def call(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
@@ -71,8 +72,8 @@ def used(devices:tuple[str, ...]) -> list[int]: return [GlobalCounters.mem_used_
 
 @dataclass(frozen=True)
 class MeasuredCall:
-  """Milliseconds of a call, and those in which the host has launched one; bytes that each device has in use for the inputs, and those that it has in
-  use besides once the call is captured."""
+  """Milliseconds of a call, and of the host to launch one; bytes that each device uses for the inputs, and bytes that it uses besides once the
+  call is captured."""
   ms: float
   launch_ms: float
   inputs: list[int]
@@ -88,7 +89,7 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
   def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
   for _ in range(3): step(*tensors)
   def timed(calls:int) -> tuple[float, float]:
-    """Seconds of a call among so many, and those until the first one is launched."""
+    """Seconds per call for this many calls, and seconds until the first one is launched."""
     synchronize(devices)
     start = time.perf_counter()
     step(*tensors)
@@ -104,14 +105,14 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
 
 @dataclass(frozen=True)
 class TimedPiece:
-  """A kernel, or a copy to a device, by itself."""
+  """A kernel, or a copy to a device, timed alone."""
   device: str
   name: str
   ms: float
   copied: bool
 
 def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]:
-  """Each kernel and copy of a call, in order, alone: least of three."""
+  """Each kernel and copy of a call, in order, timed alone: the fastest of three runs."""
   schedule, found = compiled(*computes(row, devices)(*inputs_of(row, devices))), []
   for call in schedule.src:
     times = []
@@ -128,7 +129,8 @@ def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]
 def piece_name(call:UOp) -> str: return f"copy from {call.src[2].device}" if call.src[0].op is Ops.COPY else str(call.src[0].arg.function_name)
 
 def timeline(row:SharedProblem, devices:tuple[str, ...], ms:float) -> list[str]:
-  """Lines that say what takes how long, and between which times the measured one lies: that with copies beside kernels and that with neither."""
+  """Lines that say how long each piece takes, and between which two times the measured time lies: all copies beside kernels, and no copy beside a
+  kernel."""
   pieces = pieces_alone(row, devices)
   def total(device:str, copied:bool) -> float:
     return sum(x.ms for x in pieces if x.copied == copied and Device.canonicalize(device) in x.device.split())

@@ -1,12 +1,13 @@
-"""Decoding against its peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints the rows whose name has each WORD.
+"""Compares decoding with its peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints the rows whose name has each
+WORD.
 
-Device time of one step, by events around a graph of 100 of them one after another, median over rounds in which the peers take turns: PyTorch's SDPA
-with the FlashAttention-2 and the cuDNN backend. The rate is that of K and V, each read once. `python -m attn.measure.decode 576` prints the rows of
-latent attention, for which PyTorch has no kernels.
+Times are device time of one step, by events around a graph of 100 steps one after another, the median over rounds in which the peers take turns. The
+peers are PyTorch's SDPA with the FlashAttention-2 and the cuDNN backend. The rate is the bytes of K and V, each read once, per second. `python -m
+attn.measure.decode 576` prints the rows of latent attention, for which PyTorch has no kernels.
 
-`TUNE=1 DEV=CUDA python -m attn.measure.decode 576` times every tile that their kernels may have instead, each with as many key ranges as it would
-get, and keeps the fastest for dispatch, as TUNE=1 of bench.py does. A word NAME=NUMBER changes that of every row: B=8 keys=32768 page=16.
-"""
+`TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have, each with the number of
+key ranges that it would get. It keeps the fastest for dispatch, as TUNE=1 of bench.py does. A word NAME=NUMBER changes that number in every row:
+B=8 keys=32768 page=16."""
 from __future__ import annotations
 import dataclasses, math, os, sys
 from collections.abc import Callable
@@ -29,12 +30,12 @@ from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
 
 STEPS = 100
-REPEATED = 2**24     # random numbers, of which K and V are repetitions
+REPEATED = 2**24     # number of random numbers that K and V repeat
 
 @dataclass(frozen=True)
 class DecodeStep:
-  """One query of each of B sequences of `keys` keys; `page` rows to a page of the cache, 0 for a whole one; with `v_dim` V is so many first columns
-  of K."""
+  """One query for each of B sequences of `keys` keys. `page`: rows in a page of the cache, 0 for a cache without pages. `v_dim`: V is this many
+  first columns of K; 0 for a V of its own."""
   B: int
   H: int
   Hkv: int
@@ -56,14 +57,14 @@ DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1
            *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT)
 
 def normal(*shape:int) -> Tensor:
-  """Random numbers, repeated."""
+  """Random numbers, repeated to fill the shape."""
   count = math.prod(shape)
   drawn = np.random.default_rng(0).standard_normal(min(count, REPEATED), np.float32).astype(np.float16)
   x = Tensor(drawn)
   return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
 
 def call_of(row:DecodeStep) -> CheckedCall:
-  """A step of random numbers; pages lie in any order."""
+  """A step on random numbers, with pages in random order."""
   q, blocks, options = normal(row.B, row.H, 1, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
   if row.page:
@@ -73,7 +74,7 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, normal(*shape), normal(*shape), options_of("attention", options))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Seconds of one step, with another tile and number of splits than the chosen ones where they are given."""
+  """Timer of one step, with the chosen tile and number of splits, or those of `work`."""
   choice = call.choice()
   o, = run_matrix(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
@@ -81,7 +82,7 @@ def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   return cuda_graph_seconds(schedule, STEPS) if str(call.at.device).startswith("CUDA") else lambda: device_seconds(schedule)
 
 def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
-  """Seconds of one call, of a graph of STEPS of them."""
+  """Timer of one call, from a graph of STEPS calls."""
   import torch
   for _ in range(3): run()
   torch.cuda.synchronize()
@@ -99,7 +100,7 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Those of PyTorch, which has no pages and no such long rows."""
+  """Timers of PyTorch's backends. There are none for pages and for latent attention."""
   import torch
   if row.page or row.v_dim: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
@@ -130,14 +131,14 @@ def fastest_step(call:CheckedCall, work:Work) -> float:
   return min(seconds() for _ in range(ROUNDS))
 
 def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
-  """Times the tile of the table and the others that there are, and keeps the fastest; rows of a table, the fastest first. Raises ValueError where the
-  problem has no kernel of latent attention."""
+  """Times the table's tile and all other possible tiles, and keeps the fastest. Returns rows of a table, fastest first. Raises ValueError for a
+  problem without a kernel of latent attention."""
   call = call_of(row)
-  if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention; bench.py's is for other kernels")
+  if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention (v_dim); bench.py tunes other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)
   own = dataclasses.replace(call, arch=arch).choice().work.tile
   rows = latent_space(p, arch)
-  if not isinstance(own, MlaTile|MlaMmaTile): raise ValueError(f"TUNE=1 of {row}: it gets no kernel of latent attention on {arch}")
+  if not isinstance(own, MlaTile|MlaMmaTile): raise ValueError(f"TUNE=1 of {row}: {arch.name} has no kernel of latent attention for it")
   timed = []
   for tile in dict.fromkeys((own, *rows)):
     work = Work(tile, splits.resolve(p, arch, tile).num_splits)
@@ -149,12 +150,12 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
            "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
 
 def decode_steps(words:list[str]) -> list[DecodeStep]:
-  """The rows whose names have each word, changed as words NAME=NUMBER say. Raises ValueError for one that says nothing."""
+  """The rows whose name has each word, changed as words NAME=NUMBER say. Raises ValueError for a word with an unknown NAME or a wrong NUMBER."""
   names, changes = [f.name for f in dataclasses.fields(DecodeStep)], dict[str, int]()
   for word in words:
     name, equals, number = word.partition("=")
     if not equals: continue
-    if name not in names: raise ValueError(f"{word}: must be NAME=NUMBER, of {', '.join(names)}")
+    if name not in names: raise ValueError(f"{word}: must be NAME=NUMBER, NAME one of {', '.join(names)}")
     changes[name] = int(number) if number.isdecimal() else -1
     if changes[name] < (name not in ("page", "v_dim")): raise ValueError(f"{word}: must be a whole number, at least 1")
   rows = [row for row in DECODES if all(word in str(row) for word in words if "=" not in word)]

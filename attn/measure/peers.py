@@ -1,9 +1,9 @@
-"""The kernel against its peers on the same NVIDIA GPU, in one process and on the same inputs: PyTorch's SDPA with the FlashAttention-2 and the cuDNN
-backend, in float32 with its memory-efficient one, and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`, with SWEEP=1 for the shapes below
-and PLOT=path.png for a picture.
+"""Compares forward with its peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are PyTorch's SDPA with the
+FlashAttention-2 and the cuDNN backend, in float32 with its memory-efficient backend, and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`;
+with SWEEP=1 the shapes below, with PLOT=path.png a picture.
 
-Device time, by events around many launches, median over rounds in which the peers take turns: what the chip's temperature does to one it does to all.
-"""
+Times are device time, by events around many launches, the median over rounds in which the peers take turns, so that the chip's temperature affects
+all alike."""
 from __future__ import annotations
 import csv, itertools, statistics, sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,34 +23,34 @@ SHAPES_FP32: list[dict[str, Any]] = [
   {"B": 4, "H": 16, "N": 2048, "D": 64}, {"B": 2, "H": 8, "N": 4096, "D": 128}, {"B": 1, "H": 1, "N": 4096, "D": 512}]
 OURS, FLASH, CUDNN, EFFICIENT, OWN = PEERS = "attn", "FlashAttention-2", "cuDNN", "memory-efficient", "tinygrad SDPA"
 ROUNDS, ROUND_SECONDS = 5, 0.25     # shorter rounds favour cuDNN: docs/nvidia.md
-ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # how far outputs of size 1 may lie apart: four units in the last place,
-                                                                          # in float32 32
+ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # how far outputs of size 1 may lie apart: 4 units in the last place,
+                                                                          # 32 in float32
 
 def sweep(dtype:str) -> list[dict[str, Any]]:
-  """The settings of SWEEP=1: the shapes of the matrix units in both their types, or for float32 (by DTYPE) those of the others."""
+  """The settings of SWEEP=1: shapes for matrix units in both 16-bit dtypes, or with DTYPE=float32 shapes for other kernels."""
   shapes, types = (SHAPES_FP32, ("float32",)) if dtype == "float32" else (SHAPES, ("float16", "bfloat16"))
   return [{**shape, "DTYPE": one, "CAUSAL": causal} for one, shape, causal in itertools.product(types, shapes, ("0", "1"))]
 
 def backends(dtype:str) -> dict[str, Any]:
-  """PyTorch's that there are for inputs of this type, by name."""
+  """PyTorch's backends for inputs of this dtype, by name."""
   from torch.nn.attention import SDPBackend
   return {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION} if dtype == "float32" else {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 
 def random_inputs(p:Problem, seed:int, *shapes:tuple[int, int]) -> list[Any]:
-  """PyTorch's tensors (B, H, S, D) of normal numbers, for these (H, S)."""
+  """PyTorch tensors (B, H, S, D) of normally distributed numbers, one for each (H, S)."""
   import torch
   generator, kind = torch.Generator("cuda").manual_seed(seed), getattr(torch, p.dtype)
   return [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in shapes]
 
 def on_the_host(x:Any) -> np.ndarray:
-  """A tensor of PyTorch as an array, one of 16 bits as its bits."""
+  """A PyTorch tensor as an array; a 16-bit tensor as its bits."""
   import torch
   return x.cpu().numpy() if x.dtype == torch.float32 else x.cpu().view(torch.int16).numpy().view(np.uint16)
 
 def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-  """By name: a function that computes attention, and its output; a backend that refuses the problem is left out."""
+  """By name: a function that computes attention, and its output. A backend that refuses the problem is left out."""
   import torch
   from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:
@@ -65,7 +65,7 @@ def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[
   return found
 
 def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
-  """Seconds of one call: a graph of as many as fill a round."""
+  """Timer of one call, from a graph of as many calls as fill a round."""
   import torch
   def seconds(run:Callable[[], None]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -83,7 +83,7 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(graph.replay)/count
 
 def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
-  """The median of what each timer says in some rounds. Their order changes from round to round, for who follows one that draws little power finds a
+  """Each timer's median over some rounds. The order changes from round to round, because a kernel that follows one with little power draw finds a
   cooler chip."""
   names, found = list(timers), []
   for i in range(ROUNDS):
@@ -92,7 +92,7 @@ def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
   return {name: statistics.median(times[name] for times in found) for name in names}
 
 def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
-  """Times one problem; a row of the table."""
+  """Times one problem and returns a row of the table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))
@@ -127,7 +127,7 @@ def rows_of_file(path:str) -> list[dict[str, Any]]:
             for row in csv.DictReader(file)]
 
 def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
-  """Bars of TFLOP/s, a group for each shape."""
+  """Draws bars of TFLOP/s, one group per shape."""
   import matplotlib
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt

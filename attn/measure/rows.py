@@ -1,9 +1,9 @@
-"""What is measured, a row of a table each: attention of so many queries against so many keys, and how that is written."""
+"""A measured problem as a row of a table: numbers of queries and keys, and their text."""
 from __future__ import annotations
 from dataclasses import dataclass
 
 def heads_text(H:int, Hkv:int) -> str:
-  """16, or 32 on 8 where query heads share those of the keys."""
+  """"16", or "32 on 8" if query heads share key/value heads."""
   return f"{H} on {Hkv}" if Hkv < H else f"{H}"
 
 @dataclass(frozen=True)

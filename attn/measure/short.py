@@ -1,10 +1,9 @@
-"""Short and crossed sequences against their peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.short [WORD ...]` prints the rows whose
-name has each WORD.
+"""Compares short and crossed sequences with their peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.short [WORD ...]` prints the rows
+whose name has each WORD.
 
-Device time of one launch: of ours in a TinyJit that has captured 100 of them, one after another, by events around its graph; of the peers, PyTorch's
-SDPA with the FlashAttention-2 and the cuDNN backend, in a graph of PyTorch's of 100. Median over rounds in which they take turns, on the same inputs,
-in bfloat16. Shorter captures would time the host, which needs 0.25 ms for a TinyJit call.
-"""
+Times are device time of one launch in bfloat16, on the same inputs, the median over rounds in which the peers take turns. Ours are timed by events
+around the graph of a TinyJit that has captured 100 launches. The peers, PyTorch's SDPA with the FlashAttention-2 and the cuDNN backend, run in a
+PyTorch graph of 100 launches. Shorter captures would time the host, which needs 0.25 ms for a TinyJit call."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ class ShortRow(MeasuredRow):
     return f"{self.B}, {self.heads}, {self.Sq} x {self.Sk}, {self.D} {'causal' if self.causal else 'full'}"
   @property
   def problem(self) -> Problem:
-    """What the peers are asked for."""
+    """The problem that the peers compute."""
     return Problem(self.B, self.H, self.Hkv, self.Sq, self.Sk, self.D, self.D, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=self.D**-0.5,
                    window=(-1, 0 if self.causal else -1), num_splits=1)
 
@@ -33,7 +32,7 @@ SHORT_ROWS = (ShortRow(64, 16, 16, 256, 256, 64, True), ShortRow(8, 16, 16, 128,
               ShortRow(8, 32, 4, 2048, 2048, 128, True), ShortRow(4, 16, 16, 4096, 4096, 128, False))
 
 def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tuple[Callable[[], float], Tensor]:
-  """Seconds of one launch, of a TinyJit of so many that each write the same output, which is given besides."""
+  """Timer of one launch, from a TinyJit of many launches that all write the same output. Also returns that output."""
   out = Tensor.empty(*q.shape, dtype=q.dtype).contiguous().realize()
   @TinyJit
   def launches() -> Tensor:

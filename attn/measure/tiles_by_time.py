@@ -1,6 +1,5 @@
-"""The tiles that a kernel may have instead of the table's own, each timed; the fastest is kept for dispatch in the user's cache directory. TUNE=1 of
-bench.py. Who calls says how long a kernel takes with a tile, so that tests of it need no GPU.
-"""
+"""Times every tile that a kernel may have, and keeps the fastest for dispatch in the user's cache directory: TUNE=1 of bench.py. The caller says
+how long a kernel takes with a tile, so tests need no GPU."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
@@ -31,12 +30,12 @@ with needs("bench", "bench.py", __name__): from tqdm import tqdm
 # ***** machine code *****
 
 def assembly_of(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> str:
-  """The assembly text of a kernel of tensors of these shapes. Raises NoCompiler where there is no compiler."""
+  """Assembly text of a kernel for tensors of these shapes. Raises NoCompiler if there is no compiler."""
   tensors = [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
   return clang.assembly(render(kernel(*tensors), arch.name), arch.name)
 
 def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
-  """Whether the kernel keeps registers in memory; False where there is no compiler to ask."""
+  """Whether the kernel keeps registers in memory; False if there is no compiler to ask."""
   from attn.isa import report
   try: clang.toolchain()
   except NoCompiler: return False
@@ -45,10 +44,10 @@ def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
 
 # ***** forward *****
 
-Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # of a kernel and its tile
+Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # seconds of a kernel with its tile
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times what dispatch takes by itself, and the forward kernel with every tile that doesn't spill; keeps the fastest. The rows of a table."""
+  """Times what dispatch takes by default, and the forward kernel with every tile that doesn't spill. Keeps the fastest. Returns rows of a table."""
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
@@ -70,7 +69,7 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """The same of the kernel of plain UOps, whose compilers say nothing of spills: time does."""
+  """Times the forward kernel of plain UOps with every tile, and keeps the fastest. Its compilers don't report spills, but time shows them."""
   make = KERNELS["tiled"].program
   assert make is not None
   return time_plain(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
@@ -79,7 +78,7 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel of plain UOps with its own tile and those of a space, but for what the device refuses; keeps the fastest. The rows of a table."""
+  """Times a kernel of plain UOps with its own tile and every tile of a space that the device accepts. Keeps the fastest. Returns rows of a table."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))
@@ -93,7 +92,7 @@ def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[P
 # ***** backward *****
 
 TimedBackwardTile = BackwardTile|TiledBackwardTile
-BackwardSeconds = Callable[[str, TimedBackwardTile], float]     # of a backward kernel, "dq" or "dkdv", with this tile
+BackwardSeconds = Callable[[str, TimedBackwardTile], float]     # seconds of a backward kernel, "dq" or "dkdv", with a tile
 
 def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> BackwardLaunch:
   p = replace(p, return_lse=True)
@@ -101,16 +100,16 @@ def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> B
   return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p))
 
 def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
-  """The table's own, of dq and of dk and dv. Raises NotImplementedError where neither AMD's kernels nor those of plain UOps compute the gradients."""
+  """The table's own tiles, of dq and of dkdv. Raises NotImplementedError if neither AMD's kernels nor those of plain UOps compute the gradients."""
   if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
-    raise NotImplementedError(f"TUNE=1 with BWD=1: no kernels compute the gradients: {tiles}")
+    raise NotImplementedError(f"TUNE=1 with BWD=1: no backward kernel takes this problem: {tiles}")
   dq, dkdv = tiles
   if isinstance(dq, TimedBackwardTile) and isinstance(dkdv, TimedBackwardTile): return dq, dkdv
   raise NotImplementedError(f"TUNE=1 with BWD=1 on {arch.name}: it is for AMD's kernels and those of plain UOps (float32, D above 256); the "
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the table's tile and every other that doesn't spill; keeps the fastest. The rows of a table."""
+  """Times a backward kernel with the table's tile and every other tile that doesn't spill. Keeps the fastest. Returns rows of a table."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2

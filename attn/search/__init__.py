@@ -1,1 +1,2 @@
-"""The search for tiles by predictions from machine code: which it compiles, how it ranks them, the table that it writes. The command is attn.tune."""
+"""Searches tiles by predictions from machine code: which tiles it compiles, how it ranks them, and the table that it writes. The command is
+attn.tune."""

@@ -1,5 +1,5 @@
-"""The tiles that the backward kernels might have, and their bounds from machine code: what `python -m attn.tune --gradient dq` ranks, and what TUNE=1
-with BWD=1 of bench.py times. The tables of the backward in attn/chips are written by hand, from such a list."""
+"""The tiles that the backward kernels might have, and their bounds from machine code. `python -m attn.tune --gradient dq` ranks them, and TUNE=1
+with BWD=1 of bench.py times them. The backward tables in attn/chips are written by hand from such a list."""
 from __future__ import annotations
 import itertools
 from collections.abc import Iterable
@@ -23,9 +23,9 @@ BACKWARD_SPACE: dict[str, tuple[Any, ...]] = {
   "waves": (4, 2, 8), "block_n": (32, 16, 64), "own_in_lds": ((False, False), (True, False), (True, True)), "fenced": (0, 4, 8, 2),
   "prefetch": (1, 0, 2), "sparing": (False, True), "passes": (1, 2)}
 
-PRODUCTS_NEEDED = {"dq": 3, "dkdv": 4}     # S, dP and dQ; S, dP, dV and dK
+PRODUCTS_NEEDED = {"dq": 3, "dkdv": 4}     # matrix products: S, dP and dQ; S, dP, dV and dK
 
-NOT_LOOKED_AT = {64: (), 32: (4,)}         # of the fences, by the lanes of a wave: what is between others that are
+NOT_LOOKED_AT = {64: (), 32: (4,)}         # values of `fenced` that are skipped because neighbouring values are tried, by the lanes of a wave
 
 @dataclass(frozen=True)
 class RankedBackwardTile:
@@ -33,7 +33,7 @@ class RankedBackwardTile:
   bound: Bound
 
 def backward_held(tile:BackwardTile, d:int) -> int:
-  """Vector registers of a lane that the tile takes at least: accumulators, S and dP, own rows, and what is on its way."""
+  """Least number of vector registers of a lane that the tile takes: accumulators, S and dP, own rows, and tiles on their way."""
   mat = tile.matrix
   row = contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
   accumulators = (2 if tile.keys and tile.passes == 1 else 1)*round_up(d, mat.M)//mat.groups
@@ -41,8 +41,8 @@ def backward_held(tile:BackwardTile, d:int) -> int:
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
-  """Rows for the shapes of BACKWARD_SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank
-  conflicts. Own rows lie in LDS, and come sparingly, and passes are two, only where else most registers would be taken."""
+  """Rows for the shapes of BACKWARD_SPACE that the matrix instruction divides, that LDS and registers have room for, and that are read without
+  bank conflicts. Own rows in LDS, sparing reads and two passes are tried only where most registers would be taken otherwise."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))
@@ -57,7 +57,7 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]
   return found
 
 def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """The bound of one tile for one variant of the kernel "dq" or "dkdv"; None where it doesn't compile, or spills."""
+  """The bound of one tile for one variant of the kernel "dq" or "dkdv". None if it doesn't compile, or spills."""
   spec = Spec(arch, row.up_to, dtype, mask, kernel)
   tile = backward_tile(problem_of_spec(spec), get_chip(arch), row, kernel == "dkdv")
   source = kernel_source(spec, tile)

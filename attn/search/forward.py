@@ -1,13 +1,13 @@
-"""The search that makes the tables of forward's tiles in attn/chips: by predictions from machine code, not by measurements. The command is
+"""The search that makes the tables of forward tiles in attn/chips, by predictions from machine code, not by measurements. The command is
 attn/tune.py.
 
-A row is for one family of matrix units and for head dimensions up to one of CLASSES. Its tiles are those of `candidates` that do not spill; the best
-has the greatest `Bound`, of which what attn.isa.timing predicts comes first, its figures being the worst over fp16 and bf16, full and causal. Where
-that one takes more than SMALL_TILE queries, the best of those that don't follows it, for grids too small to fill a chip.
+A table row is for one family of matrix units and for head dimensions up to one of CLASSES. The search looks at those tiles of `candidates` that do
+not spill. The best tile has the greatest `Bound`: its prediction by attn.isa.timing counts first, and each figure is the worst over fp16 and bf16,
+full and causal. If the best tile takes more than SMALL_TILE queries, a second row has the best tile with fewer, for grids too small to fill a chip.
 
-Rows belong to the release of LLVM that was searched with: the release of the extra `isa`, or another that ATTN_CLANG names. The rows of an older
-release are for it and those before, and stand in the table only where their tiles are others. On a GPU, TUNE=1 of bench.py goes by time instead.
-"""
+Rows belong to the release of LLVM that the search ran with: the release of the extra `isa`, or the one that ATTN_CLANG names. Rows of an older
+release serve that release and those before it, and stand in the table only if their tiles differ. On a GPU, TUNE=1 of bench.py chooses by time
+instead."""
 from __future__ import annotations
 import functools, itertools, multiprocessing, re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,30 +36,31 @@ from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm
 
-VARIANTS = [(dtype, mask) for dtype in reversed(MATRIX_DTYPES) for mask in reversed(MASKS)]   # the costly ones first
+VARIANTS = [(dtype, mask) for dtype in reversed(MATRIX_DTYPES) for mask in reversed(MASKS)]   # the costliest variants first
 SPACE: dict[str, tuple[int, ...]] = {
   "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
   "prefetch": (1, 2, 0)}
 MATRICES = (0, 1)      # which of a chip's matrix instructions, by number
-LARGEST_TILE = 256     # queries of a tile, at most: a causal block computes on average half as many keys in vain
-SMALL_TILE = 128     # queries of a tile that every grid may have
-FILLS = 256     # workgroups that a tile of more queries has to make, about one for each compute unit of the largest chips
+LARGEST_TILE = 256     # most queries of a tile: a causal block computes on average half as many keys in vain
+SMALL_TILE = 128     # most queries of a tile that any grid may use
+FILLS = 256     # workgroups that a larger tile has to make, about one for each compute unit of the largest chips
 ENOUGH = 2      # waves per SIMD: one computes while the other waits
-AHEAD = 3       # a part of a trip's matrix work, at least: while so much is done each load of the next tile is under way
-ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # of instruction.KINDS
-LEADING = 3     # tiles with the greatest bounds that are tried with two buffers in LDS as well
-RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel gets by with fewer
-Each = Callable[..., Iterable[Any]]   # map, or that of a pool of processes
+AHEAD = 3       # each load of the next tile should be under way during at least 1/AHEAD of a trip's matrix work
+ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # kinds (instruction.KINDS) that take an issue slot
+LEADING = 3     # number of best tiles that are also tried with two buffers in LDS
+RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel needs fewer
+Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
-  """What tiles are ranked by, the greatest first. Uses of the matrix unit are in half percents: less is the compiler's luck."""
-  predicted: int  # of the dense rate, in the hot loop, as far as L2 feeds it
+  """The figures that rank tiles, the greatest first. Uses of the matrix unit are in half percents; smaller differences are chance in the
+  compiler's output."""
+  predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
   enough: int     # waves per SIMD, but no more than ENOUGH
-  ahead: int      # 1 if a tile is on its way during a good part of the matrix work, else 0: no figure here knows what waiting for memory takes
-  issued: int     # where nothing overlaps: the serial bound, in which each access to LDS and memory and each barrier takes an issue slot too
-  serial: int     # the serial bound itself
-  waves: int      # per SIMD, of the workgroups for which registers and LDS have room
-  overlap: int    # where everything overlaps
+  ahead: int      # 1 if a tile is on its way during a good part of the matrix work, else 0: no other figure covers waiting for memory
+  issued: int     # the serial bound, with an issue slot for each access to LDS and memory and each barrier
+  serial: int     # the serial bound: nothing overlaps
+  waves: int      # waves per SIMD of the workgroups for which registers and LDS have room
+  overlap: int    # the bound if everything overlaps
   small: int      # minus the queries of a workgroup
   short: int      # minus the keys of a trip
 
@@ -71,22 +72,22 @@ class RankedTile:
 # ***** the space *****
 
 def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
-  """Vector registers of a lane that the tile takes at least: accumulators and scores, with Q and the tiles of K and V that are on their way."""
+  """Least number of vector registers of a lane that the tile takes: accumulators and scores, Q, and the tiles of K and V on their way."""
   mat, c = arch.matrix[MATRIX_DTYPES[0]][row.matrix], row.shape
   of_q = 0 if c.q_in_lds else contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
   on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
-  """Whether lanes that read their units of matrix operands, lane group h at unit h of row n, meet in a bank of LDS. Those of CDNA's 16x16
-  instructions do: a phase of its reads takes rows of one lane group with the neighbouring rows of another."""
+  """Whether lanes meet in a bank of LDS as they read their units of matrix operands, lane group h at unit h of row n. On CDNA's 16x16 instructions
+  they do: a phase of its reads takes rows of one lane group with the neighbouring rows of another."""
   banks, groups = phases(family, mat.wave, True, 16)
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
 def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
-  """Rows for the shapes of SPACE that the matrix instruction divides into, that LDS and registers could hold and that are read without bank
-  conflicts. Q lies in LDS, where every trip has to read it again, only if with it a wave would fill half of its registers."""
+  """Rows for the shapes of SPACE that the matrix instruction divides, that LDS and registers have room for, and that are read without bank
+  conflicts. Q lies in LDS, where every trip has to read it again, only if Q would fill the wave's registers beyond half."""
   found, p = list[UpTo[ForwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*SPACE.values(), MATRICES):
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
@@ -102,16 +103,16 @@ def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
 # ***** the bound of one tile *****
 
 def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
-  """Waves per SIMD, as many as whole workgroups make."""
+  """Waves per SIMD, counting whole workgroups only."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
   simds = chip.pipes.simds
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """None where the kernel doesn't compile, or spills: keeps registers in memory, or scalars in vectors. What moves from vector registers to
-  accumulation registers, which clang counts as spilled too, stays in the register file, and its moves are in the prediction. `text` is its machine
-  code."""
+  """The bound of a kernel from its machine code `text`. None if it doesn't compile, or spills: keeps vector registers in memory, or scalar ones in
+  vectors. Moves from vector to accumulation registers, which clang also counts as spills, stay in the register file, and the prediction covers
+  them."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   if r.scratch or r.sgpr_spills: return None
@@ -127,14 +128,14 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
                -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
-  """The bound of the forward kernel with this tile, None where it doesn't compile, or spills."""
+  """The bound of the forward kernel with this tile. None if it doesn't compile, or spills."""
   kernel = kernel_source(spec, tile)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None
   return bound_of(text, kernel, analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec)), tile)
 
 def why_none(arch:str, d:int) -> str:
-  """Why a class has no tile, as far as one tile tells it: what clang says of the first one."""
+  """Why a class has no tile, as far as its first tile tells: clang's message for it."""
   chip = get_chip(arch)
   if not (space := candidates(chip, d)): return "none of those looked at fits"
   spec = Spec(arch, d)
@@ -149,14 +150,15 @@ def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask
   return tile_bound(spec, tile)
 
 def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
-  """Figure by figure the worst over the variants."""
+  """The bound of one tile with each figure the worst over the variants. None if a variant has no bound."""
   found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
 
 # ***** the best of a class *****
 
 def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
-  """The best by its worst variant. `ranked` is by the bound of one variant, the greatest first; no worst one is greater, so few are looked at."""
+  """The tile whose worst variant is best. `ranked` is sorted by the bound of one variant, the greatest first. No worst bound is greater than that
+  one, so few tiles are looked at."""
   found: RankedTile|None = None
   for x in ranked:
     if found is not None and x.bound <= found.bound: break
@@ -166,7 +168,7 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """The rows of a class: the best tile, and the best of SMALL_TILE queries at most where that is another."""
+  """The rows of a class: the best tile, and if that one is larger, the best tile of at most SMALL_TILE queries."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
@@ -177,12 +179,13 @@ def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[Rank
 class Class:
   arch: str
   d: int
-  ranked: tuple[RankedTile, ...]    # the tiles that were looked at and don't spill, by the bound of their first variant
+  ranked: tuple[RankedTile, ...]    # tiles that were tried and don't spill, by the bound of their first variant
   rows: tuple[RankedTile, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """One class. What is looked at only where nothing before will do: first tiles without prefetch, then those of which ENOUGH waves can't have the
-  registers. A second buffer changes little else, so it is tried on the LEADING tiles, and on those of SMALL_TILE queries."""
+  """Searches one class. Costlier parts of the space are tried only if earlier ones have no good tile: first tiles without prefetch, then tiles too
+  heavy for ENOUGH waves. A second buffer changes little else, so it is tried on the LEADING tiles, and on the LEADING ones of at most SMALL_TILE
+  queries."""
   chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
   def look(tiles:list[UpTo[ForwardShape]]) -> list[RankedTile]:
@@ -198,7 +201,7 @@ def search_class(arch:str, d:int, each:Each=map) -> Class:
   return Class(arch, d, tuple(ranked), tuple(rows))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
-  """Every class of every chip, in `jobs` processes, with a line of progress."""
+  """Searches every class of every chip in `jobs` processes, with a progress line."""
   kinds = list(itertools.product(archs, classes))
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
     for arch, d in (bar := tqdm(kinds, unit="class")):
@@ -223,17 +226,17 @@ def row_of(x:RankedTile, llvm:int=EVERY) -> str:
   uses = ", ".join(f"{name} {getattr(x.bound, name)/2}%" for name in ("predicted", "serial", "issued", "overlap"))
   return f"{text:<{ALONGSIDE}}# {uses}, waves {x.bound.waves}"
 
-RowsKey = tuple[int, int]   # class, and minus the newest release of LLVM that its rows are for: in the order of the table
+RowsKey = tuple[int, int]   # class, and minus the newest release of LLVM that its rows serve: sorts as the table is sorted
 TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines
 
 TABLE = re.compile(r"^(FORWARD_ON_\w+: tuple\[UpTo\[ForwardShape\], \.\.\.\] = \(\n)(.*?)^\)$", re.MULTILINE | re.DOTALL)
 
 def file_of(family:str) -> Path:
-  """The file that has a family's table."""
+  """The file with a family's table."""
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
-  """The lines of the table in a family's text. Raises ValueError where there is none."""
+  """The lines of the table in a family's text. Raises ValueError if there is none."""
   if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
@@ -242,16 +245,16 @@ def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
   return rows
 
 def all_tables() -> TableRows:
-  """Tables of all families that have a chip to search for."""
+  """Tables of all families with a chip to search for."""
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
-  """The tiles of some lines, without figures and releases."""
+  """The tiles in some lines, without figures and releases."""
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
-  """The table's lines with those of what was searched with this release of LLVM. Those of an older one than the table's own stand there only where
-  their tiles differ from what the next newer one has."""
+  """The table's lines after a search with this release of LLVM. Rows of a release older than the table's own are kept only if their tiles differ
+  from those of the next newer release."""
   rows = {family: dict(lines) for family, lines in old.items()}
   up_to = llvm if llvm < LLVM else EVERY
   for x in found:
@@ -268,7 +271,7 @@ def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """What `new` has other than `old`: other tiles, not figures."""
+  """Lines that say which tiles differ between `old` and `new`. Figures don't count."""
   def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
     return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]
   lines = []

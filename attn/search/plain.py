@@ -1,4 +1,4 @@
-"""The tiles of the kernels of plain UOps that TUNE=1 of bench.py times: all that local memory and registers have room for."""
+"""The tiles of plain UOps' kernels that TUNE=1 of bench.py times: all tiles for which local memory and registers have room."""
 from __future__ import annotations
 import itertools
 from dataclasses import replace
@@ -8,21 +8,21 @@ from attn.choose.tiled_tiles import STEPS_AT_ONCE
 from attn.kernels.tiles.plain import LONG_SUM, TiledBackwardTile, TiledTile
 from attn.problem import Problem
 
-MOST_NUMBERS = 192     # fp32 registers for sums and scores that a thread may have; what else it needs comes to that
+MOST_NUMBERS = 192     # most fp32 registers of a thread for sums and scores; it needs others besides
 
-THREADS_OF_TILED = ((8, 16), (16, 8), (16, 16), (32, 8), (32, 16))      # down and across
-ROWS_OF_TILED = tuple(itertools.product((4, 8), repeat=2))               # walked and own, of a thread
+THREADS_OF_TILED = ((8, 16), (16, 8), (16, 16), (32, 8), (32, 16))      # threads down and across
+ROWS_OF_TILED = tuple(itertools.product((4, 8), repeat=2))               # rows of a thread: walked and own
 DEPTHS_OF_TILED = (16, 32, 64)
 
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
 def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
-  """The tiles of one thread."""
+  """The tiles for a workgroup of one thread."""
   return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
           for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
 
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
-  """The tiles of `tiled`."""
+  """The tiles of the forward kernel `tiled`."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
   for (down, across), (walked, own), depth, ahead in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (True, False)):
@@ -34,7 +34,7 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   return found
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
-  """The tiles of a kernel that owns queries, or `keys`: a thread has S, dP and its part of each gradient in registers."""
+  """The tiles of a backward kernel that owns queries, or `keys`. A thread holds S, dP and its part of each gradient in registers."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
   for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):
