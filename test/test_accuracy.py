@@ -128,7 +128,7 @@ def test_rounded_once_more() -> None:
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
 
 def test_batches_by_themselves() -> None:
-  """With kv_lengths, the laws of a batch are the laws of its visible keys alone. Gradients that batches share add up like variances."""
+  """A batch with kv_lengths has the laws of its visible keys alone. Gradients that batches share add up like variances."""
   p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
   x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
   how, found = dict(dtype="float16", out_dtype="float16"), []

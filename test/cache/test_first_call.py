@@ -1,4 +1,4 @@
-"""What the first call of a kernel takes on the way to the device, in this process and in the next; no device is needed to see it."""
+"""Tests of the first call of a kernel: what it does on the way to the device, in this process and in the next one. No device is needed."""
 from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,16 +22,17 @@ from cases import TYPES, problem
 @pytest.mark.parametrize("renderer", (OperationsCUDARenderer, OperationsNVCCRenderer))
 @pytest.mark.parametrize(("arch", "named"), (("sm_80", "sm_80"), ("sm_90", "sm_90a")))
 def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
-  """The compiler gives machine code for the chip itself, under a key of tinygrad's disk cache that PTX never had; the renderer keeps its target."""
+  """The CUDA compiler returns machine code for the chip itself, under a key that tinygrad's disk cache never used for PTX. The renderer keeps its
+  target."""
   from tinygrad.runtime.autogen import nvrtc
-  monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda major, minor: 0)       # the library may not be there
+  monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda major, minor: 0)       # the library may be missing here
   made = renderer(Target("CUDA", "", arch))
   assert (made.compiler.arch, made.compiler.ptx, made.target.arch) == (named, False, arch)
   assert made.compiler.cachekey not in (None, type(made.compiler)(named, ptx=True, cache_key="cuda").cachekey)
 
 @pytest.mark.parametrize(("lib", "shown"), ((b"\x7fELF\x02\x80\xff", 4), (b".version 9.0", 5)))
 def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
-  """With DEBUG=5 tinygrad decodes what it loads as text, and ours is none; PTX it still prints."""
+  """DEBUG is lowered while machine code is loaded: with DEBUG=5 tinygrad would decode it as text. PTX is still printed."""
   from tinygrad.runtime import ops_cuda
   monkeypatch.setattr(ops_cuda, "CUDAProgram", lambda dev, obj, smem: (DEBUG.value, smem))
   with Context(DEBUG=5):
@@ -41,7 +42,7 @@ def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
 FP16, BF16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
 @pytest.mark.parametrize(("headers", "left"), (((), ["half", "nv_bfloat16"]), ((FP16,), ["nv_bfloat16"]), ((BF16,), []), ((FP16, BF16), [])))
 def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> None:
-  """By a header where there is one: that of bfloat16 includes that of half."""
+  """A 16-bit type is declared once: not where a header already declares it. The header of bfloat16 includes the header of half."""
   buffers = [(None, (SimpleNamespace(dtype=dtype), None)) for dtype in (dtypes.half, dtypes.bfloat16)]
   found = printer_of("sm_90").declarations(list(headers), buffers, "")
   assert [line.split()[1] for line in found] == left
@@ -49,22 +50,22 @@ def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> Non
 # ***** sources that are kept *****
 
 class Echo(Compiler):
-  """A compiler whose machine code is the source."""
+  """Compiler whose machine code is the source."""
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-  """An empty cache directory."""
+  """Folder of an empty cache."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   return tmp_path/"attn/compilers"
 
 def kernel(arch:str, **options:Any) -> tuple[UOp, Any]:
-  """A small kernel's AST, and a renderer for `arch` that needs no compiler."""
+  """AST of a small kernel, and a renderer for `arch` that needs no compiler."""
   p, renderer = problem(H=1, Sq=64, Sk=64, D=64, lse=False, **options), printer_of(arch)
   renderer.compiler = Echo()
   return single_kernel(p, get_chip(arch))[0](*[UOp.placeholder(s, TYPES[d], i) for i, (s, d) in enumerate(arguments(p).values())]), renderer
 
 def lowerings(monkeypatch) -> list[str]:
-  """The names of the kernels that are lowered from now on."""
+  """Names of the kernels that are lowered from now on."""
   seen, own = [], codegen.full_rewrite_to_sink
   def lower(ast:UOp, *args:Any, **kwargs:Any) -> UOp:
     seen.append(ast.arg.name)
@@ -74,7 +75,7 @@ def lowerings(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_kept_program(arch:str, cache, monkeypatch) -> None:
-  """The next process gets the same program, and lowers nothing. A damaged file is as good as none."""
+  """The next process gets the same program from the cache and lowers nothing. A damaged file counts as missing."""
   ast, renderer = kernel(arch)
   assert not kept_programs.has_program(ast, renderer)
   first, seen = codegen.do_to_program(ast, renderer), lowerings(monkeypatch)
@@ -92,7 +93,7 @@ def test_kept_program(arch:str, cache, monkeypatch) -> None:
   assert len(seen) == 1
 
 def test_what_a_program_is_kept_by(cache, monkeypatch) -> None:
-  """Another text of an operation, another version of what lowers, and another setting are other programs; so is that of another problem."""
+  """A cached program is not used with another operation text, lowering code, setting, problem or chip."""
   ast, renderer = kernel("sm_90")
   codegen.do_to_program(ast, renderer)
   assert kept_programs.has_program(ast, renderer)
@@ -108,14 +109,15 @@ def test_what_a_program_is_kept_by(cache, monkeypatch) -> None:
   assert {"softmax.py", "lowering.py"} <= {path.name for path in printing}
 
 def test_a_cache_that_cannot_be_entered(cache, monkeypatch) -> None:
-  """Is as good as none: asking what is kept there must not end the call."""
+  """A cache that cannot be read counts as empty and does not end the call."""
   ast, renderer = kernel("sm_90")
-  monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x"*300)      # longer than a name may be
+  monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x"*300)      # longer than a file name may be
   assert not kept_programs.has_program(ast, renderer)
   assert kept_programs.kept("program", ("a",), lambda: b"made") == b"made"
 
 def test_what_is_not_kept(cache) -> None:
-  """Kernels of others, kernels on the emulator, which needs their UOps, and where tinygrad is asked for no caches or to show what it does."""
+  """The cache does not keep other libraries' kernels, nor kernels on the emulator, which needs their UOps. It keeps nothing where tinygrad is told
+  not to cache or to show its work."""
   ast, renderer = kernel("sm_90")
   assert kept_programs.key_of(ast, renderer) is not None
   assert kept_programs.key_of(ast.replace(arg=checked_kernel.replace(ast.arg, name="r_64")), renderer) is None
@@ -133,7 +135,8 @@ def test_a_program_with_a_variable_is_lowered_again(cache, monkeypatch) -> None:
   assert programs[0].arg == programs[1].arg and [v.expr for v in programs[0].arg.vars] == ["n"]
 
 def test_kept_kernels_are_compiled_when_called(monkeypatch) -> None:
-  """tinygrad starts processes where it has several kernels to compile, which takes longer than to find them."""
+  """A cached kernel is compiled when it is called: for several kernels at once tinygrad would start processes, which takes longer than reading the
+  cache."""
   compiled: list[str] = []
   monkeypatch.setattr(checked_kernel, "compile_at_once", lambda call, device: compiled.append(call.src[0].arg.name))
   q = Tensor(np.zeros((1, 1, 32, 16), np.float16), device="EMU").realize()
@@ -152,8 +155,8 @@ class Three(InOrder):
   statements: Statements
 
 def test_what_comes_after_need_not_be_said_twice() -> None:
-  """A step that is made of what the last one left comes after it, and after it alone all is that follows; another one, which is not, comes after
-  nothing, and what follows it after both. Within a loop the loop is waited for as well."""
+  """A step made from the result of another step comes after it, and all that follows comes after this step alone. A step that is made from earlier
+  values comes after nothing, and what follows comes after both steps. Inside a loop, everything waits for the loop, too."""
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
   s = Three(a, b, Statements(register))
   one = s.store([s.a[0].store(1.0)])
@@ -161,18 +164,19 @@ def test_what_comes_after_need_not_be_said_twice() -> None:
   two = one.store([one.b[0].store(2.0)])
   second, = awaited_by(two.a)
   assert awaited_by(two.b) == {second} and first in second.toposort()
-  assert awaited_by(two.statements.latest) == {first, second}     # a register that only other stores precede would be dropped
-  apart = one.store([s.b[0].store(2.0)])       # of what there was before the first step
+  assert awaited_by(two.statements.latest) == {first, second}     # else a register that only other stores precede would be dropped
+  apart = one.store([s.b[0].store(2.0)])       # made of values from before the first step
   assert first in awaited_by(apart.a) and len(awaited_by(apart.a)) == 2
   r = UOp.range(3, 0)
   inside = two.after(r)
   assert awaited_by(inside.a) == {second, r}
   third, = awaited_by(inside.store([inside.a[0].store(inside.b[0].load())]).b)
   assert {second, r} <= set(third.toposort())
-  assert r in awaited_by(inside.store([two.a[0].store(3.0)]).b)     # not made of what is inside
+  assert r in awaited_by(inside.store([two.a[0].store(3.0)]).b)     # not made of values inside the loop
 
 def test_uops_of_a_plain_problem() -> None:
-  """A first call takes as long as there are UOps to lower: forward by wgmma, of 192 queries and 96 keys, causal, had 1285 of them."""
+  """A first call takes time in proportion to its UOps, so the forward kernel of wgmma (192 queries, 96 keys, causal) must stay below 900; it once
+  had 1285."""
   p = problem(B=4, H=16, Sq=4096, Sk=4096, D=128, dtype="bfloat16", causal=True, lse=False)
   made, tile = single_kernel(p, get_chip("sm_90"))
   assert (tile.block_m, tile.block_n) == (192, 96)

@@ -1,4 +1,4 @@
-"""The directory of what is kept, and files in it that other processes write, that are damaged, or that are no files."""
+"""Tests of the cache directory, and of files in it that other processes write, that are damaged, or that are no regular files."""
 import multiprocessing, os
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_a_relative_directory_counts_as_not_set(monkeypatch, value):
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
   (tmp_path/"there").mkdir()
-  with pytest.raises(OSError): user_cache.write(tmp_path/"there", b"x")    # a directory has the name
+  with pytest.raises(OSError): user_cache.write(tmp_path/"there", b"x")    # a directory has this name
   assert [f.name for f in tmp_path.iterdir()] == ["there"]
 
 def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
@@ -44,7 +44,7 @@ ODD = pytest.mark.parametrize("make", [pipe, device, huge])
 
 @ODD
 def test_what_is_no_file_of_ours_is_not_waited_for(make, tmp_path, monkeypatch):
-  """Its content is made anew and takes its place."""
+  """A cache entry that is no regular file, or is too large, is not read: its content is made anew and replaces it."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   user_cache.kept("source", ("key",), lambda: b"first")
   file, = (f for f in tmp_path.rglob("*") if f.is_file())

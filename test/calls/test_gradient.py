@@ -1,4 +1,4 @@
-"""Gradients of attention: through every way to call it, with every option, against float64 by the law of attn/accuracy.py."""
+"""Tests of attention's gradients: every way to call it, with every option, agrees with float64 by the law of attn/accuracy.py."""
 from __future__ import annotations
 import itertools, re
 from typing import Any, Callable
@@ -28,8 +28,8 @@ SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
 def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
                     **parameters:Any) -> dict[str, np.ndarray]:
-  """Poses the problem to `attention`, with a loss that is a weighted sum of o, of lse, or of both; holds the gradient of every input to the law
-  and returns them in the shape of the inputs, those of q, k and v as (B, H, S, D)."""
+  """Runs `attention` on the problem, with a loss that is a weighted sum of o, of lse, or of both. Checks the gradient of every input against the law
+  and returns the gradients in the shapes of the inputs, those of q, k and v as (B, H, S, D)."""
   extras = extras or {}
   p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
   x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
@@ -48,7 +48,7 @@ def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], I
     names = [name for name in given if name in ("q", "k", "v", "bias", "sinks")]
     gradients = dict(zip(names, loss.gradient(*[given[name] for name in names])))
     assert all(g.shape == given[name].shape and g.dtype == given[name].dtype for name, g in gradients.items())
-    got = {name: array(whole(g)) if g.device is not None else np.zeros(g.shape) for name, g in gradients.items()}   # no gradient is a constant 0
+    got = {name: array(whole(g)) if g.device is not None else np.zeros(g.shape) for name, g in gradients.items()}   # a constant gradient is 0
   for name in ("q", "k", "v"): got[name] = restore(got[name], p.layout, getattr(x, name).shape)
   for name, law in expected_gradients(p, x, extras, do, dlse).items():
     if name == "alibi_slopes": continue
@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "splits": dict(Sk=150, num_splits=2),
   "bshd": dict(B=2, layout="bshd", causal=True), "nsd": dict(layout="nsd", window=(9, -1))}
 
-# what others, such as all of the scores, or the tests of the kernels, have nearly the same of
+# cases that others nearly contain, such as "all of the scores" or the tests of kernels
 THOROUGH = ("MQA, top-left", "softcap", "alibi", "bias", "sinks", "nsd")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in OPTIONS])
 def test_options(name:str) -> None: check_gradients(**OPTIONS[name])
@@ -98,7 +98,7 @@ def hidden_keys(p:Problem, seed:int=0) -> Inputs:
   return x
 
 def keys_of_minus_inf(p:Problem, seed:int=0) -> Inputs:
-  """One that all queries see, and whose score a softcap makes finite."""
+  """A key of -inf that all queries see, and whose score a softcap makes finite."""
   x = normal(p, seed)
   x.k[:, :, 1] = -np.inf
   return Inputs(np.abs(x.q), x.k, x.v)
@@ -108,7 +108,7 @@ def test_infinite_keys_without_kernels(make:Callable[..., Inputs], options:dict[
   check_gradients(kernel="three_pass", make=make, dtype="float32", H=1, D=4, Sq=3, Sk=5, extras=dict(bias=floats(1, 1, 3, 5)), **options)
 
 def test_long_rows_are_for_the_kernels_of_plain_uops() -> None:
-  """Both types that matrix kernels take, and both kernels."""
+  """Rows longer than 256 use the kernels of plain UOps in both passes, for both 16-bit types."""
   for dtype, D in itertools.product(("float16", "bfloat16"), (257, 264, 512)):
     tiles = can_differentiate(problem(dtype=dtype, D=D), get_chip("gfx942"))
     assert not isinstance(tiles, str) and {type(tile) for tile in tiles} == {TiledBackwardTile}, (dtype, D)
@@ -122,7 +122,7 @@ ENDS = {"plain": (int32(0, 9, 30), int32(0, 20, 44)), "an empty one": (int32(0, 
 def test_packed_sequences(name:str, causal:bool) -> None:
   q_ends, k_ends = ENDS[name]
   got = check_gradients(**PACKED, causal=causal, through=("o", "lse"), extras=dict(sinks=floats(4), cu_seqlens_q=q_ends, cu_seqlens_k=k_ends))
-  for n, ends in (("q", q_ends), ("k", k_ends), ("v", k_ends)):     # rows of no sequence: exactly 0
+  for n, ends in (("q", q_ends), ("k", k_ends), ("v", k_ends)):     # rows of no sequence have gradient 0 exactly
     assert not got[n][:, :, :ends[0]].any() and not got[n][:, :, ends[-1]:].any(), n
 
 def test_rows_that_see_no_key_get_exactly_0() -> None:
@@ -134,7 +134,7 @@ def test_rows_that_see_no_key_get_exactly_0() -> None:
 # ***** ways to call *****
 
 def laws_of_three(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
-  """The laws of the gradients of sum(o)."""
+  """Laws of the gradients of sum(o)."""
   p = problem(**options)
   return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
 
@@ -156,7 +156,7 @@ def test_a_function_with_options_and_lse() -> None:
     q, k, v = three()
     fxn = attn.flash_attention_fn(causal=True, return_lse=True)
     o, lse = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), Tensor.empty(1, 2, 32, dtype=dtypes.float), q, k, v, fxn=fxn)[:2]
-    of_o, of_lse = o.float().sum().gradient(q, k, v), lse.sum().gradient(q, k)     # before anything is realized: tinygrad forgets what it was made of
+    of_o, of_lse = o.float().sum().gradient(q, k, v), lse.sum().gradient(q, k)     # before realize, which forgets the graph
     hold(of_o, laws_of_three(q, k, v, Sq=32, D=16, causal=True))
     want = expected_gradients(problem(Sq=32, D=16, causal=True), Inputs(*map(array, (q, k, v))), {}, None, np.ones((1, 2, 32), np.float32))
     hold(of_lse, (want["q"], want["k"]))
@@ -196,7 +196,8 @@ def test_sdpa_by_itself_and_installed() -> None:
     assert decisions[-1].kernel == "forward"
 
 def test_a_model_in_training_calls_as_berts_and_llamas_do() -> None:
-  """BERT: an additive mask (B, 1, 1, S), dropout off. LLaMA: causal, grouped heads, bfloat16. tinygrad's own is the reference."""
+  """Gradients of the calls that BERT makes (additive mask (B, 1, 1, S), no dropout) and LLaMA makes (causal, grouped heads, bfloat16) are as close
+  to fp32 as tinygrad's own, up to a factor of 2."""
   with emulated("gfx942"), Context(TRAINING=1):
     mask = Tensor(np.where(np.arange(12) < 9, 0, -10000.0).astype(np.float32).reshape(1, 1, 1, 12)).cast(dtypes.half)
     for dtype, heads, call in (("float16", 4, {"attn_mask": mask}), ("bfloat16", 2, {"is_causal": True, "enable_gqa": True})):
@@ -219,7 +220,7 @@ def test_jit() -> None:
       hold(step(q, k, v), laws_of_three(q, k, v, Sq=32, D=16, causal=True))
 
 def test_views_and_one_tensor_in_several_places() -> None:
-  """x is q, k and v at once; its gradient is the sum of all three."""
+  """A tensor x that is q, k and v at once gets the sum of all three gradients; views get the gradients of their parts."""
   with emulated("gfx942"):
     x = draw(1, 2, 32, 16)
     want = laws_of_three(x, x, x, Sq=32, D=16)
@@ -247,16 +248,17 @@ READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
   ("the loss", 1, 1), ("the loss", 0, 1), ("o by name", 0, 1),
   *[pytest.param(*x, marks=pytest.mark.thorough) for x in (("o", 1, 1), ("o", 0, 2), ("o by name", 1, 2), ("the loss", 1, 2), ("the loss", 0, 2))]])
 def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:int, splits:int) -> None:
-  """Of two layers, by the same steps and to the last bit; twice; and what is realized by name is a buffer of its own."""
+  """A loss may be read before its gradients are taken, in two layers and twice, and the gradients are equal to the last bit. An output realized by
+  name has a buffer of its own."""
   def gradient_of(read:str) -> list[np.ndarray]:
     x = draw(1, 2, 12, 16) @ (w := draw(16, 16, seed=3))
     first, lse = attn.attention(x + x, x, x, num_splits=splits, return_lse=True)
     o, more = attn.attention(x + first, first, first, num_splits=splits, return_lse=True)
     loss = o.float().square().mean() + lse.mean() + more.mean()
     READ[read](o, loss)
-    if read == "o by name": loss = o.float().square().mean() + lse.mean() + more.mean()     # of what is there
+    if read == "o by name": loss = o.float().square().mean() + lse.mean() + more.mean()     # made of the realized tensors
     loss.backward()
-    assert w.grad is not None, "what the loss is made of is forgotten"
+    assert w.grad is not None, "the graph of the loss is lost"
     return [w.grad.numpy(), *(x.numpy() for x in loss.gradient(w, first))]
   with emulated("gfx942"), Context(TRAINING=training):
     for x, y in zip(gradient_of("nothing"), gradient_of(what)):
@@ -268,7 +270,7 @@ def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:in
     np.testing.assert_array_equal(o.numpy(), before)
 
 def test_lse_alone_after_it_was_read() -> None:
-  """Nobody has o any more: forward runs again. It does not where devices share rows: that is an error."""
+  """The gradient through lse is right after lse was read and o is gone, because forward runs again. It is an error where devices share rows."""
   def gradient_of(read:bool) -> np.ndarray:
     q, k, v = three()
     lse = attn.attention(q, k, v, return_lse=True)[1]
@@ -312,7 +314,7 @@ TWO = ("EMU", "EMU:1")
   ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
   *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])
 def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
-  """The one head of keys that query heads of two devices share gets the sum over both."""
+  """A key head that query heads of two devices share gets the sum of both gradients."""
   axes = {"q": of_q, "k": of_k, "v": of_k, "o": of_q, "lse": of_q}
   def place(name:str, t:Tensor) -> Tensor:
     if name == "sinks": return t.shard(TWO, 0 if of_q == "heads" else None)
@@ -321,12 +323,12 @@ def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
 
 @pytest.mark.parametrize("shape, shared, axis", [((1, 4, 1, 16), "batch", None), ((1, 4, 12, 16), "heads", 1)])
 def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) -> None:
-  """One bias of several devices gets the sum over them."""
+  """A bias that several devices share gets the sum of their gradients."""
   def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, axis if name == "bias" else ("batch", "heads").index(shared))
   check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
 
 def test_shards_of_what_lies_on_one_device() -> None:
-  """Attention shards it: each device has the gradient of its part."""
+  """attention shards a tensor that lies on one device, and each device computes the gradient of its part."""
   def place(name:str, t:Tensor) -> Tensor: return t if name in ("bias", "sinks") else t.shard(TWO, 1)
   check_gradients(H=4, Sq=6, Sk=8, place=place, extras=dict(bias=floats(1, 4, 6, 8), sinks=floats(4)))
 
@@ -345,7 +347,7 @@ def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
 @pytest.mark.parametrize("arch, kernel, unit", [("sm_90", "backward_dq", "_wgmma"), ("sm_90", "backward_dkdv_wgmma,backward_dbias_mma", "_wgmma"),
                                                 ("sm_90", "backward_dbias_mma,backward_dq_mma", "_mma"), ("sm_80", "backward_dbias_mma", "_mma")])
 def test_named_units(arch:str, kernel:str, unit:str) -> None:
-  """Each name that `explain` shows asks for the kernels of that unit, and stands beside those that it shows together with it."""
+  """Each kernel name that `explain` shows forces the kernels of its unit, and may stand beside the other names that it shows."""
   with emulated(arch, kernel):
     q, bias = draw(1, 1, 64, 16), draw(1, 1, 64, 64)
     shown = attn.explain(q, q, q, bias=bias, backward=True).kernels
@@ -379,7 +381,7 @@ def test_words_that_name_no_kernel(kernel:str, said:str) -> None:
 # ***** what it costs, and what there is not *****
 
 def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **more:Tensor) -> int:
-  """Kernels that the gradients of sum(o * dO) take, forward among them."""
+  """Number of kernels that the gradients of sum(o * dO) launch, forward included."""
   with emulated(arch, kernel), Context(TRAINING=training):
     t = dict(zip("qkv", three())) | {name: x.realize() for name, x in more.items()}
     gradients = attn.attention(**t).gradient(*[t[name] for name in names], gradient=draw(1, 2, 32, 16, seed=9))
@@ -388,7 +390,8 @@ def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **mor
     return GlobalCounters.kernel_count
 
 def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
-  """Forward and backward_dq; with backward_dkdv, which needs the delta of that; dsinks and dbias only where they are asked for."""
+  """A gradient that nobody asks for costs no kernel: forward and backward_dq always run, backward_dkdv (which needs the delta of backward_dq),
+  dsinks and dbias only where asked for."""
   assert launches("q") == 2 and launches("k") == launches("v") == launches("q", "k", "v") == 3
   with emulated("gfx942"): sinks, bias = Tensor(floats(2), device="EMU"), draw(1, 2, 32, 32, seed=4)
   assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
@@ -410,7 +413,7 @@ def test_each_sum_of_parts_is_one_kernel_more(monkeypatch:pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("parts", [(0, 0, 0), (2, 4, 0)])
 def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
-  """Beside inputs and outputs: lse and delta, 8 bytes a row, and the parts; as `explain` says."""
+  """Memory beside inputs and outputs is lse and delta, 8 bytes for each row, and the parts, as `explain` says."""
   in_parts(monkeypatch, *parts)
   found, allocate = list[int](), Buffer.allocate
   def counted(self:Buffer, *args:Any, **more:Any) -> Buffer:
@@ -427,13 +430,14 @@ def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
   assert sum(found) == outputs + memory_of(p, Parts(*parts))
 
 def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str]) -> None:
-  """MQA, and few queries against many keys; a large grid has none."""
+  """Gradients are computed in parts where a grid leaves compute units idle: with MQA, and with few queries against many keys. A large grid has
+  none."""
   def chosen(B:int, H:int, Hkv:int, Sq:int, Sk:int, arch:str="gfx942") -> Parts:
     return choose_parts(problem(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=128), get_chip(arch))
   for arch in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
     mqa, few, large = chosen(1, 32, 1, 4096, 2048, arch), chosen(1, 8, 8, 64, 65536, arch), chosen(4, 16, 16, 4096, 4096, arch)
     assert mqa.dkdv > 1 and few.dq > 1 and large == Parts(0, 0, 0)
-    own = get_chip(arch).cus*256*4*256*4            # bytes: of 256 rows of dK and dV, or fewer, of as many workgroups as fill the chip
+    own = get_chip(arch).cus*256*4*256*4            # bytes: up to 256 rows of dK and dV for each workgroup of a full chip
     assert memory_of(problem(H=32, Hkv=1, Sq=4096, Sk=2048, D=128), mqa) - 8*32*4096 <= 5*own
   with emulated("gfx942"):
     q, k = Tensor.empty(1, 32, 4096, 128, dtype=dtypes.half), Tensor.empty(1, 1, 4096, 128, dtype=dtypes.half)

@@ -1,4 +1,4 @@
-"""An option is declared once: the signatures, the docstrings and the tables of the documents say what attn/calls/options.py says."""
+"""Tests that each option is declared once: signatures, docstrings and the tables of the documents agree with attn/calls/options.py."""
 from __future__ import annotations
 import inspect, re
 from dataclasses import fields
@@ -16,11 +16,11 @@ NOT_WITH_A_CACHE = {"kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q"
                     "sequence_order", "sequence_lengths"}
 
 def keywords(function:Any) -> dict[str, Any]:
-  """Arguments by name, and their defaults."""
+  """Keyword arguments of a function with their defaults."""
   return {name: x.default for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY}
 
 def rows(text:str, header:str) -> dict[str, list[str]]:
-  """The rows of the tables with that header, by their first cell."""
+  """Rows of all tables with this header, by their first cell."""
   found = {}
   for table in re.findall(rf"^\| {re.escape(header)} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
     for line in table.splitlines():
@@ -34,14 +34,14 @@ def test_signatures() -> None:
   assert keywords(attn.attention_with_kv_cache).keys() <= OF_ATTENTION.keys()
 
 def test_annotations() -> None:
-  """An option has one type, too."""
+  """An option has the same type in the record and in the function."""
   for function, record in ((attn.attention, OF_ATTENTION), (attn.flash_attention_fn, OF_KERNELS)):
     for name, f in record.items(): assert inspect.signature(function).parameters[name].annotation == f.type, name
 
 def test_docstrings() -> None:
   for function, record in ((attn.attention, OF_ATTENTION), (attn.flash_attention_fn, OF_KERNELS)):
     text = inspect.getdoc(function) or ""
-    for name in record: assert re.search(rf"\b{name}\b", text), f"{function.__name__} does not say what {name} is"
+    for name in record: assert re.search(rf"\b{name}\b", text), f"{function.__name__} does not explain {name}"
 
 def test_the_document_is_the_record() -> None:
   table = rows((ROOT/"docs/options.md").read_text(), "option | default | meaning")
@@ -53,7 +53,7 @@ def test_the_readme_names_options_that_there_are() -> None:
 
 @pytest.mark.parametrize("name", OF_ATTENTION)
 def test_every_option_is_checked_by_name(name:str) -> None:
-  """By `attention`, and by the cache's before it appends."""
+  """A wrong value of each option is refused by its name, by `attention` and, before anything is appended, by attention with a cache."""
   class Nonsense:
     def __repr__(self) -> str: return "nonsense"
   with emulated("gfx942"):

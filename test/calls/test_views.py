@@ -1,5 +1,5 @@
-"""Tensors that are views of others, by any chain of movement operations: what is read where it lies is read in the right places, what cannot be is
-copied, and a view that is to be written, and cannot be, is refused before anything is written."""
+"""Tests of tensors that are views, by any chain of movement operations. A view that is read in place is read at the right places; a view that cannot
+be is copied. A view that should be written but cannot be is refused before anything is written."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,23 +26,23 @@ APPLIED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 @dataclass(frozen=True)
 class View:
-  """A tensor that is the elements `of`, which movement operations make of what lies in memory."""
+  """View whose elements are `of`, which movement operations make of `memory`."""
   memory: np.ndarray
   steps: tuple[tuple[str, Any], ...]
   of: np.ndarray
   def tensors(self) -> tuple[Tensor, Tensor]:
-    """What lies in memory, and the view of it."""
+    """Returns the tensor in memory and the view of it."""
     t = base = Tensor(np.ascontiguousarray(self.memory), device="EMU").realize()
     for name, argument in self.steps: t = APPLIED[name](t, argument)
     return base, t
 
 def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
-  """x amid numbers that must not be read."""
+  """Surrounds x with numbers that must not be read."""
   lost: Any = np.nan if x.dtype.kind == "f" else 10**6
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
 def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
-  """An array of which the operation makes x, and its argument; None where there is none."""
+  """Array from which the operation makes x, and the operation's argument; None if there is none."""
   axes = range(x.ndim)
   def some(most:int) -> list[int]: return [d(st.integers(0, most)) for _ in axes]
   match kind:
@@ -83,7 +83,7 @@ def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
 
 @st.composite
 def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
-  """A view whose elements are x, or for half of them numbers like x: with those along an axis all alike, or the first of them zeros."""
+  """Draws a view with the elements x. In half of the draws x is first changed: all slices along an axis equal, or the first slice zeros."""
   alter, axis = d(st.sampled_from(("", "", "alike", "zeros"))), d(st.integers(0, x.ndim - 1))
   of_floats = x.dtype.kind == "f" and not writable
   if alter == "alike" and of_floats: x = np.repeat(x.take([0], axis), x.shape[axis], axis)
@@ -96,7 +96,8 @@ def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
   return View(memory, tuple(reversed(steps)), x)
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """A test of so many draws, the same in every run where they are few. A failure is told as it was drawn: to make it smaller would take minutes."""
+  """Runs a test on random draws, the same ones in every run if they are few. A failing draw is reported as it is, because shrinking it would take
+  minutes."""
   return settings(max_examples=examples, deadline=None, derandomize=examples < 50, suppress_health_check=list(HealthCheck), database=None,
                   phases=(Phase.generate,))
 
@@ -116,7 +117,7 @@ def check_where_rows_lie(view:View) -> None:
   np.testing.assert_array_equal(view.memory.reshape(-1)[at.start + b*at.batch + h*at.head + s*at.row + d], view.of)
 
 def test_where_the_rows_of_a_view_lie() -> None:
-  """A view is read where it lies only if every element lies where its strides say. Some are, and some cannot be."""
+  """A view is read in place only if every element lies where its strides say. Some of the drawn views can be, and some cannot."""
   found_in_place.clear()
   check_where_rows_lie()
   assert 0.1 < np.mean(found_in_place) < 0.9
@@ -154,7 +155,7 @@ def cached(**t:Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-  """A function, the arrays that it is called with by name, and those of them that it writes."""
+  """Function under test, its arguments as arrays by name, and the names of those that it writes."""
   call: Callable[..., Any]
   takes: Callable[[], Arrays]
   writes: tuple[str, ...] = ()
@@ -200,14 +201,14 @@ FUNCTIONS = {
 def placed(x:np.ndarray|None) -> Tensor|None: return None if x is None else Tensor(np.ascontiguousarray(x), device="EMU").realize()
 
 def results(call:Callable[..., Any], tensors:dict[str, Any], writes:tuple[str, ...]) -> list[np.ndarray]:
-  """What a call gives, and what it has written."""
+  """Results of a call, and the tensors that it has written."""
   found = call(**tensors)
   given = [t for t in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(t, Tensor)]
   Tensor.realize(*given)
   return [array(t) if t.dtype.name != "bool" else t.numpy() for t in (*given, *(tensors[name] for name in writes))]
 
 def check_views(name:str, d:Any) -> None:
-  """A call of views, against the call of the same numbers in memory of their own."""
+  """Compares a call with views to the same call with contiguous tensors."""
   function = FUNCTIONS[name]
   with emulated("gfx942"):
     arrays = function.takes()
@@ -228,7 +229,7 @@ def check_views(name:str, d:Any) -> None:
 @pytest.mark.parametrize("view", (lambda t: t.permute(0, 2, 3, 1).contiguous().realize().permute(0, 3, 1, 2),
                                   lambda t: t.flip(0).contiguous().realize().flip(0)))
 def test_pages_that_are_copied(view:Callable[[Tensor], Tensor], capsys:pytest.CaptureFixture[str]) -> None:
-  """By the law, and `explain` says so. Nothing can be appended to them."""
+  """Pages whose view cannot be read in place are copied: the result keeps the law, `explain` says so, and appending to them is refused."""
   x = FUNCTIONS["attention, pages"].takes()
   with emulated("gfx942"):
     t: dict[str, Any] = {name: placed(a) for name, a in x.items()}
@@ -267,13 +268,13 @@ def test_many_views(name:str) -> None:
 # ***** slices that begin between two units *****
 
 def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
-  """A tensor that begins `first` elements into its buffer."""
+  """Tensor that begins `first` elements into its buffer."""
   return tensor(np.concatenate([np.full(first, np.nan, np.float32), x.ravel()]), dtype).realize()[first:].reshape(x.shape)
 
 @pytest.mark.parametrize("arch, first", (("gfx942", 1), ("gfx1100", 2), ("sm_80", 1), ("sm_90", 4), ("gfx1030", 3)))
 def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
-  """Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward. tinygrad
-  copies them with vectors, as by default."""
+  """Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward. tinygrad's copies use vectors
+  here, as by default."""
   p = problem(H=2, Sq=70, Sk=66, D=24, extras={"bias": floats(1, 1, 1, 66)})
   x, bias, do = normal(p), floats(1, 1, 1, 66), rounded(floats(1, 2, 70, 24, seed=3), "float16")
   with emulated(arch), Context(NOOPT=0):

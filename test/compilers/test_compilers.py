@@ -172,7 +172,7 @@ def test_a_refusal_is_not_kept_and_a_success_is(say, tmp_path):
 REAL = ctypes.util.find_library("amd_comgr")
 @pytest.mark.skipif(REAL is None, reason="ROCm's comgr is not installed")
 def test_the_comgr_that_is_installed(say):
-  """With ROCm's real comgr, as tinygrad finds it, attn's clang is still the first choice. Without that clang, comgr is used, or the error names
+  """attn's clang is still the first choice beside ROCm's real comgr, as tinygrad finds it. Without that clang, comgr is used, or the error names
   it."""
   nothing = {"COMGR_PATH": "", "COMGR_3_PATH": "", "ROCM_PATH": os.environ.get("ROCM_PATH", "/opt/rocm")}
   assert re.fullmatch(PACKAGED, say(CHOOSE, **nothing))

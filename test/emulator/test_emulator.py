@@ -1,4 +1,4 @@
-"""The device EMU: whatever tinygrad schedules runs, on every architecture, and gives what numpy gives."""
+"""Tests of the device EMU: whatever tinygrad schedules runs on every architecture and gives what numpy gives."""
 import gc, os, subprocess, sys
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ ROUND = {"float32": lambda x: x, "float16": lambda x: x.astype(np.float16), "bfl
 
 @pytest.mark.parametrize("dtype", ROUND)
 def test_matmul(arch, dtype):
-  """Sizes that take the tensor cores, and sizes that do not: there tinygrad rounds each product to the dtype."""
+  """Products of matrices are right with sizes that take the tensor cores and with others, for which tinygrad rounds each product to the dtype."""
   for M, N, K in ((64, 64, 64), (33, 29, 47)):
     a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
     x, y = [Tensor(m).cast(dtype).realize() for m in (a, b)]
@@ -92,11 +92,11 @@ def test_casts(emu):
     np.testing.assert_array_equal(Tensor(inside).cast(name).numpy(), inside.astype(name))
   np.testing.assert_array_equal(Tensor(np.array([3, 200], np.uint8)).cast("int8").numpy(), [3, -56])
   np.testing.assert_array_equal(Tensor(np.array([2**24 + 1, 2**31 - 1], np.int32)).cast("float32").numpy(), np.array([2**24, 2**31], np.float32))
-  # saturation and NaN, as v_cvt_i32_f32 has them
+  # saturation and NaN as in v_cvt_i32_f32
   np.testing.assert_array_equal(Tensor(np.array([1e20, -1e20, np.nan, np.inf], np.float32)).cast("int32").numpy(), [2**31 - 1, -2**31, 0, 2**31 - 1])
 
 def test_rounding(arch):
-  """Ties to even, overflow to inf, denormals kept, NaN stays: fp32 -> fp16 and fp32 -> bf16 -> fp32."""
+  """fp32 -> fp16 and fp32 -> bf16 -> fp32 round ties to even, overflow to inf, and keep denormals and NaN."""
   x = np.array([1 + 2**-11, 1 + 3*2**-11, 65520, 65519, 2**-25, 3*2**-25, 2**-14/3, np.inf, -np.inf, np.nan, -0.0], np.float32)
   with np.errstate(over="ignore"): np.testing.assert_array_equal(Tensor(x).half().numpy(), x.astype(np.float16))
   y = np.array([1 + 2**-8, 1 + 3*2**-8, 1 + 2**-8 + 2**-20, 3.4e38, -1e-40, np.inf, -np.inf, np.nan, -0.0], np.float32)
@@ -248,7 +248,7 @@ def test_loop_bounds_that_differ_between_workgroups_and_threads(emu):
   np.testing.assert_array_equal(got, [[x[:g*2 + t % 3].sum() for t in range(96)] for g in range(5)])
 
 def test_conditional_loop(emu):
-  """for (;;) { ... if (!c) break; }: the Collatz steps of each thread."""
+  """A loop with a condition at its end, for (;;) { ... if (!c) break; }, runs the right number of times for each thread: here Collatz steps."""
   def kernel(o, x):
     t = UOp.range(64, 0, AxisType.WARP)
     state = UOp.placeholder((2,), dtypes.int, 0, AddrSpace.REG)
@@ -266,7 +266,7 @@ def test_conditional_loop(emu):
   np.testing.assert_array_equal(got, [steps(int(n)) for n in x])
 
 def test_vector_types_in_memory(emu):
-  """fp16 buffers seen as 16-byte vectors, and LDS declared as such."""
+  """fp16 buffers can be used as 16-byte vectors, and LDS can be declared so."""
   u32x4 = vector_dtype("uint32", 4)
   def kernel(o, x):
     t = UOp.range(128, 0, AxisType.WARP)
@@ -280,7 +280,7 @@ def test_vector_types_in_memory(emu):
   np.testing.assert_array_equal(got, x.reshape(128, 8)[::-1].ravel())
 
 def test_custom_text(emu, monkeypatch):
-  """Text alone says nothing of what it means; an operation that is defined does."""
+  """An operation given as text alone is refused, because its meaning is unknown; a defined operation runs."""
   def kernel(value):
     def kernel(o, x):
       t = UOp.range(64, 0, AxisType.WARP)
@@ -303,8 +303,8 @@ def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
 # ***** what is left *****
 
 def test_lowering_and_a_run_leave_no_cycles() -> None:
-  """Memory of a kernel's values and of its LDS is free when it has run, and not when Python next looks for cycles of objects."""
-  gc.freeze()     # what was before is not looked at
+  """Memory of a kernel's values and LDS is freed when the kernel has run, without Python's cycle collector."""
+  gc.freeze()     # ignores objects that existed before
   try:
     gc.set_debug(gc.DEBUG_SAVEALL)
     check("sm_90", Sq=33, D=16)

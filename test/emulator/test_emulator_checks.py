@@ -1,4 +1,4 @@
-"""Each check of the sanitiser, shown by a kernel that is wrong in that way and by the same kernel corrected."""
+"""Tests of the emulator's checks: a kernel with each kind of fault is stopped, and the corrected kernel runs."""
 import dataclasses
 import numpy as np
 import pytest
@@ -20,14 +20,14 @@ def _device():
 
 @pytest.fixture(autouse=True)
 def _operations():
-  """What a test defines is gone after it."""
+  """Removes the operations that a test has defined."""
   before = dict(OPERATIONS)
   yield
   OPERATIONS.clear()
   OPERATIONS.update(before)
 
 def defined(name, meaning):
-  """Makes `name` an operation with this meaning, for `emit`."""
+  """Defines the operation `name` with this meaning, for `emit`."""
   OPERATIONS[name] = Operation(meaning, f"{name}()", f"{name}()")
 
 def sink(name, *stores, ranges=()):
@@ -155,7 +155,7 @@ def test_untouched_buffer_reads_as_nan():
 # ***** races *****
 
 def rotate(barrier):
-  """Each thread reads what its neighbour in the next wave stored."""
+  """Kernel in which each thread reads what its neighbour in the next wave stored, with or without a barrier between."""
   def kernel(o, x):
     g, t = threads(128)
     tile = lds(128)
@@ -167,7 +167,7 @@ def rotate(barrier):
 def barrier(*after): return UOp(Ops.BARRIER, src=after)
 
 def no_barriers(fxn):
-  """The kernel with the barriers that tinygrad puts in taken out."""
+  """Runs fxn without the barriers that tinygrad inserts."""
   from tinygrad.codegen import pm_implicit_barriers
   from tinygrad.uop.ops import PatternMatcher
   import tinygrad.codegen
@@ -196,12 +196,12 @@ def test_lds_race_of_two_stores():
   with says(checks.LdsRace, "two_stores", "writes lds0 at byte 0", "wave"): run(kernel, (128,), X)
 
 def tile_over_tile(waits):
-  """The third defect of tinygrad's removed amd_flash_attention.py: V goes to the LDS that held K, and a wave that has finished with K stores V while
-  a slow wave still reads K, unless a barrier comes between."""
+  """Kernel with the third defect of tinygrad's removed amd_flash_attention.py: V is stored to the LDS that held K. Unless a barrier comes between, a
+  wave that has finished with K stores V while a slow wave still reads K."""
   def kernel(o, k, v):
     g, t = threads(128)
     tile = lds(128)
-    with_k = tile.after(barrier(tile[t].store(k[t])))                  # all of K is there
+    with_k = tile.after(barrier(tile[t].store(k[t])))                  # all of K has arrived
     score = reg(1).after(reg(1)[0].store(with_k[127 - t].load()))
     with_v = tile.after(barrier(score) if waits else score)
     with_v = tile.after(barrier(with_v[t].store(v[t].load())))
@@ -234,7 +234,7 @@ def test_divergent_barrier():
   with says(checks.DivergentBarrier, "barrier_in_loop", "wave 0, lane 0"): run(barrier_in_loop(False), (256,), X)
 
 def matrix_in_loop(uniform):
-  """One MFMA a trip, in a loop that the lanes of a wave leave at different times."""
+  """Kernel with one MFMA in each trip of a loop. If it is not `uniform`, the lanes of a wave leave the loop at different times."""
   def kernel(o, x):
     g, t = threads(64)
     r = UOp.range(2 if uniform else t % 2 + 1, 2, AxisType.LOOP)
@@ -278,7 +278,7 @@ def test_pointers():
   with says(checks.OutOfBounds, "descriptor of 256 bytes from byte 4", "lane 1"): through_pointer("descriptor", descriptor)
 
 def test_buffers_that_begin_between_units():
-  """tinygrad hands a slice over where it lies in its buffer: an access of 16 bytes there is aligned to what its address is, not to its index."""
+  """Alignment of an access is judged by its address and not by its index, because tinygrad passes a slice where it lies in its buffer."""
   def kernel(o, x):
     g, t = threads(64)
     return sink("slice", o[t].store(buffer_load(x[0], UOp.const(256), t*4, 4).bitcast(dtypes.float)), ranges=(g, t))
@@ -291,20 +291,20 @@ def test_buffers_that_begin_between_units():
 # ***** parts of offsets *****
 
 def loaded_at(offset):
-  """A dword of x by a buffer instruction, at the byte that `offset` makes of the thread's number."""
+  """Loads a dword of x by a buffer instruction, from the byte that `offset` computes from the thread's number."""
   def kernel(o, x):
     g, t = threads(64)
     return sink("loaded_at", o[t].store(buffer_load(x[0], UOp.const(256), offset(t), 4).bitcast(dtypes.float)), ranges=(g, t))
   return run(kernel, (64,), X[:64])
 
 def test_part_of_an_offset_below_zero():
-  """Whatever the sum: behind a factor or a condition, too."""
+  """A part of an offset below zero is an error, also behind a factor or a condition, even where the sum is right."""
   np.testing.assert_array_equal(loaded_at(lambda t: t*4), X[:64])
   np.testing.assert_array_equal(loaded_at(lambda t: (t < 60).where(t*4 + 16, OUT_OF_RANGE)), np.where(X[:64] < 60, X[:64] + 4, 0))
   with says(checks.NegativePart, "is -1:", "lane 1"): loaded_at(lambda t: (63 - t)*(t % 2*4))
   for offset in (lambda t: t*-4 + 252, lambda t: (63 - t)*4, lambda t: (t < 60).where(252 + t*-4, OUT_OF_RANGE)):
     with says(checks.NegativePart, "loaded_at", "a part of the offset of a buffer_load is -4:", "wave 0, lane 1"): loaded_at(offset)
-    with Context(DEV="EMU::sm_80"): assert loaded_at(offset)[1] == X[62]     # a pointer there
+    with Context(DEV="EMU::sm_80"): assert loaded_at(offset)[1] == X[62]     # on this chip it is a pointer
 
 # ***** limits *****
 
@@ -338,7 +338,7 @@ def test_checks_can_be_turned_off(monkeypatch, word):
 # ***** bank conflicts *****
 
 def test_bank_conflicts(monkeypatch):
-  """One wave reads a column of a 64 x 32 tile of dwords (all lanes on one bank), and the same with rows one dword longer."""
+  """A wave that reads a column of a 64 x 32 tile of dwords has all lanes on one bank; with rows one dword longer there is no conflict."""
   def kernel(row):
     def kernel(o, x):
       g, t = threads(64)
@@ -358,7 +358,8 @@ def test_bank_conflicts(monkeypatch):
 # ***** values out of their scope *****
 
 def at_most_once(bound):
-  """Adds exp2(x) in a loop and once more after it; with a bound that tinygrad knows to be 0 or 1 its linearizer puts the exp2 inside the loop."""
+  """Kernel that adds exp2(x) in a loop and once more after it. If tinygrad knows that `bound` is 0 or 1, its linearizer moves exp2 inside the
+  loop."""
   def kernel(o, x):
     g, t = threads(64, 2)
     total, r = reg(1), UOp.range(bound(g), 2, AxisType.LOOP)
@@ -367,7 +368,7 @@ def at_most_once(bound):
     inside = total.after(zero, r)
     done = total.after(inside[0].store(inside[0].load() + value).end(r))
     ast = sink("at_most_once", o[g*64 + t].store(done[0].load() + value), ranges=(g, t))
-    return ast.replace(arg=dataclasses.replace(ast.arg, estimates=Estimates()), tag="as it is")   # tinygrad can't estimate such a bound
+    return ast.replace(arg=dataclasses.replace(ast.arg, estimates=Estimates()), tag="as it is")   # tinygrad cannot estimate such a bound
   return kernel
 
 def test_value_used_after_its_loop():
@@ -379,13 +380,14 @@ def test_value_used_after_its_loop():
 # ***** what is under way *****
 
 def ones():
-  """Eight fp16 of 1."""
+  """Vector of eight fp16 ones."""
   return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
 
 def multiplied(*steps):
-  """One warpgroup of sm_90, all of whose operands are ones: acc = Q K^T over 16 columns, acc += P V over 16 keys, then `steps`, then acc is stored.
+  """Runs one warpgroup of sm_90 whose operands are all ones: acc = Q K^T over 16 columns, acc += P V over 16 keys, then `steps`, then acc is stored.
 
-  A step is a function of what there is by name (acc, p, tile, thread and order, after which it comes), whose value is the order of the next."""
+  A step is a function with keyword arguments acc, p, tile, thread and order, the value after which it comes. It returns the order for the next
+  step."""
   def kernel(o, x):
     g, t = threads(128)
     tile, acc, p, order = lds(512, nvidia.U4), reg(1, nvidia.F4, 1), reg(1, nvidia.U4, 2), reg(1, slot=3)
@@ -400,7 +402,7 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """A store that comes after `order`, as a step."""
+  """Step that stores after `order`."""
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))
@@ -409,7 +411,7 @@ def overwrite_tile(tile, thread, order, **_):
   return ordered(4, order, lambda then: tile.after(barrier(then(tile))).after(then(tile))[thread].store(ones()))
 
 def test_products_that_follow_each_other_and_are_waited_for():
-  np.testing.assert_array_equal(multiplied(wait), 32)    # no wait between the two: they are done in their order
+  np.testing.assert_array_equal(multiplied(wait), 32)    # needs no wait between: products run in order
 
 @pytest.mark.parametrize("steps, text", [
   ((), r"reads the accumulator reg1\[0\], which the operation started at test/emulator/test_emulator_checks.py:\d+ still writes"),
@@ -424,7 +426,8 @@ def test_products_under_way(steps, text):
 def test_what_a_product_had_may_be_changed_after_the_wait(step): multiplied(wait, step)
 
 def copied(n, but):
-  """n threads copy 16 bytes each over a tile that is all written, wait for all but the last so many groups (None: for none), and read across."""
+  """Runs n threads that copy 16 bytes each over a tile full of ones, wait for all but the last `but` groups of copies (None: do not wait), and read
+  another thread's part."""
   def kernel(o, x):
     g, t = threads(n)
     tile, order = lds(n, nvidia.U4), reg(1)
@@ -436,7 +439,7 @@ def copied(n, but):
     return sink("copied", o.bitcast(nvidia.U4)[t].store(there[n - 1 - t].load()), ranges=(g, t))
   with Context(DEV="EMU::sm_80"): return run(kernel, (4*n,), np.arange(4*n, dtype=np.float32))
 
-@pytest.mark.parametrize("n", (32, 64))    # in a workgroup of one wave, too, and a barrier does not help
+@pytest.mark.parametrize("n", (32, 64))    # one wave too: a barrier does not help
 def test_a_copy_is_under_way_until_its_own_thread_has_waited(n):
   np.testing.assert_array_equal(copied(n, 0), np.arange(4*n).reshape(n, 4)[::-1].ravel())
   for but in (None, 1):
@@ -444,7 +447,7 @@ def test_a_copy_is_under_way_until_its_own_thread_has_waited(n):
     with says(checks.NotWaitedFor, "copied", "reads lds0 at byte", started): copied(n, but)
 
 def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
-  """Other waves see it after a barrier that comes after the wait, and not after one that came before."""
+  """A copy that a thread has waited for counts like a store: another wave sees it only after a barrier that follows the wait."""
   def kernel(o, x):
     g, t = threads(64)
     tile, before, after = lds(64, nvidia.U4), reg(1, slot=1), reg(1, slot=2)
@@ -459,7 +462,7 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
 # ***** integers that their type does not hold *****
 
 def far(name, factor):
-  """A kernel that reads where a loaded number times `factor` says, in 32 bits."""
+  """Kernel that reads at a loaded number times `factor`, computed in 32 bits."""
   def kernel(o, x, idx):
     g, t = threads(32)
     at = idx[t].load()*factor
@@ -467,7 +470,8 @@ def far(name, factor):
   return kernel
 
 def test_an_integer_that_overflows():
-  """What lies in a tensor may be more than a product of 32 bits holds. Kernels of others may mean what then comes of it."""
+  """A product of 32 bits can overflow with a number from a tensor: an error in attn's kernels, but not in others, which may rely on the wrapped
+  result."""
   numbers = np.full(32, 2**20, np.int32)
   np.testing.assert_array_equal(run(far("attn_far", 2**10), (32,), X, numbers), X[255])
   numbers[17] = 2**22

@@ -1,4 +1,5 @@
-"""The emulator's matrix instructions: against lane formulas written down one by one, against tinygrad's own scalar emulation, and their rules."""
+"""Tests of the emulator's matrix instructions: against lane formulas written out one by one, against tinygrad's scalar emulation, and of their
+rules."""
 import numpy as np
 import pytest
 from tinygrad import Context, Tensor, dtypes
@@ -11,7 +12,7 @@ from attn.emulator.matrix import MatrixUnit
 
 register()
 
-# Where element (row i of A, k), (k, column j of B) and (i, j) of C lie, as (lane, element): the formulas of the ISA documents, spelled out
+# Places of the elements (row i of A, k), (k, column j of B) and (i, j) of C as (lane, element): formulas of the ISA documents, written out.
 def mfma(size, per_lane):
   return (lambda i, k: (i + size*(k//per_lane), k % per_lane), lambda k, j: (j + size*(k//per_lane), k % per_lane),
           (lambda i, j: (j + 32*(i//4 % 2), 4*(i//8) + i % 4)) if size == 32 else (lambda i, j: (j + 16*(i//4), i % 4)))
@@ -37,7 +38,7 @@ def unit_of(name):
 def bits16(x, dtype): return x.astype(np.float16).view(np.uint16) if dtype == "float16" else float_to_bf16(x)
 
 def place(m, where, elements, lanes, dtype=np.float32):
-  """A matrix (or one per wave) -> (elements, waves*lanes)."""
+  """Spreads a matrix, or one for each wave, to (elements, waves*lanes)."""
   out = np.zeros((elements, m.shape[0], lanes), dtype)
   for r in range(m.shape[1]):
     for c in range(m.shape[2]):
@@ -48,7 +49,7 @@ def place(m, where, elements, lanes, dtype=np.float32):
 def pack(elements16): return (elements16[0::2].astype(np.uint32) | (elements16[1::2].astype(np.uint32) << np.uint32(16)))
 
 def operands(name, a, b, c):
-  """Matrices (waves, M, K), (waves, K, N), (waves, M, N) -> packed register images, by FORMULAS."""
+  """Packs matrices (waves, M, K), (waves, K, N), (waves, M, N) into register images by FORMULAS."""
   i, (fa, fb, fc) = INSTRUCTIONS[name], FORMULAS[name]
   _, lanes = unit_of(name)
   images = [place(bits16(x, i.dtype), f, layout.elements, lanes, np.uint16) for x, f, layout in ((a, fa, i.a), (b, fb, i.b))]
@@ -59,7 +60,7 @@ def operands(name, a, b, c):
 def matrices(name, waves=3, seed=0):
   N, M, K = INSTRUCTIONS[name].dims
   rng = np.random.default_rng(seed)
-  return [rng.integers(-8, 9, (waves, *s)).astype(np.float32) for s in ((M, K), (K, N), (M, N))]   # small integers: exact in every format and order
+  return [rng.integers(-8, 9, (waves, *s)).astype(np.float32) for s in ((M, K), (K, N), (M, N))]   # small integers are exact in each format and order
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_layout(name):
@@ -81,14 +82,14 @@ def test_nan_and_inf_stay_in_their_row_and_column(name):
 def test_accumulates_in_fp32():
   name = "mfma_f32_32x32x8f16"
   a, b, c = [np.zeros_like(x) for x in matrices(name)]
-  a[:, :, :2], b[:, 0], b[:, 1], c[:] = 1, 2048, 1, 0.25   # 2048 + 1 needs more than the 11 bits of fp16
+  a[:, :, :2], b[:, 0], b[:, 1], c[:] = 1, 2048, 1, 0.25   # 2048 + 1 does not fit into the 11 bits of fp16
   assert (unit_of(name)[0].instruction(name, *operands(name, a, b, c)) == 2049.25).all()
 
-DENORMAL = {"mfma_f32_32x32x8f16": 2.0**-15, "mfma_f32_32x32x8bf16_1k": 2.0**-127}   # half of the least normal number
+DENORMAL = {"mfma_f32_32x32x8f16": 2.0**-15, "mfma_f32_32x32x8bf16_1k": 2.0**-127}   # half of the lowest normal number
 
 @pytest.mark.parametrize("name", DENORMAL)
 def test_cdna2_takes_denormals_for_zero(name):
-  """As AMD says of MI200, in A, B, C and D; CDNA3 does not."""
+  """CDNA2 takes denormals in A, B, C and D for zero, as AMD documents for MI200; CDNA3 does not."""
   small, least = DENORMAL[name], 2*DENORMAL[name]
   def product(family, a, b, c=0.0):
     A, B, C = [np.zeros_like(x) for x in matrices(name)]
@@ -101,7 +102,7 @@ def test_cdna2_takes_denormals_for_zero(name):
     assert (product("cdna3", a, b, c), product("cdna2", a, b, c)) == (np.float32(cdna3), np.float32(cdna2)), (a, b, c)
   if name.endswith("bf16_1k"):    # a product of normal numbers that is denormal in fp32
     assert (product("cdna3", 2.0**-70, 2.0**-60), product("cdna2", 2.0**-70, 2.0**-60)) == (np.float32(2.0**-130), 0)
-    assert [product(f, 2.0**-63, 2.0**-63, 2.0**-127) for f in ("cdna3", "cdna2")] == [np.float32(1.5*2.0**-126), np.float32(2.0**-126)]   # C alone
+    assert [product(f, 2.0**-63, 2.0**-63, 2.0**-127) for f in ("cdna3", "cdna2")] == [np.float32(1.5*2.0**-126), np.float32(2.0**-126)]   # only C
 
 def test_rdna3_wants_duplicated_halves():
   name = "wmma_f32_16x16x16_f16_w32"

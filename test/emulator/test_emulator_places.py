@@ -1,4 +1,4 @@
-"""What an error of the emulator says of where it happened, and `probe`."""
+"""Tests of the place that an error of the emulator names, and of `probe`."""
 from __future__ import annotations
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ import attn.emulator as emulator
 from attn import flash_attention_fn
 from attn.emulator import checks, listing
 from attn.emulator.device import UOpCompiler
-from attn.kernels.parts import pipeline
+from attn.kernels.parts import trips
 from attn.ops import amd, common
 from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.ops.renderers import OperationsHIPCCRenderer, render
@@ -29,7 +29,7 @@ def threads(n, groups=1): return UOp.range(groups, 0, AxisType.GLOBAL), UOp.rang
 def run(fxn, *inputs, out=(64,)): return Tensor.empty(*out).custom_kernel(*[Tensor(x).realize() for x in inputs], fxn=fxn)[0].numpy()
 
 def line_of(text:str) -> int:
-  """The line of this file that ends in a comment of that text."""
+  """Number of the line in this file that ends in a comment with this text."""
   return next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith(f"# {text}"))
 
 def places(e:pytest.ExceptionInfo[BaseException]) -> list[str]: return str(e.value).splitlines()[1:]
@@ -54,7 +54,7 @@ def test_an_error_names_the_line_of_python_and_the_statement() -> None:
   assert source.splitlines()[int(number) - 1].strip() == text
 
 def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
-  """The operation is emitted by attn/ops/amd.py: the kernel's own line is the one to read."""
+  """An error in an operation from attn/ops/amd.py is traced to the line of the kernel that calls it."""
   def kernel(o, x):
     g, t = threads(64)
     r = UOp.range(t % 2 + 1, 2, AxisType.LOOP)
@@ -66,8 +66,8 @@ def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
   assert "ordered_barrier()" in places(e)[1]
 
 def test_an_error_in_a_kernel_of_ours(monkeypatch) -> None:
-  """It comes through every pass of a large kernel. The files of the kernel are named, and not those of the operations."""
-  monkeypatch.setattr(pipeline, "workgroup_barrier", lambda after: after)
+  """An error in a large kernel of attn names lines of the kernel's files, and not those of the operations, after all passes of lowering."""
+  monkeypatch.setattr(trips, "workgroup_barrier", lambda after: after)
   q, k, v = [Tensor(np.random.default_rng(i).standard_normal((1, 1, 150, 64)).astype(np.float16)).realize() for i in range(3)]
   o = Tensor.empty(1, 1, 150, 64, dtype="half")
   with Context(DEV="EMU::gfx1100"), pytest.raises(checks.LdsRace) as e: o.custom_kernel(q, k, v, fxn=flash_attention_fn())[0].numpy()
@@ -82,7 +82,8 @@ def test_a_kernel_that_tinygrad_makes_has_a_statement_alone() -> None:
   assert len(places(e)) == 1 and "of the source" in places(e)[0]
 
 def test_a_kernel_that_is_made_otherwise_the_second_time_has_no_line_of_python() -> None:
-  """What is said is never a guess: the program that is made again has to be the one that failed."""
+  """A kernel that is built differently the second time gets no line of Python: the place is never a guess, so the program made again must be the one
+  that failed."""
   shift = iter(range(1, 100))
   def kernel(o, x): return shifted(next(shift))(o, x).replace(arg=KernelInfo("otherwise", opts_to_apply=()))
   with pytest.raises(checks.OutOfBounds) as e: run(kernel, X[:64])
@@ -104,7 +105,7 @@ def test_a_value_out_of_scope_names_both_ends() -> None:
   assert [x.split(":")[0].strip() for x in places(e)[::2]] == ["test/emulator/test_emulator_checks.py"]*2
 
 def test_statements() -> None:
-  """Every UOp that is printed has its line: what it declares stands there."""
+  """Each printed UOp is assigned the line of its declaration or statement."""
   tensors = [UOp.placeholder((1, 2, 64, 64), dtypes.half, i) for i in range(4)]
   renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", "gfx942"))
   uops = lower(flash_attention_fn(arch="gfx942")(*tensors).sink, renderer)
@@ -131,7 +132,7 @@ def test_few_kernels_are_remembered() -> None:
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
-  """That the emulator keeps outputs as sources of the SINK changes nothing in the source."""
+  """The emulator prints the source that hardware gets, although it keeps outputs as sources of the SINK."""
   tensors = [UOp.placeholder((1, 2, 64, 32), dtypes.half, i) for i in range(4)]
   fxn = flash_attention_fn(arch=arch)
   with Context(DEV=f"EMU::{arch}"):
@@ -143,7 +144,7 @@ def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
 
 @pytest.mark.parametrize("other", (False, True))
 def test_an_output_whose_store_is_simplified_away(other:bool) -> None:
-  """Alone, and beside one that is written."""
+  """An output whose only store is simplified away is an error, alone and beside an output that is written."""
   def kernel(o, *more):
     g, t = threads(64)
     stores = [o[t.valid(t >= 64)].store(more[-1][t])]
@@ -164,7 +165,7 @@ def test_an_output_that_was_written_before_may_be_left_as_it_is() -> None:
 # ***** probes *****
 
 def probed(o, x):
-  """Two workgroups of 70 threads: two waves each, the second with 6 lanes."""
+  """Kernel with two workgroups of 70 threads: two waves each, the second with 6 lanes."""
   g, t = threads(70, 2)
   i = emulator.probe("index", g*70 + t)
   pair = common.build(x[t].load(), x[t].load() + 1.0)
@@ -216,7 +217,7 @@ def test_a_probe_of_an_address() -> None:
     emulator.probe("x", UOp.placeholder((4,), dtypes.float, 0)[0])
 
 def test_a_probe_costs_nothing_on_hardware() -> None:
-  """The machine code with and without is the same."""
+  """A probe does not change the machine code."""
   from attn.compilers.clang import assembly
   def code(with_probe:bool) -> list[str]:
     def kernel(o, x):

@@ -1,4 +1,4 @@
-"""Offsets of AMD's buffer instructions: no part of the sum that one is may be below 0, as it is printed."""
+"""Tests of the offsets of AMD's buffer instructions: an offset is printed as a sum, and no part of it may be below 0."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ NUMBERS: list[Callable[[UOp], UOp]] = [
   lambda x: not_negative(x, 20)*-1 + 20, lambda x: opaque_uniform(x).cast(dtypes.weakint).maximum(0).minimum(127)//3]
 
 def test_ranges() -> None:
-  """They hold every value that there is."""
+  """The computed range of a number holds all of its values."""
   for i, make in enumerate(NUMBERS):
     def kernel(o:UOp, make:Callable[[UOp], UOp]=make, i:int=i) -> UOp:
       x = UOp.range(32, 0, AxisType.WARP)
@@ -45,7 +45,7 @@ def test_ranges() -> None:
 PAGES = Pages(16, 40, 8)
 IN_PAGES = whole_places((PAGES.count, PAGES.size, 1, 48), "bshd")
 LATENT: dict[str, Any] = dict(Hkv=1, Sk=100, D=48, Dv=40, v_in_k=True, causal=True)
-# tiles with rows of several heads, and of more than one block
+# tiles with rows of several heads and of several blocks
 SEVERAL_HEADS: dict[str, dict[str, Any]] = {
   "latent, 64 heads": dict(H=64, Sq=2, **LATENT), "latent, 128 heads": dict(H=128, Sq=3, **LATENT), "latent, 16 heads": dict(H=16, Sq=8, **LATENT),
   "latent, pages": dict(H=64, Sq=2, **{**LATENT, "Sk": PAGES.rows}, pages=PAGES, views=(IN_PAGES, IN_PAGES),
@@ -70,7 +70,7 @@ BACKWARD = ("causal, bias, dropout", "odd widths", "window of packed sequences")
 def placeholders(shapes:Shapes) -> list[UOp]: return [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(shapes.values())]
 
 def forward_kernel(p:Problem, arch:str) -> UOp:
-  """The one that is chosen; of latent attention `mla`, which is for longer rows, but these are quick to lower."""
+  """Forward kernel that dispatch chooses. Latent attention gets `mla`: the kernel is meant for longer rows, but short rows are quick to lower."""
   chip = get_chip(arch)
   choice = choose(p, chip)
   name, tile = ("mla", mla_tile(p, chip)) if p.v_in_k else (choice.kernel, choice.work.tile)
@@ -88,7 +88,7 @@ def backward_kernels(p:Problem, arch:str) -> Iterator[UOp]:
   if p.bias is not None: yield dbias_of(p, chip, choose_bias_tile(p, chip))(*placeholders(dbias_arguments(p)))
 
 def not_shown(kernel:UOp, arch:str) -> list[Part]:
-  """The parts of a kernel's offsets of which it is not known that they are not below 0."""
+  """Parts of a kernel's offsets that are not known to be at least 0."""
   uops = lower(kernel, printer_of(arch))
   assert any(isinstance(u.arg, Call) and u.arg.name in ("buffer_load", "load_to_lds") for u in uops)
   ranges = Ranges(uops)
@@ -110,6 +110,6 @@ def test_backward(name:str, arch:str) -> None:
 
 @in_turn("name, arch", ("latent, 64 heads", "24 heads"), ARCHS, turn=1)
 def test_blocks_backwards_are_what_it_takes(name:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Without it a part is below 0."""
+  """Blocks that count backwards keep every part at 0 or more: without `not_negative` one part may be below 0."""
   monkeypatch.setattr(workgroup.ops, "not_negative", lambda x, most: x)
   assert not_shown(forward_kernel(problem(**SEVERAL_HEADS[name]), arch), arch)

@@ -86,7 +86,7 @@ def test_of_nested_loops_the_inner_one_with_matrices_counts():
   assert len(loops_of(blocks)) == 3 and [blocks[x.header].labels for x in matrix_loops(blocks)] == [[".LBB0_2"]]
 
 def test_of_equal_loops_the_shorter_one_counts():
-  """Of two loops with the same matrix work the shorter one is reported: the loop without the mask."""
+  """The shorter of two loops with the same matrix work is reported: the loop without the mask."""
   blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MFMA}s_cbranch_scc0 .LBB0_1\n.LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_endpgm")
   assert blocks[matrix_loops(blocks)[0].header].labels == [".LBB0_2"]
 

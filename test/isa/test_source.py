@@ -84,7 +84,7 @@ def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], in
     assert names["result"] == known(n)
 
 def test_where_a_number_is_known_the_second_bound_is_not() -> None:
-  """In a loop of one trip clang knows the number, so the first bound takes no instruction, and the hidden second bound takes one."""
+  """clang knows the number in a loop of one trip, so the first bound takes no instruction, and the hidden second bound takes one."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", BOUNDED[0][0])
   code = assembly(re.sub(r"alu0 = .*;", "alu0 = 17;", text), "gfx1201")
   assert "s_min_i32" in code and "v_med3" not in code

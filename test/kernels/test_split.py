@@ -54,7 +54,7 @@ def test_split(arch:str, case:str) -> None: check_kernels(arch, **SPLITS[case])
 
 @every_arch
 def test_empty_range_weighs_nothing(arch:str) -> None:
-  """With Sq > Sk and a causal mask, a key range that a row does not see weighs nothing in the merge."""
+  """A key range that a row does not see weighs nothing in the merge; here rows with Sq > Sk under a causal mask."""
   o, lse = check_kernels(arch, Sq=130, Sk=70, num_splits=2, causal=True)
   assert lse is not None and (o[:, :, :60] == 0).all() and np.isneginf(lse[:, :, :60]).all() and np.isfinite(lse[:, :, 60:]).all()
 

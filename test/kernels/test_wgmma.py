@@ -133,7 +133,7 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("without_places")
 def test_no_more_places_than_tiles(monkeypatch) -> None:
-  """With two tiles the ring has two places, and the copy of a third tile, all zeros, is not made."""
+  """Two tiles get a ring of two places, and the copy of a third tile, all zeros, is not made."""
   tile = WgmmaTile(1, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]

@@ -1,4 +1,4 @@
-"""bench.py from the outside: what it prints, its exit status, and that a bad setting is one clear line."""
+"""Tests of bench.py from the outside: its output, its exit status, and one clear line for a bad setting."""
 import csv, os, re, subprocess, sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def run(*program:str, **settings:str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def bench_here(monkeypatch:pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-  """Runs bench.py with these settings in this process, which has imported everything; its exit status."""
+  """Function that runs bench.py with these settings in this process, where everything is already imported, and returns its exit status."""
   monkeypatch.setattr(bench, "find_device", lambda: os.environ["DEV"])
   def with_settings(**settings:str) -> int:
     for name, value in settings.items(): monkeypatch.setenv(name, value)
@@ -33,7 +33,7 @@ def rows(path:Path) -> list[dict[str, str]]:
   with path.open() as f: return list(csv.DictReader(f))
 
 def test_without_settings() -> None:
-  """No GPU here: it says so, takes gfx942, and checks."""
+  """bench.py without settings and without a GPU says so, emulates gfx942, and checks the results."""
   result = run()
   assert result.returncode == 0, result.stderr
   assert result.stdout.startswith("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942\n") or "TFLOP/s" in result.stdout
@@ -62,7 +62,7 @@ def test_backward(bench_here:Callable[..., int], settings:dict[str, str], tmp_pa
   assert row["heads checked"] == "100%"
 
 def test_sweep_shows_progress(bench_here:Callable[..., int], tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
-  """What is set holds for every shape of the list; here that leaves few different ones."""
+  """A setting holds for every shape of the sweep; the settings here leave few different shapes."""
   assert bench_here(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
                     WINDOW="-1,-1", SK="64") == 0
   assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in capsys.readouterr().err
@@ -102,7 +102,7 @@ def test_bounds(bench_here:Callable[..., int], capsys:pytest.CaptureFixture[str]
   ({"FIGURES": "1", "CSV": "x.csv"}, "CSV='x.csv' with FIGURES=1"),
 ])
 def test_bad_setting(bench_here:Callable[..., int], settings:dict[str, str], line:str, capsys:pytest.CaptureFixture[str]) -> None:
-  """What is wrong, naming the setting, its value and what is supported, before anything runs."""
+  """A bad setting is refused before anything runs, with its name, its value and what is supported."""
   with pytest.raises((bench.BadSetting, ValueError, NotImplementedError)) as e: bench_here(**SMALL | settings)
   assert line in str(e.value) and "\n" not in str(e.value) and not capsys.readouterr().out
 
@@ -132,7 +132,7 @@ def problem(**sizes:int) -> Problem:
   return Problem(**{"B": 1, "H": 2, "Hkv": 1, "Sq": 64, "Sk": 64, "D": 16, "Dv": 16} | sizes, softmax_scale=0.25)
 
 def test_verify_looks_at_a_sample_of_a_large_problem(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(bench, "SAMPLE", 4*64*8)   # eight rows at a time, four such blocks of sixteen
+  monkeypatch.setattr(bench, "SAMPLE", 4*64*8)   # eight rows at a time, in four of sixteen blocks
   p, rng = problem(), np.random.default_rng(0)
   q, k, v = (rng.standard_normal((1, h, 64, 16)) for h in (2, 1, 1))
   o, lse = exact(q, k, v, 0.25)
@@ -150,7 +150,7 @@ def test_verify_judges_lse_too() -> None:
   assert not bench.verify(p, (q, k, v), (o, lse + 1), True)[0].ok
 
 def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
-  """The peers themselves need PyTorch and a GPU; their list of shapes does not."""
+  """bench.py accepts every shape of the comparison. The peers need PyTorch and a GPU; their list of shapes does not."""
   from attn.measure import peers
   problems = [bench.settings({**bench.ON_A_GPU, **x}).problem for x in (*peers.sweep("float16"), *peers.sweep("float32"))]
   assert len({(p, p.dtype, p.window) for p in problems}) == len(problems) == 4*len(peers.SHAPES) + 2*len(peers.SHAPES_FP32)
@@ -161,7 +161,8 @@ def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.Mon
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
 
 def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tmp_path:Path) -> None:
-  """With the device, and PyTorch, left out: from settings to the table and the picture, of shapes that are too large to be computed again."""
+  """The sweep of the backward kernels goes from settings to table and picture, with the device and PyTorch replaced, also for shapes too large to be
+  computed again."""
   pytest.importorskip("matplotlib")
   def row(p:Problem, causal:bool) -> dict[str, object]:
     theirs = {"TFLOP/s cuDNN": 2.0} if p.D < 256 else {}
@@ -179,14 +180,14 @@ def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tm
   assert {x["shape"] for x in found if not x["TFLOP/s cuDNN"]} == {"2x16x4096x256"}
 
 def test_problems_of_the_backward() -> None:
-  """What `python -m attn.measure.backward` measures, by words."""
+  """Words select the problems that `python -m attn.measure.backward` measures."""
   both = backward.problems(["32/8", "bfloat16"])
   assert [(p.H, p.Hkv, p.D, causal) for p, causal in both] == [(32, 8, 128, False), (32, 8, 128, True)]
   assert [backward.name_of(*x) for x in both] == ["4x32/8x4096x128 full bfloat16", "4x32/8x4096x128 causal bfloat16"]
   assert backward.name_of(*backward.problems(["65536"])[0]).startswith("1x8x64x65536x128 full") and len(backward.problems([])) == 32
 
 def test_the_backwards_peers_take_every_setting_before_anything_runs(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Without PyTorch: what is compared, and what is refused."""
+  """The backward comparison accepts the right settings and refuses the others, without PyTorch."""
   compared: list[tuple[Problem, bool]] = []
   from attn.measure import backward
   monkeypatch.setattr(backward, "compare_backward", lambda p, causal: compared.append((p, causal)) or {"shape": "one"})

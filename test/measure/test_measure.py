@@ -1,4 +1,4 @@
-"""What measures the kernels on a GPU, without one: which problems, how often, and against what. test_bench.py has the rest."""
+"""Tests, without a GPU, of the measurements on a GPU: which problems, how often, and against what. test_bench.py has the rest."""
 from __future__ import annotations
 import itertools, json, subprocess, sys
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from attn.measure.peers import in_turn
 from attn.tinygrad_compat import Context, Device, Tensor
 
 def test_first_calls_are_timed() -> None:
-  """In this process, on the emulator: the compiler's seconds are part of them, and it is its own again."""
+  """A first call is timed, here in this process on the emulator. The time includes the compiler's, which is restored afterwards."""
   with Context(DEV="EMU::gfx942"):
     compiler = Device["EMU"].renderer.compiler
     found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))
@@ -22,7 +22,7 @@ def test_first_calls_are_timed() -> None:
   assert len({str(row) for row in FIRST_CALLS}) == len(FIRST_CALLS) and any(row.backward for row in FIRST_CALLS)
 
 def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
-  """Two processes in the same caches, which are new and empty for each run."""
+  """Each run of the latency measurement starts two processes that share new, empty caches."""
   seen = []
   def run(command:list[str], env:dict[str, str], **kwargs:object) -> SimpleNamespace:
     row, caches = FirstCall(**json.loads(command[-1])), [env[name] for name in ("XDG_CACHE_HOME", "CACHEDB", "CUDA_CACHE_PATH")]
@@ -37,7 +37,7 @@ def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
   with pytest.raises(RuntimeError, match="what was wrong"): latency.main(["32 on 8", "2048"])
 
 def test_launches_of_a_tinyjit(monkeypatch) -> None:
-  """As many as are asked for, first by themselves and then captured, of which each writes the output."""
+  """TinyJit launches the kernel as often as asked, first eagerly and then captured, and each launch writes the output."""
   calls = []
   monkeypatch.setattr(short, "attention", lambda *args, **options: calls.append(options) or attention(*args, **options))
   rng = np.random.default_rng(0)
@@ -48,13 +48,13 @@ def test_launches_of_a_tinyjit(monkeypatch) -> None:
     np.testing.assert_array_equal(out.numpy(), attention(q, k, v).numpy())
 
 def test_short_rows() -> None:
-  """All of them by wgmma; the peers' problem is ours."""
+  """All problems of short rows use wgmma, and are the problems that the peers get."""
   for row in short.SHORT_ROWS:
     assert choose(row.problem, get_chip("sm_90")).kernel == "forward_wgmma" and (row.causal or row.problem.window == (-1, -1))
   assert len({str(row) for row in short.SHORT_ROWS}) == 8
 
 def test_peers_take_turns() -> None:
-  """Each once a round, none always behind the same one; the median of each."""
+  """Each peer runs once in a round, in an order that varies, and its median counts."""
   called = list[str]()
   def timer(name:str, *seconds:float) -> Callable[[], float]:
     left = iter(seconds)

@@ -1,12 +1,12 @@
-"""Stand-ins, in C++, for a GPU's builtins and instructions: with them what is printed of an operation for HIP or for CUDA is
-compiled for this machine (test_ops.py).
+"""C++ stand-ins for a GPU's builtins and instructions, with which test_ops.py compiles the printed text of operations for HIP and CUDA on this
+machine.
 
-The lanes of a wave run one after another, and again until what each of them takes from the others is right: `in_lockstep`.
+The lanes of a wave run one after another, and again until what each lane takes from the others is right: `in_lockstep`.
 """
 
-EXCHANGES = 40     # of a wave's lanes, in one operation, at most
+EXCHANGES = 40     # maximum number of exchanges between a wave's lanes in one operation
 
-# ***** what both have: lanes that exchange *****
+# ***** common: lanes that exchange *****
 
 LOCKSTEP = r"""
 typedef unsigned u32;
@@ -14,7 +14,7 @@ typedef unsigned long long u64;
 extern "C" { float exp2f(float); float log2f(float); void* memcpy(void*, const void*, unsigned long); }
 static float ex2(float x) { float y = exp2f(x); return y < 1.17549435e-38f ? 0.0f : y; }
 
-// what the lanes of a wave have given in each exchange: in the run before, and in this one
+// what the lanes of a wave gave in each exchange: in the run before, and in this run
 const int WORDS = 10;
 static u32 known[EXCHANGES + 1][64][WORDS], fresh[EXCHANGES + 1][64][WORDS];
 static int this_lane, wave, exchanges, most;
@@ -32,7 +32,7 @@ static u64 vote(bool x) {
   for (int i = 0; i < wave; i++) bits |= (u64)all[i][0] << i;
   return bits;
 }
-// An exchange gets what it should once those before it have: after as many runs as there are exchanges, and one.
+// An exchange is right once all exchanges before it are right: after one run more than there are exchanges.
 template<class F> static void in_lockstep(F run) {
   for (int again = 0; again <= EXCHANGES; again++) {
     for (this_lane = 0; this_lane < wave; this_lane++) {
@@ -62,7 +62,7 @@ static bool lanes_of(u32 bits) { return bits >> this_lane & 1; }
 #define __builtin_amdgcn_mbcnt_lo(a, b) 0u
 #define __builtin_amdgcn_mbcnt_hi(a, b) (u32)this_lane
 #define __builtin_amdgcn_ds_bpermute(byte, x) (int)from((u32)(x), (byte) >> 2)
-// odd rows of `step` lanes of x change places with the even ones of y, before them
+// swaps the odd rows of `step` lanes of x with the even rows of y
 static uint2 swap(u32 x, u32 y, int step) {
   u32 of_x = from(x, this_lane ^ step), of_y = from(y, this_lane ^ step);
   return this_lane/step % 2 ? (uint2){of_y, y} : (uint2){x, of_x};
@@ -73,7 +73,7 @@ static float __builtin_amdgcn_fdot2(half2 a, half2 b, float c, bool clamp) { ret
 static float __builtin_amdgcn_fdot2_f32_bf16(bfloat2 a, bfloat2 b, float c, bool clamp) {
   return c + (float)a[0]*(float)b[0] + (float)a[1]*(float)b[1];
 }
-// sixteen blocks of four lanes: a lane has a row of A, and a column of B and of D (AMD Matrix Instruction Calculator)
+// sixteen blocks of four lanes: a lane holds a row of A, and a column of B and of D (AMD Matrix Instruction Calculator)
 static float of_half(u32 bits) { return (float)__builtin_bit_cast(_Float16, (unsigned short)bits); }
 static float of_bfloat(u32 bits) { return __builtin_bit_cast(float, bits << 16); }
 static float4 blocks(const u32 (*all)[WORDS], float (*widen)(u32), float4 c) {
@@ -93,7 +93,7 @@ static float4 __builtin_amdgcn_mfma_f32_4x4x4bf16_1k(short4 a, short4 b, float4 
 static float4 __builtin_amdgcn_mfma_f32_4x4x4f16(half4 a, half4 b, float4 c, int, int, int) {
   return blocks(offer(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7)), of_half, c);
 }
-// four bits for each lane of 16 say which one of the other 16 lanes it takes from
+// four bits for each lane of 16 select one of the other 16 lanes, from which it takes its value
 static u32 __builtin_amdgcn_permlanex16(u32 old, u32 x, u32 low, u32 high, bool a, bool b) {
   u64 selector = (u64)high << 32 | low;
   return from(x, (this_lane & ~15 ^ 16) | (int)(selector >> 4*(this_lane & 15) & 15));
@@ -108,7 +108,7 @@ static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
   return r;
 }
 #define __builtin_amdgcn_mov_dpp(x, control, rows, banks, bound) (int)from((u32)(x), (this_lane & ~3) | ((control) >> 2*(this_lane & 3) & 3))
-// its mode of masks: (lane & and | or) ^ xor, within 32 lanes
+// the mode with masks: (lane & and | or) ^ xor, within 32 lanes
 #define __builtin_amdgcn_ds_swizzle(x, m) (int)from((u32)(x), ((this_lane & (m) & 31 | (m) >> 5 & 31) ^ ((m) >> 10 & 31)) | (this_lane & ~31))
 """
 
@@ -125,7 +125,7 @@ static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 static float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 #define __shfl_sync(mask, x, source) (x)
 static u32 __shfl_xor_sync(u32 mask, u32 x, int step) { return from(x, this_lane ^ step); }
-// prmt (PTX ISA 9.7.9.7) of a dword with itself: with its highest bit set a selector gives a byte's sign
+// prmt (PTX ISA 9.7.9.7) of a dword with itself: a selector with its highest bit set gives the sign of a byte
 static u32 permuted(u32 x, u32 selector) {
   u32 r = 0;
   for (int i = 0; i < 4; i++) {
@@ -148,7 +148,7 @@ static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-// mma.m16n8k16 (PTX ISA 9.7.14.5.8): lane l has columns 2*(l%4), +1, +8 and +9 of the rows l/4 and l/4 + 8 of A, and so of the columns of B
+// mma.m16n8k16 (PTX ISA 9.7.14.5.8): lane l holds columns 2*(l%4), +1, +8 and +9 of rows l/4 and l/4 + 8 of A, and these of column l/4 of B
 struct Operands { u32 a[4], b[2]; };
 template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, float4 c) {
   const u32 (*all)[WORDS] = offer(Operands{{a.x, a.y, a.z, a.w}, {b0, b1}});
@@ -164,7 +164,7 @@ template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, flo
 #define product_f16 product<of_f16>
 #define product_bf16 product<of_bf16>
 """
-# inline assembly -> the stand-ins
+# Replaces inline assembly by the stand-ins.
 ASSEMBLY = (
   (r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = 1.0f/\2"),
   (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),

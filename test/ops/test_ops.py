@@ -1,8 +1,7 @@
-"""An operation's texts and its meaning agree: what is printed of it for HIP and for CUDA, compiled for this machine with
-stand-ins for the GPU's builtins and instructions, and what the emulator computes in numpy. So the interpreters of compound
-operations are tested, too.
+"""Tests that an operation's texts and its meaning agree. The texts for HIP and CUDA are compiled for this machine, with stand-ins for the GPU's
+builtins and instructions; the meaning is what the emulator computes in numpy. This also tests the interpreters of compound operations.
 
-Each lane has operands of its own, so an exchange that is left out, or that takes the wrong lane, shows.
+Each lane has operands of its own, so an exchange that is left out, or takes the wrong lane, shows.
 """
 from __future__ import annotations
 import ctypes, functools, itertools, re, subprocess, sys
@@ -28,13 +27,13 @@ from attn.score.softcap import softcap
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
 from gpu_stand_ins import ASSEMBLY, CUDA, EXCHANGES, HIP, LOCKSTEP
 
-WAVES = 8     # of a test
+WAVES = 8     # waves in each test
 NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32, dtypes.bool: np.bool_}
 
 # ***** the cases *****
 
 def value(dtype, slot:int) -> UOp:
-  """An operand: an element of a register array, loaded."""
+  """Operand that is an element of a register array."""
   return UOp.placeholder((1,), dtype, slot, AddrSpace.REG)[0].load()
 
 def f(n:int=1, slot:int=0) -> UOp: return value(ops.f32(n), slot)
@@ -42,7 +41,7 @@ def u(n:int=1, slot:int=0) -> UOp: return value(ops.u32(n), slot)
 def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
 
 def array(count:int, n:int, slot:int) -> UOp:
-  """An operand that is an array of so many vectors."""
+  """Operand that is an array of `count` vectors."""
   return UOp.placeholder((count,), ops.f32(n), slot, AddrSpace.REG)
 
 AMD, RDNA, NATIVE, NVIDIA = "gfx942", "gfx1201", "gfx950", "sm_80"     # NATIVE has an instruction that rounds to bf16
@@ -50,7 +49,7 @@ HIPS, ALL = (AMD, RDNA), (AMD, RDNA, NVIDIA)
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 
 def common(n:int) -> dict[str, Callable[[], UOp]]:
-  """What is there for every vendor, on vectors of n elements."""
+  """Cases of the operations for all vendors, on vectors of n elements."""
   offsets = OFFSETS[:n]
   return {
     "splat": lambda: ops.splat(1.5, n), "splat of a value": lambda: ops.splat(f(), n), "build": lambda: ops.build(f(1, 0), f(1, 1)),
@@ -84,7 +83,7 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
-  """The same of dropout."""
+  """Cases of the operations of dropout, on vectors of n elements."""
   return {
     "kept_octet": lambda: dropout.kept_octet((u(1, 0), u(1, 1)), *[u(1, slot) for slot in range(2, 6)], 0.3),
     "drop_packed": lambda: dropout.drop_packed(u(n//2, 0), u(2, 1), tuple((j % 2, 3*j) for j in range(n//2)), 0),
@@ -93,19 +92,19 @@ def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
-  """The correction of `tiles` tiles; `shapes` says how many vectors of how many elements a tile has of each operand."""
+  """Correction of `tiles` tiles; `shapes` gives, for each operand, the number of vectors in a tile and of elements in a vector."""
   def place(slot:int, name:str) -> UOp:
     count, n = shapes[name]
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
   return correct(*[place(slot, name) for slot, name in enumerate(shapes)], rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
-  """How an AMD chip sums P as it is rounded, and by which instruction, if not by dot products from the beginning on."""
+  """Kind of sum by which an AMD chip adds up rounded P, and its matrix instruction, if it uses one instead of dot products."""
   sums = Sums.of(get_chip(arch), dtype, False)
   return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True) -> UOp:
-  """As AMD's kernels have it: a lane has elements of one row."""
+  """Correction as in AMD's kernels: a lane has elements of one row."""
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
   kinds = (kind, LANE)[:1 + lse]
@@ -114,13 +113,13 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
-  """As NVIDIA's kernels have it: a lane has elements of two rows, and two tiles of scores make one of P."""
+  """Correction as in NVIDIA's kernels: a lane has elements of two rows, and two tiles of scores make one tile of P."""
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
   return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
-  """P of two tiles, as Hopper's kernel has it."""
+  """P of two tiles, computed as in the kernel for Hopper."""
   shapes = dict(reference=(1, 2), bias=(1, 2), p=(2, 4), scores=(4, 4), part=(len(sums), 2))
   registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
                for slot, (name, (count, n)) in enumerate(shapes.items())]
@@ -176,11 +175,11 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
 # ***** operands *****
 
 def parts(x:UOp) -> bool:
-  """Whether this is an operation that is under test, and not a value that is given to one."""
+  """Tells whether a UOp is an operation under test, and not an operand."""
   return isinstance(x.arg, Call) or (x.op in (Ops.ADD, Ops.SUB, Ops.MUL) and x.dtype not in (dtypes.int, dtypes.weakint))
 
 def operands(x:UOp) -> Iterator[UOp]:
-  """What an expression takes, in order."""
+  """Operands of an expression, in order."""
   seen = dict[UOp, None]()
   def visit(y:UOp) -> None:
     if not parts(y): seen[y] = None
@@ -190,18 +189,18 @@ def operands(x:UOp) -> Iterator[UOp]:
   return iter(seen)
 
 def constant(x:UOp) -> float|None:
-  """The number that an operand is, if it is one."""
+  """Value of an operand that is a constant, else None."""
   while x.op is Ops.CAST: x = x.src[0]
   return x.arg if x.op is Ops.CONST else None
 
 @dataclass(frozen=True)
 class Registers:
-  """An array of registers as the emulator's meanings take it, from its element `first` on."""
+  """Register array in the form that the emulator's meanings take, starting at its element `first`."""
   elements: list[np.ndarray]
   first: int
 
 class Wave:
-  """`Lanes` for the meanings, as far as the operations here ask."""
+  """Stand-in for `Lanes` with what the operations here need."""
   def __init__(self, arch:str):
     self.wave, self.unit = EMULATED[arch].wave, MatrixUnit(EMULATED[arch].family, arch)
     self.active = np.ones(WAVES*self.wave, np.bool_)
@@ -215,29 +214,29 @@ def size(dtype) -> int: return VECTORS[dtype][1] if dtype in VECTORS else 1
 def numpy_type(dtype) -> np.dtype: return np.dtype(VECTORS[dtype][0] if dtype in VECTORS else NUMPY[dtype])
 
 def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
-  """(threads, elements): each wave of another magnitude, the later ones with the values in it that a softmax meets."""
+  """Random values (threads, elements). Each wave has another magnitude, and later waves contain the special values that a softmax meets."""
   n, threads = size(dtype), WAVES*wave
   if dtype is dtypes.bool: return rng.integers(0, 2, (threads, 1)).astype(np.bool_)
   if dtype is dtypes.int: return rng.integers(-4, 14, (threads, 1), dtype=np.int32)
   if numpy_type(dtype) == np.uint32: return rng.standard_normal((threads, 2*n)).astype(np.float16).view(np.uint32)   # pairs of 16-bit floats
   x = (rng.standard_normal((threads, n))*np.repeat([0.01, 0.1, 1, 40, 1, 1, 1, 40], wave)[:, None]).astype(np.float32)
   later = x[4*wave:]
-  for special in (-np.inf, 0, 65504, 1 + 2.0**-8, 1 + 3*2.0**-8, LOWEST):     # 1 + 2^-8 is a tie between two bf16
+  for special in (-np.inf, 0, 65504, 1 + 2.0**-8, 1 + 3*2.0**-8, LOWEST):     # 1 + 2^-8 is a tie between two bf16 numbers
     later[rng.integers(len(later), size=2), rng.integers(n, size=2)] = special
   x[6*wave + 3, 0] = x[7*wave + 5, -1] = np.nan
   return x
 
 def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
-  """An operand of each thread: (threads, elements), of a register array (threads, count, elements)."""
+  """Values of an operand for each thread: (threads, elements), or for a register array (threads, count, elements)."""
   wave = EMULATED[arch].wave
   if (number := constant(x)) is not None: return np.full((WAVES*wave, 1), number, numpy_type(x.dtype))
   if x.op is not Ops.INDEX: return draw(x.dtype, wave, rng)
   drawn = np.stack([draw(x.dtype, wave, rng) for _ in range(x.src[0].max_numel())], 1)
-  if place == 0: drawn[:wave] = 50     # a wave in which no score exceeds the reference
+  if place == 0: drawn[:wave] = 50     # no score of this wave exceeds the reference
   return np.ascontiguousarray(drawn)
 
 def columns(x:np.ndarray) -> np.ndarray:
-  """(threads, elements) -> as meanings have it."""
+  """Transposes (threads, elements) to the form that meanings use."""
   return x.T.copy() if x.shape[1] > 1 else x[:, 0].copy()
 
 def rows(x:np.ndarray, n:int, threads:int) -> np.ndarray: return np.broadcast_to(x, (n, threads)).T if n > 1 else np.broadcast_to(x, threads)[:, None]
@@ -255,7 +254,7 @@ def language(arch:str) -> str: return "cuda" if arch.startswith("sm_") else "hip
 def ctype(dtype) -> str: return C_NAMES.get(dtype, dtype.name)
 
 def function(number:int, arch:str, x:UOp) -> str:
-  """C++ that runs an expression in every thread, with what its text calls in a namespace of its own."""
+  """C++ function that runs an expression in every thread; what its text calls lies in a namespace of its own."""
   if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
   renderer.operations, renderer.r = KernelText(language(arch), arch), {}
@@ -293,7 +292,7 @@ extern "C" int f{number}({", ".join([*parameters, f"{out}* out"])}) {{
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, str], UOp]]:
-  """The functions f0, f1 ... of the cases, in a library for each language: their vector types have the same names."""
+  """Compiles the functions f0, f1 ... of the cases into one library for each language, because vector types of HIP and CUDA have the same names."""
   pytest.importorskip("ziglang")
   made = {case: make() for case, make in CASES.items()}
   texts:dict[str, list[str]] = {"hip": [], "cuda": []}
@@ -305,7 +304,7 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
   libraries = {}
   for kind, text in texts.items():
     (folder/f"{kind}.cpp").write_text("\n".join(text))
-    # not optimized, which takes a fifth of the time; linked as if they were, for zig builds its own runtime anew without
+    # compiled without optimization, which takes a fifth of the time; linked with -O1, because zig would otherwise build its own runtime anew
     of_cpp = ["-x", "c++", "-std=c++17", "-O0", "-c", "-fPIC", "-fno-sanitize=all", "-ffp-contract=off", "-Wno-everything"]
     for options in ([*of_cpp, f"{kind}.cpp", "-o", f"{kind}.o"], ["-O1", "-shared", "-nostdlib++", f"{kind}.o", "-o", f"{kind}.so"]):
       done = subprocess.run([sys.executable, "-m", "ziglang", "cc", *options], capture_output=True, text=True, cwd=folder)
@@ -316,7 +315,7 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
 # ***** the tests *****
 
 def test_operations_in_which_lanes_meet_are_known() -> None:
-  """By the instructions in their texts: what branches store of theirs is made before."""
+  """ACROSS_LANES names exactly the operations whose texts exchange between lanes; kernels compute their values before a branch stores them."""
   found = set()
   for (arch, _), make in CASES.items():
     for x in make().toposort() if language(arch) == "hip" else ():
@@ -325,7 +324,7 @@ def test_operations_in_which_lanes_meet_are_known() -> None:
       types = [c_type(s) for s in x.src]
       expression = printed.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [f"x{i}{'+0'*t.endswith('*')}" for i, t in enumerate(types)])
       if re.search("permlane|bpermute|swizzle|dpp|wmma|mfma", "\n".join([expression, *printed.functions.values()])): found.add(x.arg.name)
-  assert found == set(ACROSS_LANES) - {"matrix"}      # which is no case here: the kernels are
+  assert found == set(ACROSS_LANES) - {"matrix"}      # the tests of kernels cover it
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
@@ -345,16 +344,16 @@ def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
   kind = name.split(",")[0]
   close(out, rows(meaning(x, lanes, values), n, threads), ABSOLUTE.get(kind, 2e-38), RELATIVE.get(kind, TWO_UNITS))
   for s, a in zip(operands(x), memory, strict=True):
-    if s.op is Ops.INDEX:      # what was stored through the pointer
+    if s.op is Ops.INDEX:      # also compares what was stored through the pointer
       for k, y in enumerate(values[s].elements): close(a[:, k], rows(y, size(s.dtype), threads), relative=RELATIVE.get(kind, TWO_UNITS))
 
-# softcap promises a share of the cap, not of the value; a product's 16 terms, of up to about 10, are added in another order
-TWO_UNITS = 3e-7      # in the last place of an fp32, for libm's exp2 and log2
-RELATIVE = {"correct": 5e-7, "weigh": 5e-7}      # by such an exp2 it multiplies, rounds, and adds: two more
+# softcap is exact relative to the cap, not to the value; the 16 terms of a product, each up to about 10, are added in another order
+TWO_UNITS = 3e-7      # relative error of two units in the last place, for exp2 and log2 of libm
+RELATIVE = {"correct": 5e-7, "weigh": 5e-7}      # two more roundings: after exp2 it multiplies and adds
 ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "rounded_sum": 16*10*2.0**-24}
 
 def aligned(x:np.ndarray) -> np.ndarray:
-  """A copy that starts where the widest vector may."""
+  """Copy that is aligned for the widest vector."""
   room = np.zeros(x.nbytes + 64, np.uint8)
   start = -room.ctypes.data % 64
   copy = room[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -362,11 +361,11 @@ def aligned(x:np.ndarray) -> np.ndarray:
   return copy
 
 def close(a:np.ndarray, b:np.ndarray, absolute:float=2e-38, relative:float=TWO_UNITS) -> None:
-  """Equal, NaN for NaN; fp32 as near as libm's functions are."""
+  """Compares two arrays, NaN equal to NaN; fp32 numbers may differ as much as libm's functions do."""
   if a.dtype == np.float32: np.testing.assert_allclose(a, b, rtol=relative, atol=absolute)
   else: np.testing.assert_array_equal(a, b)
 
-# ***** the definitions, of which texts and meaning are made alike *****
+# ***** definitions from which texts and meaning are both made *****
 
 def evaluated(x:UOp, *values:Any) -> np.ndarray: return np.asarray(meaning(x, Wave(NVIDIA), dict(zip(operands(x), values, strict=True))))
 
@@ -382,7 +381,7 @@ def test_masks(offsets:tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("side", ("above", "below"))
 def test_masks_of_registers(side:str) -> None:
-  """The i-th of three vectors has the keys 8*i and 8*i + 1 of one row, and the same of another."""
+  """mask_rows hides the right keys: the i-th of three vectors holds the keys 8*i and 8*i + 1 of one row and of another."""
   threads = WAVES*32
   scores = Registers([np.ones((4, threads), np.float32) for _ in range(3)], 0)
   limits = np.stack([np.arange(threads) % 19 - 1, np.arange(threads) % 5 + 7]).astype(np.int32)
@@ -393,9 +392,9 @@ def test_masks_of_registers(side:str) -> None:
       np.testing.assert_array_equal(scores.elements[k][2*row + offset], np.where(gone, -np.inf, 1))
 
 def test_turned() -> None:
-  """Eight lanes with rows of four 8 x 8 matrices of bits get their columns: row j of a lane is 4 bits in each half."""
+  """Eight lanes with rows of four 8 x 8 bit matrices get the columns: row j of a lane is 4 bits in each half."""
   rng, threads = np.random.default_rng(0), WAVES*32
-  rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # eight lanes: lane, matrix, column
+  rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # groups of eight lanes: lane, matrix, column
   def words(bits:np.ndarray) -> np.ndarray:
     places = 4*np.arange(4)[:, None] + np.arange(8)//2 + np.arange(8) % 2*16
     return (bits.astype(np.uint32) << places.astype(np.uint32)).sum((-1, -2), dtype=np.uint32).reshape(-1)
@@ -403,7 +402,7 @@ def test_turned() -> None:
   np.testing.assert_array_equal(got, words(rows.transpose(0, 3, 2, 1)))
 
 def test_correction_of_rows() -> None:
-  """Two rows a lane, over four lanes: the references are their maxima, and what was accumulated and P are relative to them."""
+  """A correction of two rows over four lanes moves the references to the maxima, and makes the accumulators and P relative to them."""
   rng, lanes, scale = np.random.default_rng(0), Wave(NVIDIA), 0.18
   threads, x = len(lanes.active), by_rows((LANE,), tiles=1, scale=scale)
   names = ("reference", "bias", "l", "acc", "p", "scores", "part")
@@ -416,7 +415,7 @@ def test_correction_of_rows() -> None:
   old, bias, l, acc = (given[name].elements[0].copy() for name in ("reference", "bias", "l", "acc"))
   meaning(x, lanes, values)
   scores = np.stack(given["scores"].elements).reshape(4, 2, 2, threads)            # tile, row, column, lane
-  top = np.maximum(old, scores.max((0, 2))).reshape(2, -1, 4).max(2).repeat(4, 1)   # the references of the four lanes are not alike here
+  top = np.maximum(old, scores.max((0, 2))).reshape(2, -1, 4).max(2).repeat(4, 1)   # the four lanes start with different references
   p = np.exp2((scores - top[:, None])*scale)
   np.testing.assert_array_equal(given["reference"].elements[0], top)
   np.testing.assert_allclose(given["bias"].elements[0], np.where(top == old, bias, -top*scale), rtol=1e-6)
@@ -427,8 +426,8 @@ def test_correction_of_rows() -> None:
   np.testing.assert_allclose(got.transpose(1, 2, 3, 0), p, rtol=1e-3, atol=1e-7)
 
 def test_splitting_rounds_to_nearest_even() -> None:
-  """What packs P where no instruction rounds to bf16: for every upper half of a normal fp32 that there may be, and lower halves
-  at both ends and around ties, which include those that carry into the next power of two."""
+  """P is rounded to nearest even where no instruction rounds to bf16: for every upper half of a normal fp32 number, and lower halves at both ends
+  and around ties, including those that carry into the next power of two."""
   largest = numerics.bits_as(np.array([numerics.LARGEST_WEIGHT], np.float32), "uint32")[0] >> 16
   upper, lower = np.r_[0, 1 << 7:largest].astype(np.uint32), np.r_[:2, 0x7ffe:0x8002, 0xff00:0xff04, 0xfffc:0x10000].astype(np.uint32)
   x = (upper[:, None] << np.uint32(16) | lower).view(np.float32)

@@ -568,7 +568,7 @@ def test_small_heads_are_passed_and_only_what_is_seen(monkeypatch:pytest.MonkeyP
 @pytest.mark.thorough
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
-  """Under TinyJit each device needs, beside its inputs, o and lse of its own rows and two buffers for k and v of some heads of all devices."""
+  """Each device needs, under TinyJit and beside its inputs, o and lse of its own rows and two buffers for k and v of some heads of all devices."""
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   rows, heads, together, D = 32, 4, 1, 16
   heads_at_a_time(monkeypatch, together)
@@ -588,7 +588,7 @@ def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:
   assert "(1, 4 on 1, 1 x 128, 16) full, keys shared: one" in printed and "bytes, inputs:" in printed and "copy from EMU:1" in printed
 
 def test_few_queries_are_exchanged_once() -> None:
-  """With few queries each device sends every other device one buffer with o and lse, and one kernel merges them."""
+  """Few queries are exchanged once: each device sends every other device one buffer with o and lse, and one kernel merges them."""
   with emulated("gfx942"):
     q, k = draw(1, 4, 1, 16).shard(devices(2)).realize(), sequence(2, 1, 1, 64, 16, order="contiguous")
     o = attn.attention(q, k, k)

@@ -1,4 +1,4 @@
-"""What attn relies on in tinygrad, name by name. Another tinygrad fails here, with a sentence for each thing that changed."""
+"""Tests of what attn relies on in tinygrad, name by name. With another tinygrad they fail, with a sentence for each thing that changed."""
 import ast, importlib, importlib.metadata, inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COMPAT = ROOT/"attn/tinygrad_compat"
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT/"attn").rglob("*.py"))}
 
-# module:name -> parameters, with = after those that have a default
+# module:name -> parameters; = marks those with a default
 SIGNATURES = {
   "tinygrad.codegen.decomp.transcendental:xexp2": "d", "tinygrad.codegen.decomp.transcendental:xlog2": "d",
   "tinygrad.codegen:to_program": "ast renderer", "tinygrad.codegen:do_to_program": "*args **kwargs",
@@ -97,7 +97,7 @@ VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad
           "tinygrad.runtime.autogen:comgr", "tinygrad.runtime.autogen:cuda", "tinygrad.runtime.autogen.amd.rdna3.ins:MUBUF",
           "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType", "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops",
           "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
-# attributes of those
+# attributes of these values
 ATTRIBUTES = ("tinygrad:codegen.to_program_cache", "tinygrad:schedule.schedule_cache", "tinygrad.engine:realize.runtime_cache",
               "tinygrad.helpers:_db_connection", "tinygrad.helpers:_db_tables", "tinygrad.helpers:CACHEDB",
               "tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
@@ -144,7 +144,7 @@ def test_every_import_is_pinned() -> None:
 @pytest.mark.parametrize("owner", ["tinygrad.uop.ops:Ops", "tinygrad.uop.ops:AxisType", "tinygrad.dtype:AddrSpace", "tinygrad.uop.ops:GroupOp",
                                    "tinygrad.dtype:dtypes"])
 def test_members(owner:str) -> None:
-  """Every Ops.X, dtypes.x ... that stands anywhere under attn exists."""
+  """Every Ops.X, dtypes.x and so on in attn exists."""
   name = owner.split(":")[1]
   attributes = [n for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
   used = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == name}
@@ -158,14 +158,14 @@ def test_one_room_imports_tinygrad() -> None:
   assert {path.parent for path, tree in TREES.items() if any(m.split(".")[0] == "tinygrad" for m in modules(tree))} == {COMPAT}
 
 def test_one_function_constructs_uops_by_their_fields() -> None:
-  """No class is derived from UOp either, so that another name of a field costs one line."""
+  """One function constructs UOps by their fields, and no class derives from UOp, so a renamed field costs one line."""
   calls = [(path, n) for path, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "UOp"]
   assert [(path, ast.unparse(n)) for path, n in calls] == [(COMPAT/"uops.py", "UOp(op, dtype, src, arg)")]
   assert not [x for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for x in n.bases if ast.unparse(x) == "UOp"]
 
 @pytest.fixture
 def reopened(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-  """Makes a file tinygrad's cache, as a new process opens it."""
+  """Function that makes a file tinygrad's cache, as if a new process opened it."""
   def reopen(file:Path) -> None:
     for name, value in (("CACHEDB", str(file)), ("_db_connection", None), ("_db_tables", set())): monkeypatch.setattr(helpers, name, value)
     helpers.db_connection.cache_clear()
@@ -203,7 +203,7 @@ def test_another_version_is_refused_in_one_sentence(installed:str|None, monkeypa
   assert str(e.value).startswith(f"attn needs tinygrad==0.14.0 but {installed or 'none'} is installed") and "\n" not in str(e.value)
 
 def test_the_version_is_checked_before_tinygrad_is_imported() -> None:
-  """The module that looks at it is the first thing that the one room imports, and itself imports nothing of tinygrad."""
+  """The module that checks the version is imported first, and itself imports nothing of tinygrad."""
   first = next(n for n in TREES[COMPAT/"__init__.py"].body if isinstance(n, (ast.Import, ast.ImportFrom)))
   assert ast.unparse(first) == "from attn.tinygrad_compat.version import TINYGRAD_VERSION"
   looks = TREES[COMPAT/"version.py"].body
