@@ -1,4 +1,4 @@
-"""Compilers of AMD's machine code: which there are, which one compiles the kernels of attn, and how tinygrad's device AMD gets it. docs/compilers.md
+"""Compilers for AMD's chips: finding them, choosing one for attn's kernels, and giving it to tinygrad's device AMD. See docs/compilers.md.
 
-clang.py and comgr.py drive the two kinds, choice.py finds the one that is good enough, renderer.py hands it to tinygrad.
+clang.py and comgr.py drive the two kinds of compilers. choice.py finds one that can compile the kernels. renderer.py gives it to tinygrad.
 """

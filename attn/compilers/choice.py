@@ -1,7 +1,8 @@
-"""Which compiler compiles the kernels of attn: the first that can, of those that ATTN_COMPILER allows.
+"""Choice of the compiler for attn's kernels: the first compiler that can compile them, among those that ATTN_COMPILER allows.
 
-The tiles were chosen with our own clang and checked for spills with it, so it comes first; then ROCm's comgr; then whatever clang is on PATH. That it
-can is not told from its version: it compiles `probe_source`, a few lines with what the kernels need of a compiler, once for each version and chip.
+The clang of the extra `isa` comes first, because the tiles were chosen and checked for spills with it; then ROCm's comgr; then any clang on PATH. A
+compiler is tested and not judged by its version: once for each version and chip it compiles `probe_source`, a few lines with all compiler features
+that the kernels need.
 """
 from __future__ import annotations
 import functools, os, re
@@ -15,12 +16,12 @@ from attn.ops.renderers import VECTOR_ELEMENTS
 from attn.tinygrad_compat import CompileError
 from attn.cache.user_cache import kept
 
-NAMES = ("clang", "comgr")   # of ATTN_COMPILER
+NAMES = ("clang", "comgr")   # values of ATTN_COMPILER
 
 # ***** the probe *****
 
 def _multiplies(i:int, m:Matrix) -> str:
-  """Lines that take a matrix instruction's operands from memory and put its result there."""
+  """C++ lines that load a matrix instruction's operands from memory, execute it and store its result."""
   return f"""  typedef {VECTOR_ELEMENTS[m.operand_type]} operand{i} __attribute__((ext_vector_type({m.operand})));
   typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
   operand{i} a{i} = ((operand{i}*)q)[lane];
@@ -29,7 +30,7 @@ def _multiplies(i:int, m:Matrix) -> str:
 """
 
 def probe_source(arch:str) -> str:
-  """A HIP source with what kernels for `arch` need of a compiler: named vectors, buffer loads through a descriptor, the matrix instructions,
+  """HIP source with all compiler features that kernels for `arch` need: named vectors, buffer loads through a descriptor, the matrix instructions,
   elementwise builtins, and the device functions that tinygrad declares."""
   chip = CHIPS.get(arch)
   wave = chip.wave if chip is not None else 64
@@ -52,13 +53,13 @@ extern "C" __attribute__((global)) void __attribute__((amdgpu_flat_work_group_si
 """
 
 def refusal(found:Found, arch:str) -> str|None:
-  """Why this compiler can't compile the kernels for `arch`, in its own words, or None. That it can is kept in the user's cache directory."""
+  """Returns the compiler's message if it can't compile the kernels for `arch`, else None. A success is kept in the user's cache directory."""
   source = probe_source(arch)
   def tried() -> bytes:
     found.compile(source, arch)
     return b"compiles"
   try: kept("probe", (found.version, arch, source), tried)
-  except (CompileError, NoCompiler) as e:    # the latter for want of a linker
+  except (CompileError, NoCompiler) as e:    # NoCompiler: a linker is missing
     lines = str(e).splitlines()
     said = next((line for line in lines if "error:" in line), lines[0] if lines else "nothing")
     return re.sub(r"^.*?error: |^comgr cannot compile this for \w+: ", "", said).strip()
@@ -67,13 +68,13 @@ def refusal(found:Found, arch:str) -> str|None:
 # ***** the choice *****
 
 def asked() -> str:
-  """What ATTN_COMPILER asks for, "" where it is not set. Raises ValueError for a name that is no compiler's."""
+  """Value of ATTN_COMPILER, or "" if it is not set. Raises ValueError for an unknown name."""
   if (name := os.environ.get("ATTN_COMPILER", "")) and name not in NAMES:
     raise ValueError(f"ATTN_COMPILER={name!r}: must be {' or '.join(NAMES)}, or not set")
   return name
 
 def compiler_for(arch:str) -> Found:
-  """The compiler of our kernels for `arch`, such as "gfx942". Raises NoCompiler where none will do, and ValueError for a wrong
+  """Compiler of attn's kernels for `arch`, such as "gfx942". Raises NoCompiler if no compiler can compile them, and ValueError for a wrong
   ATTN_COMPILER or ATTN_CLANG."""
   name = asked()
   if name != "comgr" and (tools := clang.named()) is not None: return _named(base_arch(arch), tools)
@@ -88,7 +89,7 @@ def _named(arch:str, tools:clang.Toolchain) -> Found:
 def _clang_in_package() -> Found|str: return tools if isinstance(tools := clang.packaged(), str) else clang.found(tools)
 def _clang_on_path() -> Found|str: return tools if isinstance(tools := clang.on_path(), str) else clang.found(tools)
 
-# what may be taken, by what ATTN_COMPILER says, the best first
+# compilers to try, the best first, by the value of ATTN_COMPILER
 SEARCH: dict[str, tuple[Callable[[], Found|str], ...]] = {
   "": (_clang_in_package, comgr.loaded_comgr, _clang_on_path), "clang": (_clang_in_package, _clang_on_path), "comgr": (comgr.loaded_comgr,)}
 
@@ -110,13 +111,13 @@ def _search(arch:str, name:str) -> Found:
 def _oldest(arch:str) -> str: return f"LLVM {oldest_for(arch)} or later"
 
 def in_use(arch:str) -> str:
-  """The version of the compiler of our kernels for `arch`, or the sentence that says why there is none."""
+  """Version of the compiler of attn's kernels for `arch`, or a sentence that tells why there is none."""
   try: return compiler_for(arch).version
   except (NoCompiler, ValueError) as e: return str(e)
 
 def compiled_on(chip:Chip, device:str) -> Chip:
-  """`chip` with the release of LLVM that compiles for it on `device`: on an AMD GPU that of `compiler_for`, if it says one. Where there is no
-  compiler the chip is left as it is, and `renderer.require` says so before anything runs."""
+  """Returns `chip` with the LLVM release of the compiler for `device`. On an AMD GPU it is the release of `compiler_for`, if that is known. Without a
+  compiler the chip is returned unchanged, and `renderer.require` raises before anything runs."""
   if device.split(":")[0] != "AMD": return chip
   try: return replace(chip, llvm=compiler_for(chip.name).llvm or chip.llvm)
   except (NoCompiler, ValueError): return chip

@@ -1,10 +1,11 @@
-"""HIP text -> assembly and code object, with no ROCm: by the clang of the PyPI package `ziglang` (extra `isa`), or by another clang or hipcc.
+"""Compilation of HIP text to assembly and code objects without ROCm, by the clang of the PyPI package `ziglang` (extra `isa`) or another clang or
+hipcc.
 
-    assembly(source, "gfx942")      the text that `python -m attn.isa FILE.s` reports on
-    code_object(source, "gfx942")   a linked ELF, as tinygrad's AMDProgram loads it
+    assembly(source, "gfx942")      returns text that `python -m attn.isa FILE.s` can report on
+    code_object(source, "gfx942")   returns a linked ELF that tinygrad's AMDProgram can load
 
 The compiler is the one named by ATTN_CLANG (a path or a name on PATH), else the clang of `ziglang`, else a `clang` or `hipcc` that knows AMD GPUs.
-Results are kept in the user's cache directory, by source, options, architecture and compiler version.
+Results are kept in the user's cache directory; the key has the source, the options, the architecture and the compiler version.
 """
 from __future__ import annotations
 import functools, importlib.metadata, importlib.util, os, re, shutil, subprocess, tempfile
@@ -17,14 +18,14 @@ from attn.cache.user_cache import kept
 INSTALL = "install the extra isa, which brings a clang (pip install '.[isa]' in a clone of attn), or name a clang or hipcc in ATTN_CLANG"
 NEEDED = f"needed is a clang or hipcc of LLVM {OLDEST} or later that knows AMD's chips (amdgcn)"
 
-# As near to tinygrad's own comgr call (runtime/support/compiler_amd.py: -O3 -mcumode -std=c++14 -nogpuinc, internalized symbols) as the driver goes.
-# -nogpulib and -nostdinc: nothing of ROCm or of the host is read. Code object version 5 is what comgr of ROCm 6 writes.
+# These options are as close to tinygrad's own comgr call (runtime/support/compiler_amd.py: -O3 -mcumode -std=c++14 -nogpuinc, internalized symbols)
+# as the driver allows. With -nogpulib and -nostdinc no file of ROCm or of the host is read. comgr of ROCm 6 writes code object version 5 too.
 OPTIONS = ("-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc", "-nostdinc", "-std=c++14", "-O3", "-mcumode", "-mcode-object-version=5",
            "-fuse-cuid=none", "-D__HIPCC_RTC__", "-Wno-gnu-line-marker", "-Wno-missing-prototypes", "-Wno-unused-command-line-argument")
 
-# The functions of ROCm's device library that tinygrad's HIP source declares. The workgroup's size comes from the dispatch packet, which is where
-# tinygrad's runtime writes it (it fills no implicit kernel arguments). `sin`, and exp2 and log2 of doubles, are not here: AMDClangRenderer has
-# tinygrad expand them, since the hardware's sine is not accurate and it has no double exponential.
+# Definitions of the functions of ROCm's device library that tinygrad's HIP source declares. The workgroup's size comes from the dispatch packet,
+# where tinygrad's runtime writes it (it fills no implicit kernel arguments). `sin`, and exp2 and log2 of doubles, are missing on purpose:
+# AMDClangRenderer makes tinygrad expand them, because the hardware's sine is not accurate and it has no exponential of doubles.
 _FUNCTIONS = [("const", "unsigned long", f"__ockl_get_{name}", "unsigned d", f"d == 0 ? {x} : d == 1 ? {y} : {z}") for name, (x, y, z) in {
   "local_id": [f"__builtin_amdgcn_workitem_id_{c}()" for c in "xyz"],
   "group_id": [f"__builtin_amdgcn_workgroup_id_{c}()" for c in "xyz"],
@@ -39,15 +40,15 @@ PRELUDE = "".join(f'extern "C" inline __attribute__((device, always_inline, {att
 
 @dataclass(frozen=True)
 class Toolchain:
-  """A compiler and its linker, as the beginnings of command lines."""
+  """Compiler and its linker (None if there is none), each as the first words of a command line."""
   clang: tuple[str, ...]
   lld: tuple[str, ...]|None
   version: str
   @property
   def llvm(self) -> int:
-    """The release of LLVM, such as 22."""
+    """LLVM release, such as 22."""
     release = llvm_release(self.version)
-    assert release is not None, self.version      # `inspected` has seen to it
+    assert release is not None, self.version      # `inspected` has checked it
     return release
 
 def _run(command:tuple[str, ...], text:str|None=None) -> subprocess.CompletedProcess[str]:
@@ -59,21 +60,21 @@ def _zig() -> str|None:
   return shutil.which("zig", path=next(iter(spec.submodule_search_locations)))
 
 def _linker(clang:tuple[str, ...]) -> tuple[str, ...]|None:
-  """lld of the compiler's own release where it has one: a code object is linked by the version that wrote it."""
+  """Command of lld. The compiler's own lld is preferred, so that a code object is linked by the release that wrote it."""
   if clang[-1] == "clang" and len(clang) == 2: return (clang[0], "ld.lld")
   own = _run((*clang, "-print-prog-name=ld.lld")).stdout.strip()
   if (path:=shutil.which(own) or shutil.which("ld.lld")) is not None: return (path,)
   return (zig, "ld.lld") if (zig:=_zig()) is not None else None
 
 def inspected(command:tuple[str, ...], where:str) -> Toolchain|str:
-  """The compiler that `command` runs, or what is wrong with it."""
+  """Returns the compiler that `command` runs, or a text that tells what is wrong with it."""
   path = shutil.which(command[0]) or command[0]
   if os.path.isdir(path): return "a directory"
   if not os.path.exists(path): return "neither a file nor a command on PATH"
   if not os.access(path, os.X_OK): return "a file that may not be executed"
   try: version, targets = (_run((*command, option)) for option in ("--version", "--print-targets"))
   except OSError as e: return f"no program: {e.strerror}"
-  # hipcc prints its own version first; the compiler's line is the one that names clang
+  # hipcc prints its own version first; the line of the compiler contains "clang version"
   line = next((x.strip() for x in version.stdout.splitlines() if "clang version" in x), None)
   if version.returncode != 0 or line is None:
     said = (version.stdout + version.stderr).strip().splitlines()
@@ -89,12 +90,12 @@ def _named(name:str) -> Toolchain:
   return found
 
 def named() -> Toolchain|None:
-  """The compiler that ATTN_CLANG names. Raises ValueError, saying what that is and what is needed, where it won't do."""
+  """Compiler that ATTN_CLANG names, None if it is not set. Raises ValueError if it is not a usable compiler."""
   return _named(name) if (name := os.environ.get("ATTN_CLANG", "")) else None
 
 @functools.cache
 def packaged() -> Toolchain|str:
-  """The clang of the extra `isa`, or why there is none."""
+  """clang of the extra `isa`, or a text that tells why there is none."""
   if (zig := _zig()) is None: return "the extra isa is not installed"
   where = f"ziglang {importlib.metadata.version('ziglang')}"
   found = inspected((zig, "clang"), where)
@@ -102,7 +103,7 @@ def packaged() -> Toolchain|str:
 
 @functools.cache
 def on_path() -> Toolchain|str:
-  """Another clang or hipcc that knows AMD's chips: on PATH, or ROCm's own. Or why there is none."""
+  """clang or hipcc that knows AMD's chips, on PATH or in ROCm, or a text that tells why there is none."""
   rocm, reasons = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "llvm", "bin", "clang"), []
   for path in dict.fromkeys(path for name in ("clang", rocm, "hipcc") if (path := shutil.which(name)) is not None):
     if isinstance(found := inspected((path,), path), Toolchain): return found
@@ -110,7 +111,8 @@ def on_path() -> Toolchain|str:
   return "; ".join(reasons) or "there is no clang or hipcc on PATH"
 
 def toolchain() -> Toolchain:
-  """The compiler in use for looking at machine code. Raises NoCompiler, saying what to install, where there is none; for ATTN_CLANG as `named`."""
+  """Compiler that the tools for machine code use. Raises NoCompiler, with what to install, if there is none, and ValueError for a wrong
+  ATTN_CLANG."""
   reasons = []
   for find in (named, packaged, on_path):
     if isinstance(found := find(), Toolchain): return found
@@ -118,33 +120,33 @@ def toolchain() -> Toolchain:
   raise NoCompiler(f"no clang of LLVM {OLDEST} or later for AMD's chips: {'; '.join(reasons)}; {INSTALL}")
 
 def found(tools:Toolchain) -> Found:
-  """A toolchain as one of the compilers to choose from."""
+  """Wraps a toolchain as one of the compilers to choose from."""
   return Found("clang", tools.version, lambda source, arch: code_object(source, arch, tools=tools))
 
 # ***** compilation *****
 
 def _fail(arch:str, stderr:str) -> CompileError:
-  """clang's diagnostics with the source lines they quote, less its counts."""
+  """Makes an error of clang's diagnostics and the source lines that they quote, without the counts of errors and warnings."""
   text = "\n".join(x for x in stderr.splitlines() if not re.match(r"\d+ (warning|error)s? ", x)).strip()
   return CompileError(f"clang cannot compile this for {arch}:\n{text}")
 
 def _undefined(text:str) -> list[str]:
-  """The functions of ROCm's device library that an assembly text calls; debug information only names those that were inlined."""
+  """Functions of ROCm's device library that an assembly text calls. Names in debug information don't count: those functions were inlined."""
   return sorted(set(re.findall(r"\b__oc(?:ml|kl)_\w+", re.sub(r"(?m)^\s*\.asciz\s.*$", "", text))))
 
 def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> str:
-  """The assembly text of a HIP source; `options` are added to clang's command line. CompileError carries clang's words and the source line."""
+  """Compiles a HIP source to assembly text; `options` are added to clang's command line. CompileError has clang's message and the source line."""
   clang, arch = tools or toolchain(), base_arch(arch)
   flags = (*OPTIONS, f"--offload-arch={arch}", *options)
   def compiled() -> bytes:
     done = _run((*clang.clang, *flags, "-S", "-o", "-", "-"), PRELUDE + source)
     if done.returncode != 0: raise _fail(arch, done.stderr)
-    if missing := _undefined(done.stdout): raise CompileError(f"not supplied without ROCm's device library, for {arch}: {', '.join(missing)}")
+    if missing := _undefined(done.stdout): raise CompileError(f"functions of ROCm's device library are missing for {arch}: {', '.join(missing)}")
     return done.stdout.encode()
   return kept("s", (PRELUDE, source, arch, *flags, clang.version), compiled).decode()
 
 def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
-  """A linked code object of assembly text."""
+  """Assembles and links assembly text to a code object."""
   clang, arch = tools or toolchain(), base_arch(arch)
   def assembled() -> bytes:
     if clang.lld is None: raise NoCompiler(f"there is no ld.lld beside {clang.version} or on PATH to link a code object with; {INSTALL}")
@@ -159,6 +161,6 @@ def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
   return kept("co", (text, arch, clang.version), assembled)
 
 def code_object(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> bytes:
-  """The linked code object of a HIP source (or of assembly text, if it begins with `.text`, as tinygrad's own compiler has it)."""
+  """Compiles a HIP source to a linked code object. A source that begins with `.text` is assembly text, as in tinygrad's own compiler."""
   is_assembly = source.split("\n", 1)[0].strip() == ".text"
   return assemble(source if is_assembly else assembly(source, arch, options, tools), arch, tools)

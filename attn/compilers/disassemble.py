@@ -1,7 +1,7 @@
-"""Code objects (ELF) -> text and metadata, in Python: for kernels that are not ours, or whose assembly text is gone.
+"""Disassembler of code objects (ELF) in Python, for kernels of other projects, or kernels whose assembly text is lost.
 
-The instructions are decoded by the tables that tinygrad has of AMD's instruction sets; the text is in the form of `llvm-objdump -d`, which
-`parse.parse` reads, with the metadata of the note before it. Operands are written as tinygrad writes them, and not as an assembler wants them.
+tinygrad's tables of AMD's instruction sets decode the instructions. The text has the form of `llvm-objdump -d`, which `parse.parse` reads, with the
+metadata of the ELF's note before it. Operands are written in tinygrad's form, which an assembler does not accept.
 """
 from __future__ import annotations
 import struct
@@ -10,21 +10,22 @@ from collections.abc import Iterator
 from attn.chips import CHIPS, Chip
 from attn.tinygrad_compat import decode_instruction, elf_loader
 
-MACHINES = {chip.machine: chip for chip in CHIPS.values() if chip.machine}   # by the low byte of e_flags
+MACHINES = {chip.machine: chip for chip in CHIPS.values() if chip.machine}   # key: the low byte of e_flags
 LONGEST_INSTRUCTION = 24   # bytes of the longest instruction
 
 def elf_chip(lib:bytes) -> Chip:
-  """The chip that an ELF was linked for."""
+  """Chip that an ELF was linked for. Raises ValueError if it is not an ELF for a known AMD GPU."""
   if lib[:4] != b"\x7fELF": raise ValueError("not an ELF: a bundle of code objects has to be unpacked first (clang-offload-bundler)")
   machine, flags = struct.unpack_from("<H", lib, 18)[0], struct.unpack_from("<I", lib, 48)[0]
   if machine != 0xe0: raise ValueError(f"an ELF of machine {machine:#x}, not of an AMD GPU")
-  if (chip:=MACHINES.get(flags & 0xff)) is None: raise ValueError(f"a code object of a chip that is not known here (e_flags {flags:#x})")
+  if (chip:=MACHINES.get(flags & 0xff)) is None: raise ValueError(f"a code object of an AMD chip that attn does not know (e_flags {flags:#x})")
   return chip
 
 # ***** metadata *****
 
 def _decode(data:bytes, at:int) -> tuple[Any, int]:
-  """One value of MessagePack (github.com/msgpack/msgpack/blob/master/spec.md), of the kinds in AMDGPU metadata: (value, where the next begins)."""
+  """Decodes one MessagePack value (github.com/msgpack/msgpack/blob/master/spec.md) of a kind that AMDGPU metadata has. Returns the value and the
+  position of the next one."""
   tag = data[at]
   at += 1
   def number(fmt:str) -> tuple[int, int]: return struct.unpack_from(fmt, data, at)[0], at + struct.calcsize(fmt)
@@ -52,7 +53,7 @@ def _decode(data:bytes, at:int) -> tuple[Any, int]:
   raise ValueError(f"unexpected MessagePack tag {tag:#x}")
 
 def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
-  """The entries of amdhsa.kernels in the note (LLVM, AMDGPUUsage: "Code Object Metadata"; its type is NT_AMDGPU_METADATA, 32)."""
+  """Entries of amdhsa.kernels in the ELF's note of type NT_AMDGPU_METADATA, 32 (LLVM, AMDGPUUsage: "Code Object Metadata")."""
   for section in elf_loader(lib)[1]:
     data, at = section.content, 0
     while section.name == ".note" and at + 12 <= len(data):
@@ -63,8 +64,8 @@ def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
   return []
 
 def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
-  """(name, address, contents) of what the symbol table names in a section. Kernels written by hand may have no size there: such a one lasts to the
-  next or to the section's end."""
+  """Lists (name, address, contents) of the symbols in a section. Kernels written by hand may have no size: such a kernel extends to the next symbol
+  or to the end of the section."""
   sections = elf_loader(lib)[1]
   by_name = {s.name: s for s in sections}
   table, names = (by_name[n].content for n in ((".symtab", ".strtab") if ".symtab" in by_name else (".dynsym", ".dynstr")))
@@ -78,12 +79,12 @@ def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
   return [(name, value, all_of_it[value - base:(value + size if size else ends[value]) - base]) for name, value, size in mine]
 
 def metadata_text(lib:bytes, chip:Chip) -> str:
-  """The counts among the metadata, as clang writes them in assembly text."""
+  """Text of the numbers in the metadata, in the form of clang's assembly text."""
   descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
   lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{chip.name}", "amdhsa.kernels:"]
   for kernel in elf_metadata(lib):
     lines += [f"  - .symbol: {kernel['.symbol']}", *(f"    {k}: {int(v)}" for k, v in kernel.items() if isinstance(v, int))]
-    # AMDGPUUsage, "Kernel Descriptor": compute_pgm_rsrc3, of gfx90a to gfx950 bits 5:0, where the AGPRs begin, in fours
+    # AMDGPUUsage, "Kernel Descriptor": bits 5:0 of compute_pgm_rsrc3 on gfx90a to gfx950 are the first AGPR, in units of 4, minus 1
     if chip.unit.agprs: lines.append(f"    .accum_offset: {4*((struct.unpack_from('<I', descriptors[kernel['.symbol']], 44)[0] & 63) + 1)}")
   return "\n".join(lines) + "\n"
 
@@ -93,7 +94,7 @@ def _text(ins:Any) -> str:
   """Mnemonic and operands of a decoded instruction."""
   operands = str(ins).partition("(")[2].removesuffix(")")
   if hasattr(ins, "opx"): return f"v_dual_{_name(ins.opx)} {operands} :: v_dual_{_name(ins.opy)}"
-  if not operands and ins.op_name.lower().startswith("s_wait"): operands = "0"      # tinygrad leaves out a number that is 0
+  if not operands and ins.op_name.lower().startswith("s_wait"): operands = "0"      # tinygrad omits a number that is 0
   return f"{ins.op_name.lower()} {operands}" + (" lds" if getattr(ins, "lds", 0) else "")
 
 def _name(op:Any) -> str: return op.name.lower().removeprefix("v_dual_").removeprefix("v_")
@@ -104,18 +105,18 @@ def _instructions(code:bytes, address:int, chip:Chip) -> Iterator[str]:
     word = int.from_bytes(code[at:at + 4], "little")
     try: ins = decode_instruction(code[at:at + LONGEST_INSTRUCTION], chip.unit.tables)
     except ValueError: raise ValueError(f"cannot decode the instruction {word:08x} at {address + at:#x} for {chip.name}: "
-                                        "llvm-objdump -d of ROCm may, and this reads its output") from None
-    # the offset of a branch is in dwords, from the next instruction on: llvm-objdump prints it as it stands
+                                        "llvm-objdump -d of ROCm may be able to; pass its output instead") from None
+    # the offset of a branch is in dwords from the next instruction on; llvm-objdump prints it unchanged
     text = _text(ins)
     yield f"\t{text.split()[0]} {word & 0xffff}" + f" // {address + at:012X}: {word:08X}" if text.startswith(("s_branch", "s_cbranch")) else \
           f"\t{text} // {address + at:012X}: {word:08X}"
     at += ins.size()
 
 def disassemble(lib:bytes) -> str:
-  """The functions of a code object, with its metadata before them. Raises ValueError for one that is not of a chip whose instructions are known."""
+  """Disassembles a code object: its metadata, then its functions. Raises ValueError if tinygrad has no tables of the chip's instructions."""
   chip = elf_chip(lib)
   if not chip.unit.tables:
-    raise ValueError(f"a code object of {chip}: there are no tables to decode it by. `llvm-objdump -d` of ROCm can, and this reads its output")
+    raise ValueError(f"a code object of {chip}: there are no tables to decode it by. Pass the output of `llvm-objdump -d` of ROCm instead")
   parts = [metadata_text(lib, chip)]
   for name, address, code in symbols(lib, ".text"): parts += [f"\n{address:016x} <{name}>:", *_instructions(code, address, chip)]
   return "\n".join(parts) + "\n"

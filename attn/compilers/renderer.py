@@ -1,8 +1,8 @@
-"""The renderers of tinygrad's device AMD: what they print for a kernel of attn goes to the compiler that choice.py finds, everything else goes where
-it went before.
+"""Renderers of tinygrad's device AMD. The source of one of attn's kernels goes to the compiler that choice.py finds; any other source goes to
+tinygrad's compiler, as before.
 
-A kernel is known as ours by the first line of its source (ops/renderers.py). A compile worker of tinygrad gets a renderer by its class, and so
-imports this module, and chooses as its parent did.
+The first line of a source marks attn's kernels (ops/renderers.py). A compile worker of tinygrad gets a renderer by its class; so it imports this
+module and chooses the same compiler as its parent process.
 """
 from __future__ import annotations
 import functools
@@ -14,7 +14,7 @@ from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer
                                   opened_devices)
 
 class ClangCompiler(Compiler):
-  """tinygrad's Compiler interface over clang.py. It keeps its results itself, by the compiler's version, so it has no cache key."""
+  """Adapter from clang.py to tinygrad's Compiler interface. clang.py keeps results by the compiler's version, so tinygrad gets no cache key."""
   def __init__(self, arch:str):
     self.arch, self.tools = arch, clang.toolchain()
     super().__init__(None)
@@ -24,7 +24,8 @@ class ClangCompiler(Compiler):
     print(disassemble(lib))
 
 class CompilerByMark(Compiler):
-  """Our kernels by `compiler_for`, which keeps them by the compiler's version; others by `others`, with tinygrad's own cache."""
+  """Compiler that compiles attn's kernels by `compiler_for`, which keeps them by the compiler's version, and other kernels by `others`, with
+  tinygrad's own cache."""
   def __init__(self, arch:str, others:Compiler):
     self.arch, self.others = arch, others
     super().__init__(None)
@@ -32,24 +33,24 @@ class CompilerByMark(Compiler):
   def compile_cached(self, src:str) -> bytes: return self.compile(src) if src.startswith(MARK) else self.others.compile_cached(src)
   def disassemble(self, lib:bytes) -> None: self.others.disassemble(lib)
 
-# Their names are what DEV=AMD:HIP, DEV=AMD:CLANG and DEV=AMD:HIPCC ask for.
+# tinygrad selects these classes by their names, for DEV=AMD:HIP, DEV=AMD:CLANG and DEV=AMD:HIPCC.
 class AMDHIPRenderer(OperationsHIPRenderer):
-  """tinygrad's HIPRenderer, whose compiler is comgr."""
+  """tinygrad's HIPRenderer, with attn's compiler for attn's kernels and comgr for others."""
   def __init__(self, target:Target):
     super().__init__(target)
     self.compiler = CompilerByMark(target.arch, self.compiler)
 
 class AMDHIPCCRenderer(OperationsHIPCCRenderer):
-  """tinygrad's HIPCCRenderer, whose compiler is ROCm's hipcc."""
+  """tinygrad's HIPCCRenderer, with attn's compiler for attn's kernels and ROCm's hipcc for others."""
   def __init__(self, target:Target):
     super().__init__(target)
     self.compiler = CompilerByMark(target.arch, self.compiler)
 
 class AMDClangRenderer(OperationsHIPRenderer):
-  """tinygrad's HIPRenderer with our clang for every kernel: what DEV=AMD has where comgr doesn't load. It prints what tinygrad's prints, but for what
-  tinygrad expands when a renderer has no code for it: the sine, and exp2 and log2 of doubles."""
+  """tinygrad's HIPRenderer, with attn's compiler for attn's kernels and the clang of clang.py for others. DEV=AMD uses it if comgr can't be loaded.
+  It prints the same text as tinygrad's, except for the sine, and exp2 and log2 of doubles, which tinygrad expands."""
   def __init__(self, target:Target):
-    super().__init__(target, use_hipcc=True)   # HIPCC's constructor wants nothing installed
+    super().__init__(target, use_hipcc=True)   # with HIPCC the constructor needs nothing installed
     self.compiler = CompilerByMark(target.arch, ClangCompiler(target.arch))
     self.code_for_op = {op: code for op, code in self.code_for_op.items() if op is not Ops.SIN}
     self.extra_matcher = self.extra_matcher + double_transcendentals
@@ -61,8 +62,8 @@ def _offer(device:Any) -> None:
 
 @functools.cache
 def register_renderers() -> None:
-  """Puts our renderers in the place of tinygrad's in the AMD device's list, from which it takes the first that can be constructed, or one by name. It
-  looks for no compiler and opens no device."""
+  """Replaces tinygrad's renderers by attn's in the list of the AMD device. The device takes the first that can be constructed, or one by name. This
+  function neither looks for a compiler nor opens a device."""
   init = Compiled.__init__
   @functools.wraps(init)
   def with_ours(self:Compiled, *args:Any, **kwargs:Any) -> None:
@@ -72,12 +73,12 @@ def register_renderers() -> None:
   for device in opened_devices("AMD"): _offer(device)
 
 def require(devices:str|tuple[str, ...]|None) -> None:
-  """Raises where one of `devices` is an AMD GPU and nothing can compile our kernels for it: NoCompiler or ValueError as `compiler_for` does, or
+  """Raises if one of `devices` is an AMD GPU and attn's kernels can't be compiled for it: NoCompiler or ValueError as `compiler_for` does, or
   NotImplementedError for a renderer that doesn't print HIP (DEV=AMD:LLVM)."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "AMD": continue
     renderer = device_of(name).renderer
     compiler_for(renderer.target.arch)
     if not isinstance(renderer, HIPRenderer):
-      raise NotImplementedError(f"device {name} has {type(renderer).__name__}, which prints no HIP: the kernels of attn need DEV=AMD, DEV=AMD:HIP "
+      raise NotImplementedError(f"device {name} has {type(renderer).__name__}, which prints no HIP: attn's kernels need DEV=AMD, DEV=AMD:HIP "
                                 "or DEV=AMD:CLANG")

@@ -1,10 +1,11 @@
-"""The one room that imports tinygrad. tinygrad's kernel API is alpha: it is pinned to one version, and test/tinygrad_compat/test_compat.py pins every
-name and signature used here, so that another version fails with one clear sentence and not somewhere in the middle.
+"""Only package of attn that imports tinygrad. tinygrad's kernel API is alpha, so attn requires one version of it, and
+test/tinygrad_compat/test_compat.py checks every name and signature used here: another version fails with one clear sentence and not somewhere later.
 
-The others import from here what they need of tinygrad, as it is or as these modules make it: uops.py constructs UOps, lowering.py lowers kernels,
-caches.py knows what is kept of them, patches.py and cuda.py change what tinygrad does, tensors.py and devices.py ask it, timers.py times kernels.
+The rest of attn imports tinygrad's names from here, some of them wrapped by these modules: uops.py constructs UOps, lowering.py lowers kernels,
+caches.py handles tinygrad's caches of kernels, patches.py and cuda.py change tinygrad's behaviour, tensors.py and devices.py query tensors and
+devices, timers.py times kernels.
 """
-from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, for it looks at tinygrad's version
+from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, because it checks tinygrad's version
 from tinygrad import Device, Tensor, TinyJit
 from tinygrad.device import Allocator, Buffer, BufferSpec, CompileError, Compiled, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes, strong_dtype

@@ -1,4 +1,4 @@
-"""What tinygrad keeps of kernels, and what of a PROGRAM another process can be given."""
+"""tinygrad's caches of kernels, and the part of a PROGRAM that can be passed to another process."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -10,26 +10,26 @@ from tinygrad.uop.ops import Ops, ProgramInfo, UOp
 from attn.tinygrad_compat.uops import new_uop
 
 def forget_oldest_kernels(prefix:str, most:int) -> None:
-  """Where this process has lowered more than `most` kernels whose names begin with `prefix`, drops the oldest from what tinygrad keeps of them, until
-  half as many are left. Without that, tinygrad keeps each for ever. Who has captured a kernel, as TinyJit has, keeps it."""
+  """Drops the oldest kernels whose names begin with `prefix` from tinygrad's caches if there are more than `most`, until half as many are left.
+  Otherwise tinygrad would keep every kernel for ever. A TinyJit or another object that has captured a kernel keeps it."""
   if len(codegen.to_program_cache) <= most: return
   ours = [key for key, program in codegen.to_program_cache.items() if program.src[0].arg.name.startswith(prefix)]
   if len(ours) <= most: return
   oldest = ours[:len(ours) - most//2]
   programs, asts = {codegen.to_program_cache.pop(key).key for key in oldest}, {key[0] for key in oldest}
   loaded = [key for key in realize.runtime_cache if key[0] in programs]
-  for device in {device for _, device in loaded}: Device[device].synchronize()      # nothing of what is dropped still runs
+  for device in {device for _, device in loaded}: Device[device].synchronize()      # so that no dropped kernel is still running
   for key in loaded: del realize.runtime_cache[key]
   launched = [key for key, linear in schedule.schedule_cache.items() if any(call.src[0].key in asts for call in linear.src)]
   for schedule_key in launched: del schedule.schedule_cache[schedule_key]
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
-  """What tinygrad has a PROGRAM depend on, for another process to find it by."""
+  """Key of a PROGRAM that is valid in other processes: everything that tinygrad makes it depend on."""
   key, kind, *rest = to_program_key(ast, renderer)
   return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
 
 def launch_of(program:UOp) -> dict[str, Any]|None:
-  """A PROGRAM without its UOps and its machine code, as plain numbers and texts; None where they are not all plain, as with a Variable."""
+  """Describes a PROGRAM, without its UOps and machine code, by plain numbers and texts. None if some of them are not plain, as with a Variable."""
   info, own = program.arg, program.src[0].arg
   estimates, sizes = own.estimates, (info.global_size, info.local_size)
   numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)
@@ -38,7 +38,7 @@ def launch_of(program:UOp) -> dict[str, Any]|None:
           "slots": [u.arg.slot for u in program.src[1].src if u.op is Ops.PARAM], "globals": info.globals, "outs": info.outs, "ins": info.ins}
 
 def program_of_launch(launch:dict[str, Any], ast:UOp, renderer:Renderer) -> UOp:
-  """The PROGRAM of the AST with its source, from what `launch_of` gave."""
+  """Makes the PROGRAM of an AST, with its source, from the result of `launch_of`."""
   params = {u.arg.slot: u for u in ast.toposort() if u.op is Ops.PARAM}
   sink = new_uop(Ops.SINK, arg=replace(ast.arg, name=launch["name"], estimates=Estimates(*launch["estimates"])))
   linear = new_uop(Ops.LINEAR, tuple(params[slot] for slot in launch["slots"]))

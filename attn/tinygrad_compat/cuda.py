@@ -1,4 +1,5 @@
-"""CUDA devices: kernels with more than 48 KB of shared memory or of machine code, and graphs under TinyJit that take the inputs of each call."""
+"""Changes to tinygrad's CUDA devices: kernels with more than 48 KB of shared memory or given as machine code, and graphs under TinyJit that use the
+inputs of each call."""
 from __future__ import annotations
 import ctypes, functools, re
 from collections.abc import Callable
@@ -12,19 +13,19 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.devices import device_of
 from attn.tinygrad_compat.patches import input_of, resolved
 
-# Shared memory must then be dynamic: declared `extern`, and asked for with the function's attribute and at each launch. tinygrad's CUDAProgram does
-# the latter two given `smem`, which nothing in tinygrad gives it: here the kernel's name carries the number. With DEBUG=5 it prints what it loads as
-# text, for it takes that for PTX, which machine code is not.
+# A kernel with more than 48 KB of shared memory needs dynamic shared memory: declared `extern`, and requested by the function's attribute and at each
+# launch. tinygrad's CUDAProgram does the last two if it gets `smem`, but nothing in tinygrad passes it: so the kernel's name carries the number. With
+# DEBUG=5 CUDAProgram would print the machine code that it loads, because it expects PTX text.
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
-  """The name of a kernel that has `nbytes` of shared memory, in one buffer."""
+  """Name of a kernel that has `nbytes` of shared memory in one buffer. The name of a kernel with dynamic shared memory carries the number."""
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
-  """The declaration of a buffer, which makes it dynamic where it has to be."""
+  """Declaration of a buffer, changed to dynamic shared memory if it is too large for static shared memory."""
   if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
-  return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle goes by the address
+  return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle depends on the address
 
 def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
   from tinygrad.runtime.ops_cuda import CUDAProgram
@@ -33,24 +34,24 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
 
 # **** graphs under TinyJit ****
 def copied_anew(graph:Any, moved:list[int]) -> None:
-  """Makes a CUDA graph copy what the parameters of these nodes say now. The graph is instantiated anew: a copy that is changed in an instance is no
-  longer one of the copy engine's, but of multiprocessors, and waits until a kernel has left some to it (measured on H200s, driver 580)."""
+  """Updates the copies of these nodes of a CUDA graph to their current parameters. The graph is instantiated again, because a copy that is changed in
+  an instance moves from the copy engine to multiprocessors, and waits until a kernel leaves some free (measured on H200s, driver 580)."""
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
   for node, params, _, _ in (graph.nodes[i] for i in moved): check(cuda.cuGraphMemcpyNodeSetParams(node, ctypes.byref(params)))
-  check(cuda.cuGraphExecDestroy(graph.instance))      # one that still runs is freed when it has ended
+  check(cuda.cuGraphExecDestroy(graph.instance))      # an instance that is still running is freed when it ends
   check(cuda.cuGraphInstantiate_v2(ctypes.byref(graph.instance), graph.graph, None, None, 0))
 
 @functools.cache
 def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
-  """A class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does so for an input that a kernel or a
-  copy takes whole, but for one device's part of it, or a region, it keeps the buffers of the first call. What is of an input that lies where it lay
-  in the call before stays as it is: to find a region takes the host a tenth of a millisecond, and to change the graph its time, too. `copy_anew`
-  changes copies of what lies elsewhere."""
+  """Makes a class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does this for an input that a
+  kernel or a copy takes whole. For one device's part of an input, or for a region, it keeps the buffers of the first call. If an input has the same
+  address as in the call before, its nodes stay unchanged: finding a region takes the host a tenth of a millisecond, and changing the graph takes time
+  too. `copy_anew` updates copies of inputs that have moved."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       super().__init__(linear, input_uops)
-      self.selected = list[tuple[int, int, int, UOp]]()     # (node, argument, input, what it takes of that)
+      self.selected = list[tuple[int, int, int, UOp]]()     # (node, argument, input, part of the input that it takes)
       number = 0
       for call in self.linear.src:
         inputs = [(i, slot, u) for i, u in enumerate(get_call_arg_uops(call)) if (slot := input_of(u)) is not None]
@@ -61,10 +62,10 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       kernels = {node for node in (*self.updatable, *(node for node, *_ in self.selected)) if not self.nodes[node][3]}
       self.of_inputs, self.of_variables = sorted(kernels), sorted({*self.var_vals_replace, *self.launch_dims_replace})
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
-      self.lay = [list[Any]() for _ in input_uops]      # where inputs lay in the call before, on each device
+      self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """What a node waits for, by the regions that it has, of which tinygrad names the whole allocations, and a copy by what it has besides its two.
-      A buffer that is given it besides a region of the same, lest the memory planner think it unused, it does not read."""
+      """Dependencies of a node, computed from the regions that it uses; tinygrad itself would use whole allocations, and only two buffers of a copy.
+      A node may also get the whole buffer of a region that it writes, so that the memory planner treats it as used; the node does not read it."""
       call = self.calls[len(self.nodes)]
       regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)
@@ -88,22 +89,22 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
   return SelectedInputs
 
 def holds(whole:Buffer, part:Buffer) -> bool:
-  """Whether a buffer is more than a region of the same allocation, which lies in it."""
+  """Tells whether `part` is a region of `whole` in the same allocation, and smaller than it."""
   ends = [(b.offset, b.offset + b.nbytes) for b in (whole, part)]
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 
 def address_of(buffer:Any) -> Any:
-  """What tells whether a buffer lies where another one did."""
+  """Address of a buffer, or another value that changes when the buffer moves."""
   return getattr(buffer._buf, "value", buffer._buf)
 
 def addresses_of(buffer:Any) -> list[Any]:
-  """Addresses that tell whether a buffer, on each of its devices, lies where another one did."""
+  """Addresses of a buffer on each of its devices, as `address_of` gives them."""
   return [address_of(b.ensure_allocated()) for b in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
 
-# **** both ****
+# **** installation of both changes ****
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
-  """From now on those of `devices` that are CUDA print with these `renderers` in place of tinygrad's, and launch kernels named by
-  `dynamic_shared_name`."""
+  """Makes the CUDA devices among `devices` print with these `renderers` in place of tinygrad's, and launch kernels with dynamic shared memory, from
+  now on."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "CUDA" or (dev := device_of(name)).runtime_t is dynamic_shared_program: continue
     dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]

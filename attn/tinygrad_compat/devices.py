@@ -1,4 +1,4 @@
-"""Devices and what they have, and AMD's machine code: the compiler comgr, the tables of instructions, doubles (attn/compilers)."""
+"""Properties of tinygrad's devices, and its parts for AMD's machine code: the compiler comgr, tables of instructions, exponentials of doubles."""
 from __future__ import annotations
 import contextlib, ctypes, sys, types
 from collections.abc import Iterator
@@ -14,29 +14,30 @@ from tinygrad.renderer.llvmir import LLVMRenderer
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 def device_of(name:str) -> Compiled:
-  """A device by name; within a function of tinygrad's `@function`, too, which may not run anything, but what it is called with is on a device."""
+  """Device of this name. This works also inside tinygrad's `@function`, which forbids the use of devices: a function must not run anything, but its
+  arguments are on a device."""
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def opened_devices(name:str) -> list[Compiled]:
-  """The devices of kind `name` that this process has opened."""
+  """Devices of kind `name` that this process has opened."""
   return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
 
-# **** what a device has for kernels of plain UOps ****
+# **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class Means:
-  """Bytes of local memory that a workgroup may have, 0 where threads do better by themselves; `serial` where there are no workgroups at all."""
+  """Bytes of local memory that a workgroup may use, 0 if threads are faster without it. `serial` tells that the device has no workgroups."""
   local_memory: int
   serial: bool = False
 
 def workgroups_of(device:str) -> Means|None:
-  """Means of a device that tinygrad renders C or LLVM for; None of another."""
+  """Means of a device for which tinygrad renders C or LLVM; None for another device."""
   opened = Device[device]
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return Means(0, serial=True)
   return Means(0 if is_cpu(opened) else renderer.shared_max if renderer.has_shared else 0)
 
 def is_cpu(device:Any) -> bool:
-  """Whether an OpenCL device is a CPU: what a work-group shares is then memory like any other."""
+  """Tells whether an OpenCL device is a CPU. Its local memory is then ordinary memory."""
   if type(device).__name__ != "CLDevice": return False
   from tinygrad.runtime.autogen import opencl
   kind = ctypes.c_uint64()
@@ -44,27 +45,27 @@ def is_cpu(device:Any) -> bool:
   return bool(kind.value & opencl.CL_DEVICE_TYPE_CPU)
 
 # **** machine code ****
-# exp2 and log2 of doubles by tinygrad's own expansions: the hardware and LLVM have none (as in tinygrad's AMDLLVMRenderer)
+# tinygrad's own expansions of exp2 and log2 of doubles, which the hardware and LLVM don't have (as in tinygrad's AMDLLVMRenderer)
 double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), expand)
                                          for op, expand in ((Ops.LOG2, xlog2), (Ops.EXP2, xexp2))])
 
 def decode_instruction(data:bytes, tables:str) -> Any:
-  """The instruction that `data` begins with, by tinygrad's own tables of AMD's instruction sets: "cdna" (cdna3 with cdna4), "rdna3" or "rdna4".
-  Raises ValueError for one that is not in them."""
+  """Decodes the first instruction of `data` by tinygrad's tables of an AMD instruction set: "cdna" (cdna3 and cdna4), "rdna3" or "rdna4". Raises
+  ValueError for an instruction that is not in the tables."""
   from tinygrad.renderer.amd import decode_inst
   from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
   from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER
   try: return decode_inst(data, tables)
   except ValueError:
-    # tinygrad's search leaves out the buffer instructions of RDNA, though it has their tables
+    # tinygrad's search omits the buffer instructions of RDNA, although it has their tables
     form = {"rdna3": MUBUF, "rdna4": VBUFFER}.get(tables)
     if form is None or int.from_bytes(data[:4], "little") >> 26 != {"rdna3": 0b111000, "rdna4": 0b110001}[tables]: raise
     return form.from_bytes(data)
 
 @contextlib.contextmanager
 def without_comgr() -> Iterator[None]:
-  """While a renderer of HIP is made that only prints: tinygrad's constructor imports its compilers, and with them loads ROCm's comgr. Its LLVM ends
-  the process where another one of the system is loaded already, as Debian's does beside pocl's."""
+  """Context manager for constructing a HIP renderer that only prints: it keeps tinygrad's constructor from importing its compilers, which would load
+  ROCm's comgr. comgr's LLVM ends the process if another LLVM of the system is already loaded (Debian's comgr beside pocl, for example)."""
   name = "tinygrad.runtime.support.compiler_amd"
   if name in sys.modules:
     yield
@@ -76,12 +77,12 @@ def without_comgr() -> Iterator[None]:
   finally: del sys.modules[name]
 
 def comgr_compiler(arch:str) -> Any:
-  """tinygrad's compiler over ROCm's comgr. Raises AssertionError, saying so, where that library doesn't load."""
+  """tinygrad's compiler that uses ROCm's comgr. Raises AssertionError if that library can't be loaded."""
   from tinygrad.runtime.support.compiler_amd import HIPCompiler
   return HIPCompiler(arch)
 
 def comgr_version() -> tuple[int, int]:
-  """Of the interface of the comgr that is loaded, such as (3, 0)."""
+  """Version of the loaded comgr's interface, such as (3, 0)."""
   from tinygrad.runtime.autogen import comgr
   major, minor = ctypes.c_uint64(), ctypes.c_uint64()
   comgr.amd_comgr_get_version(ctypes.byref(major), ctypes.byref(minor))

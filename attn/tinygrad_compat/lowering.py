@@ -1,4 +1,4 @@
-"""Lowering of kernels, with or without a device, and where in Python and in the printed source each operation stands (attn/emulator)."""
+"""Lowering of kernels, with or without a device, and the place of each operation in Python and in the printed source (attn/emulator)."""
 from __future__ import annotations
 import contextlib, gc, os, re, sys
 from collections.abc import Callable, Iterator
@@ -13,7 +13,8 @@ from attn.tinygrad_compat.devices import device_of
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-  """Within, Python does not look for cycles of objects: UOps are in none, and walking over all of them took a sixth of a kernel's lowering."""
+  """Context manager in which Python does not look for cycles of objects. UOps form no cycles, and walking over all of them took a sixth of a kernel's
+  lowering."""
   enabled = gc.isenabled()
   gc.disable()
   try: yield
@@ -21,23 +22,23 @@ def without_collections() -> Iterator[None]:
     if enabled: gc.enable()
 
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
-  """A kernel's AST (a SINK) -> the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
+  """Lowers a kernel's AST (a SINK) to the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
   with Context(ALLOW_DEVICE_USAGE=0), without_collections():
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
 def compile_at_once(kernel:UOp, device:str) -> None:
-  """Lowers and compiles the kernel of a CALL now, in this process. tinygrad starts worker processes, which takes longer than a small kernel does,
-  where a schedule has more than one to compile."""
+  """Lowers and compiles the kernel of a CALL now, in this process. For a schedule with more than one kernel to compile, tinygrad would start worker
+  processes, which takes longer than compiling a small kernel."""
   to_program(kernel.src[0], device_of(device).renderer)
 
-# **** where an operation comes from ****
+# **** places of operations ****
 tinygrad_folder = os.path.dirname(os.path.abspath(tinygrad.__file__)) + os.sep
 
-Places = dict[UOp, "tuple[str, int]|None"]   # the file and line that a UOp comes from
+Places = dict[UOp, "tuple[str, int]|None"]   # UOp -> file and line that it comes from
 
 @contextlib.contextmanager
 def _changed(owner:Any, **new:Any) -> Iterator[None]:
-  """Within, attributes of tinygrad's are others."""
+  """Context manager that replaces attributes of an object of tinygrad."""
   old = {name: getattr(owner, name) for name in new}
   for name, value in new.items(): setattr(owner, name, value)
   try: yield
@@ -45,7 +46,7 @@ def _changed(owner:Any, **new:Any) -> Iterator[None]:
     for name, value in old.items(): setattr(owner, name, value)
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
-  """What `make` gives, and for each UOp made meanwhile the innermost line of Python that is in no `internal` file."""
+  """Calls `make` and returns its result, and for each UOp made by it the innermost line of Python in a file that is not `internal`."""
   places, create = Places(), UOpMetaClass.__call__
   def here() -> tuple[str, int]|None:
     frame: Any = sys._getframe(2)
@@ -57,7 +58,7 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with _changed(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """`lower`, with the places of what each pass puts in the place of other UOps added."""
+  """Lowers a kernel as `lower` does, and adds the places of new UOps: a UOp that replaces another one gets its place."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
   def inherit(new:UOp, old:UOp) -> UOp:
     if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place
@@ -73,8 +74,8 @@ def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]
     return lower(sink, renderer)
 
 def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
-  """The source that `renderer` prints for a program, and for each UOp the line of it (from 0) that it is printed in: its own statement, or the one of
-  the first UOp that takes it as part of an expression."""
+  """Source that `renderer` prints for a program, and for each UOp its line (from 0) there: the line of its own statement, or of the statement of the
+  first UOp that uses it in an expression."""
   printed: list[tuple[UOp, str]] = []
   rules = renderer.string_rewrite
   class Noted:
@@ -90,10 +91,10 @@ def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
     if at == len(kernel): break
     statement = " ".join(kernel[at].split())     # long lines may have been broken since
     own = " ".join(text.split())
-    if statement == own or re.fullmatch(rf"[\w ]+ \w+ = {re.escape(own)};?", statement):     # the UOp itself, or a declaration of its value
+    if statement == own or re.fullmatch(rf"[\w ]+ \w+ = {re.escape(own)};?", statement):     # a statement, or a declaration of the value
       lines[u] = line
       line, at = line + kernel[at].count("\n") + 1, at + 1
   stated = set(lines)
-  for u in reversed(uops):                # what uses a value comes after it, and has its line by now
+  for u in reversed(uops):                # uses of a value come after it, and already have their lines
     if u in lines: lines |= {s: lines[u] for s in u.src if s not in stated}
   return source, lines

@@ -1,4 +1,4 @@
-"""What attn changes of tinygrad within a process, besides its CUDA devices."""
+"""Changes that attn makes to tinygrad within a process, besides its CUDA devices."""
 from __future__ import annotations
 import contextlib, functools, inspect, sqlite3, warnings
 from collections.abc import Callable
@@ -11,10 +11,11 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.lowering import without_collections
 from attn.tinygrad_compat.uops import with_outputs
 
-ToProgram = Callable[[UOp, Renderer], UOp]   # a kernel's AST, or its PROGRAM with a source, -> its PROGRAM with machine code
+ToProgram = Callable[[UOp, Renderer], UOp]   # (AST, or PROGRAM with a source; renderer) -> PROGRAM with machine code
 
 def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
-  """From now on, in this process, tinygrad asks `through` for a kernel's PROGRAM, giving it its own way to one."""
+  """Makes tinygrad call `through` for a kernel's PROGRAM, for the rest of the process. `through` gets tinygrad's own function as its first
+  argument."""
   own = codegen.do_to_program
   @functools.wraps(own)
   def asked(ast:UOp, renderer:Renderer) -> UOp:
@@ -22,8 +23,8 @@ def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
   codegen.do_to_program = asked   # type: ignore[assignment]
 
 def survive_a_damaged_cache() -> None:
-  """From now on, in this process, tinygrad's cache of compiled kernels is as good as empty, after a warning, where its file is no database or cannot
-  be written. Otherwise every kernel, tinygrad's own as well, ends in an error of sqlite."""
+  """Makes tinygrad treat its cache of compiled kernels as empty, with a warning, if the file is not a database or cannot be written, for the rest of
+  the process. Without this every kernel, including tinygrad's own, would end in an error of sqlite."""
   own = helpers.db_connection
   @functools.cache
   def connection() -> sqlite3.Connection:
@@ -38,12 +39,13 @@ def survive_a_damaged_cache() -> None:
   helpers.db_connection = connection
 
 def method_of_tinygrad(name:str) -> FunctionType|None:
-  """Returns the function behind a method of Tensor; None where another library's stands in its place. (With TRACEMETA tinygrad wraps each method.)"""
+  """Returns the function behind a method of Tensor, or None if another library has replaced the method. (With TRACEMETA tinygrad wraps each
+  method.)"""
   method, own = getattr(Tensor, name), next(vars(of)[name] for of in Tensor.__mro__[1:] if name in vars(of))
   return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
 
 class Rerouted:
-  """Has every call of a function, from wherever it was bound before, go to `to` instead, until `end`. `before` is the function as it was."""
+  """Redirects every call of a function to `to`, also calls through names bound before, until `end`. `before` is a copy of the original function."""
   def __init__(self, function:FunctionType, to:Callable[..., Any]) -> None:
     self.function, self.before = function, FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     self.before.__kwdefaults__ = function.__kwdefaults__
@@ -54,21 +56,22 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """The number of the input of a TinyJit that an argument of a call is, or takes a region or one device's part of, or a region of that."""
+  """Number of the TinyJit input that an argument of a call is taken from: the whole input, a region of it, or one device's part. None otherwise."""
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 
 def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
-  """An argument of a call, or what it takes one device's part or a region of, in place of the PARAM that stands for it."""
+  """Replaces the PARAM in an argument of a call by the input that it stands for. The argument may be the input, a region of it, or one device's
+  part."""
   if u.op is Ops.PARAM: return inputs[u.arg.slot]
   if u.op is Ops.MSTACK: return u.replace(src=tuple(resolved(x, inputs) for x in u.src))
   return u.replace(src=(resolved(u.src[0], inputs), *u.src[1:])) if input_of(u) is not None else u
 
-# tinygrad's own does so for a part or a region, but not for a region's part
+# tinygrad's own function handles a part or a region, but not a part of a region
 realize._resolve = resolved   # type: ignore[assignment]
 
 def around_gradients(within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> None:
-  """From now on, in this process, gradients of a Tensor are taken within `within(its UOp)`."""
+  """Makes tinygrad compute a Tensor's gradients inside the context manager `within(UOp of the Tensor)`, for the rest of the process."""
   for name in ("gradient", "backward"): setattr(Tensor, name, _around(getattr(Tensor, name), within))
 
 def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
@@ -78,8 +81,8 @@ def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractCo
   return taken
 
 def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
-  """From now on `built(ast, again)` is told of each kernel that `Tensor.custom_kernel` is given for `device`: `again()` makes its AST anew. And the
-  outputs of such a kernel are sources of its SINK, so that one whose stores are all simplified away is still a parameter of the program."""
+  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on; `again()` makes the AST again. The
+  outputs of such a kernel become sources of its SINK, so that an output whose stores are all simplified away stays a parameter of the program."""
   making: list[Callable[[], Any]] = []
   custom_kernel, call = UOp.custom_kernel, UOp.call
   @functools.wraps(custom_kernel)

@@ -1,4 +1,4 @@
-"""Tensors that change with what is written to their buffers, and gradients (attn/calls/gradient.py, attn/calls/history.py)."""
+"""Updates of Tensors after a write to their buffers, and gradients of functions (attn/calls/gradient.py, attn/calls/history.py)."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,19 +9,20 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop, on_top
 
 def written_to(buffer:UOp, kernel:UOp) -> None:
-  """Every Tensor that is `buffer`, or a view of it, is from now on what it is after `kernel`, which writes to it. (Tensor.assign has it so for views,
-  and for all that was computed from them and not yet realized as well.)"""
+  """Makes every Tensor that is `buffer`, or a view of it, refer to its content after `kernel`, which writes to the buffer. (Tensor.assign does this
+  for views, and also for values computed from them that are not yet realized.)"""
   after = buffer.after(kernel)
   for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
     if (view := on_top(t.uop, buffer, after)) is not None: t.uop = view
 
 def put_into_tensors(instead:dict[UOp, UOp]) -> None:
-  """All Tensors have other UOps in the places of these."""
+  """Replaces UOps in all Tensors: each key of `instead` by its value."""
   _apply_map_to_tensors(instead, name="history")
 
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:
-  """For a TUPLE of `outputs`, a function of PARAMs of which `sources` are the values, and the gradients of the outputs (None for 0): the gradient of
-  each source of floats that they depend on, by its number. Each is computed by itself; `again` is the grad_fxn of them all."""
+  """Differentiates `outputs`, a TUPLE computed from PARAMs whose values are `sources`, for given gradients of the outputs (None stands for 0).
+  Returns {number of a source: its gradient} for the sources of floats that the outputs depend on. Each gradient can be computed separately; `again`
+  is the grad_fxn of all of them."""
   slot, given = len(sources), []
   for g in gradients:
     given.append(new_uop(Ops.NOOP) if g is None else g.param_like(slot))

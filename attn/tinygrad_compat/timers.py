@@ -1,4 +1,4 @@
-"""How long kernels take on a device (bench.py, attn/measure)."""
+"""Timers of kernels on a device (bench.py, attn/measure)."""
 from __future__ import annotations
 import contextlib, ctypes, math
 from collections.abc import Callable, Iterator
@@ -10,19 +10,19 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop
 
 def compiled(*outputs:Tensor) -> UOp:
-  """The schedule that computes `outputs` from tensors that are already there, lowered and compiled."""
+  """Schedule that computes `outputs` from realized tensors, lowered and compiled."""
   return compile_linear(outputs[0].schedule_linear(*outputs[1:]))
 
 def make_current(device:str) -> None:
-  """A CUDA device's context becomes the current one, where another library may have made its own so: what is launched in a foreign one takes longer.
-  Other devices have none."""
+  """Makes a CUDA device's context the current one. Another library may have made its own context current, and launches in a foreign context take
+  longer. For other devices this does nothing."""
   if device.split(":")[0] != "CUDA": return
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
   check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
 
 def device_seconds(schedule:UOp) -> float:
-  """Runs a compiled schedule; the time that the device says it took."""
+  """Runs a compiled schedule and returns its time in seconds, as the device measured it."""
   before = GlobalCounters.time_sum_s
   run_linear(schedule, jit=True, wait=True)
   return GlobalCounters.time_sum_s - before
@@ -32,23 +32,23 @@ def run_alone(call:UOp) -> None:
   run_linear(new_uop(Ops.LINEAR, (call,)), jit=True)
 
 def cuda_seconds(schedule:UOp, count:int) -> float:
-  """Seconds of one launch of the only kernel of a compiled schedule on a CUDA device, by events around `count` launches."""
+  """Seconds of one launch of a compiled schedule's only kernel on a CUDA device, measured by events around `count` launches."""
   from tinygrad.runtime.ops_cuda import cu_time_execution
   call, = (u for u in schedule.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM)
   info, buffers = call.src[0].arg, [call.src[1 + i].buffer for i in call.src[0].arg.globals]
   program, raw = get_runtime(buffers[0].device, call.src[0]), [b.get_buf(b.device) for b in buffers]
   def launch() -> None:
     for _ in range(count): program(*raw, global_size=info.global_size, local_size=info.local_size)
-  make_current(buffers[0].device)     # events belong to a context, and cu_time_execution takes any
+  make_current(buffers[0].device)     # events belong to a context, and cu_time_execution uses the current one
   return (cu_time_execution(launch, True) or math.nan)/count
 
 def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
-  """A graph in which the kernels of a compiled schedule run one after another, `count` times over on the same buffers. What is returned runs it, in
-  the device's context: seconds of one time, by events."""
+  """Makes a CUDA graph that runs the kernels of a compiled schedule one after another, `count` times on the same buffers. Returns a function that
+  runs the graph in the device's context and returns the seconds of one repetition, measured by events."""
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check, cu_time_execution, encode_args
   calls, nodes = [u for u in schedule.src if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM], list[Any]()
-  graph, instance, kept = cuda.CUgraph(), cuda.CUgraphExec(), list[Any](calls)      # whoever has the calls has their buffers
+  graph, instance, kept = cuda.CUgraph(), cuda.CUgraphExec(), list[Any](calls)      # the calls keep their buffers alive
   output: Any = calls[0].src[1].buffer
   device = output.device
   make_current(device)
@@ -73,7 +73,8 @@ def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
-  """Another library's context is the current one now and will be again; within, what is given turns a function into one that runs in it."""
+  """Context manager that restores the CUDA context of another library, which is current now. It yields a function that wraps functions so that they
+  run in that context."""
   from tinygrad.runtime.autogen import cuda
   theirs = cuda.CUcontext()
   cuda.cuCtxGetCurrent(ctypes.byref(theirs))

@@ -1,4 +1,4 @@
-"""UOps: the one place that constructs them, values of vector types, buffers and their views, and the parameters of a kernel."""
+"""Construction of UOps (here only), values of vector types, buffers and their views, and the parameters of a kernel."""
 from __future__ import annotations
 import functools
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from tinygrad.uop.spec import glbls as spec_names
 from tinygrad.uop.symbolic import symbolic
 
 def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None) -> UOp:
-  """A UOp of these fields, and of the dtype that tinygrad infers where none is given. It alone names the fields, which tinygrad changes."""
-  return UOp(op, dtype, src, arg)   # type: ignore[arg-type] # its metaclass takes None
+  """Makes a UOp of these fields; without a dtype tinygrad infers it. Only this function uses UOp's constructor, whose fields change between
+  versions."""
+  return UOp(op, dtype, src, arg)   # type: ignore[arg-type] # its metaclass accepts None
 
 # **** vector-typed values ****
-# A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would take a shaped value apart into n UOps, and lowering time
-# goes with the number of UOps. A dtype's name is printed as it stands, so the C type itself is the name; every pass sees a scalar of a strange dtype.
+# A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would split a shaped value into n UOps, and lowering time grows
+# with the number of UOps. A dtype's name is printed unchanged, so the name is the C type; every pass sees a scalar of an unknown dtype.
 class VectorDType(DType):
-  """A class of its own, so that a compile worker that unpickles one imports this module."""
+  """dtype of a register vector. It is a separate class, so that a compile worker that unpickles one imports this module."""
   def __repr__(self) -> str: return f"VectorDType({self.name!r})"
 
 VECTORS: dict[DType, tuple[str, int]] = {}   # dtype -> (numpy element type, lanes)
@@ -26,25 +27,25 @@ _ELEMENT = {"float32": "float", "uint32": "uint"}
 
 @functools.cache
 def vector_dtype(element:str, n:int) -> DType:
-  """The dtype of a register vector of `n` elements ("float32" or "uint32"), under the name that HIP and CUDA both have for it, such as float4."""
+  """dtype of a register vector of `n` elements ("float32" or "uint32"), with the name that it has in both HIP and CUDA, such as float4."""
   dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
-  promo_lattice[dtype] = []     # it goes with itself alone: tinygrad asks for the type of a sum when SPEC=2 has it print one
+  promo_lattice[dtype] = []     # compatible only with itself: with SPEC=2 tinygrad asks for the type of a sum when it prints one
   return dtype
 
-# With SPEC=2 tinygrad prints each AST as Python and evaluates that, where it must find what `VectorDType.__repr__` names.
+# With SPEC=2 tinygrad prints each AST as Python and evaluates it: it must find the name that `VectorDType.__repr__` prints.
 spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtype.name == name)
 
 # **** buffers and their views (attn/calls/views.py) ****
 def buffer_under(u:UOp) -> UOp|None:
-  """The buffer that `u` is, or is a view of, with what is still to be written to it; None for a computed value."""
+  """Buffer that `u` is, or is a view of, including writes that are still to be done; None for a computed value."""
   while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
   inner = u
   while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]
   return u if inner.has_buffer_identity(after_ok=True) and all(isinstance(n, int) for n in u.shape) else None
 
 def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
-  """The view of `other` that u is of `base`; None where it is none."""
+  """Applies to `other` the view operations that make u from `base`; None if u is not a view of `base`."""
   views = []
   while u is not base and u.op in GroupOp.Movement:
     views.append(u)
@@ -54,41 +55,42 @@ def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
   return other
 
 def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[UOp, UOp]|None:
-  """(buffer, expression) of an element of a view of a buffer: where it lies in the buffer, as a function of the indices. None for what is no view of
-  one. `instead` is what the view is cut out by instead of its Variables."""
+  """Buffer under a view, and the position of an element of the view in that buffer, as an expression of the indices. None if `u` is not a view of a
+  buffer. `instead` maps Variables in the view to UOps that replace them."""
   if (base := buffer_under(u)) is None: return None
-  stand_in = UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape)     # the rewrite takes apart what it finds
+  stand_in = UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape)     # the rewrite would take u's own base apart
   view = on_top(u, base, stand_in)
   assert view is not None
   found = graph_rewrite(view.substitute(instead or {}).index(*indices), pm_mops + symbolic, name="attn view")
   return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """The CALL that copies one buffer, or region of one, to another on any device. What is `held` besides, the buffers that they are regions of, is a
-  source of it, no more."""
+  """CALL that copies one buffer, or a region of one, to another on any device. The buffers `held`, such as those of the regions, are only sources of
+  the CALL, so that they stay in use."""
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
   copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
 def remembered(u:UOp) -> UOp:
-  """A buffer after a kernel, which stays that in every expression. When anything that depends on it is computed, tinygrad 0.14.0 puts the bare buffer
-  into its place in all expressions, and what another kernel has written to the buffer since is taken for what this one wrote. But not of what has a
-  tag, an empty one too."""
+  """Tags a buffer-after-a-kernel, so that it stays this value in every expression. When a value that depends on it is computed, tinygrad 0.14.0
+  replaces it by the bare buffer in all expressions; a later write by another kernel would then be mistaken for this kernel's. tinygrad does not
+  replace a UOp that has a tag, even an empty one."""
   return u.rtag(())
 
 # **** the parameters of a kernel ****
 def output_params(sink:UOp) -> tuple[UOp, ...]:
-  """The PARAMs that a kernel's AST stores to, in the order of their slots."""
+  """PARAMs that a kernel's AST stores to, in the order of their slots."""
   found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
 def with_outputs(sink:UOp) -> UOp:
-  """A kernel's AST with its outputs among the sources of its SINK."""
+  """Adds a kernel's outputs to the sources of its AST's SINK."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def begins_at(u:UOp) -> int:
-  """Byte at which a kernel's argument begins in the buffer of each of its devices. tinygrad hands a slice without gaps over where it lies."""
+  """Byte at which a kernel's argument begins in the buffer of each of its devices. tinygrad passes a slice without gaps as it lies, without a
+  copy."""
   while u.op in (Ops.CONTIGUOUS, Ops.MSELECT): u = u.src[0]
   under = u.base
   while under.op in (Ops.BITCAST, Ops.UNSHARD): under = under.src[0].base
@@ -98,8 +100,8 @@ def begins_at(u:UOp) -> int:
   return 0 if view is None else view[1]*view[0].dtype.itemsize
 
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
-  """A kernel's AST that has all of these tensors among its parameters, used or not: tinygrad's CUDA graph gives a program every tensor of its call
-  under TinyJit, whichever it takes."""
+  """Adds all these tensors to the parameters of a kernel's AST, used or not. Under TinyJit, tinygrad's CUDA graph passes every tensor of a call to
+  its program, even those that the program does not take."""
   placeholders = [UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)]
   params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
   return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))

@@ -1,11 +1,11 @@
-"""The tinygrad that this package is written for. It is looked at here, before any of it is imported, so that another fails with one sentence."""
+"""Check of tinygrad's version. It is done before any of tinygrad is imported, so that another version fails with one sentence."""
 from __future__ import annotations
 import importlib.metadata
 
 TINYGRAD_VERSION = "0.14.0"
 
 def check_version() -> None:
-  """Raises ImportError when the installed tinygrad is not the version that this package was written for."""
+  """Raises ImportError if the installed tinygrad is not the version that attn was written for."""
   try: found = importlib.metadata.version("tinygrad")
   except importlib.metadata.PackageNotFoundError: found = "none"
   if found != TINYGRAD_VERSION:
