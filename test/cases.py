@@ -122,7 +122,7 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
     o = restore(array(results[0]), p.layout, (p.B, p.H, p.Sq, p.Dv))
     return o, results[1].numpy().reshape(p.B, p.H, p.Sq) if p.return_lse else None
 
-# ***** the kernels themselves, with every option *****
+# ***** kernels without the API, with every option *****
 
 def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> None:
   """Makes dispatch use a copy of a kernel's record with these fields changed."""

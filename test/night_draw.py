@@ -62,7 +62,7 @@ class Posed:
   wanted: tuple[str, ...] = ()
   device_count: int = 1
 
-  # ***** what chance says *****
+  # ***** random sizes *****
 
   def chance(self, p:float) -> bool: return self.rng.random() < p
   def one(self, *of:Any) -> Any: return self.rng.choice(of)

@@ -29,12 +29,12 @@ def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarra
 def check(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> None:
   for name, verdict in verdicts(p, x, do, options, dlse).items(): assert verdict.ok, f"{name}: {verdict}"
 
-# ***** it is fair *****
+# ***** right arithmetic keeps the law *****
 
 @drawn
 @both_types
 @pytest.mark.parametrize("kind", KINDS)
-def test_fair(kind:str, dtype:str, draws:int) -> None:
+def test_flash_attention_2_keeps_the_law(kind:str, dtype:str, draws:int) -> None:
   p = problem(B=draws, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype=dtype)
   check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
 
@@ -51,7 +51,7 @@ OPTIONS:dict[str, Callable[[], tuple[dict[str, Any], Options]]] = {
 
 @both_types
 @pytest.mark.parametrize("name", OPTIONS)
-def test_fair_with_options(name:str, dtype:str) -> None:
+def test_flash_attention_2_keeps_the_law_with_options(name:str, dtype:str) -> None:
   parameters, options = OPTIONS[name]()
   p = problem(B=3, H=4, Hkv=2, Sq=50, Sk=70, D=32, dtype=dtype, **parameters)
   check(p, KINDS["normal"](p, 0), gradient_of_o(p, 3), options, floats(3, 4, 50, seed=5))
@@ -102,7 +102,7 @@ def test_gradients_below_the_normal_numbers() -> None:
   assert np.sqrt(np.square((stored - law.exact)/law.sigma).mean()) > 1
   assert judge(stored, law).ok and not judge(stored + np.float32(2.0**-21), law).ok
 
-def test_weights_that_a_sink_leaves_nothing_of() -> None:
+def test_scores_far_below_a_sink() -> None:
   """Every limit is a finite number for scores of -10000 beside a sink of 0."""
   p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
   options = Options(bias=np.full((1, 1, 1, 3), -10000.0), sinks=np.zeros(1))
@@ -115,7 +115,7 @@ def test_float32() -> None:
     p = problem(B=2, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype="float32")
     check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
 
-# ***** what it is made of *****
+# ***** parts of the law *****
 
 def test_rounded_once_more() -> None:
   """A sum in fp32 that is stored in 16 bits gets one more rounding, as the gradient of a 16-bit tensor does."""
@@ -127,7 +127,7 @@ def test_rounded_once_more() -> None:
 
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
 
-def test_batches_by_themselves() -> None:
+def test_each_batch_has_its_own_law() -> None:
   """A batch with kv_lengths has the laws of its visible keys alone. Gradients that batches share add up like variances."""
   p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
   x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
@@ -163,14 +163,14 @@ def test_equal_scores_are_rounded_alike() -> None:
   independent = ROUNDOFF["float16"]/3**.5*np.sqrt(np.square(weights/weights.sum()) @ np.square(v - law.exact[0, 0]))
   assert judge(law.exact, law).ok and (error < 2*law.sigma).all() and (error > 20*independent).all() and law.alike.all()
 
-def test_patterns_as_before() -> None:
+def test_nan_and_inf_must_match() -> None:
   law = Law(np.array([1.0, np.nan, np.inf, -np.inf]), np.ones(4), np.zeros(4), np.zeros(4, np.bool_))
   assert judge(law.exact + 5, law).ok and not judge(law.exact + 7, law).ok
   for wrong in (np.array([np.nan, np.nan, np.inf, -np.inf]), np.array([1, 1, np.inf, -np.inf]), np.array([1, np.nan, -np.inf, -np.inf])):
     assert "pattern differs" in str(judge(wrong, law))
 
 @pytest.mark.parametrize("count, alike, ok", ((10**4, False, False), (9999, False, True), (10**4, True, True)))
-def test_scattered(count:int, alike:bool, ok:bool) -> None:
+def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> None:
   """Elements that are all 1.1 sigma off are wrong together, although each alone is far from its limit."""
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
@@ -186,7 +186,7 @@ def test_infinite_inputs_stay_where_they_are() -> None:
   assert np.isnan(law.exact[0, 0, 3]).all() and np.isposinf(law.exact[0, 0, rows, 2]).all() and np.isfinite(law.limit).all()
   np.testing.assert_allclose(law.limit[0, 0, rows][:, columns], clean.limit[0, 0, rows][:, columns], rtol=1e-12)
 
-# ***** it is sharp *****
+# ***** faults break the law *****
 
 Found = dict[str, tuple[np.ndarray, Law]]
 SCALE = 64**-0.5
@@ -249,10 +249,10 @@ FAULTS:dict[str, Callable[[str], Found]] = {
 
 @pytest.mark.parametrize("dtype, fault", [(dtype, fault) for fault in FAULTS for dtype in ("float16", "bfloat16")
                                           if fault != DROPPED or dtype == "float16"])
-def test_sharp(fault:str, dtype:str) -> None:
+def test_faults_break_the_law(fault:str, dtype:str) -> None:
   for name, (got, law) in FAULTS[fault](dtype).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
-def test_what_no_such_law_can_see() -> None:
+def test_errors_that_roundings_hide() -> None:
   """Some errors hide below the roundings of the types: a wrong weight of a split where all key ranges have the same mean, and a dropped key whose
   weight is smaller than the rounding errors of the others."""
   q, k, v = arrays(16, 256, "bfloat16")

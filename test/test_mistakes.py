@@ -86,7 +86,7 @@ def test_the_emulator_names_what_is_wrong_with_sequences(ends:tuple[int, ...], l
     q, seen = half(100, 1, 16), int32(*ends).realize()
     with pytest.raises(ValueError, match=text): attn.attention(q, q, q, layout="thd", cu_seqlens_q=seen, cu_seqlens_k=seen, max_seqlen_q=longest)
 
-# ***** numbers at their ends *****
+# ***** extreme numbers *****
 
 @pytest.mark.parametrize("window", ((2**31, 2**31), (2**40, 0), (-1, 2**33), (3, 2**31 - 1), (2**31 - 1, 2), (10**30, 10**30)), ids=str)
 @pytest.mark.parametrize("kernel", ("forward", "three_pass", "split_kv"))
@@ -96,7 +96,7 @@ def test_bounds_beyond_the_lengths_are_none(kernel:str, window:tuple[int, int]) 
     o = attn.attention(q, k, v, window=window, num_splits=2 if kernel == "split_kv" else 0)
     rounded_to(q, k, v, o, window=tuple(-1 if n > 1000 else n for n in window), offset=50)
 
-def test_bounds_are_held_to_where_queries_stand() -> None:
+def test_window_bounds_that_hide_nothing_are_dropped() -> None:
   """A window bound is dropped only if it hides no key from any query, wherever the queries stand: at every offset that a problem or a shard can
   have."""
   def cut(window:tuple[int, int], offset:int, Sq:int=40, Sk:int=90) -> tuple[int, int]:
@@ -158,7 +158,7 @@ def test_parts_of_one_buffer_are_caches() -> None:
     for cache, factor in ((k, 1), (v, 2)): np.testing.assert_array_equal(array(cache)[:, :, 3], array(new)[:, :, 0]*factor)
     np.testing.assert_array_equal(array(both)[1, :, :, 3], array(new)[:, :, 0]*2)
 
-def test_nothing_is_appended_before_a_complaint() -> None:
+def test_a_refused_call_appends_nothing() -> None:
   with emulated("gfx942"):
     k, v = attn.empty_kv_cache(1, 2, 8, 16)
     new = draw(1, 2, 1, 16)
@@ -239,17 +239,17 @@ def test_another_librarys_method_comes_back() -> None:
     if stored is None: delattr(Tensor, name)
     else: setattr(Tensor, name, stored)
 
-# ***** what one mistake leaves behind *****
+# ***** a refused call leaves no trace *****
 
 @pytest.mark.parametrize("right, wrong", [({"num_splits": 2}, {"num_splits": 2.0}), ({"num_splits": 1}, {"num_splits": True}),
                                           ({"window": (3, 1)}, {"window": (3.0, 1.0)}), ({"causal": True}, {"causal": 1.0})], ids=str)
-def test_a_mistake_poisons_nothing(right:dict[str, Any], wrong:dict[str, Any]) -> None:
+def test_a_refused_call_leaves_no_trace(right:dict[str, Any], wrong:dict[str, Any]) -> None:
   with emulated("gfx942"):
     q, k = draw(1, 1, 12, 48), draw(1, 1, 130, 48)
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}="): attn.attention(q, k, k, **wrong).realize()
     assert np.isfinite(array(attn.attention(q, k, k, **right))).all()
 
-def test_a_mistake_in_sequences_poisons_nothing() -> None:
+def test_a_refused_call_with_sequences_leaves_no_trace() -> None:
   with emulated("gfx942"):
     q, ends = draw(38, 1, 16), int32(0, 20, 38)
     for name in ("max_seqlen_q", "max_seqlen_k"):
@@ -257,7 +257,7 @@ def test_a_mistake_in_sequences_poisons_nothing() -> None:
         attn.attention(q, q, q, layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends, **{name: 38.0})
       assert np.isfinite(array(attn.attention(q, q, q, layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends, **{name: 38}))).all()
 
-def test_a_mistake_in_a_kernel_poisons_nothing() -> None:
+def test_a_refused_kernel_leaves_no_trace() -> None:
   with emulated("gfx942"):
     with pytest.raises(ValueError, match=r"window=\(3.5, 1\)"): attn.flash_attention_fn(window=(3.5, 1))
     assert attn.flash_attention_fn(causal=np.bool_(True)) is attn.flash_attention_fn(causal=True)
@@ -272,7 +272,7 @@ def test_numbers_of_numpy_and_lists_are_accepted() -> None:
                          ({"causal": True}, {"causal": np.bool_(True)})):
       np.testing.assert_array_equal(array(attn.attention(q, k, k, **plain)), array(attn.attention(q, k, k, **other)))
 
-# ***** words *****
+# ***** error messages *****
 
 def said(call:Callable[[], Any]) -> str:
   """Message of a refusal. The refused call must launch nothing, and the message must not print a graph."""
@@ -281,7 +281,7 @@ def said(call:Callable[[], Any]) -> str:
   assert GlobalCounters.kernel_count == before and "UOp(" not in str(e.value) and "<UOp" not in str(e.value) and len(str(e.value)) < 500, str(e.value)
   return str(e.value)
 
-def test_words() -> None:
+def test_error_messages() -> None:
   from tinygrad import Variable
   with emulated("gfx942"):
     q, k = half(1, 2, 4, 64), half(1, 2, 8, 64)

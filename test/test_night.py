@@ -45,7 +45,7 @@ def test_rows_before_a_rotary_embedding() -> None:
     np.testing.assert_allclose(turned, a[..., first] + 1j*a[..., second], atol=1e-6)
     np.testing.assert_array_equal(back[..., 6:], a[..., 6:])
 
-# ***** what a night notices *****
+# ***** what counts as a failure *****
 
 def changed(call:Any, line:str) -> Any:
   """Copy of a call with one more line in its script."""
@@ -72,7 +72,7 @@ def test_a_crash_and_a_call_that_hangs_have_a_seed(does:Any, why:str) -> None:
   worker = night.Worker(2.0 if does is hangs else 60.0, does)
   assert worker.run(7, "") == Outcome(7, "failed", why, worker.limit) and worker.process is None
 
-# ***** what a kernel on a CPU may not touch *****
+# ***** memory that a kernel on a CPU must not touch *****
 
 def of_a_number(o:UOp, x:UOp) -> UOp:
   """Kernel that reads element x[x[0]]."""

@@ -50,7 +50,7 @@ def slope(f:Any, x:np.ndarray, h:float=1e-5) -> np.ndarray:
 
 @pytest.mark.parametrize("do, dlse", [(DO, None), (None, DLSE), (DO, DLSE)], ids=["o", "lse", "both"])
 @pytest.mark.parametrize("name", CASES)
-def test_exact_is_the_slope(name:str, do:np.ndarray|None, dlse:np.ndarray|None) -> None:
+def test_exact_gradients_are_central_differences(name:str, do:np.ndarray|None, dlse:np.ndarray|None) -> None:
   case, t = dict(CASES[name]), inputs()
   x = case.pop("options", Options())
   x = replace(x, **{n: getattr(x, n).copy() for n in ("bias", "sinks") if getattr(x, n) is not None})
@@ -90,7 +90,7 @@ def test_exact_is_tinygrads_autograd_of_three_pass(name:str) -> None:
       np.testing.assert_allclose(got.numpy(), getattr(want, n), atol=2e-6, rtol=2e-5, err_msg=n)
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_textbook_is_near_and_rounds(dtype:str) -> None:
+def test_the_textbook_rounds_like_its_type(dtype:str) -> None:
   """The textbook is exact up to fp32 errors in float32. In a 16-bit type it rounds to that type, and its error is as large as the type's."""
   rng = np.random.default_rng(0)
   q, k, v, do = (rounded(rng.standard_normal((1, 2, 64, 32), dtype=np.float32), dtype) for _ in range(4))

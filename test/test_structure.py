@@ -113,7 +113,7 @@ def test_import_loads_no_tools() -> None:
   tools = {x for x in loaded if x.split(".")[0] in ("rich", "click", "platformdirs", "ziglang", "hypothesis", "matplotlib")}
   assert not tools | {x for x in loaded if x.startswith("attn.") and room_of(x) in TOOLS}
 
-# ***** what is known of a family of chips *****
+# ***** knowledge of a family of chips *****
 
 def keys_that_are_chips(tree:ast.AST) -> list[str]:
   """Keys of dictionaries that are names of chips."""

@@ -51,7 +51,7 @@ def test_all_options_on_every_chip(on):
 @in_turn("layout, kernel", ("bshd", "nsd"), KERNELS, among=2)
 def test_layouts(layout, kernel): on_kernel(kernel, B=2, H=4, Sq=20, Sk=150, D=32, layout=layout, causal=True, out_dtype="float32")
 
-# ***** what has gone wrong elsewhere *****
+# ***** errors of other implementations *****
 
 @pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_more_queries_than_keys(kernel):
@@ -123,7 +123,7 @@ def test_huge_scores(kernel):
   o, _ = on_kernel(kernel, Sq=8, Sk=150, D=64, dtype="bfloat16", softmax_scale=.25, make=huge)
   assert np.isfinite(o).all()
 
-# ***** drawn *****
+# ***** random problems *****
 
 @st.composite
 def problems(d):
@@ -294,7 +294,7 @@ def test_a_kernel_that_would_be_slower_can_be_forced(arch, kernel, sizes, slower
     assert work.kernel == kernel and (work.work.splits == 2) == (kernel == "split_kv")
   check_attention(arch, kernel, **problem)
 
-def test_a_kernel_that_cannot_is_not_forced():
+def test_a_kernel_that_cannot_compute_a_problem_is_not_forced():
   for arch, kernel, sizes, text in (("gfx942", "dual_wave", {"D": 128}, "gfx942 has no direct loads"), ("gfx950", "dual_wave", {}, "D=64, Dv=64"),
                                     ("gfx942", "split_kv", {"Sk": 9}, "no split is possible: .* 1 key tiles"),
                                     ("gfx942", "split_kv", {"num_splits": 1}, "num_splits=1 asks for no split"),
@@ -309,7 +309,7 @@ def test_splits_are_held_to_the_key_tiles():
     assert work.splits == -(-130//work.tile.block_n) > 1
     assert attn.explain(q, k[:, :, :9], k[:, :, :9], num_splits=64).kernel == "forward"
 
-# ***** refused *****
+# ***** refused calls *****
 
 T = lambda *shape, dtype=dtypes.half: Tensor.empty(*shape, dtype=dtype, device="EMU")
 Q = lambda: {"q": T(1, 2, 4, 64), "k": T(1, 2, 8, 64), "v": T(1, 2, 8, 64)}
@@ -395,9 +395,9 @@ def test_flash_attn_names():
     assert lse.shape == (4, 40)
     with pytest.raises(ValueError, match=r"dropout_p=1\.5: must be a probability"): flash_attn.flash_attn_func(q, k, v, dropout_p=1.5)
 
-# ***** what a process keeps *****
+# ***** caches of a process *****
 
-def test_kernels_of_long_ago_are_forgotten(monkeypatch) -> None:
+def test_old_kernels_are_forgotten(monkeypatch) -> None:
   """A full cache of tinygrad forgets kernels until half of the limit remains. Calls captured earlier still replay, and a forgotten kernel is made
   again."""
   most, scale, before = 4, 0.25, set(schedule.schedule_cache)

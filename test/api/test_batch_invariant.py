@@ -30,7 +30,7 @@ def test_in_random_batches(arch:str, batches:int) -> None:
       np.testing.assert_array_equal(step(others, int(rng.integers(0, 40)), True), alone)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
-def test_what_is_chosen_does_not_go_by_the_batch(arch:str) -> None:
+def test_choices_do_not_depend_on_the_batch(arch:str) -> None:
   """Tile and number of key ranges do not depend on the batch size, although they do without batch_invariant; with few queries and with many."""
   def choice(B:int, invariant:bool, Sq:int=1) -> tuple[str, str, int]:
     q, k = (Tensor.empty(B, *shape, 64, dtype="half", device="EMU") for shape in ((H, Sq), (HKV, 2048)))

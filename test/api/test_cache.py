@@ -128,7 +128,7 @@ def test_a_variable_beyond_the_cache_under_jit_writes_nothing():
     assert step(new, n.bind(9)).tolist() == [4, 4]
     assert (array(k_cache)[:, :, 3] == 0).all()
 
-# ***** refused *****
+# ***** refused calls *****
 
 def test_refused():
   with emulated("gfx942"):

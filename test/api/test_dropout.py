@@ -44,7 +44,7 @@ def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
     for i, case in enumerate(cases) for k, arch in enumerate(archs)])
 
-# ***** the bits *****
+# ***** random bits *****
 
 # Test vectors of Random123 (kat_vectors), philox 4x32 with 10 rounds: counter, key, result
 VECTORS = [((0,)*4, (0,)*2, (0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8)),
@@ -137,7 +137,7 @@ def test_the_mask_does_not_depend_on_tiles(arch:str, changes:dict[str, Any]) -> 
   np.testing.assert_array_equal(mask_of(arch, lambda tile: replace(tile, **changes)), kept_mask(SEED, P, 2, 2, 70, 104))
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80"])
-def test_nor_on_splits(arch:str) -> None:
+def test_the_mask_does_not_depend_on_splits(arch:str) -> None:
   p = problem(B=1, H=2, Sq=20, Sk=200, D=8, Dv=200, num_splits=3, **with_seed())
   o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED})
   np.testing.assert_array_equal(o != 0, kept_mask(SEED, P, 1, 2, 20, 200))
@@ -172,7 +172,7 @@ def test_backward(arch:str, case:str) -> None: check_backward_kernels(arch, **{*
 def test_backward_on_nvidia(arch:str, case:str) -> None: check_backward_kernels(arch, **{**dict(D=16), **BACKWARD[case]})
 
 @pytest.mark.parametrize("p", [1e-6, 0.97])
-def test_rates_near_the_ends(p:float) -> None:
+def test_rates_near_0_and_1(p:float) -> None:
   check_backward_kernels("gfx1201", H=1, Sq=33, Sk=40, D=16, extras={"dropout_seed": SEED}, dropout_p=p)
 
 # ***** faults *****
@@ -274,11 +274,11 @@ def shards(of_q:int|None, of_k:int|None) -> Callable[[str, Tensor], Tensor]:
   return lambda name, t: t.shard(TWO, {"q": of_q, "k": of_k, "v": of_k, "o": of_q}.get(name))
 
 @pytest.mark.parametrize("of_q, of_k, heads", [(0, 0, 2), (1, 1, 2), (1, None, 1), (None, None, 2)])
-def test_shards_count_in_the_whole(of_q:int|None, of_k:int|None, heads:int) -> None:
+def test_shards_use_the_mask_of_the_whole(of_q:int|None, of_k:int|None, heads:int) -> None:
   """Each shard uses the mask of its place in the whole: sharded along batch, along heads, along the heads of q alone, and replicated."""
   check_gradients(**{**SMALL, "Hkv": heads}, place=shards(of_q, of_k), **with_seed())
 
-def test_shards_that_count_from_0_are_caught(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(launch, "first_of_each", lambda at, p: Tensor([0]*4, dtype=dtypes.uint, device=TWO[0]).shard(TWO, 0))
   for of in range(2):
     with pytest.raises(AssertionError, match="error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
@@ -364,7 +364,7 @@ def test_explain(capsys:pytest.CaptureFixture[str]) -> None:
 # ***** errors *****
 
 @pytest.mark.parametrize("p", [1, 1.0, -0.1, float("nan"), "half", None, True])
-def test_a_rate_that_is_none(p:Any) -> None:
+def test_a_rate_that_is_no_probability(p:Any) -> None:
   with emulated("gfx942"):
     q = draw(1, 2, 12, 16)
     with pytest.raises(ValueError, match=r"dropout_p=.*: must be a probability, at least 0 and less than 1"): attn.attention(q, q, q, dropout_p=p)
@@ -387,7 +387,7 @@ def test_what_is_wrong_with_a_seed() -> None:
     with pytest.raises(ValueError, match="batch_start=-1"): attn.dropout_mask(seed, P, 1, 1, 1, 1, batch_start=-1)
     np.testing.assert_array_equal(array(attn.attention(q, q, q, dropout_seed=seed)), array(attn.attention(q, q, q)))
 
-def test_what_is_given_whole_and_lies_elsewhere() -> None:
+def test_a_seed_is_copied_to_every_device() -> None:
   """A seed on the first of several devices is copied to all."""
   with emulated("gfx942"):
     t = [draw(2, 2, 12, 16, seed=i) for i in range(3)]

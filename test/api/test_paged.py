@@ -144,7 +144,7 @@ def test_on_a_gpu(case:tuple[Any, ...]) -> None:
     wild = int32(np.full_like(x.table, NO_PAGE), "CUDA")
     attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=wild, kv_lengths=int32(lengths, "CUDA"), **options).realize()
 
-def test_one_page_has_a_table_all_the_same() -> None:
+def test_a_single_page_keeps_its_table() -> None:
   """Kernels over a single page do not read the table, but keep it as a parameter: a CUDA graph under TinyJit passes every tensor of a call to each
   program, and would fail otherwise."""
   with emulated("sm_90"):
@@ -220,7 +220,7 @@ def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[in
     assert filled.tolist() == [min(max(n + 3, 0), 16) for n in starts]
     for cache in (k, v): assert np.flatnonzero(array(cache).reshape(32, -1).any(-1)).tolist() == list(there)
 
-def test_append_where_there_are_no_operations_of_ours() -> None:
+def test_append_in_plain_uops() -> None:
   """Append uses tinygrad's own UOps on a device that does not print attn's operations, such as CPU."""
   a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)
   shapes = ((a.places.size,), dtypes.half), ((2, HKV, 1, D), dtypes.half), ((2,), dtypes.int), ((2, 2), dtypes.int)

@@ -111,7 +111,7 @@ def test_where_rows_lie() -> None:
     assert places(heads_first.repeat((1, 3, 1, 1)), part(1)) is None       # heads 0 1 0 1 0 1: copies of a head are not neighbours
     for x in (part(0)*2, part(0)[..., ::-1], part(0).pad((None, None, None, (0, 4)))): assert places(x, part(1)) is None
 
-def test_what_falls_back_says_why_once() -> None:
+def test_a_fallback_is_explained_once() -> None:
   with emulated("gfx942"), attn.installed() as decisions:
     q, k = (Tensor.zeros(1, 2, rows, 32, dtype=dtypes.half, device="EMU").contiguous().realize() for rows in (2, 16))
     start = Variable("n", 1, 14).bind(3)

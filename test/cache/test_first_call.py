@@ -47,7 +47,7 @@ def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> Non
   found = printer_of("sm_90").declarations(list(headers), buffers, "")
   assert [line.split()[1] for line in found] == left
 
-# ***** sources that are kept *****
+# ***** cached programs *****
 
 class Echo(Compiler):
   """Compiler whose machine code is the source."""
@@ -74,7 +74,7 @@ def lowerings(monkeypatch) -> list[str]:
   return seen
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
-def test_kept_program(arch:str, cache, monkeypatch) -> None:
+def test_cached_program(arch:str, cache, monkeypatch) -> None:
   """The next process gets the same program from the cache and lowers nothing. A damaged file counts as missing."""
   ast, renderer = kernel(arch)
   assert not kept_programs.has_program(ast, renderer)
@@ -92,7 +92,7 @@ def test_kept_program(arch:str, cache, monkeypatch) -> None:
   codegen.do_to_program(ast, renderer)
   assert len(seen) == 1
 
-def test_what_a_program_is_kept_by(cache, monkeypatch) -> None:
+def test_what_a_cached_program_depends_on(cache, monkeypatch) -> None:
   """A cached program is not used with another operation text, lowering code, setting, problem or chip."""
   ast, renderer = kernel("sm_90")
   codegen.do_to_program(ast, renderer)
@@ -115,7 +115,7 @@ def test_a_cache_that_cannot_be_entered(cache, monkeypatch) -> None:
   assert not kept_programs.has_program(ast, renderer)
   assert kept_programs.kept("program", ("a",), lambda: b"made") == b"made"
 
-def test_what_is_not_kept(cache) -> None:
+def test_what_is_not_cached(cache) -> None:
   """The cache does not keep other libraries' kernels, nor kernels on the emulator, which needs their UOps. It keeps nothing where tinygrad is told
   not to cache or to show its work."""
   ast, renderer = kernel("sm_90")
@@ -134,7 +134,7 @@ def test_a_program_with_a_variable_is_lowered_again(cache, monkeypatch) -> None:
   assert len(seen) == 2 and not kept_programs.has_program(with_n, renderer)
   assert programs[0].arg == programs[1].arg and [v.expr for v in programs[0].arg.vars] == ["n"]
 
-def test_kept_kernels_are_compiled_when_called(monkeypatch) -> None:
+def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
   """A cached kernel is compiled when it is called: for several kernels at once tinygrad would start processes, which takes longer than reading the
   cache."""
   compiled: list[str] = []
@@ -145,7 +145,7 @@ def test_kept_kernels_are_compiled_when_called(monkeypatch) -> None:
     attention(q, q, q)
     assert len(compiled) == count
 
-# ***** what orders statements *****
+# ***** order of statements *****
 
 @dataclass(frozen=True)
 class Three(InOrder):
@@ -154,7 +154,7 @@ class Three(InOrder):
   b: UOp
   statements: Statements
 
-def test_what_comes_after_need_not_be_said_twice() -> None:
+def test_steps_come_in_order() -> None:
   """A step made from the result of another step comes after it, and all that follows comes after this step alone. A step that is made from earlier
   values comes after nothing, and what follows comes after both steps. Inside a loop, everything waits for the loop, too."""
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))

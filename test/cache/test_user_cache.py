@@ -34,7 +34,7 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
   with pytest.raises(KeyboardInterrupt): user_cache.write(tmp_path/"file", b"new")
   assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("file", b"old")]
 
-# ***** what is no file of ours *****
+# ***** irregular files *****
 
 def pipe(path:Path) -> None: os.mkfifo(path)
 def device(path:Path) -> None: path.symlink_to("/dev/zero")
@@ -43,7 +43,7 @@ def huge(path:Path) -> None:
 ODD = pytest.mark.parametrize("make", [pipe, device, huge])
 
 @ODD
-def test_what_is_no_file_of_ours_is_not_waited_for(make, tmp_path, monkeypatch):
+def test_irregular_files_are_replaced(make, tmp_path, monkeypatch):
   """A cache entry that is no regular file, or is too large, is not read: its content is made anew and replaces it."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   user_cache.kept("source", ("key",), lambda: b"first")
@@ -60,7 +60,7 @@ P = Problem(B=2, H=16, Hkv=16, Sq=4096, Sk=4096, D=128, Dv=128, softmax_scale=0.
 ARCH = replace(get_chip("gfx942"), tuned=True)
 
 @ODD
-def test_winners_in_what_is_no_file_of_ours(make, tmp_path, monkeypatch, stamped, recwarn):
+def test_irregular_files_hold_no_tuned_tiles(make, tmp_path, monkeypatch, stamped, recwarn):
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
   tuned.warn.cache_clear()
   make(tmp_path/"tune.json")

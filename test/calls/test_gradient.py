@@ -327,7 +327,7 @@ def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) ->
   def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, axis if name == "bias" else ("batch", "heads").index(shared))
   check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
 
-def test_shards_of_what_lies_on_one_device() -> None:
+def test_attention_shards_a_tensor_on_one_device() -> None:
   """attention shards a tensor that lies on one device, and each device computes the gradient of its part."""
   def place(name:str, t:Tensor) -> Tensor: return t if name in ("bias", "sinks") else t.shard(TWO, 1)
   check_gradients(H=4, Sq=6, Sk=8, place=place, extras=dict(bias=floats(1, 4, 6, 8), sinks=floats(4)))
@@ -378,7 +378,7 @@ def test_backward_kernels_that_cannot_be_forced() -> None:
 def test_words_that_name_no_kernel(kernel:str, said:str) -> None:
   with emulated("gfx942", kernel), pytest.raises(ValueError, match=said): attn.attention(*three())
 
-# ***** what it costs, and what there is not *****
+# ***** cost and limits *****
 
 def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **more:Tensor) -> int:
   """Number of kernels that the gradients of sum(o * dO) launch, forward included."""
@@ -397,7 +397,7 @@ def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
   assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
   assert launches("q", "bias", arch="sm_80", bias=bias) == 3
 
-# ***** in parts *****
+# ***** gradients in parts *****
 
 def in_parts(monkeypatch:pytest.MonkeyPatch, *parts:int) -> None: monkeypatch.setattr(gradient, "choose_parts", lambda p, arch: Parts(*parts))
 

@@ -46,7 +46,7 @@ def test_every_family_of_amd_has_tiles_that_were_searched_for_on_one_chip() -> N
   with_tiles = [name for name, family in FAMILIES.items() if family.matrix]
   assert [CHIPS[name].family for name in SEARCHED] == with_tiles == [name for name, family in FAMILIES.items() if family.forward]
 
-def test_what_stands_for_one_chip_stands_for_no_other() -> None:
+def test_cards_and_machines_belong_to_one_chip() -> None:
   cards = Counter(card.name for chip in CHIPS.values() for card in chip.cards)
   machines = Counter(chip.machine for chip in CHIPS.values() if chip.machine)
   assert max(cards.values()) == max(machines.values()) == 1

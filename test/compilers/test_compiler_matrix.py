@@ -179,7 +179,7 @@ def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instr
   text = assembly(text_of(forward_of(p, get_chip(arch), tile), arguments(p), arch), arch, tools=compilers[llvm])
   assert any(f": {instruction}" in x for x in findings(text, arch))
 
-# ***** what they make of plain kernels *****
+# ***** registers of plain kernels *****
 
 def waves(report:Report, tile:AnyTile) -> int:
   assert isinstance(tile, Tile)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CHIPS = list(MODELLED)
 EXTRAS = "ziglang,click,rich,tqdm,platformdirs"   # all packages that an extra of attn installs
 
-# ***** processes in which something else is installed *****
+# ***** processes with other packages and libraries *****
 
 WITHOUT = """
 import importlib.machinery, os, sys
@@ -155,7 +155,7 @@ def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path
   assert said == (f"ValueError: ATTN_CLANG={named!r}: clang version 19.1.0 (ATTN_CLANG={named}) can't compile the kernels of attn for gfx942 "
                   "(what is this); needed is LLVM 19 or later")
 
-def test_a_refusal_is_not_kept_and_a_success_is(say, tmp_path):
+def test_the_cache_keeps_successes_only(say, tmp_path):
   """The cache keeps that a compiler works, but not that it failed: what was missing may have been installed since, under the same version."""
   home = tmp_path/"home"
   home.mkdir()
@@ -220,7 +220,7 @@ def test_clang_and_comgr_do_not_share_what_is_kept(say, tmp_path):
   results = [say(code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
   assert results == ["True", "False", "True"]
 
-# ***** in tinygrad *****
+# ***** inside tinygrad *****
 
 WORKERS = """
 import json, os

@@ -95,7 +95,7 @@ BY_DEFAULT = ("few keys and a mask", "three trips under a mask", "both masks bes
               "O of 208 columns beside pieces and few queries", "pieces beside two waves on a SIMD")
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BY_DEFAULT else pytest.mark.thorough) for x in SPILLED])
-def test_what_spilled(case:str) -> None:
+def test_kernels_that_once_spilled(case:str) -> None:
   arch, parameters = SPILLED[case]
   assert found_in_forward(problem(**parameters), arch) == []
 
@@ -133,7 +133,7 @@ def drawn_problem(rng:random.Random, edge:bool) -> tuple[str, dict[str, Any]]:
   return arch, {**sizes, **mask, **drawn_option(rng, sizes), "dtype": rng.choice(("float16", "bfloat16")), "lse": rng.random() < 0.5}
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.thorough if n > 1 else ()) for n in range(60)])
-def test_drawn(seed:int) -> None:
+def test_random_problems(seed:int) -> None:
   """Kernels for random problems do not spill; every other problem lies at the edge of a class of tiles."""
   arch, parameters = drawn_problem(random.Random(seed), seed % 2 == 1)
   assert found_in_forward(problem(**parameters), arch) == [], f"{arch}: {parameters}"
@@ -189,7 +189,7 @@ BACKWARD_BY_DEFAULT = ("short rows in pieces", "one trip under a mask", "more ke
                        "a bias of D=128 and rows that do not fill a tile")
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BACKWARD_BY_DEFAULT else pytest.mark.thorough) for x in SPILLED_BACKWARD])
-def test_what_spilled_backward(case:str) -> None:
+def test_backward_kernels_that_once_spilled(case:str) -> None:
   arch, kernel, parameters = SPILLED_BACKWARD[case]
   assert found_in_backward(problem(lse=True, **parameters), arch, kernel) == []
 
@@ -205,6 +205,6 @@ def drawn_backward(seed:int) -> tuple[str, str, dict[str, Any]]:
   return arch, kernel, (with_bias(rng, parameters) if kernel == "dbias" else parameters) | {"lse": True}
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.thorough if n not in (0, 2) else ()) for n in range(60)])
-def test_drawn_backward(seed:int) -> None:
+def test_random_backward_problems(seed:int) -> None:
   arch, kernel, parameters = drawn_backward(seed)
   assert found_in_backward(problem(**parameters), arch, kernel) == [], f"{arch}: {kernel} of {parameters}"

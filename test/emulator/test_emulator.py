@@ -231,7 +231,7 @@ def test_source_is_plain_hip(emu, capsys):
   out = capsys.readouterr().out
   assert 'extern "C" __attribute__((global))' in out and "pickle" not in out
 
-# ***** what kernels are made of *****
+# ***** constructs of kernels *****
 
 def sink(name, *stores, ranges=()): return UOp.group(*stores).end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
 
@@ -300,7 +300,7 @@ def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
   monkeypatch.setattr(machine, "WORKING_SET", 1 << 16)
   np.testing.assert_array_equal((Tensor(a) @ Tensor(a.T.copy())).softmax().numpy(), whole)
 
-# ***** what is left *****
+# ***** memory after a run *****
 
 def test_lowering_and_a_run_leave_no_cycles() -> None:
   """Memory of a kernel's values and LDS is freed when the kernel has run, without Python's cycle collector."""

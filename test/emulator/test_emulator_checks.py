@@ -377,7 +377,7 @@ def test_value_used_after_its_loop():
   np.testing.assert_allclose(run(at_most_once(lambda g: opaque_uniform(1 - g)), (128,), x), np.concatenate([2*want, want]), rtol=1e-6)
   with says(checks.OutOfScope, "at_most_once", "CUSTOM computed inside a loop"): run(at_most_once(lambda g: 1 - g), (128,), x)
 
-# ***** what is under way *****
+# ***** unfinished operations *****
 
 def ones():
   """Vector of eight fp16 ones."""

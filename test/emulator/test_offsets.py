@@ -21,7 +21,7 @@ from attn.problem import Pages, Problem, Shapes
 from attn.tinygrad_compat import AxisType, Context, KernelInfo, Ops, Tensor, UOp, dtypes, lower
 from cases import ARCHS, TYPES, amd_in_turn, floats, in_turn, ints, problem
 
-# ***** what is known of a number *****
+# ***** ranges of numbers *****
 
 NUMBERS: list[Callable[[UOp], UOp]] = [
   lambda x: x*3 - 7, lambda x: 20 - x, lambda x: (20 - x)*-2, lambda x: x//5, lambda x: (x - 9)//4, lambda x: x % 5, lambda x: (x - 9) % 4,
@@ -100,7 +100,7 @@ def test_several_heads(name:str, arch:str) -> None: assert not not_shown(forward
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_others(name:str, arch:str) -> None: assert not not_shown(forward_kernel(problem(**OTHERS[name]), arch), arch)
+def test_other_options(name:str, arch:str) -> None: assert not not_shown(forward_kernel(problem(**OTHERS[name]), arch), arch)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", ARCHS)
@@ -109,7 +109,7 @@ def test_backward(name:str, arch:str) -> None:
   for kernel in backward_kernels(problem(**OTHERS[name]), arch): assert not not_shown(kernel, arch)
 
 @in_turn("name, arch", ("latent, 64 heads", "24 heads"), ARCHS, turn=1)
-def test_blocks_backwards_are_what_it_takes(name:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
+def test_blocks_backwards_are_needed(name:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
   """Blocks that count backwards keep every part at 0 or more: without `not_negative` one part may be below 0."""
   monkeypatch.setattr(workgroup.ops, "not_negative", lambda x, most: x)
   assert not_shown(forward_kernel(problem(**SEVERAL_HEADS[name]), arch), arch)

@@ -210,14 +210,14 @@ def dbias_text(arch:str) -> str:
   args = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(dbias_arguments(p).values())]
   return render(dbias_of(p, chip, choose_bias_tile(p, chip))(*args), arch)
 
-def test_what_branches_store_is_made_before_them(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_stored_values_are_computed_before_branches(monkeypatch:pytest.MonkeyPatch) -> None:
   """Values that a branch stores are computed before the branch. Otherwise clang 22 moves matrix instructions into `if (row < Sq)`."""
   def found() -> list[str]: return [x for x in findings(assembly(dbias_text("gfx1100"), "gfx1100")) if x.startswith("across lanes")]
   assert found() == []
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   assert found() and all("v_wmma" in x for x in found())
 
-def test_what_no_lanes_met_for_is_made_in_the_branch() -> None:
+def test_other_values_are_computed_in_the_branch() -> None:
   """Values that need no operation across lanes are computed inside the branch: waves that carry no part of a tile to LDS skip that work."""
   text = dbias_text("gfx1100")
   stored = re.findall(r"if \(.*\) \{\n +\*\((buf|data)\w+\+.*\) = (\w+);", text)

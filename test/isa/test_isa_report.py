@@ -270,7 +270,7 @@ def test_llvm_objdump_text_is_read():
     loop = analyse(dump.format(branch), "gfx942", 64).loop
     assert loop.instructions == 3 and loop.kinds["matrix"] == loop.kinds["exp"] == 1
 
-# ***** what no kernel should hold *****
+# ***** slow idioms *****
 
 @pytest.mark.parametrize("arch", MODELLED)
 @pytest.mark.parametrize("change, said", [({}, None), ({"exp": "__ocml_exp2_f32"}, "v_ldexp after an exp"),

@@ -48,7 +48,7 @@ EXP, PACKED = "v_exp_f32_e32 v60, v61\n", "v_pk_mul_f32 v[70:71], v[72:73], v[74
 def test_what_was_measured_on_cdna3(body:str, measured:int) -> None:
   assert cycles("gfx942", body) == measured
 
-def test_the_same_of_two_waves() -> None:
+def test_two_waves_overlap() -> None:
   """Vector work of one wave runs beside matrix work of another: 8 MFMAs take 128 cycles, 24 additions 96, and both together at most 130, because 3
   additions fit beside each MFMA."""
   assert cycles("gfx942", mfmas(8), adds(24)) <= 130

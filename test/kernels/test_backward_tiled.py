@@ -151,7 +151,7 @@ def test_packed_sequences(name:str, kernel:str) -> None:
                   extras=dict(sinks=floats(4), cu_seqlens_q=q_ends, cu_seqlens_k=k_ends))
 
 @pytest.mark.thorough
-def test_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
   """Gradients are right on a chip without workgroups, whose kernels loop over the grid as on a CPU; here on the emulator."""
   def serial(device:Any) -> Any: return replace(get_chip("gfx1030"), lds=0, serial=True)
   for module in (attn.api.checked_call, attn.calls.checked_kernel): monkeypatch.setattr(module, "arch_of", serial)
@@ -163,7 +163,7 @@ def test_same_in_every_run() -> None:
   first, second = (check(only="dkdv") for _ in range(2))
   for name, x in first.items(): np.testing.assert_array_equal(x, second[name])
 
-# ***** faults that must show *****
+# ***** planted faults *****
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(backward_tiled, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_local_memory_that_has_no_room() -> None:
   assert all(t.lds_bytes(p) <= 49152 for t in both_tiles(p, other_chip("CL", 49152)))
   with pytest.raises(NotImplementedError, match="no tile of backward_dq_tiled fits D=512"): both_tiles(p, other_chip("CL", 1024))
 
-def test_nothing_is_left_that_a_renderer_has_to_know() -> None:
+def test_kernels_are_plain_uops() -> None:
   """The kernels use plain UOps only, with softcap, a window, lengths and dropout: no operation that a renderer would have to know."""
   p = problem(**{**SMALL, "softcap": 2.0, "window": (9, 3), "dropout_p": 0.3, "extras": dict(kv_lengths=int32(31), dropout_seed=SEED)})
   for names, make in ((dq_arguments(p), backward_tiled.backward_dq_tiled), (dkdv_arguments(p), backward_tiled.backward_dkdv_tiled)):

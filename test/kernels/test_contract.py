@@ -164,7 +164,7 @@ def test_fault(fault:str, unit:str, monkeypatch) -> None:
   if (fault, unit) == ("truncated", "tiled"): pytest.skip("tiled does not round P")
   for name, (got, law) in FAULTS[fault](unit, monkeypatch).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
-# ***** which sum of P *****
+# ***** the two sums of P *****
 
 def two_keys(p:Problem, seed:int) -> Inputs:
   """Inputs in which only the first and the last key count. The last key weighs 2^6 to 2^7.9 times as much as the first, relative to a reference that

@@ -116,7 +116,7 @@ def test_decoding_reads_keys_once() -> None:
     grid = [u.vmax + 1 for u in uops_of(p, arch, tile) if u.op is Ops.SPECIAL and u.arg.startswith("g")]
     assert math.prod(grid) == 8
 
-# ***** what has gone wrong elsewhere *****
+# ***** errors of other implementations *****
 
 @every_arch
 def test_causal_rows_that_see_nothing(arch:str) -> None:
@@ -353,7 +353,7 @@ def test_refuses_what_a_descriptor_cannot_address() -> None:
   p, arch = replace(problem(), Sk=2**23, bias=(False, False, True, True)), get_chip("gfx942")
   with pytest.raises(NotImplementedError, match="bias: 64 queries"): forward_of(p, arch, choose_tile(p, arch))
 
-# ***** anything *****
+# ***** random problems *****
 
 @st.composite
 def problems(draw:st.DrawFn) -> tuple[str, dict[str, Any]]:

@@ -193,7 +193,7 @@ def test_scores_too_large_for_one_fma(arch:str) -> None:
   for scale in (0.25, 0.3, 0.11):
     check(arch, make, H=1, Sq=20, Sk=300, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
 
-# ***** tiles on their way *****
+# ***** loading tiles *****
 
 AHEAD = {"one trip": dict(Sq=20, Sk=20, D=32), "several trips": dict(Sq=40, Sk=333), "causal": dict(Sq=150, Sk=170, causal=True, dtype="bfloat16"),
          "three loops": dict(Sq=90, Sk=300, window=(100, 20)), "splits": dict(Sq=40, Sk=500, num_splits=3)}

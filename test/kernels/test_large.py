@@ -197,7 +197,7 @@ def test_kernels_of_gfx950(kernel:str) -> None:
     yield arguments(p), program(p, chip, work.tile)
   check_large(ON_GFX950, programs, ("o", "q", "k", "v"), "gfx950")
 
-# ***** what is beyond that *****
+# ***** beyond the limits *****
 
 @pytest.mark.parametrize("p, name", ((in_views(2**10, 2**36, 2**26), "k"), (posed(layout="bshd", H=2**20, Hkv=1, D=16), "q"),
                                      (posed(H=2, Sq=2**6, Sk=2**26, **BIAS), "bias")), ids=("k", "q", "bias"))

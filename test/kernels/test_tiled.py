@@ -108,7 +108,7 @@ PACKED = {"layout": "thd", "causal": True, "extras": {"cu_seqlens_q": int32(0, 0
 @pytest.mark.parametrize("dtype, tile", [("float32", AHEAD), *(pytest.param("float16", x, marks=pytest.mark.thorough) for x in (ONE_THREAD, ALONE))])
 def test_options(dtype:str, tile:TiledTile) -> None: check(tile=tile, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype=dtype, **MASKED)
 
-def test_options_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_options_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
   """Options are right on a chip without workgroups, whose kernels loop over the grid as on a CPU; here on the emulator."""
   monkeypatch.setattr(attn.api.checked_call, "arch_of", serial := lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   monkeypatch.setattr(attn.calls.checked_kernel, "arch_of", serial)
@@ -128,7 +128,7 @@ def test_nan_beyond_the_lengths_has_no_effect() -> None:
     o, lse = check(make=poisoned, tile=tile, B=1, H=1, Sq=9, Sk=50, D=16, dtype="float32", extras={"kv_lengths": int32(21)})
     assert np.isfinite(o).all() and np.isfinite(lse).all()
 
-def test_one_thread_where_there_are_no_workgroups() -> None:
+def test_one_thread_without_workgroups() -> None:
   """A kernel of one thread is right with a CPU's grid: parts run in the grid's order, with a loop over the heads of each. It runs on the emulator."""
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
@@ -161,11 +161,11 @@ def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("D", (1, 6, 130))
-def test_rows_that_are_no_quads(D:int) -> None:
+def test_rows_that_are_no_multiple_of_four(D:int) -> None:
   """Rows whose width is no multiple of four are right. Once, a kernel of one thread summed elements that nobody had written."""
   check(tile=ONE_THREAD, H=1, Sq=9, Sk=20, D=D, Dv=5, dtype="float32")
 
-# ***** faults that must show *****
+# ***** planted faults *****
 
 def fault(name:str, change) -> None:
   """Runs the kernel with a method changed."""
@@ -197,7 +197,7 @@ def placeholders(p:Problem) -> list[UOp]:
 
 def customs(sink:UOp) -> list[UOp]: return [u for u in sink.toposort() if u.op in (Ops.CUSTOM, Ops.CUSTOMI)]
 
-def test_nothing_is_left_that_a_renderer_has_to_know() -> None:
+def test_the_kernel_is_plain_uops() -> None:
   p = problem(H=2, Sq=20, Sk=50, D=16, softcap=2.0, window=(9, 3), extras={"bias": floats(1, 1, 20, 50), "kv_lengths": int32(31)})
   program = forward_of(p, get_chip("gfx1030"), SMALL)(*placeholders(p))
   q = replace(p, num_splits=2)

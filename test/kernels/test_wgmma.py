@@ -132,7 +132,7 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
   with pytest.raises(AssertionError): check("sm_90", H=1, Sq=64, Sk=130, D=32)
 
 @pytest.mark.usefixtures("without_places")
-def test_no_more_places_than_tiles(monkeypatch) -> None:
+def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
   """Two tiles get a ring of two places, and the copy of a third tile, all zeros, is not made."""
   tile = WgmmaTile(1, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
@@ -169,7 +169,7 @@ def test_fastest_tiles() -> None:
     assert wgmma_tile(p, get_chip("sm_90")) == WgmmaTile(*tile), p
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_planted(fault:str, monkeypatch) -> None:
+def test_planted_fault(fault:str, monkeypatch) -> None:
   plant, error, text = PLANTED[fault]
   plant(monkeypatch)
   with pytest.raises(error, match=text): check("sm_90", H=1, Sq=200, Sk=500, D=64)

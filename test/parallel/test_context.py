@@ -165,10 +165,10 @@ def places_of_blocks(p:Problem, block_m:int) -> list[int]:
     places |= {row: row + further for row in rows}
   return [places[row] for row in range(p.queries)]
 
-# ***** rows, dealt out and back *****
+# ***** sharding rows and back *****
 
 @pytest.mark.parametrize("count, order, length", ((1, "zigzag", 5), (2, "zigzag", 13), (4, "contiguous", 3)))
-def test_a_sequence_comes_back(count:int, order:str, length:int) -> None:
+def test_shard_and_unshard_give_the_sequence_back(count:int, order:str, length:int) -> None:
   a = np.arange(2*length*3, dtype=np.float32).reshape(2, length, 3)
   with emulated("gfx942"):
     x = attn.shard_sequence(Tensor(a, device="EMU"), devices(count), 1, order)
@@ -266,18 +266,18 @@ def test_a_bias_of_one_query() -> None:
   check(2, Sq=1, Sk=31, D=16, extras={"bias": floats(1, 2, 1, 31)})
 
 @pytest.mark.thorough
-def test_as_on_opencl(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_devices_without_regions(monkeypatch:pytest.MonkeyPatch) -> None:
   """OpenCL buffers have no regions, and its renderer prints none of attn's operations. Copied parts are then joined, and plain UOps merge the
   results."""
   monkeypatch.setattr(context, "region", lambda u: None)
   monkeypatch.setattr(context, "CHIPS", {})
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
 
-def test_keys_alone() -> None:
+def test_sharded_keys_with_whole_queries() -> None:
   """Sharded keys with a single query on every device, as in decoding; zigzag gives each device two pieces of the keys."""
   check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
 
-def test_keys_alone_where_there_are_no_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
   """Sharded keys on a chip without workgroups: kernels loop over the grid as on a CPU, here on the emulator, and tinygrad prints the merging kernel
   for a CPU as such a loop."""
   for module in (checked_call, checked_kernel):
@@ -345,7 +345,7 @@ def test_the_gradient_of_a_sum_and_a_shard_of_padding() -> None:
     for got, want in zip(shared, gradients(lambda t: t)): np.testing.assert_allclose(got, want, atol=2e-3)
 
 @pytest.mark.thorough
-def test_gradients_of_a_bias_that_lies_as_q() -> None:
+def test_gradients_of_a_bias_sharded_like_q() -> None:
   check_gradients(2, Sq=12, Sk=30, D=16, extras={"bias": floats(1, 2, 12, 30)}, shared_bias=True)
 
 # ***** results, read in any order *****
@@ -499,7 +499,7 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     # Each device copies k and v of the other one. Where inputs lie as in the call before, the copies stay as they are.
     assert anew == copied_anew and (copied_anew == [4, 4]) == mended
 
-def test_keys_that_take_long_come_over_beside_a_launch() -> None:
+def test_long_copies_of_keys_run_beside_a_launch() -> None:
   """Heads are computed in several launches of equal size when their keys take long to copy, so that copies run beside a launch: 32 or 8 heads in two
   halves, 9 heads by threes. Short sequences take all heads in one launch."""
   def parts(H:int, Hkv:int, rows:int) -> list[tuple[int, int]]:
@@ -524,7 +524,7 @@ def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
     for t in kept: o = attn.unshard_sequence(step(*t), 2, 8)
     return StandInGraph.made[-1], judge(array(o), expected(p, inputs[-1], {})[0]).ok
 
-def test_in_a_graph_keys_come_over_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_a_graph_copies_keys_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
   """A launch waits for the keys of its head, and until its device has put its own keys of the next head in order. The third head's keys reuse the
   buffer of the first: they wait until the first launch has read it and the other device has copied from it."""
   graph, right = graph_of_heads(monkeypatch)
@@ -553,7 +553,7 @@ def copies(o:Tensor) -> list[tuple[str, str, int]]:
 
 def sequence(count:int, *shape:int, order:str="zigzag") -> Tensor: return attn.shard_sequence(draw(*shape), devices(count), 2, order).realize()
 
-def test_small_heads_are_passed_and_only_what_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_only_visible_keys_of_small_heads_are_copied(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(dealing, "REACH", 1)
   row = 16*2
   with emulated("gfx942", "tiled"):
@@ -596,7 +596,7 @@ def test_few_queries_are_exchanged_once() -> None:
     assert sorted(copies(o)) == [("EMU", "EMU:1", size), ("EMU:1", "EMU", size)]
     assert len(attn.attention(q, k, k).schedule_linear().src) == 2 + 2 + 2
 
-def test_explain_tells(capsys:pytest.CaptureFixture[str]) -> None:
+def test_explain(capsys:pytest.CaptureFixture[str]) -> None:
   with emulated("gfx942"):
     q, whole_q = sequence(2, 1, 2, 16, 16), draw(1, 2, 1, 16).shard(devices(2))
     choice = attn.explain(q, q, q, causal=True, sequence_order="zigzag", backward=True)

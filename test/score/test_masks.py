@@ -82,7 +82,7 @@ def test_which_masks_a_problem_has() -> None:
                    "right": ((), window), "one key": (window, window)}
   assert not hides_some(walks(problem(Sq=40, Sk=40))[0][0], 8) and hides_some(walks(problem(Sq=40, Sk=40))[0][0], 16)
 
-# ***** rows that are wrong *****
+# ***** planted faults *****
 
 def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
   """Plants a fault: a window's first and last columns are this much further, for kernels that walk over keys and for those that walk over queries."""
@@ -145,7 +145,7 @@ def test_a_key_too_many_shows(monkeypatch:pytest.MonkeyPatch) -> None:
   uncounted(monkeypatch)
   with pytest.raises(AssertionError): compute("forward")
 
-# ***** a mask that goes by more than distances *****
+# ***** a mask that depends on more than distances *****
 
 def test_devices_that_share_rows_refuse_it(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(masks, "SCORE_MASKS", with_row(replace(WINDOW_MASK, moves=False)))

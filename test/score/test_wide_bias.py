@@ -125,7 +125,7 @@ def test_every_option(name:str, arch:str) -> None:
   x = Given.of(**OPTIONS[name])
   with emulated(arch): hold(x, computed(x))
 
-def test_dropout_keeps_of_the_mean() -> None:
+def test_dropout_of_a_mean() -> None:
   """Dropout keeps the same part of a mean in backward as in forward: with dO = 1 the gradient of v, times v, adds up to o."""
   x = Given.of()
   with emulated("gfx942"), Context(TRAINING=1):
@@ -140,7 +140,7 @@ def test_key_ranges(arch:str) -> None:
   x = Given.of(Sq=16, Sk=400)
   with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 
-def test_what_lse_has_lost_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
+def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
   """The part of lse that fp32 loses is needed: without it a gradient is too large by the number of keys of a row, and key ranges of all lengths
   weigh the same."""
   of = epilogue.LogSum.of

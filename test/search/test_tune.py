@@ -357,7 +357,7 @@ def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.Monkey
   ({"down": 3}, "down=3: must be one of 1, 2"), ({"values": 48}, "values=48: must be one of"), ({"columns": 8}, "its parts don't go together"),
   ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field"),
   ({"keys": 1}, "keys=1: must be one of False, True"), ({"keys": False, "ahead": True}, "ahead=True: must be one of False")])
-def test_a_tile_of_tiled_that_there_is_not(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
+def test_an_unsupported_tile_of_tiled_is_ignored(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
   """A stored tile that the kernel does not support is ignored with one warning. Fields with `keys` belong to a gradient."""
   chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
   tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
