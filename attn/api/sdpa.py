@@ -9,7 +9,7 @@ from attn.api.attention import attention, choice_of
 from attn.api.slices import is_sliced, sliced_call
 from attn.calls.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
-from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, method_of_tinygrad
+from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_caller, method_of_tinygrad
 from attn.values import static_shape
 
 def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
@@ -119,7 +119,7 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
     decisions.append(decision)
     if decision.kernel is None and decision.reason not in installation.said:
       installation.said.add(decision.reason)
-      warnings.warn(f"scaled_dot_product_attention goes to tinygrad's own: {decision.reason}", stacklevel=2)
+      warnings.warn(f"scaled_dot_product_attention goes to tinygrad's own: {decision.reason}", stacklevel=levels_to_caller())
     if decision.kernel is not None: return scaled_dot_product_attention(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale=scale)
   if scale is not None: self = self*(scale*math.sqrt(self.shape[-1]))      # tinygrad's own has no such argument
   return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)

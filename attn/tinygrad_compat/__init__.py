@@ -6,6 +6,7 @@ caches.py handles tinygrad's caches of kernels, patches.py and cuda.py change ti
 devices, timers.py times kernels.
 """
 from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, because it checks tinygrad's version
+from attn.tinygrad_compat import release as release     # second, because it checks what the others import
 from tinygrad import Device, Tensor, TinyJit
 from tinygrad.device import Allocator, Buffer, BufferSpec, CompileError, Compiled, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes, strong_dtype
@@ -20,8 +21,8 @@ from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_me
 from attn.tinygrad_compat.devices import (Means, comgr_compiler, comgr_version, decode_instruction, device_of, double_transcendentals,
                                           opened_devices, without_comgr, workgroups_of)
 from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
-from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, method_of_tinygrad, programs_through, survive_a_damaged_cache,
-                                          watch_kernels)
+from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, levels_to_caller, method_of_tinygrad, programs_through,
+                                          survive_a_damaged_cache, watch_kernels)
 from attn.tinygrad_compat.tensors import differentiated, put_into_tensors, written_to
 from attn.tinygrad_compat.timers import compiled, cuda_graph_seconds, cuda_seconds, device_seconds, foreign_cuda_context, make_current, run_alone
 from attn.tinygrad_compat.uops import (VECTORS, VectorDType, begins_at, buffer_under, copy_call, linear_view, new_uop, remembered,
@@ -34,8 +35,8 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "VectorDType", "adapt_cuda", "around_gradients", "begins_at", "buffer_under", "capturing", "comgr_compiler", "comgr_version",
            "compile_at_once", "compiled", "copy_call", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds",
            "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context",
-           "forget_oldest_kernels", "launch_of", "linear_view", "lower", "lowered_with_places", "made_with_places", "make_current",
-           "method_of_tinygrad", "new_uop", "opened_devices", "program_key", "program_of_launch", "programs_through", "put_into_tensors",
-           "remembered", "run_alone", "shared_memory_text", "spec_names", "statements", "strong_dtype", "survive_a_damaged_cache",
-           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "with_selected_inputs", "without_comgr",
-           "workgroups_of", "written_to"]
+           "forget_oldest_kernels", "launch_of", "levels_to_caller", "linear_view", "lower", "lowered_with_places", "made_with_places",
+           "make_current", "method_of_tinygrad", "new_uop", "opened_devices", "program_key", "program_of_launch", "programs_through",
+           "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements", "strong_dtype",
+           "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "with_selected_inputs",
+           "without_comgr", "workgroups_of", "written_to"]

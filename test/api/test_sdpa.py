@@ -194,7 +194,10 @@ def test_tinygrads_own_where_dispatch_says_no(q, call, reason):
   with emulated("gfx942"):
     q = q()
     want = q.scaled_dot_product_attention(q, q, **call).numpy()
-    with attn.installed() as decisions: got = q.scaled_dot_product_attention(q, q, **call).numpy()
+    sdpa.installation.said.clear()
+    with attn.installed() as decisions, pytest.warns(UserWarning, match="goes to tinygrad's own") as said:
+      got = q.scaled_dot_product_attention(q, q, **call).numpy()
+    assert [x.filename for x in said] == [__file__]      # the warning names the caller's line
     assert decisions[-1].kernel is None and reason in decisions[-1].reason
     np.testing.assert_array_equal(got, want)
 

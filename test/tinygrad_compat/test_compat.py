@@ -1,9 +1,9 @@
 """Tests of what attn relies on in tinygrad, name by name. With another tinygrad they fail, with a sentence for each thing that changed."""
-import ast, importlib, importlib.metadata, inspect
+import ast, importlib, importlib.metadata, inspect, os, subprocess, sys, tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 import pytest
-from attn.tinygrad_compat import Context, Device, version
+from attn.tinygrad_compat import Context, Device, UOp, release, version
 from attn.tinygrad_compat.patches import helpers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -211,3 +211,26 @@ def test_the_version_is_checked_before_tinygrad_is_imported() -> None:
   imported = [ast.unparse(n) for n in looks if isinstance(n, (ast.Import, ast.ImportFrom))]
   assert imported == ["from __future__ import annotations", "import importlib.metadata"]
   assert "tinygrad==" + version.TINYGRAD_VERSION in (ROOT/"pyproject.toml").read_text()
+
+# ***** a tinygrad that only calls itself so *****
+
+def test_what_the_probe_asks_for_is_what_is_pinned() -> None:
+  stars = str.maketrans("", "", "*=")
+  assert {name: " ".join(names) for name, names in release.RELEASED.items()} == {name: SIGNATURES[name].translate(stars) for name in release.RELEASED}
+
+@pytest.mark.parametrize("changed", ("a field less", "a name less"))
+def test_another_tinygrad_of_this_version_is_refused_in_one_sentence(changed:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  if changed == "a name less": monkeypatch.delattr(UOp, "custom_kernel")
+  else: monkeypatch.setattr(UOp, "call", lambda self, *srcs, name=None: None)
+  with pytest.raises(ImportError, match=r"as it was released.*UOp.c(all takes|ustom_kernel is not there)") as e: release.check_release()
+  assert "\n" not in str(e.value)
+
+def test_workers_know_what_this_process_knows() -> None:
+  """With SPEC=2 tinygrad types each AST of a compile worker anew, and must find our vector types there."""
+  script = ("import attn\nfrom tinygrad import Tensor\nif __name__ == '__main__':\n  q = Tensor.rand(1, 2, 20, 16).half().realize()\n"
+            "  Tensor.realize(attn.attention(q, q, q, causal=True), attn.attention(q, q, q, softcap=2.0))")
+  with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+    file.write(script)
+    file.flush()
+    env = {**os.environ, "SPEC": "2", "PARALLEL": "2", "DEV": "EMU::gfx942", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, file.name], env=env, check=True)

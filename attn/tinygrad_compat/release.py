@@ -1,0 +1,33 @@
+"""Probe of tinygrad at import. A git checkout may call itself the version that this package is written for, and be older or newer than the
+release."""
+from __future__ import annotations
+import importlib, inspect
+from typing import Any
+from attn.tinygrad_compat.version import TINYGRAD_VERSION
+
+# What kernels are made with, which changes most: module:name -> names of its parameters. test/tinygrad_compat/test_compat.py pins all the rest.
+RELEASED = {
+  "tinygrad.uop.ops:UOp": ("op", "dtype", "src", "arg", "tag", "metadata", "_buffer"),
+  "tinygrad.uop.ops:UOp.call": ("self", "srcs", "ret_dtype", "grad_fxn", "name", "precompile", "precompile_backward", "aux"),
+  "tinygrad.uop.ops:UOp.custom_kernel": ("srcs", "fxn", "grad_fxn"), "tinygrad:Tensor.custom_kernel": ("self", "lst", "fxn", "grad_fxn"),
+  "tinygrad.uop.ops:UOp.placeholder": ("shape", "dtype", "slot", "addrspace", "device", "volatile", "tag"),
+  "tinygrad.codegen:full_rewrite_to_sink": ("ast", "ren", "optimize"), "tinygrad.codegen.late.linearizer:linearize": ("sink",)}
+
+def difference(name:str, parameters:tuple[str, ...]) -> str|None:
+  """Says how tinygrad's `name` differs from the release, or returns None."""
+  module, path = name.split(":")
+  try:
+    found:Any = importlib.import_module(module)
+    for part in path.split("."): found = getattr(found, part)
+  except (ImportError, AttributeError): return f"{name} is not there"
+  names = tuple(inspect.signature(found).parameters)
+  return None if names == parameters else f"{name} takes ({', '.join(names)}) and not ({', '.join(parameters)})"
+
+def check_release() -> None:
+  """Raises ImportError, in one sentence, where the installed tinygrad is not the release that its version says."""
+  for name, parameters in RELEASED.items():
+    if (found := difference(name, parameters)) is not None:
+      raise ImportError(f"attn needs tinygrad {TINYGRAD_VERSION} as it was released, and the installed one calls itself so but is another: {found}; "
+                        f"python -m pip install --force-reinstall tinygrad=={TINYGRAD_VERSION} installs it")
+
+check_release()
