@@ -5,77 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.choose import splits
-from attn.choose.backward_tiles import (AnyBackwardTile, amd_backward_tile, amd_bias_tile, mma_backward_tile, mma_bias_tile, wgmma_backward_refuses,
-                                        wgmma_backward_tile)
-from attn.choose.dispatch import NO_UNIT, Refusal, amd_refuses, asked_for, mma_refuses, most_telling, no_mma, no_tiles, no_wgmma, too_many_parts
-from attn.choose.forced import BACKWARD_KERNELS, BIAS_KERNEL, BY_TINYGRAD, MATRIX_UNITS, ON_AMD, ON_ANY, ON_MMA, ON_WGMMA, UNITS, WAYS
-from attn.choose.tiled_tiles import tiled_backward_tile
-from attn.kernels.amd.backward import AmdBackward
-from attn.kernels.amd.dbias import AmdBias
-from attn.kernels.backward import backward_dbias, backward_dkdv, backward_dq
-from attn.kernels.backward_tiled import backward_dkdv_tiled, backward_dq_tiled
-from attn.kernels.mma.backward import MmaBackward
-from attn.kernels.mma.dbias import MmaBias
+from attn.choose.backward_tiles import AnyBackwardTile
+from attn.choose.dispatch import asked_for
+from attn.choose.forced import BY_TINYGRAD, UNITS, WAYS
+from attn.choose.gradient_kernels import BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS, Tiles
+from attn.choose.refusals import NO_UNIT, Refusal, lacks_nothing, most_telling, no_tiles
 from attn.kernels.parts.bias_share import BiasShare
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.rectangle import beyond_registers
-from attn.kernels.parts.tensors import check_backward, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
-from attn.kernels.wgmma.backward import WgmmaBackward
 from attn.problem import MAX_SPLITS, Problem
 from attn.score.terms import has_sum, summed_tensor
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
-
-Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # of the kernel of dq, and of that of dk and dv
-
-LEAST_KEPT = 2.0**-14     # of P, by dropout
-
-def beyond_float16(p:Problem) -> str|None:
-  """Why P of dropout is not rounded to 16 bits, or None."""
-  if p.kept >= LEAST_KEPT: return None
-  return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
-
-def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  if (reason := beyond_registers(p)) is not None: return reason
-  return f"{summed_tensor(p).name}: there is no kernel of plain UOps for its gradient" if has_sum(p) else None
-
-@dataclass(frozen=True)
-class GradientKernels:
-  """The kernels that compute gradients together on one unit, as dispatch knows them; of a bias, too, where they have a tile for it."""
-  refuses: Callable[[Problem, Chip], str|None]                      # why they cannot differentiate a problem on a chip that has their unit, or None
-  tile: Callable[[Problem, Chip, bool], AnyBackwardTile]            # of the kernel that owns queries, or keys; raises NotImplementedError
-  dq: Callable[..., Callable[..., UOp]]
-  dkdv: Callable[..., Callable[..., UOp]]
-  bias_tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]|None = None
-  dbias: Callable[..., Callable[..., UOp]]|None = None
-  lacks: Callable[[Chip], str|None] = lambda arch: None             # why a chip has not their unit, or None
-  general: bool = False                                             # as of `dispatch.ForwardKernel`
-
-  def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
-    """The tiles for a problem on a chip, or why they cannot compute its gradient."""
-    if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
-    try:
-      tiles = self.tile(p, arch, False), self.tile(p, arch, True)
-      used = (*tiles, *([self.bias_tile(p, arch)] if has_sum(p) and self.bias_tile is not None else []))
-      for tile in used: check_backward(p, tile)
-    except NotImplementedError as e: return str(e)
-    if (need := max(tile.lds_bytes(p) for tile in used)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
-    for tile, rows, heads in zip(tiles, (p.Sq, p.Sk), (p.B*p.H, p.B*p.Hkv)):
-      if arch.serial and (reason := too_many_parts(p, arch, ceildiv(rows, tile.block_m), heads)) is not None: return reason
-    return tiles
-
-# by what the names of a unit's kernels end with, best first
-GRADIENT_KERNELS: dict[str, GradientKernels] = {
-  ON_AMD: GradientKernels(lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq(AmdBackward.of_queries),
-                   backward_dkdv(AmdBackward.of_keys), amd_bias_tile, backward_dbias(AmdBias.of_block), no_tiles, general=True),
-  ON_WGMMA: GradientKernels(lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile,
-                   backward_dq(WgmmaBackward.of_queries), backward_dkdv(WgmmaBackward.of_keys), mma_bias_tile, lacks=no_wgmma),
-  ON_MMA: GradientKernels(lambda p, arch: mma_refuses(p, arch) or beyond_float16(p), mma_backward_tile,
-                   backward_dq(MmaBackward.of_queries), backward_dkdv(MmaBackward.of_keys), mma_bias_tile,
-                   backward_dbias(MmaBias.of_block), no_mma, general=True),
-  ON_ANY: GradientKernels(tiled_backward_refuses, tiled_backward_tile, backward_dq_tiled, backward_dkdv_tiled)}
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """The kernel of dq and delta that a tile is for."""
@@ -88,14 +31,14 @@ def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
   """The tile of the kernel of dbias. Raises NotImplementedError where there is none."""
   for gradient in GRADIENT_KERNELS.values():
-    if gradient.bias_tile is not None and gradient.lacks(arch) is None: return gradient.bias_tile(p, arch)
+    if gradient.bias is not None and gradient.lacks(arch) is None: return gradient.bias.tile(p, arch)
   raise NotImplementedError(no_tiles(arch))
 
 def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
   """The kernel of dbias that a tile is for."""
-  program = GRADIENT_KERNELS[tile.suffix].dbias
-  assert program is not None
-  return program(p, arch, tile, parts)
+  bias = GRADIENT_KERNELS[tile.suffix].bias
+  assert bias is not None
+  return bias.program(p, arch, tile, parts)
 
 @dataclass(frozen=True)
 class BackwardChoice:
@@ -185,10 +128,10 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   those of plain UOps."""
   if arch is None: return NO_UNIT
   p, reasons = replace(p, num_splits=1), []
-  for alike in (MATRIX_UNITS, (ON_ANY,)):
+  for everywhere in (False, True):
     refusals = []
     for suffix, gradient in GRADIENT_KERNELS.items():
-      if suffix not in alike or suffix not in units: continue
+      if (gradient.lacks is lacks_nothing) != everywhere or suffix not in units: continue
       if not isinstance(found := gradient.tiles(p, arch), str): return found
       refusals.append(Refusal(gradient.lacks(arch) is None, gradient.general, found))
     if refusals: reasons.append(most_telling(refusals))

@@ -10,7 +10,7 @@ from attn.chips.matrix import MMA
 from attn.chips.nvidia import DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
 from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, cautious_backward
 from attn.cache import tuned
-from attn.choose.dispatch import wgmma_refuses
+from attn.choose.refusals import wgmma_refuses
 from attn.choose.rows import burden, fitting, in_units
 from attn.kernels.parts.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile

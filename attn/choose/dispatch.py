@@ -2,15 +2,16 @@
 reason."""
 from __future__ import annotations
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.cache import tuned
-from attn.chips import CHIPS, FAMILIES, Chip
+from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.choose import splits
 from attn.choose.forced import Forced, forced
 from attn.choose.mla_tiles import latent_refuses, mla_mma_tile, mla_tile
+from attn.choose.refusals import (NO_UNIT, Refusal, amd_refuses, lacks_nothing, mma_refuses, most_telling, no_latent_tiles, no_mma, no_tiles,
+                                  no_wgmma, too_many_parts, wgmma_refuses)
 from attn.choose.splits import AnyTile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
@@ -22,8 +23,8 @@ from attn.kernels.forward import forward
 from attn.kernels.mma.forward import MmaForward
 from attn.kernels.mma.latent import MmaLatent
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.rectangle import beyond_registers, for_rectangles, serial_items
-from attn.kernels.parts.tensors import check_range, too_wide
+from attn.kernels.parts.rectangle import beyond_registers, for_rectangles
+from attn.kernels.parts.tensors import check_range
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.kernels.plain.forward import PlainForward
@@ -33,9 +34,6 @@ from attn.problem import INVARIANT_KEYS, Problem
 from attn.score.masks import hiding, told
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
-
-MATRIX_DTYPES = ("float16", "bfloat16")
-WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
 
 DUAL_WAVE_LLVM = 22    # the release from which on no register of dual_wave is spilled
 STAGGERED_UP_TO = 128  # head dimension: three tiles of K and of V fill LDS
@@ -70,20 +68,6 @@ class Choice:
 
 # ***** what a kernel cannot compute: what it is made of and a chip has not, and which problems it refuses on a chip that has *****
 
-def no_tiles(arch:Chip) -> str|None:
-  return None if arch.matrix else f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(WITH_TILES)}"
-
-def no_mma(arch:Chip) -> str|None: return None if arch.unit.mma else f"{arch.name} has no mma.sync"
-
-def no_wgmma(arch:Chip) -> str|None: return None if arch.wgmma else f"{arch.name} has no wgmma"
-
-def no_latent_tiles(arch:Chip) -> str|None:
-  return None if arch.matrix else f"{arch.name}: it has tiles for {', '.join(WITH_TILES)}"
-
-def amd_refuses(p:Problem, arch:Chip) -> str|None:
-  if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
-  return too_wide(p)
-
 def plain_only(p:Problem, *but:str) -> str|None:
   """Why a kernel that takes no option `but` these does not take `p`, or None."""
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in but]
@@ -101,19 +85,6 @@ def staggered_refuses(p:Problem, arch:Chip) -> str|None:
   if not arch.unit.agprs: return f"{arch.name}: its matrix unit does not run beside the vector unit; those of gfx90a, gfx942 and gfx950 do"
   if max(p.D, p.Dv) > STAGGERED_UP_TO: return f"D={p.D}, Dv={p.Dv}: LDS has room for its tiles up to {STAGGERED_UP_TO}"
   return plain_only(p, *(() if p.dealt is None else ("dealt", "k_view")))     # of which only the places of rows differ
-
-def mma_refuses(p:Problem, arch:Chip) -> str|None:
-  if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
-  return too_wide(p)
-
-def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
-  if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
-  if (reason := too_wide(p)) is not None: return reason
-  for name, width in (("D", p.D), ("Dv", p.Dv)):
-    if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: rows are copied by {unit} elements"
-  for name, view in (("k", p.k_view), ("v", p.v_view)):
-    if view is not None and not view.whole(unit): return f"{name} lies as {view} says: rows are copied by {unit} elements, from a multiple of them on"
-  return None
 
 def tiled_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := beyond_registers(p)) is not None: return reason
@@ -144,13 +115,6 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   if (tiles := splits.key_tiles(p, work.tile)) < 2: return f"no split is possible: {of_grid(p, arch, work.tile)}"
   number = min(max(2, splits.resolve(p, arch, work.tile).num_splits), tiles)
   return Work(tile_of(replace(p, num_splits=number), arch), number)
-
-MOST_PARTS = 8192    # half of what tinygrad's queue of commands for a CPU holds
-
-def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Why a device without workgroups does not take so many blocks of rows of so many heads, over batches, or None."""
-  if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
-  return f"{parts} blocks of rows: {arch.name} takes {MOST_PARTS} at most, which tinygrad tells it one by one"
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   """With as many key ranges as are asked for, or as the heuristic finds."""
@@ -216,7 +180,7 @@ class ForwardKernel:
   refuses: Callable[[Problem, Chip], str|None]                              # why it cannot compute a problem on a chip that has its unit, or None
   tile: TileOf
   program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None          # of a tile; None: tensor operations
-  lacks: Callable[[Chip], str|None] = lambda arch: None                     # why a chip has not its unit, or None
+  lacks: Callable[[Chip], str|None] = lacks_nothing                     # why a chip has not its unit, or None
   slower: Callable[[Problem, Chip], str|None] = never                       # why another is faster where it can, or None
   divide: Callable[[Problem, Chip, TileOf], Work|str] = whole               # a problem that it doesn't refuse
   ranges: bool = False      # split_kv gives it ranges of the keys
@@ -224,17 +188,6 @@ class ForwardKernel:
   def can(self, p:Problem, arch:Any) -> Work|str:
     """How it divides a problem on a chip, or why it cannot compute it."""
     return self.lacks(arch) or self.refuses(p, arch) or self.divide(p, arch, self.tile)
-
-@dataclass(frozen=True)
-class Refusal:
-  """Why a kernel does not take a problem."""
-  present: bool     # the chip has what the kernel is made of
-  general: bool     # of ForwardKernel
-  reason: str
-
-def most_telling(refusals:Sequence[Refusal]) -> str:
-  """The reason of one of several kernels: of a general one made of what the chip has, if there is one."""
-  return max(refusals, key=lambda x: (x.present, x.general)).reason
 
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with the reason, where there is none."""
@@ -264,8 +217,6 @@ KERNELS: dict[str, ForwardKernel] = {
   "mla_mma": ForwardKernel(latent_refuses, mla_mma_tile, forward(MmaLatent.of), no_mma, ranges=True),
   "tiled": ForwardKernel(tiled_refuses, tiled_tile, for_rectangles(forward(PlainForward.of)), divide=over_threads),
   "three_pass": ForwardKernel(never, never, None, divide=by_tensors)}
-
-NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)}, and tiled also OpenCL, Metal and a CPU"
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
   """How the kernel `name` divides `p` on `arch`, or why it cannot compute it there."""

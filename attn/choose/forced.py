@@ -1,19 +1,21 @@
 """What ATTN_KERNEL asks for: the kernel that computes attention, what computes its gradient, or both, with a comma between them."""
 from __future__ import annotations
 import functools, os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from attn.choose.gradient_kernels import BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS
 
-BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
-BIAS_KERNEL = "backward_dbias"           # runs beside them, where the gradient of a bias is asked for
 BY_TINYGRAD = "backward_three_pass"      # the gradient by tinygrad, from three_pass, whatever kernel computed attention
+UNITS = tuple(GRADIENT_KERNELS)          # the units that backward kernels are for, as their names end
 
-ON_AMD, ON_MMA, ON_WGMMA = MATRIX_UNITS = "", "_mma", "_wgmma"      # the matrix unit that a backward kernel is for, as its name ends
-ON_ANY = "_tiled"                  # of plain UOps, for none
-UNITS = (*MATRIX_UNITS, ON_ANY)
-# The backward kernels by name, and the units of those that run together with each. AMD's names stand for the same kernels on any unit.
-WAYS: dict[str, tuple[str, ...]] = dict.fromkeys(BACKWARD_KERNELS, UNITS) | {BIAS_KERNEL: MATRIX_UNITS} | \
-  {name + unit: (unit,) for unit in (ON_MMA, ON_WGMMA, ON_ANY) for name in BACKWARD_KERNELS} | {BIAS_KERNEL + ON_MMA: (ON_MMA, ON_WGMMA)}
+def together_on(unit:str) -> Iterator[str]:
+  """The names for the kernels that compute gradients together on a unit. AMD's, which end with nothing, stand for the same kernels on any."""
+  for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
+  if (bias := GRADIENT_KERNELS[unit].bias) is not None:
+    for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix
+
+# the backward kernels by name, and the units of those that run together with each
+WAYS = {name: tuple(unit for unit in UNITS if name in together_on(unit)) for unit in UNITS for name in together_on(unit)}
 
 @dataclass(frozen=True)
 class Forced:

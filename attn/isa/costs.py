@@ -15,7 +15,7 @@ from attn.isa import source
 from attn.isa.instruction import Instruction
 from attn.isa.parse import Kernel
 from attn.isa.report import Report, analyse
-from attn.choose.dispatch import MATRIX_DTYPES
+from attn.choose.refusals import MATRIX_DTYPES
 from attn.isa.source import BACKWARD, FORWARD, LATENT, MASKS, Source, Spec, chosen
 from attn.isa.table import BRIEF, brief_cells
 

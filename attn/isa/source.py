@@ -8,7 +8,8 @@ from pathlib import Path
 from attn.chips import CHIPS, MODELLED, Chip, get_chip
 from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.backward_tiles import AnyBackwardTile
-from attn.choose.dispatch import KERNELS, MATRIX_DTYPES, choose
+from attn.choose.dispatch import KERNELS, choose
+from attn.choose.refusals import MATRIX_DTYPES
 from attn.choose.mla_tiles import UP_TO
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain

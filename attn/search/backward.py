@@ -9,7 +9,7 @@ from attn.chips import Chip, get_chip
 from attn.choose.backward_tiles import backward_tile
 from attn.chips.matrix import contraction
 from attn.chips.shapes import BackwardShape, UpTo
-from attn.choose.dispatch import MATRIX_DTYPES
+from attn.choose.refusals import MATRIX_DTYPES
 from attn.choose.rows import misfit
 from attn.search.forward import MATRICES, RESERVE, VARIANTS, Bound, Each, bound_of, conflict
 from attn.compilers.clang import assembly

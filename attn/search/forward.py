@@ -20,7 +20,7 @@ from attn import chips
 from attn.chips import LLVM, SEARCHED, Chip, get_chip
 from attn.chips.matrix import Matrix, contraction
 from attn.chips.shapes import EVERY, ForwardShape, UpTo
-from attn.choose.dispatch import MATRIX_DTYPES
+from attn.choose.refusals import MATRIX_DTYPES
 from attn.choose.rows import misfit
 from attn.choose.tiles import amd_tile
 from attn.compilers.clang import assembly

@@ -371,7 +371,7 @@ def test_backward_kernels_that_cannot_be_forced() -> None:
     with pytest.raises(NotImplementedError, match=r"ATTN_KERNEL=backward_dkdv: dtype float32.*bias"): attn.attention(*rows, bias=bias)
 
 @pytest.mark.parametrize("kernel, said", [("backward_dx", "'backward_dx': must be one of split_kv,.*or of the backward.*backward_dq, backward_dkdv, "
-                                                       "backward_dbias, backward_dq_mma.*backward_dkdv_tiled, backward_dbias_mma, backward_three"),
+                                                       "backward_dbias, backward_dq_wgmma.*backward_dbias_mma.*backward_dkdv_tiled, backward_three"),
   ("forward,", "'' must be one of"), ("forward,three_pass", "forward and three_pass exclude each other"),
   ("backward_dq,backward_three_pass", "backward_dq and backward_three_pass exclude each other"),
   ("backward_dq_mma,backward_dkdv_wgmma", "backward_dq_mma and backward_dkdv_wgmma exclude each other")])

@@ -15,7 +15,8 @@ import attn.calls.checked_kernel
 import attn.choose.backward
 from attn.accuracy import judge
 from attn.chips import Chip, get_chip, other_chip
-from attn.choose.backward import GRADIENT_KERNELS, kernel_tiles
+from attn.choose.backward import kernel_tiles
+from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.choose.tiled_tiles import BACKWARD_ALONE, tiled_backward_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput

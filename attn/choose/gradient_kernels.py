@@ -1,0 +1,88 @@
+"""The kernels that compute gradients, a record for those of each unit: what they refuse, their tiles and their programs."""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Callable
+from attn.chips import Chip
+from attn.choose.backward_tiles import (AnyBackwardTile, amd_backward_tile, amd_bias_tile, mma_backward_tile, mma_bias_tile, wgmma_backward_refuses,
+                                        wgmma_backward_tile)
+from attn.choose.refusals import amd_refuses, lacks_nothing, mma_refuses, no_mma, no_tiles, no_wgmma, too_many_parts
+from attn.choose.tiled_tiles import tiled_backward_tile
+from attn.kernels.amd.backward import AmdBackward
+from attn.kernels.amd.dbias import AmdBias
+from attn.kernels.backward import backward_dbias, backward_dkdv, backward_dq
+from attn.kernels.backward_tiled import backward_dkdv_tiled, backward_dq_tiled
+from attn.kernels.mma.backward import MmaBackward
+from attn.kernels.mma.dbias import MmaBias
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.rectangle import beyond_registers
+from attn.kernels.parts.tensors import check_backward
+from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.tiles.mma import MmaBackwardTile
+from attn.kernels.tiles.plain import TiledBackwardTile
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
+from attn.kernels.wgmma.backward import WgmmaBackward
+from attn.problem import Problem
+from attn.score.terms import has_sum, summed_tensor
+from attn.tinygrad_compat import UOp
+
+BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
+BIAS_KERNEL = "backward_dbias"           # runs beside them, where the gradient of a bias is asked for
+
+Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # of the kernel of dq, and of that of dk and dv
+
+LEAST_KEPT = 2.0**-14     # of P, by dropout
+
+def beyond_float16(p:Problem) -> str|None:
+  """Why P of dropout is not rounded to 16 bits, or None."""
+  if p.kept >= LEAST_KEPT: return None
+  return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
+
+def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
+  if (reason := beyond_registers(p)) is not None: return reason
+  return f"{summed_tensor(p).name}: there is no kernel of plain UOps for its gradient" if has_sum(p) else None
+
+@dataclass(frozen=True)
+class BiasKernel:
+  """The kernel of dbias that runs beside others."""
+  suffix: str                                                       # of its name
+  tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]     # raises NotImplementedError
+  program: Callable[..., Callable[..., UOp]]
+
+@dataclass(frozen=True)
+class GradientKernels:
+  """The kernels that compute gradients together on one unit, as dispatch knows them."""
+  refuses: Callable[[Problem, Chip], str|None]                      # why they cannot differentiate a problem on a chip that has their unit, or None
+  tile: Callable[[Problem, Chip, bool], AnyBackwardTile]            # of the kernel that owns queries, or keys; raises NotImplementedError
+  dq: Callable[..., Callable[..., UOp]]
+  dkdv: Callable[..., Callable[..., UOp]]
+  bias: BiasKernel|None = None
+  lacks: Callable[[Chip], str|None] = lacks_nothing                 # why a chip has not their unit, or None
+  general: bool = False                                             # as of `dispatch.ForwardKernel`
+
+  def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
+    """The tiles for a problem on a chip, or why they cannot compute its gradient."""
+    if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
+    try:
+      tiles = self.tile(p, arch, False), self.tile(p, arch, True)
+      used = (*tiles, *([self.bias.tile(p, arch)] if has_sum(p) and self.bias is not None else []))
+      for tile in used: check_backward(p, tile)
+    except NotImplementedError as e: return str(e)
+    if (need := max(tile.lds_bytes(p) for tile in used)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
+    for tile, rows, heads in zip(tiles, (p.Sq, p.Sk), (p.B*p.H, p.B*p.Hkv)):
+      if arch.serial and (reason := too_many_parts(p, arch, ceildiv(rows, tile.block_m), heads)) is not None: return reason
+    return tiles
+
+BIAS_BY_MMA = BiasKernel(MmaBackwardTile.suffix, mma_bias_tile, backward_dbias(MmaBias.of_block))
+
+# by what the names of a unit's kernels end with, best first
+GRADIENT_KERNELS: dict[str, GradientKernels] = {
+  BackwardTile.suffix: GradientKernels(
+    lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq(AmdBackward.of_queries),
+    backward_dkdv(AmdBackward.of_keys), BiasKernel(BackwardTile.suffix, amd_bias_tile, backward_dbias(AmdBias.of_block)), no_tiles, general=True),
+  WgmmaBackwardTile.suffix: GradientKernels(
+    lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile, backward_dq(WgmmaBackward.of_queries),
+    backward_dkdv(WgmmaBackward.of_keys), BIAS_BY_MMA, no_wgmma),
+  MmaBackwardTile.suffix: GradientKernels(
+    lambda p, arch: mma_refuses(p, arch) or beyond_float16(p), mma_backward_tile, backward_dq(MmaBackward.of_queries),
+    backward_dkdv(MmaBackward.of_keys), BIAS_BY_MMA, no_mma, general=True),
+  TiledBackwardTile.suffix: GradientKernels(tiled_backward_refuses, tiled_backward_tile, backward_dq_tiled, backward_dkdv_tiled)}
