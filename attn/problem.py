@@ -14,8 +14,7 @@ BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # size of an element
 MAX_SPLITS = 256
 MOST_ROWS = 2**28        # in one sequence, and in all packed sequences together
 INVARIANT_KEYS = 512     # keys of a key range under batch_invariant
-EXTRAS = ("alibi_slopes", "bias", "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
-          "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
+SCORE_AXES = {"batch": "B", "heads": "H", "rows": "Sq", "keys": "Sk"}     # axes of the scores, and the fields of Problem with their sizes
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]          # (shape, dtype) of tensors, by name
 GivenExtras = dict[str, tuple[Sequence[int], str]]      # (shape, dtype) of the optional tensors that a caller gives, by name
@@ -65,6 +64,39 @@ def check_splits(name:str, x:Any) -> int:
 def of_term(default:Any, check:values.Check|None=None) -> Any:
   """A field of Problem that belongs to a term of attn/score: whether the problem has the term, or the term's number."""
   return field(default=default, metadata={"check": check, "of": "term"})
+
+@dataclass(frozen=True)
+class TensorOfTerm:
+  """Name, axes and dtypes of an optional tensor that a term reads.
+
+  axes: axes of the scores. A tensor with `broadcasts` has all of them, each of full size or of size 1. Another one has the last ones,
+    as many as it has dimensions, of full size
+  dtypes: dtypes that it may have. If there are several, a field of Problem says which: the term's name with "_dtype" after it"""
+  name: str
+  axes: tuple[str, ...]
+  dtypes: tuple[str, ...] = DTYPES
+  broadcasts: bool = False
+  def dimensions(self, shape:Sequence[int], sizes:dict[str, int]) -> tuple[bool, ...]:
+    """Says for each dimension whether it has full size. Raises ValueError for a shape that does not broadcast to the `sizes` of axes."""
+    if not self.broadcasts: return (True,)*min(max(len(shape), 1), len(self.axes))
+    full = tuple(sizes[axis] for axis in self.axes)
+    if len(shape) != len(full) or any(n not in (1, size) for n, size in zip(shape, full)):
+      raise ValueError(f"{self.name} has shape {tuple(shape)}: must have {len(full)} dimensions that broadcast to "
+                       f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
+    return tuple(n == size for n, size in zip(shape, full))
+  def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
+    """Checks the field: what `dimensions` returns, or None if there is no such tensor."""
+    least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
+    if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x
+    raise values.wrong(name, x, f"None, or a tuple with True (full size) or False (size 1) for each dimension of {self.name}, {least} to {most}")
+  def shape(self, dimensions:tuple[bool, ...], sizes:dict[str, int]) -> tuple[int, ...]:
+    """Shape of a tensor with these dimensions."""
+    return tuple(sizes[axis] if full else 1 for axis, full in zip(self.axes[len(self.axes) - len(dimensions):], dimensions))
+
+def of_tensor(name:str, *axes:str, **more:Any) -> Any:
+  """A field for a term that reads a tensor `name`: None, or for each dimension of the tensor whether it has full size."""
+  tensor = TensorOfTerm(name, axes, **more)
+  return field(default=None, metadata={"check": tensor.check, "of": "term", "tensor": tensor})
 
 def of_mask(default:Any, check:values.Check) -> Any:
   """A field of Problem that belongs to a mask of attn/score: what the mask hides."""
@@ -144,7 +176,7 @@ class Problem:
 
   Options, all off by default:
     softcap      > 0, in the units of scaled scores
-    alibi        tensor alibi_slopes float32 (H), or (B, H) where alibi_batched
+    alibi        tensor alibi_slopes float32 (H), or (B, H): True for each dimension
     bias         tensor bias of bias_dtype, added to the scores. The field says for each dimension of (B, H, Sq, Sk) whether the
                  tensor has that size (True) or 1 (False)
     sinks        tensor sinks float32 (H): one more logit of each head, in the softmax's denominator only, and so in lse
@@ -190,9 +222,8 @@ class Problem:
   lse_rest: bool = False
   top_left: bool = False
   softcap: float = of_term(0.0, check_softcap)
-  alibi: bool = of_term(False, values.truth)
-  alibi_batched: bool = False
-  bias: tuple[bool, bool, bool, bool]|None = of_term(None)
+  alibi: tuple[bool, ...]|None = of_tensor("alibi_slopes", "batch", "heads", dtypes=("float32",))
+  bias: tuple[bool, ...]|None = of_tensor("bias", *SCORE_AXES, broadcasts=True)
   bias_dtype: str = "float32"
   sinks: bool = False
   kv_lengths: bool = False
@@ -237,6 +268,10 @@ class Problem:
     """The probability with which dropout keeps an element of P."""
     return 1 - self.dropout_p
   @property
+  def alibi_batched(self) -> bool:
+    """Whether each batch has slopes of its own."""
+    return self.alibi is not None and len(self.alibi) > 1
+  @property
   def wide_scores(self) -> bool:
     """Whether a score may be as large as fp32 allows, because the bias has a dtype of that range. Beside such a score, lse has no room
     for the logarithm of the number of keys."""
@@ -279,12 +314,10 @@ class Problem:
   @property
   def extras(self) -> Shapes:
     """(shape, dtype) of the optional input tensors that the problem has, by name."""
-    B, H = self.B, self.H
-    scores = (B, H, self.Sq, self.Sk)
-    bias = tuple(n if there else 1 for n, there in zip(scores, self.bias or ()))
+    B, H, sizes = self.B, self.H, {axis: getattr(self, size) for axis, size in SCORE_AXES.items()}
+    of_terms = {x.name: (x.shape(dimensions, sizes), getattr(self, f"{term}_dtype", x.dtypes[0]))
+                for term, x in TENSORS_OF_TERMS.items() if (dimensions := getattr(self, term)) is not None}
     tensors: tuple[tuple[str, bool, tuple[int, ...], str], ...] = (
-      ("alibi_slopes", self.alibi, (B, H) if self.alibi_batched else (H,), "float32"),
-      ("bias", self.bias is not None, bias, self.bias_dtype),
       ("sinks", self.sinks, (H,), "float32"),
       ("kv_lengths", self.kv_lengths, (B,), "int32"),
       ("kv_starts", self.kv_starts, (B,), "int32"),
@@ -293,7 +326,7 @@ class Problem:
       ("cu_seqlens_k", self.varlen and self.pages is None, (B + 1,), "int32"),
       ("dropout_seed", self.dropout_p > 0, (2,), "uint32"),
       ("dropout_start", self.dropout_start, (2,), "uint32"))
-    return {name: (shape, dtype) for name, there, shape, dtype in tensors if there}
+    return of_terms | {name: (shape, dtype) for name, there, shape, dtype in tensors if there}
 
   @property
   def shapes(self) -> Shapes:
@@ -336,6 +369,9 @@ class Problem:
 
 # fields that belong to terms, and to masks
 OF_TERMS, OF_MASKS = (tuple(f.name for f in fields(Problem) if f.metadata.get("of") == row) for row in ("term", "mask"))
+TENSORS_OF_TERMS: dict[str, TensorOfTerm] = {f.name: f.metadata["tensor"] for f in fields(Problem) if "tensor" in f.metadata}   # by term
+EXTRAS = (*(x.name for x in TENSORS_OF_TERMS.values()), "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
+          "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
 
 def held_sum(end:int, most:int) -> int:
   """Sum of the whole numbers before `end`, each clamped to 0..`most`."""
@@ -362,7 +398,7 @@ def check_offset(name:str, x:Any) -> int:
 FIELD_CHECKS: dict[str, values.Check] = {
   **dict.fromkeys(("B", "H", "Hkv", "D", "Dv"), check_size), **dict.fromkeys(("Sq", "Sk"), check_rows),
   **dict.fromkeys(("total_q", "total_k"), check_total),
-  **dict.fromkeys(("return_lse", "lse_rest", "top_left", "alibi_batched", "sinks", "kv_lengths", "kv_starts"), values.truth),
+  **dict.fromkeys(("return_lse", "lse_rest", "top_left", "sinks", "kv_lengths", "kv_starts"), values.truth),
   **dict.fromkeys(("dropout_start", "batch_invariant", "v_in_k"), values.truth),
   "layout": check_layout, "softmax_scale": check_softmax_scale,
   "num_splits": check_splits, "dropout_p": check_dropout_p, "offset": check_offset,
@@ -373,15 +409,14 @@ def check_heads_and_types(p:Problem) -> None:
   if p.dtype not in DTYPES: raise NotImplementedError(f"dtype={p.dtype!r}: q, k and v must be one of {', '.join(DTYPES)}")
   if p.out_dtype not in OUT_DTYPES:
     raise NotImplementedError(f"out_dtype={p.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
-  if p.bias is not None and p.bias_dtype not in OUT_DTYPES:
-    raise NotImplementedError(f"bias_dtype={p.bias_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
+  for name, x in TENSORS_OF_TERMS.items():
+    if getattr(p, name) is not None and (dtype := getattr(p, f"{name}_dtype", x.dtypes[0])) not in x.dtypes:
+      raise NotImplementedError(f"{name}_dtype={dtype!r}: must be one of {', '.join(x.dtypes)}")
 
 def check_scores(p:Problem) -> None:
   if p.softcap and not values.FP32_LEAST <= p.softmax_scale/p.softcap <= values.FP32_MOST:
     raise ValueError(f"softmax_scale={p.softmax_scale} with softcap={p.softcap}: softmax_scale/softcap must be a number that fp32 "
                      "holds, 1.2e-38 to 3.4e+38")
-  if p.alibi_batched and not p.alibi:
-    raise ValueError("alibi_batched=True with alibi=False: must be False, there are no slopes")
   if p.dropout_start and not p.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: dropout_p must be positive")
 
 def check_packed(p:Problem) -> None:
@@ -390,7 +425,9 @@ def check_packed(p:Problem) -> None:
     if p.total_q or p.total_k:
       raise ValueError(f"total_q={p.total_q}, total_k={p.total_k} are for layout='thd' only, not {p.layout!r}")
     return
-  if p.bias is not None: raise NotImplementedError("bias with layout='thd': packed sequences have no (B, H, Sq, Sk) to add it to")
+  for name, x in TENSORS_OF_TERMS.items():
+    if getattr(p, name) is not None and {"rows", "keys"}.intersection(x.axes):
+      raise NotImplementedError(f"{x.name} with layout='thd': packed sequences have no (B, H, Sq, Sk) to add it to")
   for name in ("kv_lengths", "kv_starts", "sk_variable") if p.pages is None else ("kv_starts", "sk_variable"):
     if getattr(p, name):
       raise NotImplementedError(f"{name} with layout='thd': packed sequences take their lengths from cu_seqlens_k")
@@ -521,13 +558,11 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   if unknown := [name for name in extras if name not in EXTRAS]:
     raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "dropout_start")}
-  if "alibi_slopes" in extras: there |= {"alibi": True, "alibi_batched": len(extras["alibi_slopes"][0]) == 2}
-  if "bias" in extras:
-    shape, dtype = extras["bias"]
-    scores = (B, H, Sq, Sk)
-    if len(shape) != 4 or any(n not in (1, full) for n, full in zip(shape, scores)):
-      raise ValueError(f"bias has shape {tuple(shape)}: must be four dimensions that broadcast to (B, H, Sq, Sk) = {scores}")
-    there |= {"bias": tuple(n == full for n, full in zip(shape, scores)), "bias_dtype": dtype}
+  for name, x in TENSORS_OF_TERMS.items():
+    if x.name not in extras: continue
+    shape, dtype = extras[x.name]
+    there[name] = x.dimensions(shape, dict(zip(SCORE_AXES, (B, H, Sq, Sk))))
+    if len(x.dtypes) > 1: there[f"{name}_dtype"] = dtype
   return there
 
 def _check_extra(p:Problem, name:str, shape:tuple[int, ...], dtype:str) -> None:

@@ -6,7 +6,7 @@ from attn import values
 from attn.ops import common as ops
 from attn.ops.language import compound
 from attn.ops.operation import Value, emit, integer
-from attn.problem import Problem
+from attn.problem import TENSORS_OF_TERMS, Problem
 from attn.score.term import Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
@@ -37,5 +37,5 @@ def _in_float(name:str, slopes:Tensor) -> Tensor:
   values.dtype_name(name, slopes.dtype, FLOATS)
   return slopes.cast(dtypes.float)
 
-SLOPES = TermTensor("alibi_slopes", ("batch", "heads"), ("float32",), taken=_in_float)
+SLOPES = TermTensor(TENSORS_OF_TERMS["alibi"], taken=_in_float)
 ALIBI = ScoreTerm("alibi", _moved, one, _plain, (SLOPES,), TermRegisters.COLUMNS, placed=True)

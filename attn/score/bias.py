@@ -9,7 +9,7 @@ from attn.ops import common as ops
 from attn.ops.language import compound
 from attn.ops.operation import Value, emit
 from attn.ops.softmax import LOWEST
-from attn.problem import BYTES, Problem
+from attn.problem import BYTES, TENSORS_OF_TERMS, Problem
 from attn.score.term import NATURAL, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
@@ -57,5 +57,5 @@ def _of_four_dimensions(name:str, bias:Tensor) -> Tensor:
   if bias.ndim > 4: raise ValueError(f"{name} has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
   return bias.reshape(*[1]*(4 - bias.ndim), *values.static_shape(name, bias.shape))
 
-BIAS_TENSOR = TermTensor("bias", ("batch", "heads", "rows", "keys"), summed=True, taken=_of_four_dimensions)
+BIAS_TENSOR = TermTensor(TENSORS_OF_TERMS["bias"], summed=True, taken=_of_four_dimensions)
 BIAS = ScoreTerm("bias", _added, one, _plain, (BIAS_TENSOR,), TermRegisters.SCORES)

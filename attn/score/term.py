@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from attn.ops import common as ops
-from attn.problem import Problem
+from attn.problem import Problem, TensorOfTerm
 from attn.tinygrad_compat import Tensor, UOp
-from attn.values import FLOATS
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 
@@ -97,19 +96,21 @@ def tensor_as_given(name:str, t:Tensor) -> Tensor: return t
 
 @dataclass(frozen=True)
 class TermTensor:
-  """An optional tensor of Problem that a term reads.
+  """An optional tensor of Problem that a term reads, whose name, axes and dtypes its field says. Along an axis where it has size 1 it is the same.
 
-  axes: those of "batch", "heads", "rows" and "keys" that it may have: a tensor has the last ones, as many as it has dimensions, and where one of them
-    has size 1 it is the same all along
   summed: whether a kernel sums its gradient, that of the scores after the term over the axes that it lacks: of one tensor that a problem has at most.
     The gradients of others are by tinygrad
   taken: a caller's tensor as kernels take it, or a ValueError
   """
-  name: str
-  axes: tuple[str, ...]
-  dtypes: tuple[str, ...] = tuple(FLOATS)
+  given: TensorOfTerm
   summed: bool = False
   taken: Callable[[str, Tensor], Tensor] = tensor_as_given
+  @property
+  def name(self) -> str: return self.given.name
+  @property
+  def axes(self) -> tuple[str, ...]: return self.given.axes
+  @property
+  def dtypes(self) -> tuple[str, ...]: return self.given.dtypes
   def dimension(self, axis:str) -> int|None:
     """Which dimension of a tensor with all axes is this one."""
     return self.axes.index(axis) if axis in self.axes else None

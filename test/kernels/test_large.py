@@ -145,7 +145,7 @@ LARGE: dict[str, tuple[Problem, Callable[[Problem, Chip], Iterator[Program]], tu
   "batches": (posed(B=2**16, return_lse=True), forward, ("o", "q", "k", "v")),
   "rows beside each other": (posed(layout="bshd", H=2**13, Sq=2**16, Sk=2**16, window=(-1, 0)), forward, ("o", "q", "k", "v")),
   "a window": (posed(window=(2**27, 2**26), **LONG), forward, ("o", "q", "k", "v")),
-  "slopes": (posed(softcap=30.0, alibi=True, window=(-1, 0), **LONG), forward, ("o", "q", "k", "v")),
+  "slopes": (posed(softcap=30.0, alibi=(True,), window=(-1, 0), **LONG), forward, ("o", "q", "k", "v")),
   "groups of heads": (posed(H=16, Hkv=2, Sq=4, Sk=2**28), split, ("k", "v")),
   "parts": (posed(B=2**12, Sq=2**12, sinks=True), split, ("o_partial",)),
   "lse": (posed(B=2**13, H=2**10, Sk=64, return_lse=True), split, ("o", "lse", "o_partial", "lse_partial", "q")),

@@ -8,7 +8,7 @@ import pytest
 import attn
 from attn.ops import common as ops
 from attn.ops.plain import plain
-from attn.problem import OF_TERMS, Problem
+from attn.problem import EXTRAS, OF_TERMS, TENSORS_OF_TERMS, Problem
 from attn.reference import Options, exact, exact_backward
 from attn.score import terms
 from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
@@ -25,6 +25,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def test_the_fields_of_a_problem_are_the_terms() -> None:
   assert tuple(term.name for term in TERMS) == OF_TERMS == tuple(OPTIONS)
+  declared = {name: x.name for name, x in TENSORS_OF_TERMS.items()}
+  assert {term.name: tensor.name for term in TERMS for tensor in term.tensors} == declared and EXTRAS[:len(declared)] == tuple(declared.values())
+
+@pytest.mark.parametrize("name, value, message", (
+    ("alibi", True, "alibi=True: must be None, or a tuple with True .* for each dimension of alibi_slopes, 1 to 2"),
+    ("alibi", (), r"alibi=\(\): must be None"), ("bias", (1,)*4, r"bias=\(1, 1, 1, 1\)"),
+    ("bias", (True,)*3, r"bias=\(True, True, True\): must be None, or a tuple with True .* for each dimension of bias, 4 to 4")))
+def test_dimensions_that_a_tensor_cannot_have(name:str, value:Any, message:str) -> None:
+  with pytest.raises(ValueError, match=message): replace(problem(), **{name: value})
 
 def applied(term:ScoreTerm, p:Problem, unit:Unit, to:Unit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Result of a term for the scores of one query, as natural logarithms, and its derivative at each score."""
