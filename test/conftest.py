@@ -18,8 +18,8 @@ def pytest_sessionfinish() -> None: gc.freeze()
 
 @pytest.fixture(scope="session", autouse=True)
 def offsets_of_our_kernels() -> Iterator[None]:
-  """Fails if a kernel of attn that a test emulates has an offset with a part that the program does not bound below by 0 (attn/emulator/offsets.py).
-  The emulator does not check this while a kernel runs."""
+  """Fails if a test emulates a kernel of attn in which a part of an offset may be negative, as far as the lowered program shows
+  (attn/emulator/offsets.py). The emulator does not check this while a kernel runs."""
   own = plan.Plan.__init__
   def made(self:plan.Plan, *args:object, **named:object) -> None:
     own(self, *args, **named)     # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
   """Judges n draws together, and returns a verdict for each output. They run on the emulator of the case's chip or on a GPU."""
   options = dict(SHAPES[case.shape])
   extras = {"sinks": floats(options["H"], seed=seed + 3)} if case.gradients else {}
-  if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # `tiled` has none backward
+  if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # tiled's backward takes none
   p = problem(B=n, dtype=case.dtype, out_dtype=case.out_dtype, extras=extras, **options)
   if case.kind == DEEP and extras: extras["sinks"] += np.float32(4*-12*p.D*p.softmax_scale)      # else a sink would take all of P
   x = KINDS[case.kind](p, seed)

@@ -254,7 +254,7 @@ def test_faults_break_the_law(fault:str, dtype:str) -> None:
 
 def test_errors_that_roundings_hide() -> None:
   """Some errors hide below the roundings of the types: a wrong weight of a split where all key ranges have the same mean, and a dropped key whose
-  weight is smaller than the rounding errors of the others."""
+  weight is smaller than the rounding errors of the others. A truncated P hides, too, where V has no mean."""
   q, k, v = arrays(16, 256, "bfloat16")
   law = law_of(q, k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
   parts = [exact(q, k[:, :, at], v[:, :, at], SCALE) for at in (slice(128), slice(128, None))]

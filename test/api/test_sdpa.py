@@ -113,7 +113,7 @@ def test_a_transformer_both_ways(name, arch):
     assert np.abs(ours - own).max() > 0     # different kernels round differently
 
 def goes_through_ours(method=None) -> bool:
-  """Tells whether a call of tinygrad's method, or of an earlier reference to it, comes to our dispatch."""
+  """Tells whether a call of tinygrad's method, or of an earlier reference to it, reaches attn's dispatch."""
   with emulated("gfx942"):
     q, before = draw(1, 1, 4, 16), len(sdpa.decisions)
     (method or Tensor.scaled_dot_product_attention)(q, q, q)
@@ -143,7 +143,8 @@ def test_what_was_bound_before_is_ours_too():
   assert not goes_through_ours(BOUND_EARLY)
 
 def test_another_library_in_its_place(monkeypatch):
-  """Ours stands over another library's function; a call that goes on to that function reaches tinygrad's own, and not ours again."""
+  """attn's function is installed over another library's function. When that function calls the one that it replaced, the call reaches tinygrad's
+  own, and not attn's again."""
   calls = []
   def others(*args, **kwargs):
     calls.append(args)
@@ -157,7 +158,7 @@ def test_another_library_in_its_place(monkeypatch):
   assert Tensor.scaled_dot_product_attention is others and not goes_through_ours()
 
 def test_without_wrapped_methods():
-  """TRACEMETA=0 leaves tinygrad's methods without a wrapper; an early reference still reaches ours."""
+  """TRACEMETA=0 leaves tinygrad's methods without a wrapper. A reference taken before attn was imported still reaches attn while it is installed."""
   script = ("from tinygrad import Tensor; early = Tensor.scaled_dot_product_attention; import attn; q = Tensor.empty(1, 1, 4, 16, dtype='half')\n"
             "with attn.installed() as decisions: early(q, q, q)\nassert len(decisions) == 1; early(q, q, q); assert len(decisions) == 1")
   subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRACEMETA": "0", "DEV": "EMU::gfx942"}, check=True)

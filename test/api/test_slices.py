@@ -77,8 +77,8 @@ def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
 INF = -math.inf
 
 def test_the_causal_mask_is_known_and_nothing_else() -> None:
-  """The causal mask of tinygrad's models is recognized in every form. A similar mask is not, if it hides other keys or hides them by another
-  number."""
+  """The causal mask of tinygrad's models is recognized in every form. A similar mask is not, if it hides other keys or hides keys by another number
+  than -inf."""
   with emulated("gfx942"):
     n, other, T = Variable("n", 0, 15).bind(3), Variable("m", 0, 15).bind(3), UOp.variable("T", 1, 4).bind(2)
     def full(rows:Any, columns:Any, value:float=INF) -> Tensor: return Tensor.full((1, 1, rows, columns), value, dtype=dtypes.float)
@@ -96,7 +96,7 @@ def test_the_causal_mask_is_known_and_nothing_else() -> None:
       assert not is_causal_mask(mask, rows, keys), (rows, keys)
 
 def test_where_rows_lie() -> None:
-  """Slices with constant strides are read in place; a tensor without constant strides is no cache."""
+  """Slices with constant strides are read in place; a tensor without constant strides is not taken for a cache."""
   with emulated("gfx942"):
     base, n = Tensor.zeros(3, 2, 16, 2, 8, dtype="half", device="EMU").contiguous().realize(), Variable("n", 1, 15).bind(3)
     def places(x:Tensor, y:Tensor) -> Any:

@@ -155,8 +155,8 @@ class Three(InOrder):
   statements: Statements
 
 def test_steps_come_in_order() -> None:
-  """A step made from the result of another step comes after it, and all that follows comes after this step alone. A step that is made from earlier
-  values comes after nothing, and what follows comes after both steps. Inside a loop, everything waits for the loop, too."""
+  """A step that uses the result of an earlier step comes after it, and later steps then need to come after the last one only. A step that uses only
+  older values comes after nothing, and later steps must come after both. Inside a loop, everything comes after the loop's begin, too."""
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
   s = Three(a, b, Statements(register))
   one = s.store([s.a[0].store(1.0)])
@@ -175,8 +175,8 @@ def test_steps_come_in_order() -> None:
   assert r in awaited_by(inside.store([two.a[0].store(3.0)]).b)     # not made of values inside the loop
 
 def test_uops_of_a_plain_problem() -> None:
-  """A first call takes time in proportion to its UOps, so the forward kernel of wgmma (192 queries, 96 keys, causal) must stay below 900; it once
-  had 1285."""
+  """A first call takes time in proportion to the UOps of its kernel. The causal forward kernel of wgmma with 192 queries and 96 keys must have fewer
+  than 900 UOps; it once had 1285."""
   p = problem(B=4, H=16, Sq=4096, Sk=4096, D=128, dtype="bfloat16", causal=True, lse=False)
   made, tile = single_kernel(p, get_chip("sm_90"))
   assert (tile.block_m, tile.block_n) == (192, 96)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from attn.chips import CHIPS, MODELLED
 from attn.chips.matrix import Matrix
 
-# Kernels for which clang keeps up to four registers in accumulation registers and counts them as spilled. Accumulation registers are as near as
-# others; nothing goes to memory.
+# Kernels in which clang keeps up to four values in accumulation registers and counts them as spilled. These registers are as close as others, and
+# nothing goes to memory.
 PARKED = {(arch, 256, "bfloat16") for arch in ("gfx90a", "gfx942")}
 
 @dataclass(frozen=True)

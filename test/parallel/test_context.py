@@ -423,8 +423,8 @@ def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
 # ***** under TinyJit *****
 
 def test_under_tinyjit() -> None:
-  """Grouped heads, padding and a causal mask are right under TinyJit. Inputs are computed, so tinygrad plans their buffers, and those of parts and
-  messages, anew."""
+  """Grouped heads, padding and a causal mask are right under TinyJit. The inputs are computed values, so tinygrad assigns new buffers to them, as it
+  does to parts of keys and to messages between devices."""
   p = problem(H=2, Hkv=1, Sq=21, D=16, causal=True)
   with emulated("gfx942"):
     @TinyJit
