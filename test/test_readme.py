@@ -84,15 +84,3 @@ def test_the_table_of_chips_is_the_one_in_code() -> None:
   costed = {line.split("/")[0] for line in (ROOT/"docs"/"costs.txt").read_text().splitlines() if line.startswith("gfx")}
   for name, _, unit, state in rows:
     assert "emulated" in state and (("wgmma" in unit) == CHIPS[name].wgmma) and ("compiled" in state) == (name in costed), name
-
-def test_links_and_files_exist() -> None:
-  for name in re.findall(r"(?<![\w/])((?:attn|docs|test|examples)/[\w/]+\.(?:py|md|txt))", README + (ROOT/"CONTRIBUTING.md").read_text()):
-    assert (ROOT/name).exists(), name
-  for page in (ROOT/"docs").glob("*.md"):
-    for name in re.findall(r"(?<![\w/])((?:attn|test)/[\w/]+\.\w+)", page.read_text()): assert (ROOT/name).exists(), f"{page.name}: {name}"
-
-def test_what_the_algorithm_names_is_in_code() -> None:
-  """Each part of a name in backticks on the algorithm page is a word in some module of attn."""
-  words = set(re.findall(r"\w+", "".join(path.read_text() for path in (ROOT/"attn").rglob("*.py"))))
-  names = re.findall(r"`([A-Za-z_][\w.]*)`", (ROOT/"docs"/"algorithm.md").read_text())
-  assert names and not {name for name in names if not set(name.split(".")) <= words}
