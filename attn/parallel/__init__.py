@@ -1,5 +1,5 @@
-"""Context parallelism: sequences whose rows several devices share. docs/sharding.md
+"""Context parallelism: attention over sequences whose rows are divided among devices. See docs/sharding.md.
 
-shards.py says which rows a device holds and which launches compute them, sequence.py deals rows out, context.py computes attention of them and
-context_gradient.py its gradient.
+shards.py computes the rows that a device holds and the launches that compute them. sequence.py shards and unshards a sequence. context.py computes
+attention, context_gradient.py its gradient.
 """

@@ -1,12 +1,12 @@
-"""Attention over sequences whose rows several devices share: context parallelism.
+"""Context parallelism: attention over sequences whose rows are divided among devices. There are three ways:
 
-Where q, k and v are sharded along their rows each device computes its own queries over all keys, of some heads in each launch, which writes o where
-it belongs. It gathers the keys of these heads from all devices; while it computes them those of the next heads come over. They take turns in two
-buffers.
-
-Where only k and v are sharded, and every device has all queries, each computes them over its own keys, and the devices exchange what they found, o
-and lse in one buffer, which one kernel merges on each. So is what no single kernel computes where rows are shared, by launches over the keys of one
-device after another (ring attention, arXiv 2310.01889), whose shards take turns in two buffers.
+- Gathering: q, k and v are sharded along their rows. Each device computes its own queries over all keys, some heads in each launch, which writes o to
+  its final place. The device gathers the keys of these heads from all devices. During a launch the keys for the next heads are copied; two buffers
+  take turns.
+- Exchange: only k and v are sharded, and every device has all queries. Each device computes them over its own keys. Then the devices exchange the
+  results, o and lse in one buffer, and one kernel on each device merges them.
+- Ring attention (arXiv 2310.01889): q, k and v are sharded, but no single kernel can compute the problem. A device launches over the keys of one
+  device after another, whose shards take turns in two buffers, and merges the results.
 """
 from __future__ import annotations
 import functools, itertools, math
@@ -30,15 +30,16 @@ from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, remembered
 from attn.values import FLOATS, cache_of_kernels
 
-SLOTS = 2             # buffers of a device for the keys of others: one is read while the other one fills
-PARTS_KEPT = 4        # results that wait to be merged, at most: of longer chains the memory would grow with the number of devices
+SLOTS = 2             # buffers of a device for the keys of others: one is read while the other is filled
+PARTS_KEPT = 4        # most results that wait to be merged: without a limit the memory would grow with the number of devices
 
-# (o, lse) of a problem from tensors by name on a device, in the buffers (o, lse, those that they are regions of) that are given for them, if any
+# function that computes (o, lse) of a problem from tensors by name on a device. Its last argument has the buffers for the results (o, lse, and the
+# buffers that they are regions of), or is empty.
 Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class SharedRows:
-  """A problem whose rows devices share: `problem` is the whole of it, without the padding among what they hold."""
+  """Problem whose rows are divided among devices. `problem` is the whole problem, without the padding that the devices hold."""
   problem: Problem
   arch: Chip
   at: Placement
@@ -47,56 +48,58 @@ class SharedRows:
   def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
   @property
   def own(self) -> Problem:
-    """What the results of a device have the shapes of: with the padding."""
+    """Problem with the shapes of one device's results, which include the padding."""
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """What a device computes where it gathers the keys of all: of some heads (first, count) in each launch, the same on all devices. Of all where
-    there are no others, and where key ranges are divided, for there is one buffer for their parts."""
+    """Launches of a device that gathers the keys of all devices, as (heads, problem). `heads` is (first, count) and equal on all devices. One launch
+    has all heads if there is only one device, or if the kernel divides the keys into ranges, because there is one buffer for their results."""
     p, shards = self.problem, self.shards
     heads = (0, p.B*p.Hkv)
     if shards.count == 1 or self.divides_keys: return [(heads, shards.dealt(p, device, heads))]
     return [(heads, replace(shards.dealt(p, device, heads), num_splits=1)) for heads in head_chunks(p, shards)]
   @functools.cached_property
   def divides_keys(self) -> bool:
-    """Whether a device would divide the keys of all heads."""
+    """Tells whether a device would divide the keys into ranges if it computed all heads in one launch."""
     p, shards = self.problem, self.shards
     return any(choose(shards.dealt(p, device, (0, p.B*p.Hkv)), self.arch).work.splits > 1 for device in range(shards.count))
   @property
   def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
   @property
   def gathers(self) -> bool:
-    """Whether devices compute so: not where q is whole on each, nor by tinygrad alone, nor where buffers have no regions, as OpenCL's."""
+    """Tells whether the devices gather keys. They don't if every device has all of q, if only tinygrad can compute the problem (`three_pass`), or if
+    buffers have no regions (OpenCL)."""
     if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
     return region(region_of(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
   @property
   def told(self) -> str:
-    """What `explain` says of it."""
+    """Text of `explain` about the division."""
     return self.shards.told(self.problem, len(self.gathering(0)) if self.gathers else 0)
   def there(self, device:int) -> tuple[RowRange, ...]:
-    """The rows of a device that are no padding."""
+    """Rows of a device that are not padding."""
     return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
 
-# ***** what of a problem devices share *****
+# ***** division of a problem *****
 
 WHOLE_INSTEAD = "shard q, k and v along batch or heads instead"
-LENGTHS_INSTEAD = "sequence_lengths says how many there are of all batches alike; or shard along batch or heads"
+LENGTHS_INSTEAD = "sequence_lengths says how many rows all batches have; for different lengths shard along batch or heads"
 REFUSED = {"dropout_p": WHOLE_INSTEAD, "kv_lengths": LENGTHS_INSTEAD, "kv_starts": LENGTHS_INSTEAD, "block_table": WHOLE_INSTEAD,
            "cu_seqlens_q": WHOLE_INSTEAD, "cu_seqlens_k": WHOLE_INSTEAD, "batch_invariant": WHOLE_INSTEAD}
 
 def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                     at:Placement) -> tuple[Placement, SequenceShards|None, tuple[int, int]]:
-  """(where tensors lie, how devices share their rows or None, rows of q and of k without padding), for tensors of these shapes. One device that is
-  asked for an order or for lengths has all rows to itself. Raises ValueError, which says how to shard instead, for what takes whole sequences."""
+  """Finds the division of rows among devices for tensors of these shapes. Returns the placement of tensors, the division (None if rows are not
+  divided), and the numbers of rows of q and of k without padding. A single device with a sequence_order or sequence_lengths has all rows. Raises
+  ValueError for an option that needs whole sequences; the message tells how to shard instead."""
   order, lengths = options.sequence_order, options.sequence_lengths
   asked = f"sequence_order={order!r}" if order != "contiguous" else f"sequence_lengths={lengths}" if lengths is not None else None
   if at.shared not in ("rows", "keys"):
     if asked is None: return at, None, (0, 0)
     if not isinstance(at.device, str):
-      raise ValueError(f"{asked} with {f'tensors sharded along {at.shared}' if at.shared else 'all of q, k and v on every device'}: must be left as "
-                       "it is unless k and v, or q, k and v, are sharded along their rows, as attn.shard_sequence does")
+      raise ValueError(f"{asked} with {f'tensors sharded along {at.shared}' if at.shared else 'all of q, k and v on every device'}: must keep its "
+                       "default unless k and v, or q, k and v, are sharded along their rows, as attn.shard_sequence does")
     at = Placement(at.device, "rows")
   what = "k and v sharded along their rows" if at.shared == "keys" else "q, k and v sharded along their rows"
-  if options.layout == "thd": raise ValueError(f"layout='thd' with {asked or what}: packed sequences lie anywhere; {WHOLE_INSTEAD}")
+  if options.layout == "thd": raise ValueError(f"layout='thd' with {asked or what}: packed sequences can't be sharded along rows; {WHOLE_INSTEAD}")
   for name, instead in REFUSED.items():
     if isinstance(given := getattr(options, name), (Tensor, UOp)) or given not in (None, False, 0.0):
       raise ValueError(f"{name}={values.shown(given)} with {what}: {instead}")
@@ -114,28 +117,29 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   return at, shared, lengths or rows
 
 def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
-  """Whether the rows of a term's tensor are those that devices hold of q, with the padding."""
+  """Tells whether the rows of a term's tensor are divided like those of q, with the padding."""
   axes = TERM_TENSORS[name].axes
   if t is None or "rows" not in axes or at.shared != "rows" or (axis := t.ndim - len(axes) + axes.index("rows")) < 0: return False
   if isinstance(at.device, str): return int(t.shape[axis]) == rows
   return t.device == at.device and t.uop.axis == axis
 
 def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
-  """A shape with so many rows."""
+  """Shape with another number of rows."""
   return tuple(rows if axis == "rows" else n for axis, n in zip(AXES[layout], shape))
 
 def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
-  """What one device has of an optional tensor; of one that lies as q does all its rows, without the padding."""
+  """Shape of an optional tensor for the whole problem on one device. For a tensor whose rows are divided like those of q, it has all rows of the
+  sequence, without the padding."""
   shape = local_shape(t)
   if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
-  if shape[axis] != shards.queries: raise ValueError(f"{name} has {shape[axis]} rows on each device, and q {shards.queries}: must be as many")
+  if shape[axis] != shards.queries: raise ValueError(f"{name} has {shape[axis]} rows on each device, and q {shards.queries}: must be equal")
   return (*shape[:axis], queries, *shape[axis + 1:])
 
-# ***** what a device holds *****
+# ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """A tensor that lies in a buffer on each of its devices: itself, or else such buffers, filled with it, that nothing else sees. (Of what is not
-  realized yet tinygrad confuses an element and the buffer, where one kernel takes the elements and another one the buffer of one device.)"""
+  """Returns the tensor if it lies in a buffer on each of its devices, else new private buffers filled with it. (For a tensor that is not realized,
+  tinygrad confuses an element and the buffer if one kernel takes the elements and another one takes the buffer of one device.)"""
   if u.has_buffer_identity(): return u
   if isinstance(u.device, str): return u.contiguous()
   buffer = UOp.empty(u.max_shard_shape, dtype=u.dtype, device=u.device)
@@ -143,20 +147,20 @@ def in_buffers(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def shards_of(u:UOp) -> list[UOp]:
-  """What each device holds of a tensor that lies in buffers."""
+  """Shards of a tensor that lies in buffers, one for each device."""
   if isinstance(u.device, str): return [u]
   if u.op is Ops.UNSHARD: u = u.src[0]
   elif u.op is Ops.AFTER and u.src[0].op is Ops.UNSHARD: u = u.replace(src=(u.src[0].src[0], *u.src[1:]))
   return [u.mselect(i) for i in range(len(u.device or ()))]
 
 def of_device(u:UOp, i:int) -> UOp:
-  """The i-th device's part of a buffer on each."""
+  """Part of the i-th device of a buffer on all devices."""
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """The shards that each owner in turn holds, by the tensor's name, on the device `device`, called `name`: its own where they are, and those of
-  others as they are copied, in turn into SLOTS buffers of each tensor. What comes over is `remembered`: where results are computed one after another
-  each computation copies anew, for the buffers have the last shards by then."""
+  """Yields, for each owner in turn, its shards by the tensor's name, on the device number `device`, whose name is `name`. The device's own shards
+  stay where they are. Shards of others are copied, in turn into SLOTS buffers of each tensor. A copy is `remembered`: if results are computed one
+  after another, each computation copies again, because the buffers have the last shards by then."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -173,27 +177,27 @@ def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) ->
 # ***** one launch *****
 
 def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """So many rows along an axis."""
+  """View of `count` rows along an axis, from row `first` on."""
   return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
 
 def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """So many rows along an axis, in a buffer of their own. (tinygrad makes a view of what is `contiguous()` and lies so in a buffer, and its memory
-  planner does not know that this one is then still in use.)"""
+  """Copies `count` rows along an axis, from row `first` on, to a new buffer; returns u itself if these are all rows. (With `contiguous()` tinygrad
+  would make a view of a buffer that is already contiguous, and its memory planner would not know that the buffer is still in use.)"""
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
 
 def filled_with_rows(u:UOp) -> UOp:
-  """A buffer that is filled with u."""
+  """Fills a new buffer with u."""
   buffer = UOp.empty(u.max_shape, dtype=u.dtype, device=u.device)
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
-  """What a launch computes, of rows by themselves. A sink is no matter of one launch: it counts once."""
+  """Problem of one launch, with only its own rows. It has no sinks, because a sink counts once and not in each launch."""
   return of_backward(replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
                              sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
-  """The parts for a launch of those tensors of terms that go over queries or keys. Their keys lie in the order of the sequence, and so do their rows
-  unless these lie as those of q do."""
+  """Parts, for a launch, of the terms' tensors that have an axis of queries or of keys. The keys of such a tensor are in the order of the sequence.
+  Its rows are too, unless they are divided like those of q."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
@@ -207,31 +211,32 @@ def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> d
   return found
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
-  """The problem with its keys read where they lie among those that a device holds, in tensors of the shapes `held`, where that costs no slower
-  kernel."""
+  """Changes a launch's problem so that it reads its keys in place, from a device's tensors of the shapes `held`. If that would lead to a slower
+  kernel, the problem stays unchanged."""
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
-    """Where the first of the keys lies, and the others from there on."""
+    """Position of the first key, and the strides of the others from there."""
     return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
   viewed = replace(p, k_view=of("k"), v_view=of("v"))
   return viewed if choose(viewed, arch).kernel == choose(p, arch).kernel != "three_pass" else p
 
-# ***** all keys of some heads *****
+# ***** gathering: all keys of some heads *****
 
 def region_of(u:UOp, first:int, count:int) -> UOp:
-  """A region of a buffer, or of one on each of several devices."""
+  """Region of `count` elements of a buffer, from element `first` on; the buffer may be on several devices."""
   return u.flatten().shrink(((first, first + count),)).contiguous()
 
 def bare_buffer(u:UOp) -> UOp:
-  """The buffer that a tensor lies in, whatever is still to be written to it."""
+  """Buffer of a tensor, without the writes that are still to be done."""
   while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
   return u
 
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
-  """The kernel (gathered, shard) that puts what a device holds of k or v, `held` rows a head, where it gathers all: in the order of the sequence from
-  row `first` on, of the key/value heads (first, count) over batches. One object for the same arguments: tinygrad's schedule cache goes by it."""
+  """Kernel (gathered, shard) that copies a device's own k or v, with `held` rows per head, to its gathering buffer, for the key/value heads (first,
+  count) over all batches. The buffer is in the order of the sequence and begins at row `first`. It is the same object for the same arguments, because
+  tinygrad's schedule cache compares by identity."""
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   def kernel(*placeholders:UOp) -> CheckedKernel:
@@ -240,8 +245,8 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """A device that gathers the keys of all: the tensors that it has, what it launches, over which heads, and its buffers for k and v, which take
-  turns, each with what has been done with it. `ordered` are the CALLs that have put its own keys there."""
+  """State of a device that gathers the keys of all devices: its tensors, its launches as (heads, problem), and its buffers for k and v, which take
+  turns. Each buffer carries the CALLs that have used it. `ordered` has the CALLs that have copied the device's own keys into the buffers."""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
@@ -256,12 +261,12 @@ class GatheringDevice:
     slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """These rows of k or v in the buffer for the n-th launch."""
+    """Region of some rows of k or v in the buffer of the n-th launch."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Puts its own keys into the buffers for the n-th launch, behind those for the launch before, which are wanted first."""
+    """Copies the device's own keys into the buffers of the n-th launch, after those of the launch before, which are needed first."""
     before, called = (self.own_keys(n - 1), tuple(self.ordered[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
@@ -270,12 +275,12 @@ class GatheringDevice:
       self.ordered[n % SLOTS][name] = call = UOp.custom_kernel(u.after(*called), self.tensors[name], *before, fxn=kernel)[0].src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
-    """What `order_own` fills."""
+    """Regions that `order_own` fills."""
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in self.c.shards.keys_held(self.c.problem, self.number)]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
-  """Copies the keys for the n-th launch of each device to where it gathers them, from where their owners have them in order. They come over behind
-  those for the launch before: they would take their time."""
+  """Copies the keys for the n-th launch of each device from their owners' ordered buffers to the device's gathering buffer. The copies come after
+  those for the launch before, which they would slow down."""
   copied = [(x, y, name, rows) for x in devices for owner, rows in c.shards.keys_copied(c.problem, x.number)
             for y in [devices[owner]] for name in x.slots[n % SLOTS]]
   taken = list[tuple[GatheringDevice, str, UOp]]()
@@ -288,13 +293,14 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   for y, name, call in taken: y.slots[n % SLOTS][name] = y.slots[n % SLOTS][name].after(call)
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """The last CALL of those that fill the `outputs`, on each device: each computes all of its queries of some heads over all keys. While one is
-  computed the keys of the next heads come over; a device puts its own ones of these in order before, for then it has no time for others."""
+  """Fills the `outputs` on each device by gathering, and returns the last CALL. A launch computes all queries of a device, for some heads, over all
+  keys. During a launch the keys for the next heads are copied. A device copies its own keys of the next heads before the launch, because during the
+  launch it is busy."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
     for x in devices if n == 0 else (): x.order_own(0)
-    gather(c, devices, n)     # of all devices first: where these are several graphs, the launches of all are in the same one
+    gather(c, devices, n)     # for all devices first: if TinyJit makes several graphs, all launches are then in the same one
     for x in devices:
       next_keys = list[UOp]()
       if n + 1 < count:
@@ -312,27 +318,27 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
   return call
 
 def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:
-  """What a launch over these heads has on its device of q, o or lse: the region that they are, or all of it."""
+  """Part of q, o or lse that a launch over these heads uses on its device: the region of the heads, or all of it."""
   size = math.prod(p.shapes[name][0])
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
 def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
-  """The rows of a term's tensor that a device's queries have, as these lie, the padding included; all of it where it has no rows."""
+  """Rows of a term's tensor that belong to a device's queries, in the order of these and with padding; all of the tensor if it has no rows."""
   queries, axis, rows = c.shards.queries, rows_dimension(name), c.problem.Sq
   if name in c.shards.as_q or axis is None or (u.shape[axis] == 1 and rows > 1) or queries is None: return u
   first, *rest = [cut(u, axis, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(u, axis, 0, 1)]
   return filled_with_rows(first.cat(*rest, dim=axis).pad_to((*u.max_shape[:axis], queries, *u.max_shape[axis + 1:])))
 
-# ***** parts: o and lse, with its rest of wide scores, of some rows over some keys, in one buffer *****
+# ***** parts: o and lse (with its rest for wide scores) of some rows over some keys, in one buffer *****
 
 def packed(o:Tensor, *log_sums:Tensor) -> UOp:
-  """A part of results that lie in buffers of their own."""
+  """Joins results that lie in separate buffers to one part."""
   return o.flatten().cat(*[x.flatten() for x in log_sums]).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """The part that the results of `p` are, once `write(*p.outputs, whole)`, a CALL, has put them there. It has the buffer that these are regions of
-  among its sources, lest tinygrad's memory planner think that the buffer is not in use yet."""
+  """Makes a part with the results of `p`, which `write` writes. `write` gets the regions of p.outputs and the whole buffer, and returns a CALL. The
+  whole buffer is a source of the CALL, so that tinygrad's memory planner knows that the buffer is in use."""
   shapes = [p.shapes[name][0] for name in p.outputs]
   ends = [0, *itertools.accumulate(map(math.prod, shapes))]
   buffer = UOp.empty((part_size(p, p.Sq),), dtype=dtypes.float, device=device)
@@ -343,7 +349,7 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   return packed(*[Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
-  """What a launch computes of the tensors that the device has, by name."""
+  """Runs a launch on the tensors that the device has, by name; returns its part."""
   name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
   p = replace(launch_problem(c.problem, launch), out_dtype="float32")
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
@@ -356,7 +362,7 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
-  """`merge`, as one object for the same arguments: tinygrad's schedule cache goes by identity."""
+  """Kernel of `merge`. It is the same object for the same arguments, because tinygrad's schedule cache compares by identity."""
   program = merge(p, arch, parts, there)
   takes = len(p.outputs) + len(parts) + p.sinks
   def kernel(*placeholders:UOp) -> CheckedKernel:
@@ -367,13 +373,13 @@ def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[R
 
 @dataclass(frozen=True)
 class ContextPart:
-  """What a device has found of some of its rows."""
+  """Part of the results of a device: `found` has o and lse of the rows `rows`, over some keys."""
   rows: RowRange
   found: UOp
 
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
                there:tuple[RowRange, ...]=()) -> UOp:
-  """The CALL that merges parts of rows of `p` into the `outputs` of that; what else is among these is a source of it, no more."""
+  """CALL that merges parts of rows of `p` into the `outputs` of `p`. Further buffers among the `outputs` are only sources of the CALL."""
   p = replace(p, sinks=sinks is not None, num_splits=1)
   kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), there, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
@@ -381,15 +387,15 @@ def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[U
   return UOp.custom_kernel(*outputs[:count], *given, *outputs[count:], fxn=kernel)[0].src[1]
 
 def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPart:
-  """Parts of a device as one, of all its rows."""
+  """Merges parts of a device to one part of all its rows."""
   p, rows = replace(c.own, out_dtype="float32"), RowRange(0, c.own.Sq)
   if len(parts) == 1 and parts[0].rows == rows: return parts[0]
   return ContextPart(rows, written_part(p, c.devices[device], lambda *into: merge_call(c, p, parts, into)))
 
-# ***** all of it *****
+# ***** all devices *****
 
 def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
-  """What a device computes: at most PARTS_KEPT parts."""
+  """Runs the launches of a device; returns at most PARTS_KEPT parts."""
   plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
   keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
   others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
@@ -401,19 +407,20 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """The last CALL of those that fill the `outputs`, on each device, by merging what launches over some keys have found."""
+  """Fills the `outputs` on each device by merging the parts of launches over some keys, and returns the last CALL."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs
-  for i, some in enumerate(parts):     # each sees what the one before it has left, for tinygrad takes them for writers of the same buffer
+  for i, some in enumerate(parts):     # each comes after the one before it, because for tinygrad they write to the same buffer
     into = tuple(of_device(u, i) for u in states.values())
     call = merge_call(c, c.own, some, into, held["sinks"][i] if "sinks" in held else None, c.there(i))
     states = {name: u.after(call) for name, u in states.items()}
   return call
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """(o and lse as buffers, sharded as q is; the inputs in buffers, and on each device o, lse and its rest as they are once computed), by name. The
-  latter are what a gradient takes, and what o and lse depend on: of what these are computed with, nothing is computed again for the gradient."""
+  """Computes attention over rows that are divided among devices. Returns two mappings by name. The first has o and lse as buffers, sharded like q.
+  The second has the inputs in buffers, and o, lse and its rest on each device after the computation. A gradient uses the second mapping, and o and
+  lse depend on it, so nothing that they are computed from is computed again for the gradient."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, axes = c.own.shapes, {name: AXES[c.problem.layout] if name == "o" else lse_axes(c.problem.layout) for name in c.own.outputs}
@@ -426,12 +433,12 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
   return outputs, {f"merged_{name}": u.after(call) for name, u in buffers.items()} | inputs
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
-  """What all devices have found, on each: one copy from each device that has seen a key to each other one."""
+  """Copies the part of each device that has seen a key to every other device, once; returns the parts that each device has then."""
   found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
   return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """What the first launch of the first device that has one computes over the keys of one device."""
+  """Problem of the first launch over the keys of one device, on the first device that has a launch."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

@@ -1,7 +1,8 @@
-"""The gradient of attention over rows that devices share.
+"""Gradient of attention over rows that are divided among devices.
 
-The shards of k and v come past each device, its own first. It computes, with o and lse of all keys, its part of dq, which stays, and of dk and dv, in
-float32, which go back to the device that holds those keys. Every sum is in float32 and in a fixed order: the same from run to run.
+The shards of k and v are passed to each device in turn, its own first. With o and lse of all keys the device computes its part of dq, which stays,
+and parts of dk and dv in float32, which go back to the device that holds those keys. Every sum is in float32 and in a fixed order, so results are the
+same from run to run.
 """
 from __future__ import annotations
 import functools
@@ -23,7 +24,7 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Whether the backward kernels take every launch."""
+  """Tells whether the backward kernels can compute every launch."""
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:
@@ -31,11 +32,11 @@ def rows_axis(c:SharedRows, name:str) -> int:
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
-  """The gradient of an output, on the same devices as that and sharded alike."""
+  """Moves the gradient of an output to the output's devices, with the same sharding."""
   g = g.cast(out.dtype)
   if g.axis == out.axis: return g
   if out.axis is None and out.device is not None: return g.copy_to_device(out.device)
-  # that of a sum is the same number everywhere, on each device whole
+  # the gradient of a sum is one number, which every device has whole
   if isinstance(g.device, tuple) and g.axis is None: return (Tensor(out).zeros_like() + Tensor(g)).uop
   return Tensor(g).shard_like(Tensor(out)).uop
 
@@ -43,12 +44,13 @@ def lying_as(g:UOp, out:UOp) -> UOp:
 
 @dataclass(frozen=True)
 class RowGradient:
-  """A gradient in float32 of some of the rows that a device holds."""
+  """Gradient in float32 of some of the rows that a device holds."""
   run: PieceRun
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Their sum, in order, of all rows of a tensor on a device: one addition after another, so that no more than two wait for it."""
+  """Adds up gradients of rows, in order, to the gradient of all rows of a tensor on a device. The additions are done one after another, so that at
+  most two parts are in memory at a time."""
   total = None
   for part in parts:
     rows = (part.run.first, shape[axis] - part.run.first - part.run.count)
@@ -58,7 +60,7 @@ def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:st
   return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous() if total is None else total
 
 def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) -> dict[str, Tensor]:
-  """dq, dk and dv of a launch, float32, from the tensors that its device has, by name."""
+  """Computes dq, dk and dv of a launch, in float32, from the tensors that its device has, by name."""
   p = replace(launch_problem(c.problem, launch), num_splits=1)
   runs = dict.fromkeys(("q", "o", "lse", "lse_rest", "do", "dlse"), launch.queries) | dict.fromkeys(("k", "v"), launch.keys)
   t = {name: rows_in_buffer(u, rows_axis(c, name), runs[name].first, runs[name].count) if name in runs else u for name, u in held.items()}
@@ -69,17 +71,18 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 
 def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
-  """One tensor of what each device has: sharded along an axis, or whole where that is None."""
+  """Joins one tensor of each device to a tensor on all devices, sharded along `axis`, or whole on each if that is None."""
   first, *rest = [x.contiguous().uop for x in each]
   if isinstance(c.at.device, str): return first
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)
 
 def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
-  """On every device the sum, in order, of what each has: copied once to each other one."""
+  """Sums one tensor of each device, in order, on every device. Each tensor is copied once to each other device."""
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Of q, k, v and the sinks, for the gradients `given` of o and lse, which lie as the `merged` ones do."""
+  """Computes the gradients of q, k, v and the sinks by the backward kernels. `given` has the gradients of o and lse, which are sharded like the
+  outputs in `merged`."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
   for name, g in given.items(): held[f"d{name}"] = shards_of(in_buffers(g))
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
@@ -106,7 +109,7 @@ def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp],
   return result
 
 def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
-  """-exp(sink - lse) * delta, summed over the rows that all devices hold."""
+  """Gradient of the sinks: -exp(sink - lse) * delta, summed over the rows of all devices."""
   p, each = c.problem, []
   for i in range(len(c.devices)):
     of = {name: Tensor(shards[i]) for name, shards in held.items()}
@@ -118,7 +121,8 @@ def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
 # ***** by tinygrad *****
 
 def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Of every input of floats: all of them on the first device, in the order of the sequence, where tinygrad differentiates `three_pass`."""
+  """Computes the gradients of all inputs of floats by tinygrad: it gathers all of them on the first device, in the order of the sequence, and
+  differentiates `three_pass` there."""
   p, order, first = c.problem, c.shards.order, c.devices[0]
   lengths = {"q": p.Sq, "o": p.Sq, "lse": p.Sq, "k": p.Sk, "v": p.Sk} | dict.fromkeys(c.shards.as_q, p.Sq)
   if c.shards.queries is None: lengths = {name: n for name, n in lengths.items() if name in ("k", "v")}
@@ -135,15 +139,15 @@ def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]
                           {name: gathered(name, in_buffers(u)) for name, u in given.items()})
   return {name: dealt(name, u) for name, u in found.items()}
 
-# ***** either *****
+# ***** the grad_fxn *****
 
 @dataclass(frozen=True)
 class ContextGradient:
-  """The grad_fxn of a problem whose rows devices share, called on the tensors `names`."""
+  """grad_fxn of a problem whose rows are divided among devices; `names` are the names of its call's sources."""
   shared: SharedRows
   names: tuple[str, ...]
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """The gradient of each source of the call, as AttentionGradient has it."""
+    """Gradient of each source of the call, None for a source without one, as in AttentionGradient."""
     check_differentiable(self.shared.problem)
     c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))
@@ -156,11 +160,11 @@ class ContextGradient:
 
 @cache_of_kernels
 def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
-  """One object for the same arguments: tinygrad's caches go by identity."""
+  """Makes a ContextGradient, the same object for the same arguments: tinygrad's caches compare by identity."""
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
-  """o and lse, which have been computed from some sources, in whatever way: a CALL of nothing, which has the gradient."""
+  """Attaches the gradient to o and lse, however they were computed from the sources: they become results of an empty CALL that has the grad_fxn."""
   gradient = context_gradient(c, (*outputs, *sources))
   call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=gradient)
   keep_inputs(list(outputs.values()), list(sources.values()), gradient)

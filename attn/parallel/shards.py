@@ -1,12 +1,12 @@
-"""Context parallelism: which rows of a sequence a device holds, and which launches compute its queries: of some heads over all keys, or of all heads
-over the keys of one device after another.
+"""Plans of context parallelism: the rows of a sequence that each device holds, and the launches that compute its queries. A launch computes some
+heads over all keys, or all heads over the keys of one device after another.
 
-What a device holds are pieces of the sequence: one where the order is "contiguous", and two where it is "zigzag", one from the front and one from the
-back (Llama 3, arXiv 2407.21783, section 3.3.2), so that under a causal mask each device sees as many keys as any other:
+A device holds pieces of the sequence. With the order "contiguous" it holds one piece. With "zigzag" it holds two, one from the front and one from the
+back (Llama 3, arXiv 2407.21783, section 3.3.2), so that under a causal mask every device sees the same number of keys:
 
   pieces of 4 devices, zigzag   device 0: 0, 7   device 1: 1, 6   device 2: 2, 5   device 3: 3, 4
 
-A piece of queries and a piece of keys are an attention problem with an offset of its own, whose mask hides nothing, something or everything.
+A piece of queries with a piece of keys is an attention problem with its own offset. Its mask hides no pair, some pairs or all pairs.
 """
 from __future__ import annotations
 import itertools
@@ -18,21 +18,23 @@ from attn.problem import BYTES, ORDERS, DealtRows, Problem, Strided
 from attn.score.masks import hiding
 from attn.score.terms import goes_by_distance, score_terms
 
-REACH = 512     # rows before and behind those that a block of queries sees which its tiles may have besides: more than those on their way
+REACH = 512     # rows before and after the visible keys of a block of queries that its tiles may also read, with those that are loaded ahead
 
 @dataclass(frozen=True)
 class SequencePiece:
-  """Rows of a sequence, from `start` on, that a device holds from its own row `at` on: `rows` of them, not counting the padding behind all rows."""
+  """Piece of a sequence that a device holds: `rows` rows from row `start` of the sequence on, which lie on the device from its row `at` on. Padding
+  behind the last row of the sequence does not count."""
   start: int
   rows: int
   at: int
 
 def numbers_of(device:int, count:int, order:str) -> tuple[int, ...]:
-  """Which pieces a device of `count` holds, in the order in which they lie there."""
+  """Numbers of the pieces that one of `count` devices holds, in the order in which they lie there."""
   return (device,) if order == "contiguous" else (device, 2*count - 1 - device)
 
 def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[SequencePiece, ...]:
-  """What a device holds of a sequence of `length` rows, where `count` devices hold `held` rows each; pieces of padding alone are left out."""
+  """Pieces that a device holds of a sequence of `length` rows, if each of `count` devices holds `held` rows. Pieces that are all padding are left
+  out."""
   size = held//ORDERS[order]
   of = [SequencePiece(n*size, min(max(length - n*size, 0), size), i*size) for i, n in enumerate(numbers_of(device, count, order))]
   return tuple(piece for piece in of if piece.rows)
@@ -41,19 +43,20 @@ def rows_held(length:int, count:int, order:str) -> int:
   """Rows that each of `count` devices holds of a sequence of `length` rows, padded so that all pieces are equal."""
   return -(-length//(count*ORDERS[order]))*ORDERS[order]
 
-# ***** what a mask leaves of some queries and some keys *****
+# ***** keys that a mask leaves visible *****
 
 @dataclass(frozen=True)
 class SeenKeys:
-  """Query i of some sees key j of some where i + offset - left <= j <= i + offset + right, of (left, right) = `window`, -1 for no bound."""
+  """Mask between some queries and some keys: query i sees key j if i + offset - left <= j <= i + offset + right, with (left, right) = `window`; -1
+  means no bound."""
   window: tuple[int, int]
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """The same for the same keys seen, so that two can be compared: bounds that hide nothing are none, and an offset that nothing goes by is 0. Scores
-  go by it, too, where they are `by_distance`. None where no query sees a key."""
+  """Normal form of a mask, so that two masks can be compared: a bound that hides nothing becomes -1, and an offset without effect becomes 0. With
+  `by_distance` scores depend on the offset too. None if no query sees a key."""
   left, right = window
-  first, last = offset - left, queries - 1 + offset + right      # the first key of the first query, the last one of the last
+  first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
   bounds = (left if left >= 0 and queries - 1 + offset - left > 0 else -1, right if right >= 0 and offset + right < keys - 1 else -1)
   return SeenKeys(bounds, offset if by_distance or bounds != (-1, -1) else 0)
@@ -62,7 +65,7 @@ def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_dist
 
 @dataclass(frozen=True)
 class PieceRun:
-  """Pieces that lie one after another in what a device holds."""
+  """Pieces of a device, in the order in which they lie on it."""
   pieces: tuple[SequencePiece, ...]
   @property
   def first(self) -> int: return self.pieces[0].at
@@ -73,20 +76,21 @@ class PieceRun:
 
 @dataclass(frozen=True)
 class ContextLaunch:
-  """One launch of attention: queries of a device over keys that it has, its own or another's."""
+  """Launch of attention on one device: its queries over keys that are on the device, its own or copied from another one."""
   queries: PieceRun
   keys: PieceRun
   seen: SeenKeys
 
 def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|None=None) -> SeenKeys|None:
-  """What the queries of one piece see of the keys of another: by their places in the sequence, or by another offset."""
+  """Mask between a piece of queries and a piece of keys, from their places in the sequence, or from `offset` if it is given."""
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
-  """What all these queries see of all these keys, if one window and one offset, counted from the first of each, say so of every pair of pieces."""
+  """Mask between all these queries and all these keys, or None if no single window and offset, counted from the first of each, gives the right mask
+  for every pair of pieces."""
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """How much further the diagonal is in the pair than in the whole, by where the pieces lie."""
+    """Distance by which the diagonal of the pair is moved against the diagonal of the whole, because of the positions of the pieces."""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]
@@ -97,7 +101,7 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   return seen_keys(window, offset, queries.count, keys.count, goes_by_distance(p))
 
 def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequencePiece]) -> tuple[ContextLaunch, ...]:
-  """The fewest launches that compute the queries of some pieces over the keys of some others: none for pairs that see nothing."""
+  """Smallest set of launches that compute the queries of some pieces over the keys of some pieces. Pairs that see nothing have no launch."""
   if all(pair_seen(p, x, y) is None for x in queries for y in keys): return ()
   if (seen := as_one(p, PieceRun(tuple(queries)), PieceRun(tuple(keys)))) is not None:
     return (ContextLaunch(PieceRun(tuple(queries)), PieceRun(tuple(keys)), seen),)
@@ -107,13 +111,13 @@ def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequenceP
   return min(ways, key=len)
 
 def owners(device:int, count:int) -> tuple[int, ...]:
-  """The devices whose keys a device sees, in this order: its own first, and then each of the others so that at no time two read from the same."""
+  """Devices whose keys a device sees, in order: itself first, then the others in turn, so that two devices never read from the same one at a time."""
   return tuple((device + i) % count for i in range(count))
 
 @dataclass(frozen=True)
 class SequenceShards:
-  """How `count` devices share out a problem's rows: each holds `keys` rows of k and v, and `queries` rows of q, or all of q where that is None.
-  `as_q`: the terms' tensors, by name, whose rows lie as those of q do."""
+  """Division of a problem's rows among `count` devices. Each device holds `keys` rows of k and v, and `queries` rows of q (None: all of q). `as_q`
+  has the names of the terms' tensors whose rows are divided like those of q."""
   count: int
   order: str
   keys: int
@@ -121,16 +125,16 @@ class SequenceShards:
   as_q: tuple[str, ...] = ()
 
   def queries_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]:
-    """What a device computes."""
+    """Pieces of q that a device computes."""
     return (SequencePiece(0, p.Sq, 0),) if self.queries is None else pieces_of(device, self.count, self.order, self.queries, p.Sq)
   def keys_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]: return pieces_of(device, self.count, self.order, self.keys, p.Sk)
   def plan(self, p:Problem, device:int) -> tuple[tuple[int, tuple[ContextLaunch, ...]], ...]:
-    """The launches of a device, by the device whose keys they see, in order. Where all have all queries, each sees its own keys alone."""
+    """Launches of a device, as (device whose keys they see, launches), in order. If every device has all queries, each computes only its own keys."""
     seen = owners(device, self.count) if self.queries is not None else (device,)
     found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
     return tuple((owner, some) for owner, some in found if some)
   def keys_read(self, p:Problem, device:int) -> tuple[range, ...]:
-    """The rows of k and v that a kernel may read where it computes all queries of a device: those that these see and REACH more on either side."""
+    """Rows of k and v that a kernel may read when it computes all queries of a device: the rows that these see, and REACH more on either side."""
     (left, right), found = p.window, list[range]()
     for piece in self.queries_of(p, device) or (SequencePiece(0, 0, 0),):
       first, last = p.offset + piece.start, p.offset + piece.start + piece.rows - 1
@@ -141,21 +145,21 @@ class SequenceShards:
       found.append(read)
     return tuple(found)
   def keys_held(self, p:Problem, device:int) -> tuple[range, ...]:
-    """The rows of k and v that a device holds."""
+    """Rows of k and v that a device holds."""
     return tuple(range(piece.start, piece.start + piece.rows) for piece in self.keys_of(p, device))
   def keys_copied(self, p:Problem, device:int) -> tuple[tuple[int, range], ...]:
-    """(owner, rows) of each copy of keys to a device, in this order."""
+    """Copies of keys to a device, as (owner, rows), in order."""
     found = [(owner, range(max(x.start, y.start), min(x.stop, y.stop))) for owner in owners(device, self.count)[1:]
              for x in self.keys_held(p, owner) for y in self.keys_read(p, device)]
     return tuple((owner, rows) for owner, rows in found if rows)
   def keys_gathered(self, p:Problem, device:int) -> range:
-    """The rows that a device has room for: what it reads, its own, and those between."""
+    """Rows for which a device has room in its buffers: the rows that it reads, the rows that it holds, and the rows between."""
     some = (*self.keys_read(p, device), *self.keys_held(p, device))
     return range(min(x.start for x in some), max(x.stop for x in some))
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
-    """What a device computes in one launch, of the key/value heads (first, count) over batches. The same for all that are computed alike: where rows
-    lie, and which heads they are of, is said where something goes by it. k and v are what it gathers, (rows, heads, width), or all that there are
-    where it has them by itself."""
+    """Problem that a device computes in one launch, for the key/value heads (first, count) over all batches. Launches that are computed alike have
+    the same problem: it has the positions of rows and the numbers of heads only if something depends on them. k and v are the gathered rows (rows,
+    heads, width), or all of k and v if there is only one device."""
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
     if pieces and (goes_by_distance(p) or any(hiding(p))):
@@ -171,7 +175,8 @@ class SequenceShards:
     return replace(p, Sq=self.queries, return_lse=True, lse_rest=p.wide_scores, dealt=dealt, k_view=view(p.D),
                    v_view=None if p.v_in_k else view(p.Dv))
   def told(self, p:Problem, gathered:int) -> str:
-    """What `explain` says of it, where each device computes in so many launches of some heads each, over all keys; 0: over those of one device."""
+    """Text of `explain` about the division. `gathered` is the number of launches over all keys on each device; 0 means launches over the keys of one
+    device after another."""
     shared = f"{'keys' if self.queries is None else 'rows'} shared by {self.count} devices, {self.order}:"
     if gathered:
       others = max(len({owner for owner, _ in self.keys_copied(p, device)}) for device in range(self.count))
@@ -181,14 +186,15 @@ class SequenceShards:
     if self.queries is None: return f"{each} o and lse exchanged once"
     return f"{each} the keys of {max(sum(owner != device for owner, _ in plan) for device, plan in enumerate(plans))} others passed to it"
 
-# ***** heads that are computed one after another *****
+# ***** division of heads into launches *****
 
-AT_ONCE = 1 << 29     # bytes, at most, of k and v of all devices for the heads of a launch; a device has those of two
-LONG_COPIES = 1 << 27 # bytes of the same from which on a device has two launches at least: only for the keys of the first one it waits
+AT_ONCE = 1 << 29     # most bytes of k and v, of all devices, for the heads of one launch; a device has buffers for two launches
+LONG_COPIES = 1 << 27 # with more bytes of k and v a device has at least two launches: it then waits only for the keys of the first
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
-  """(first, count) of the key/value heads, over batches, of each launch of a device: equally many, so that it is one kernel, and else as many as may
-  be. While it computes some the keys of the next come over. The heads of q and o of each launch begin at a whole unit of their buffers."""
+  """Key/value heads (first, count), over all batches, of each launch of a device. All launches have the same number of heads, so that there is one
+  kernel, and as many as AT_ONCE and LONG_COPIES allow. During a launch the keys for the next one are copied. The heads of q and o of each launch
+  begin at a multiple of UNIT_BYTES in their buffers."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
   most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= LONG_COPIES else heads)
   rows = p.H//p.Hkv*(shards.queries or 0)

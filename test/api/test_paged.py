@@ -204,7 +204,7 @@ def test_refused() -> None:
       (append(block_table=table[:1]), r"block_table has shape \(1, 2\)"), (append(softcap=-1.0), "softcap=-1.0"),
       (call(k=k[:1], v=v[:1], block_table=int32([[0, 3], [1, 0]])), "block_table has an entry 1 for rows that kv_lengths counts: there is one page"),
       (lambda: attn.empty_paged_cache(4, 8, HKV, D, device=("EMU", "EMU:0")), "device=.*: must be different devices"),
-      (lambda: attn.empty_paged_cache(4, 8, HKV, D, device=("EMU", "NOSUCH")), "device='NOSUCH': it does not open"),
+      (lambda: attn.empty_paged_cache(4, 8, HKV, D, device=("EMU", "NOSUCH")), "device='NOSUCH': this device does not open"),
       (lambda: attn.empty_paged_cache(4, 0, HKV, D), "page_size=0: must be a whole number, at least 1")):
       with pytest.raises(ValueError, match=text): what()
     assert (k.uop, v.uop) == before

@@ -628,11 +628,11 @@ def test_refusals() -> None:
       attn.attention(batch, batch, batch, sequence_order="zigzag")
     for arguments, text in (((plain, "EMU:0", 4), r"axis=4: must be an axis of x, .*-4\.\.3"),
                             ((plain, ("EMU:0", "EMU"), 2), "devices=.*must be different devices"),
-                            ((plain, ("EMU", "NOSUCH"), 2), "devices='NOSUCH': it does not open"), ((q, "EMU", 2), "x is on .*must be on one device"),
-                            ((plain, devices(2), 2, "back"), "order='back'")):
+                            ((plain, ("EMU", "NOSUCH"), 2), "devices='NOSUCH': this device does not open"),
+                            ((q, "EMU", 2), "x is on .*must be on one device"), ((plain, devices(2), 2, "back"), "order='back'")):
       with pytest.raises(ValueError, match=text): attn.shard_sequence(*arguments)
     for arguments, text in (((q, 1, 2), "axis=1: x is sharded along axis 2"), ((q, 2, 17), r"length=17: must be a number of rows, 1\.\.16"),
-                            ((odd, 2, 3), "order='zigzag' with x .*: axis 2 is no multiple of its 4 pieces")):
+                            ((odd, 2, 3), "order='zigzag' with x .*: axis 2 must be a multiple of its 4 pieces")):
       with pytest.raises(ValueError, match=text): attn.unshard_sequence(*arguments)
     with pytest.raises(ValueError, match="k_cache is sharded along its rows"): attn.append_kv(q, q, long, long, 0)
 
