@@ -104,13 +104,13 @@ def in_pages(function:str) -> None:
 
 MAIN = agrees({})
 OF_ALL: dict[str, tuple[str, Callable[[str], None]]] = {
-  "dropout_p": ("drops whenever it is not 0, by a seed from tinygrad's generator", dropped),
+  "dropout_p": ("dropout whenever it is not 0, with a seed from tinygrad's generator", dropped),
   "softmax_scale": ("1/sqrt(D) by default", agrees({"softmax_scale": .5}, softmax_scale=.5)),
-  "causal": ("bottom-right", close_packed), "softcap": ("off up to 0", softcap),
-  "window_size": ("a tuple or a list, no bound below 0; with causal what it says of the right is 0", window),
+  "causal": ("bottom-right", close_packed), "softcap": ("off at 0 and below", softcap),
+  "window_size": ("tuple or list; a negative bound is no bound; with causal the right bound is 0", window),
   "alibi_slopes": ("(H) or (B, H)", lambda f: agrees({"alibi_slopes": Tensor(SLOPES, device="EMU")}, alibi_slopes=Tensor(SLOPES, device="EMU"))(f)),
-  "deterministic": ("always, whatever it says", agrees({}, deterministic=True)),
-  "return_attn_probs": ("gives (out, softmax_lse, None); lse of a row that sees no key is -inf, FlashAttention's +inf", with_lse)}
+  "deterministic": ("ignored: the result is always deterministic", agrees({}, deterministic=True)),
+  "return_attn_probs": ("returns (out, softmax_lse, None); a row that sees no key has lse -inf, in FlashAttention +inf", with_lse)}
 TABLE: dict[tuple[str, str], tuple[str, Callable[[str], None]]] = {}
 for name, tensors in (("flash_attn_func", {"q": "(B, Sq, H, D)", "k": "(B, Sk, Hkv, D)", "v": "(B, Sk, Hkv, Dv)"}),
                       ("flash_attn_kvpacked_func", {"q": "(B, Sq, H, D)", "kv": "(B, Sk, 2, Hkv, D)"}),
@@ -123,9 +123,9 @@ for name, tensors in (("flash_attn_func", {"q": "(B, Sq, H, D)", "k": "(B, Sk, H
   TABLE |= {(name, argument): (text, MAIN) for argument, text in tensors.items()}
   if "varlen" in name:
     names = ("max_seqlen",) if "qkvpacked" in name else ("max_seqlen_q", "max_seqlen_k")
-    TABLE |= {(name, argument): ("the longest sequence; more than there are rows is no bound", longest) for argument in names}
+    TABLE |= {(name, argument): ("longest sequence; a number above the number of rows sets no bound", longest) for argument in names}
   TABLE |= {(name, argument): x for argument, x in OF_ALL.items()}
-TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D)", in_pages)
+TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks); k and v are then pages (pages, page_size, Hkv, D)", in_pages)
 
 # ***** a cache *****
 
@@ -212,21 +212,23 @@ def like_ours(theirs:dict[str, Any], options:dict[str, Any]) -> Callable[[str], 
   return run
 
 OF_A_CACHE = {
-  "q": ("(B, Sq, H, D)", cache_main), "k_cache": ("(B or more, capacity, Hkv, D), views of larger buffers too, or pages", cache_main),
-  "v_cache": ("the same", cache_main), "k": ("(B, new, Hkv, D): appended in place, before anything is read", cache_main),
-  "v": ("the same", cache_main),
-  "rotary_cos": ("(positions, rotary_dim/2), any even rotary_dim up to D: turns q and k; as many positions as the cache has rows", rotary(True)),
-  "rotary_sin": ("the same", rotary(True, False)),
-  "cache_seqlens": ("an int, a Variable or int32 (B); without it the caches are full", cache_of_an_int),
-  "cache_batch_idx": ("int32 (B); without it the first batches", cache_more_batches),
-  "cache_leftpad": ("int32 (B); with block_table, too", cache_leftpad), "block_table": ("int32 (B, max_blocks), pages of any size", cache_in_pages),
+  "q": ("(B, Sq, H, D)", cache_main), "k_cache": ("(B or more, capacity, Hkv, D), may be a view of a larger buffer; or pages", cache_main),
+  "v_cache": ("like k_cache", cache_main), "k": ("(B, new, Hkv, D), appended in place before anything is read", cache_main),
+  "v": ("like k", cache_main),
+  "rotary_cos": ("(positions, rotary_dim/2) for an even rotary_dim up to D; rotates q and k; a position for each row of the cache", rotary(True)),
+  "rotary_sin": ("like rotary_cos", rotary(True, False)),
+  "cache_seqlens": ("int, Variable or int32 (B); without it the caches are full", cache_of_an_int),
+  "cache_batch_idx": ("int32 (B); without it the first B batches", cache_more_batches),
+  "cache_leftpad": ("int32 (B), also with block_table", cache_leftpad),
+  "block_table": ("int32 (B, max_blocks), for pages of any size", cache_in_pages),
   "softmax_scale": ("1/sqrt(D) by default", like_ours({"softmax_scale": .5}, {"softmax_scale": .5})),
   "causal": ("bottom-right", like_ours({"causal": False}, {"causal": False})),
-  "window_size": ("as above", like_ours({"window_size": [3, 4]}, {"window": (3, 0)})),
-  "softcap": ("off up to 0", like_ours({"softcap": -2}, {})), "rotary_interleaved": ("pairs of neighbours, or of halves", rotary(False)),
+  "window_size": ("as in flash_attn_func", like_ours({"window_size": [3, 4]}, {"window": (3, 0)})),
+  "softcap": ("off at 0 and below", like_ours({"softcap": -2}, {})),
+  "rotary_interleaved": ("True: pairs of neighbouring columns; False: pairs across the two halves", rotary(False)),
   "alibi_slopes": ("(H) or (B, H)", lambda f: like_ours(*[{"alibi_slopes": Tensor(SLOPES, device="EMU")}]*2)(f)),
-  "num_splits": ("0 as a heuristic finds", like_ours({"num_splits": 1}, {"num_splits": 1})),
-  "return_softmax_lse": ("gives (out, softmax_lse); -inf where FlashAttention has +inf, of a row that sees no key", cache_lse)}
+  "num_splits": ("0: chosen by a heuristic", like_ours({"num_splits": 1}, {"num_splits": 1})),
+  "return_softmax_lse": ("returns (out, softmax_lse); a row that sees no key has lse -inf, in FlashAttention +inf", cache_lse)}
 TABLE |= {("flash_attn_with_kvcache", argument): x for argument, x in OF_A_CACHE.items()}
 
 BY_DEFAULT = {("flash_attn_func", "window_size"), ("flash_attn_varlen_qkvpacked_func", "max_seqlen"), ("flash_attn_varlen_kvpacked_func", "causal"),
