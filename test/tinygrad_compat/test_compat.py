@@ -226,7 +226,7 @@ def test_another_tinygrad_of_this_version_is_refused_in_one_sentence(changed:str
   assert "\n" not in str(e.value)
 
 def test_workers_know_what_this_process_knows() -> None:
-  """With SPEC=2 tinygrad types each AST of a compile worker anew, and must find our vector types there."""
+  """tinygrad with SPEC=2 types each AST of a compile worker anew, and must find our vector types there."""
   script = ("import attn\nfrom tinygrad import Tensor\nif __name__ == '__main__':\n  q = Tensor.rand(1, 2, 20, 16).half().realize()\n"
             "  Tensor.realize(attn.attention(q, q, q, causal=True), attn.attention(q, q, q, softcap=2.0))")
   with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
