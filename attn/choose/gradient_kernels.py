@@ -10,12 +10,12 @@ from attn.choose.tiled_tiles import tiled_backward_tile
 from attn.kernels.amd.backward import AmdBackward
 from attn.kernels.amd.dbias import AmdBias
 from attn.kernels.backward import backward_dbias, backward_dkdv, backward_dq
-from attn.kernels.backward_tiled import backward_dkdv_tiled, backward_dq_tiled
 from attn.kernels.mma.backward import MmaBackward
 from attn.kernels.mma.dbias import MmaBias
 from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.rectangle import beyond_registers
+from attn.kernels.parts.rectangle import beyond_registers, for_rectangles
 from attn.kernels.parts.tensors import check_backward
+from attn.kernels.plain.backward import PlainBackward
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.kernels.tiles.plain import TiledBackwardTile
@@ -85,4 +85,6 @@ GRADIENT_KERNELS: dict[str, GradientKernels] = {
   MmaBackwardTile.suffix: GradientKernels(
     lambda p, arch: mma_refuses(p, arch) or beyond_float16(p), mma_backward_tile, backward_dq(MmaBackward.of_queries),
     backward_dkdv(MmaBackward.of_keys), BIAS_BY_MMA, no_mma, general=True),
-  TiledBackwardTile.suffix: GradientKernels(tiled_backward_refuses, tiled_backward_tile, backward_dq_tiled, backward_dkdv_tiled)}
+  TiledBackwardTile.suffix: GradientKernels(
+    tiled_backward_refuses, tiled_backward_tile, for_rectangles(backward_dq(PlainBackward.of_queries)),
+    for_rectangles(backward_dkdv(PlainBackward.of_keys)))}

@@ -38,13 +38,11 @@ class OwnUnit(Protocol[Carry]):
   """What a workgroup owns, and its way over the rest."""
   @property
   def group(self) -> Workgroup: """The workgroup's part of the problem."""
-  @property
-  def suffix(self) -> str: """What the names of the unit's kernels end with."""
-  @property
-  def dynamic_shared(self) -> int: """Bytes of shared memory that a launch has to ask for."""
   def walk(self, s:Carry, work:Callable[[Carry, Any], Carry]) -> Carry:
     """Goes over the tiles that its rows see, or that see them, of one head after another. On each, when it is there, it does `work(state, trip)`,
     which returns the state that the trip ends with."""
+  def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
+    """The kernel of so many operations that ends in these stores, and in those of 0 to rows of no sequence of the tensors `cleared`."""
 
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries, or keys."""
@@ -56,7 +54,7 @@ class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
 
 class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries."""
-  def deltas(self) -> list[UOp]: """The stores of delta, which this kernel computes and the others read."""
+  def deltas(self, s:Carry) -> list[UOp]: """The stores of delta, which this kernel computes and the others read."""
 
 class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns a block of a bias, or what is left of it where rows or keys share one number, and walks over all that shares it."""
@@ -76,7 +74,7 @@ def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
     return tile.add(s, "dq", tile.rounded(ds))               # dQ += dS K
   p = unit.group.p
   s = unit.walk(unit.begin(), work)
-  return kernel(unit, "dq", ("dq", "delta"), [*unit.deltas(), *unit.gradient(s, "dq")], p.flops//(p.D + p.Dv)*(2*p.D + p.Dv))
+  return unit.kernel("dq", ("dq", "delta"), [*unit.deltas(s), *unit.gradient(s, "dq")], p.flops//(p.D + p.Dv)*(2*p.D + p.Dv))
 
 def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   """A workgroup owns keys and walks over the queries of one after another of the heads that share them: once, or where registers are short twice, for
@@ -97,7 +95,7 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
       return s
     s = unit.walk(unit.begin(s, stores), work)
     stores = [*stores, *[x for name in unit.wanted for x in unit.gradient(s, name)]]
-  return kernel(passes[0], "dkdv", ("dk", "dv"), stores, 2*passes[0].group.p.flops)
+  return passes[0].kernel("dkdv", ("dk", "dv"), stores, 2*passes[0].group.p.flops)
 
 def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
   """A workgroup owns a block of the bias and walks over all that shares it, always in the same order: batches, heads, queries and keys."""
@@ -111,11 +109,7 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
     ds = tile.ds(weights, dp, summed_term(p))                # dS = P * (dP - delta), of what the bias is added to
     return unit.sum(s, ds, tile)                             # dbias += dS
   s = unit.walk(unit.begin(), work)
-  return kernel(unit, "dbias", (), unit.sums(s), p.flops)
-
-def kernel(unit:OwnUnit[Any], name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
-  """The kernel of so many operations that ends in these stores, and in those of 0 to rows of no sequence of the tensors `cleared`."""
-  return unit.group.gradient_kernel(f"backward_{name}{unit.suffix}", cleared, stores, count, unit.dynamic_shared)
+  return unit.kernel("dbias", (), unit.sums(s), p.flops)
 
 # ***** kernels: of a problem, a chip and a tile, as functions of their placeholders *****
 

@@ -15,13 +15,13 @@ import attn.calls.checked_kernel
 import attn.choose.backward
 from attn.accuracy import judge
 from attn.chips import Chip, get_chip, other_chip
-from attn.choose.backward import kernel_tiles
+from attn.choose.backward import dkdv_of, dq_of, kernel_tiles
 from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.choose.tiled_tiles import BACKWARD_ALONE, tiled_backward_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
-from attn.kernels import backward_tiled
+from attn.kernels.plain import backward as plain_backward
 from attn.kernels.parts import dropout, gradients
 from attn.kernels.parts.rectangle import Rectangle
 from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
@@ -166,16 +166,16 @@ def test_same_in_every_run() -> None:
 
 # ***** planted faults *****
 
-def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(backward_tiled, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
+def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: P and dS of hidden pairs are not cleared. The reference of a query that sees no key, which also prevents NaN, is removed, too."""
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, self.first_head))
-def rounded_otherwise(m:pytest.MonkeyPatch) -> None: m.setattr(backward_tiled, "exact_weights", without_rounding)
+def rounded_otherwise(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "exact_weights", without_rounding)
 def without_rounding(scores:Scores, raw:list[UOp], exponents:list[gradients.Exponent], row:Any, tile:UOp, masked:bool) -> gradients.Weights:
-  ops, log2e = backward_tiled.ops, 1.4426950408889634
+  ops, log2e = plain_backward.ops, 1.4426950408889634
   return gradients.Weights([ops.exp2(ops.fma(y, scores.unit.base2, ops.mul(e.high, -log2e))) for y, e in zip(raw, exponents)], {}, lambda x: x)
 def one_step_for_all(m:pytest.MonkeyPatch) -> None:
   m.setattr(Rectangle, "quad_of", lambda self, portion, item, old=Rectangle.quad_of: old(self, replace(portion, column=UOp.const(0)), item))
@@ -263,7 +263,7 @@ def test_local_memory_that_has_no_room() -> None:
 def test_kernels_are_plain_uops() -> None:
   """The kernels use plain UOps only, with softcap, a window, lengths and dropout: no operation that a renderer would have to know."""
   p = problem(**{**SMALL, "softcap": 2.0, "window": (9, 3), "dropout_p": 0.3, "extras": dict(kv_lengths=int32(31), dropout_seed=SEED)})
-  for names, make in ((dq_arguments(p), backward_tiled.backward_dq_tiled), (dkdv_arguments(p), backward_tiled.backward_dkdv_tiled)):
+  for names, make in ((dq_arguments(p), dq_of), (dkdv_arguments(p), dkdv_of)):
     types = {**FLOATS, "int32": dtypes.int, "uint32": dtypes.uint}
     given = [UOp.placeholder(shape, types[dtype], i) for i, (shape, dtype) in enumerate(names.values())]
     program = make(p, get_chip("gfx1030"), replace(FEW, keys="dk" in names))(*given)

@@ -105,7 +105,6 @@ class AmdBackward:
     return [one(wanted) for wanted in PASSES[tile.passes]]
 
   # ***** what there is *****
-  suffix, dynamic_shared = BackwardTile.suffix, 0
   @property
   def walked(self) -> tuple[str, str]: return OF_QUERIES if self.tile.keys else OF_KEYS
   @functools.cached_property
@@ -171,9 +170,11 @@ class AmdBackward:
     columns = [(self.at.h*mat.accumulator + i*mat.M, where_known(known, s.acc[j].load(), factor)) for i, j in enumerate(self.part(name))]
     return self.group.gradient(name, self.row, columns)
 
-  def deltas(self) -> list[UOp]:
+  def deltas(self, s:Any) -> list[UOp]:
     number = place_of_row(self.group.p, self.group.sequence, self.row)[0]
     return [flat(self.group.given["delta"])[number.valid(self.row.there & self.at.h.eq(0) & self.group.is_first_part)].store(self.delta)]
+  def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
+    return self.group.gradient_kernel(f"backward_{name}", cleared, stores, count)
 
 @dataclass(frozen=True)
 class AmdTrip:

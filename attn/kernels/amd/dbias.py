@@ -55,7 +55,7 @@ class AmdBias:
 
   @property
   def group(self) -> Workgroup: return self.of.group
-  suffix, dynamic_shared = AmdBackward.suffix, AmdBackward.dynamic_shared
+  def kernel(self, *how:Any) -> UOp: return self.of.kernel(*how)
 
   # ***** the way over what is summed *****
   def begin(self) -> Any: return self.of.begin()

@@ -71,13 +71,10 @@ class MmaBackward:
     return [MmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state) for wanted in passes]
 
   # ***** what there is *****
-  suffix = MmaBackwardTile.suffix
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   @property
   def wanted(self) -> tuple[str, ...]: return self.rows.wanted
-  @property
-  def dynamic_shared(self) -> int: return self.tile.lds_bytes(self.group.p)
 
   # ***** shared memory *****
   def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.rows.size
@@ -145,7 +142,9 @@ class MmaBackward:
 
   # ***** the ends *****
   def gradient(self, s:MmaBackwardState, name:str) -> list[UOp]: return self.rows.gradient(s.acc, name)
-  def deltas(self) -> list[UOp]: return self.rows.kept_deltas()
+  def deltas(self, s:MmaBackwardState) -> list[UOp]: return self.rows.kept_deltas()
+  def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
+    return self.group.gradient_kernel(f"backward_{name}_mma", cleared, stores, count, self.tile.lds_bytes(self.group.p))
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):

@@ -6,6 +6,7 @@ shared memory, and the owned tile of K and V; or, where keys are summed or nothi
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
+from typing import Any
 from attn.chips import Chip
 from attn.kernels.mma.backward import MmaBackward, MmaBackwardState, MmaTrip, MmaWork
 from attn.kernels.parts.allocator import Allocator
@@ -45,11 +46,9 @@ class MmaBias:
     state = MmaBackwardState.of(Warps(group, at), tile, tile.block_n//mat.N)
     return MmaBias(_queries_of(group, at, tile, state), bias)
 
-  suffix = MmaBackward.suffix
   @property
   def group(self) -> Workgroup: return self.of.group
-  @property
-  def dynamic_shared(self) -> int: return self.of.dynamic_shared
+  def kernel(self, *how:Any) -> UOp: return self.of.kernel(*how)
   @property
   def share(self) -> BiasShare: return self.bias.share
   @property

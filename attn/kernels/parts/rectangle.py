@@ -26,6 +26,7 @@ from attn.ops import common as ops
 from attn.problem import Problem
 from attn.score.masks import hides_some
 from attn.tinygrad_compat import AxisType, UOp, dtypes
+from attn.values import FLOATS
 
 MAX_WIDTH = 512      # D and Dv
 ROWS_TOGETHER = 8    # rows of which neighbouring threads carry a quad each
@@ -115,6 +116,7 @@ class Rectangle:
   memory: UOp        # local memory, or of one thread its own
   apart: UOp         # a part of long sums
   some: UOp          # a part of the columns of a sum, where a thread goes through several
+  head: UOp|None     # whose queries are walked over, where keys are owned
 
   # ***** sizes and places *****
   @property
@@ -128,7 +130,8 @@ class Rectangle:
   @property
   def part_scores(self) -> Scores:
     """Of what a thread has at a time."""
-    return replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
+    scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
+    return scores if self.head is None else scores.of_head(self.head)
   @property
   def masked(self) -> bool:
     """Whether some row of a tile that is walked over may be hidden, or not there."""
@@ -137,7 +140,7 @@ class Rectangle:
   def items(self) -> list[UOp]:
     """The loop over heads, where there are no workgroups."""
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
-  def rows(self, tensor:str) -> GlobalRows: return self.group.rows(tensor)
+  def rows(self, tensor:str) -> GlobalRows: return self.group.rows(tensor, self.head)
   def in_block(self, j:int) -> UOp:
     """The first one of a thread's j-th quad of own rows, in the block."""
     return (self.at.x + j*self.tile.across)*QUAD
@@ -242,8 +245,8 @@ class Rectangle:
 
   # ***** to local memory *****
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
-    """What an element of a tensor becomes in fp32."""
-    return lambda x: x.cast(dtypes.float)
+    """What an element of a tensor becomes in fp32: of dO as the textbook has it, rounded to the inputs' dtype."""
+    return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
   def units(self, portion:Portion) -> int:
     """Quads of a row of what goes to local memory."""

@@ -70,7 +70,7 @@ class PlainForward(Rectangle):
     state = QueryState(acc, m, l, k, v, Ready())
     s, apart, some, top = (new.registers(n*quads, ops.f32(QUAD)) for n in (tile.walked, tile.walked, tile.columns, 1))
     group = Workgroup.of(p, arch, tile, args, grid, at)
-    return PlainForward(tile, new, replace(group, scores=replace(group.scores, natural=True)), at, memory, apart, some, s, top, state)
+    return PlainForward(tile, new, replace(group, scores=replace(group.scores, natural=True)), at, memory, apart, some, None, s, top, state)
 
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(self.in_block(j) + i) for j in self.quads for i in range(QUAD)]

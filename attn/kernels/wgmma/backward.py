@@ -81,13 +81,10 @@ class WgmmaBackward:
     return [WgmmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state, None, i) for i, wanted in enumerate(passes)]
 
   # ***** what there is *****
-  suffix = WgmmaBackwardTile.suffix
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   @property
   def wanted(self) -> tuple[str, ...]: return self.rows.wanted
-  @property
-  def dynamic_shared(self) -> int: return self.tile.lds_bytes(self.group.p)
   @property
   def walked(self) -> Blocks: return self.group.walked
   @property
@@ -157,7 +154,9 @@ class WgmmaBackward:
 
   # ***** the ends *****
   def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]: return self.rows.gradient(s.acc, name)
-  def deltas(self) -> list[UOp]: return self.rows.kept_deltas()
+  def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.rows.kept_deltas()
+  def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
+    return self.group.gradient_kernel(f"backward_{name}_wgmma", cleared, stores, count, self.tile.lds_bytes(self.group.p))
 
 @dataclass(frozen=True)
 class WgmmaTrip(WarpTrip[SwizzledPanels]):

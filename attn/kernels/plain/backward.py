@@ -1,0 +1,231 @@
+"""The steps of backward in plain UOps: for every device that tinygrad renders for, as plain/forward.py.
+
+To threads in a rectangle (parts/rectangle.py) a workgroup that owns queries and one that owns keys are the same: scores are products of what is
+walked over with the own rows, so are the dP, and what is wanted is summed with P or with dS as weights. Those go to local memory first.
+"""
+from __future__ import annotations
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from attn.chips import Chip
+from attn.kernels.parts.blocks import trip_count
+from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.dropout import KeptHere, kept_here
+from attn.kernels.parts.epilogue import place_of_row
+from attn.kernels.parts.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Exponent, Weights, exact_exponent, exact_weights, gradients_of, less_delta,
+                                          scaled_delta, where_known)
+from attn.kernels.parts.lanes import element_sum
+from attn.kernels.parts.rectangle import Portion, Rectangle, grid_of
+from attn.kernels.parts.tensors import Shapes, log_sums
+from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.plain import KEPT, QUAD, TiledBackwardTile
+from attn.ops import common as ops
+from attn.ops.common import flat
+from attn.ops.plain import plain
+from attn.problem import Problem
+from attn.score.term import Row, ScoreTerm
+from attn.tinygrad_compat import AxisType, UOp, dtypes
+
+Columns = list[list[UOp]]      # of each own row vectors of four of what is walked over
+
+@dataclass(frozen=True)
+class PlainState:
+  """What crosses trips: the sums, one for each gradient, and the numbers of own queries, `high` of their exponents, of wide scores `low`, and -delta.
+  Local memory is read and written after `ready` and the loops around. Within a trip: what the next product comes after, and what is to be added by
+  which weights. `stores`: those of delta."""
+  sums: tuple[UOp, ...]
+  exponents: tuple[UOp, ...]
+  minus_deltas: UOp
+  ready: tuple[UOp, ...] = ()
+  stores: tuple[UOp, ...] = ()
+  before: tuple[UOp, ...] = ()
+  weights: dict[str, Columns] = field(default_factory=dict)
+
+  def after(self, *deps:UOp) -> PlainState:
+    sums, exponents = (tuple(x.after(*deps) for x in registers) for registers in (self.sums, self.exponents))
+    return replace(self, sums=sums, exponents=exponents, minus_deltas=self.minus_deltas.after(*deps))
+
+PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
+
+@dataclass(frozen=True)
+class PlainBackward(Rectangle):
+  """The kernel of one problem, as a thread sees it, in walks over the rows of `head`."""
+  s: UOp               # S^T of some keys, or S of some queries
+  dp: UOp              # dP of the same
+  state: PlainState    # at the start
+  wanted: tuple[str, ...]
+
+  @staticmethod
+  def of_queries(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> PlainBackward:
+    """A workgroup that owns queries."""
+    return PlainBackward.of(p, arch, tile, args, names, parts, ("dq",))
+  @staticmethod
+  def of_keys(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[PlainBackward]:
+    """The one pass of a workgroup that owns keys."""
+    return [PlainBackward.of(p, arch, tile, args, names, parts, ("dk", "dv"))]
+
+  @staticmethod
+  def of(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int, wanted:tuple[str, ...]) -> PlainBackward:
+    rows, heads = (p.Sk, p.Hkv) if tile.keys else (p.Sq, p.H)
+    grid, at = grid_of(p, arch, tile, ceildiv(rows, tile.block_m), p.B*heads)
+    new, floats, quads = grid.allocator, tile.sections(p).floats, tile.own//QUAD
+    memory = new.registers(floats) if tile.alone else new.lds(floats, dtypes.float)
+    group = (Workgroup.of_keys if tile.keys else Workgroup.of)(p, arch, tile, args, grid, at, names, parts)
+    columns = [tile.width(p.Dv if name == "dv" else p.D)//tile.down for name in wanted]
+    group = replace(group, scores=replace(group.scores, natural=True))
+    apart, some, s, dp, high, deltas, *sums = (new.registers(n*quads, ops.f32(QUAD))
+                                               for n in (tile.walked, tile.columns, tile.walked, tile.walked, 1, 1, *columns))
+    exponents = (high, new.registers(quads, ops.f32(QUAD))) if p.wide_scores else (high,)
+    head = group.first_head if tile.keys else None
+    return PlainBackward(tile, new, group, at, memory, apart, some, head, s, dp, PlainState(tuple(sums), exponents, deltas), wanted)
+
+  # ***** whose rows *****
+  @property
+  def keys(self) -> bool: return self.head is not None
+  @property
+  def own(self) -> tuple[str, str]: return OF_KEYS if self.keys else OF_QUERIES
+  @property
+  def walked(self) -> tuple[str, str]: return OF_QUERIES if self.keys else OF_KEYS
+
+  @functools.cached_property
+  def own_rows(self) -> list[Row]:
+    group, x = self.group, self.group.sequence
+    numbers = [self.in_block(j) + i for j in self.quads for i in range(QUAD)]
+    if self.head is None: return [group.row(n) for n in numbers]
+    keys = [group.first_row + n for n in numbers]
+    return [Row(group.batch, self.head, key, key < (x.n_k if self.p.varlen else self.p.Sk)) for key in keys]
+
+  # ***** the way over tiles *****
+  def begin(self, s:PlainState|None=None, stores:list[UOp]|None=None) -> PlainState:
+    tile, items = self.tile, self.items
+    began, ready = [self.cleared(acc.after(*items)) for acc in self.state.sums], items
+    if tile.keeps_own:
+      kept = [self.carried(Portion(*x, self.group.first_row, UOp.const(0), tile.block_m), items) for x in zip(KEPT, self.own)]
+      ready = [*ready, self.barrier(*kept)]
+    if self.keys: return replace(self.state, ready=tuple(ready)).after(*began)
+    known, s = self.known(ready)
+    return s.after(*began, known)
+
+  def walk(self, s:PlainState, work:PlainWork) -> PlainState:
+    group = self.group
+    if (count := trip_count(group.walked.end - group.walked.begin)) is None: return s
+    r, heads = self.loop(group.walked_heads)
+    of_head, inside = (replace(self, head=group.first_head + r), s.after(*heads)) if heads else (self, s)
+    trip = self.new.range(count, AxisType.LOOP)
+    done = of_head.trip(inside.after(trip), group.walked.begin + trip, [*s.ready, *heads, trip], work)
+    return s.after(done.end(trip).end(*heads))
+
+  def trip(self, s:PlainState, t:UOp, ready:list[UOp], work:PlainWork) -> UOp:
+    """What a tile adds to the sums. P and dS of a part of it after the other go to local memory, and all of them are weights then."""
+    tile, (part, loop) = self.tile, self.loop(self.tile.parts)
+    found, stores = work(s, PlainTrip(self, t*tile.parts + part, [*ready, *loop])).weights, list[UOp]()
+    for name, columns in found.items():
+      to = self.section(name, *ready, *loop)
+      stores += [x for i, row in enumerate(self.by_walked_row(columns)) for j, y in enumerate(row)
+                 for x in to.store_quad(part*tile.walked + self.own_row(i), self.in_block(j), y)]
+    done = UOp.group(*stores).end(*loop)
+    for acc, name in zip(s.sums, self.wanted): done = self.summed(acc, *WEIGHTED[name], t, [*ready, met := self.barrier(done)], [met])
+    return done
+
+  # ***** the numbers of own queries *****
+  def known(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
+    """Their stores to registers, and the state that has those of delta to where it is kept."""
+    group, p, s = self.group, self.p, self.state
+    column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
+    sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
+    first = (column*self.tile.down + self.at.h)*QUAD
+    added = [x.store(ops.add(x.load(), ops.build(*[self.times(row, first) for row in self.own_rows[j*QUAD:(j + 1)*QUAD]])))
+             for j, x in enumerate(self.each(sums))]
+    done = UOp.group(*added).end(*loop)
+    totals, ready = self.over_threads([x.load() for x in self.each(s.minus_deltas.after(done))], ops.add, ready, done)
+    delta = [ops.extract(totals[i//QUAD], i%QUAD) for i in range(len(self.own_rows))]
+    if "dlse" in group.given: delta = [ops.sub(x, group.number("dlse", row)) for x, row in zip(delta, self.own_rows)]
+    exponents = [exact_exponent(p, *[group.number(name, row) for name in log_sums(group.given)]).numbers for row in self.own_rows]
+    numbers = dict(zip(s.exponents, zip(*exponents))) | {s.minus_deltas: tuple(scaled_delta(x, p) for x in delta)}
+    registers = [to.after(*ready)[j].store(ops.build(*x[j*QUAD:(j + 1)*QUAD])) for to, x in numbers.items() for j in self.quads]
+    mine = self.at.h.eq(0) & group.is_first_part
+    stores = [flat(group.given["delta"])[place_of_row(p, group.sequence, row)[0].valid(row.there & mine)].store(x)
+              for row, x in zip(self.own_rows, delta)]
+    return UOp.group(*registers), replace(s, ready=tuple(ready), stores=tuple(stores))
+
+  def times(self, row:Row, first:UOp) -> UOp:
+    """The part of rowsum(dO * O) that four elements of a query have; of dO as dP is made of it."""
+    def elements(tensor:str) -> UOp:
+      rows, convert = self.rows(tensor), self.converted(tensor)
+      begin, inside = rows.start(UOp.const(0), row.index) + first, [first + (0 if rows.width % QUAD == 0 else i) < rows.width for i in range(QUAD)]
+      return ops.build(*[convert(rows.buffer[(begin + i).valid(row.there & inside[i])].load()) for i in range(QUAD)])
+    return element_sum(ops.mul(elements("o"), elements("do")))
+
+  # ***** the ends *****
+  def gradient(self, s:PlainState, name:str) -> list[UOp]:
+    """The stores of a gradient: 0 of keys beyond kv_lengths."""
+    acc, n = s.sums[self.wanted.index(name)], len(self.quads)
+    block, loop = self.loop(self.blocks(acc))
+    part, stores = self.part(acc.after(*loop), block), list[UOp]()
+    columns = self.by_own_row([[part[i*n + j].load() for j in self.quads] for i in range(len(part)//n)])
+    for row, column in zip(self.own_rows, columns):
+      known = row.index < self.group.sequence.n_k if self.keys and self.p.kv_lengths else None
+      factor = 1.0 if name == "dv" else self.p.softmax_scale
+      stores += self.group.gradient(name, row, [(block*self.tile.columns + self.own_row(k*QUAD), where_known(known, x, factor))
+                                                for k, x in enumerate(column)])
+    return [UOp.group(*stores).end(*loop)]
+  def deltas(self, s:PlainState) -> list[UOp]: return list(s.stores)
+  def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
+    nbytes = self.tile.lds_bytes(self.p) if self.group.arch.unit.says_lds else 0
+    return plain(self.group.gradient_kernel(f"backward_{name}_tiled", cleared, stores, count, nbytes))
+
+@dataclass(frozen=True)
+class PlainTrip:
+  """The steps on part t of what is walked over, by the count of parts. Local memory is read and written after `ready`."""
+  of: PlainBackward
+  t: UOp
+  ready: list[UOp]
+
+  @functools.cached_property
+  def firsts(self) -> list[UOp]:
+    """The first rows of the quads of what is walked over that a thread has."""
+    return [self.t*self.of.part_scores.block_n + self.of.own_row(i) for i in range(0, self.of.tile.walked, QUAD)]
+  @functools.cached_property
+  def left(self) -> list[KeptHere]:
+    return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]
+
+  def own(self, x:UOp, i:int) -> UOp:
+    """The number of the i-th own query, for scores."""
+    return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
+  def of_walked(self, name:str) -> list[list[UOp]]:
+    """The numbers of the queries that are walked over, quad by quad."""
+    rows = self.of.group.numbers(name, self.of.own_rows[0].head)
+    return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
+  def minus_delta(self, s:PlainState) -> Columns:
+    if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
+    return [[self.own(s.minus_deltas, i)]*len(self.firsts) for i in range(len(self.of.own_rows))]
+  def product(self, to:UOp, which:int, ready:list[UOp]) -> tuple[UOp, Columns]:
+    """The products of the part's rows of one of the two tensors with the own ones: the registers with them, and of each own row its products."""
+    of, n = self.of, len(self.of.quads)
+    x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)
+    return x, of.by_own_row([[x[i*n + j].load() for j in of.quads] for i in range(of.tile.walked)])
+
+  # ***** the steps *****
+  def start(self, s:PlainState) -> PlainState: return s
+  def lse(self, s:PlainState) -> list[list[Exponent]]:
+    own = range(len(self.of.own_rows))
+    if not self.of.keys:
+      numbers_of_own = [[self.own(x, i) for x in s.exponents] for i in own]
+      return [[Exponent(low[0] if low else None, high)]*len(self.firsts) for high, *low in numbers_of_own]
+    numbers = zip(*[self.of_walked(name) for name in numbers_of_queries(self.of.p) if name != "delta"])
+    return [[Exponent.joined([exact_exponent(self.of.p, *x) for x in zip(*quads)], ops.build) for quads in numbers]]*len(own)
+  def scores(self, s:PlainState) -> tuple[PlainState, Columns]:
+    x, scores = self.product(self.of.s, 0, self.ready)
+    return replace(s, before=(x,)), scores
+  def weights(self, scores:Columns, lse:list[list[Exponent]]) -> list[Weights]:
+    return [exact_weights(self.of.part_scores, x, exponents, row, self.t, self.of.masked) for x, exponents, row in zip(scores, lse, self.of.own_rows)]
+  def dp(self, s:PlainState) -> tuple[PlainState, Columns]:
+    _, dp = self.product(self.of.dp, 1, [*self.ready, self.of.barrier(*s.before)])
+    return s, [less_delta(x if left.words else [ops.add(y, d) for y, d in zip(x, delta)], left, delta)
+               for x, left, delta in zip(dp, self.left, self.minus_delta(s))]
+  def ds(self, weights:list[Weights], dp:Columns, added:ScoreTerm|None=None) -> Columns:
+    return [gradients_of(w, x, added) for w, x in zip(weights, dp)]
+  def kept(self, weights:list[Weights]) -> Columns: return [left.numbers(w.p) for left, w in zip(self.left, weights)]
+  def rounded(self, ds:Columns) -> Columns: return ds
+  def add(self, s:PlainState, name:str, weights:Columns) -> PlainState: return replace(s, weights={**s.weights, WEIGHTED[name][1]: weights})
