@@ -618,7 +618,7 @@ def test_refusals() -> None:
                           ({"sequence_order": "ring"}, "sequence_order='ring': must be one of 'contiguous', 'zigzag'"),
                           ({"sequence_lengths": (17, 24)}, r"sequence_lengths=\(17, 24\): Sq must lie in 1..16"),
                           ({"sequence_lengths": (1, 2, 3)}, r"sequence_lengths=\(1, 2, 3\): must be \(Sq, Sk\)"),
-                          ({"bias": floats(2, 2, 9, 24)}, r"bias has shape \(2, 2, 9, 24\): must be four")):
+                          ({"bias": floats(2, 2, 9, 24)}, r"bias has shape \(2, 2, 9, 24\): must have 4 dim")):
       if "bias" in options: options = {"bias": Tensor(options["bias"], device="EMU").shard(devices(2))}
       with pytest.raises(ValueError, match=text): attn.attention(q, long, long, **options)
     with pytest.raises(ValueError, match="q has 14 rows: sequence_order='zigzag' on 2 devices needs a multiple of 4"):
