@@ -71,8 +71,8 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """Finding about an access: the kind of error, the threads, and for each thread the other access to the same location. `other` is the number of a
-  wave, or for NotWaitedFor the number of an operation; `verb` tells what it did."""
+  """Error found in an access: its kind, the threads, and for each thread the other access to the same location. `other` is the number of a wave, or
+  for NotWaitedFor the number of an operation; `verb` tells what it did there, such as "written"."""
   error: type[EmulatorError]
   threads: Array
   other: Array|None = None

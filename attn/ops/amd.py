@@ -78,8 +78,8 @@ def share_halves(x:UOp, low:UOp) -> UOp:
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:
-  """Text whose number clang can neither know nor keep from one use to the next. (It calls the intrinsic by its LLVM name: clang 19 has no
-  builtin.)"""
+  """Text of `low_lanes`. Inline assembly hides the number from clang, so that clang can't reuse an earlier result. (The text calls the intrinsic by
+  its LLVM name: clang 19 has no builtin for it.)"""
   return Body('__attribute__((device)) bool lanes_of(unsigned) __asm("llvm.amdgcn.inverse.ballot.i32");\n'
               'unsigned bits = 0xffffu;\nasm("" : "+s"(bits) : "v"(x[0]));\nreturn lanes_of(bits);', "x")
 
@@ -117,23 +117,23 @@ instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\n
 
 def barrier(*done:UOp) -> UOp:
   """Workgroup barrier, after the values `done` are computed. The compiler moves no access to LDS across it. (tinygrad does not insert this one: the
-  kernel places it.) A statement."""
+  kernel places it.) Returns a statement."""
   return statement("barrier", *done)
 def barrier_of(waves:UOp, *done:UOp) -> UOp:
-  """Barrier that only the waves with a nonzero `waves` execute: from then on the other waves are one barrier behind. A statement."""
+  """Barrier that only the waves with a nonzero `waves` execute: from then on the other waves are one barrier behind. Returns a statement."""
   return statement("barrier_of", integer(waves), *done)
 def wait_loads(n:int, *done:UOp) -> UOp:
-  """Waits until at most `n` of this wave's loads to LDS are under way (s_waitcnt vmcnt). A statement."""
+  """Waits until at most `n` of this wave's loads to LDS are under way (s_waitcnt vmcnt). Returns a statement."""
   return statement("wait_loads", *done, n=n)
 def priority(level:int, *done:UOp) -> UOp:
-  """This wave's priority among those of its SIMD from here on, 0 to 3 (s_setprio). A statement."""
+  """Sets this wave's priority among the waves of its SIMD, 0 to 3, from here on (s_setprio). Returns a statement."""
   return statement("priority", *done, level=level)
 def fp32_apart(*done:UOp) -> UOp:
-  """Keeps clang from packing two fp32 operations of this kernel into one instruction: see GLOBAL_UNPACKED in ops.renderers. A statement."""
+  """Keeps clang from packing two fp32 operations of this kernel into one instruction: see GLOBAL_UNPACKED in ops.renderers. Returns a statement."""
   return statement("fp32_apart", *done)
 def sched_barrier(*done:UOp) -> UOp:
-  """Keeps clang from scheduling anything across the point where all of `done` are computed, so that loads don't start long before their use. A
-  statement."""
+  """Keeps clang from scheduling anything across the point where all of `done` are computed, so that loads don't start long before their use.
+  Returns a statement."""
   return statement("sched_barrier", *done)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """Returns the integer x and hides its value from the compiler. A load from an address made of it is repeated in every `trip` instead of being kept
@@ -144,7 +144,8 @@ instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm 
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
 
 def made_here(*values:UOp) -> UOp:
-  """Makes the compiler compute the vectors `values` here. Otherwise it may delay the work into a later branch, beyond a barrier. A statement."""
+  """Makes the compiler compute the vectors `values` here. Otherwise it may delay the work into a later branch, beyond a barrier. Returns a
+  statement."""
   return statement("made_here", *values, n=len(values))
 
 # ***** memory *****
@@ -196,7 +197,7 @@ def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
   """Loads 16 bytes as `buffer_load` does, but directly to LDS: lane l's bytes go to `lds` (a wave-uniform INDEX) + 16*l. The load is under way until
-  `wait_loads`. A statement."""
+  `wait_loads`. Returns a statement."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
 def load_transposed(lds:UOp) -> UOp:
   """Loads a transposed 4 x 16 matrix of 16-bit elements for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive

@@ -101,8 +101,8 @@ def pack(x:UOp, dtype:str) -> UOp:
   """Rounds n fp32 numbers to the 16-bit type `dtype`, to nearest even, and packs them into n/2 dwords."""
   return emit("pack", u32(length(x)//2), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """Packs elements of P as `pack` does, in fewer instructions. An element that is not finite, or that is above numerics.LARGEST_WEIGHT, only has to
-  give something that is not finite."""
+  """Packs elements of P as `pack` does, in fewer instructions. An element that is not finite, or that is above numerics.LARGEST_WEIGHT, may
+  become any value that is not finite."""
   return emit("pack_weights", u32(length(x)//2), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
   """Converts n 16-bit floats to fp32. A dword holds two of them; a single one lies in the low half."""
@@ -112,7 +112,7 @@ def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
 
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  """Uses a select and not an addition, so that a NaN score disappears too."""
+  """Sets elements above the limit to -inf. It uses a select and not an addition, so that a NaN score disappears too."""
   return c.masked(x, offsets, ">", limit, -c.inf)
 
 @compound("mask_beyond")

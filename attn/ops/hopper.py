@@ -136,27 +136,27 @@ instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(bu
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
 def init(barrier:UOp, first:UOp, threads:int) -> UOp:
-  """Makes 8 bytes of shared memory, `barrier` (an INDEX), an mbarrier for `threads` threads. The thread for which `first` is true does it. A
-  statement, after which a block barrier must follow."""
+  """Makes 8 bytes of shared memory, `barrier` (an INDEX), an mbarrier for `threads` threads. The thread for which `first` is true does it. Returns
+  a statement, after which a block barrier must follow."""
   return statement("init_arrivals", barrier, first, threads=threads)
 def arrive(barrier:UOp, order:UOp) -> UOp:
-  """Makes this thread arrive at the mbarrier's next phase once the copies that it has started are complete. A statement."""
+  """Makes this thread arrive at the mbarrier's next phase once the copies that it has started are complete. Returns a statement."""
   return statement("arrive", barrier, order)
 def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
-  """Waits until all threads have arrived at phase number `phase`, so that wgmma may read what they copied. A statement."""
+  """Waits until all threads have arrived at phase number `phase`, so that wgmma may read what they copied. Returns a statement."""
   return statement("await_arrivals", barrier, integer(phase % 2), order)
 def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T, with 64 rows of Q, 8 rows of K for each C fragment in `acc` (a placeholder), and 16*steps columns of both. `q` and `k` are
-  INDEXes of their first units; `panels` has the distance between panels in bytes, of Q and of K. Warpgroups where `there` is false do nothing. A
-  statement."""
+  INDEXes of their first units; `panels` has the distance between panels in bytes, of Q and of K. Warpgroups where `there` is false do nothing.
+  Returns a statement."""
   return statement("start_scores", acc[0], q, k, there, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
 def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc += P V, with the A fragments `p` (a placeholder, 16 keys each) and one row of V for each key. `panel` is the distance between V's
-  panels in bytes. `place` selects C fragments of `acc`; None stands for all. Warpgroups where `there` is false do nothing. A statement."""
+  panels in bytes. `place` selects C fragments of `acc`; None stands for all. Warpgroups where `there` is false do nothing. Returns a statement."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
 def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
-  """Waits for all products that were started, except the last `but` products. After that `acc` may be used. A statement."""
+  """Waits for all products that were started, except the last `but` products. After that `acc` may be used. Returns a statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
   """Number of this thread's warpgroup. The compiler is told that it is uniform in the warp."""

@@ -71,20 +71,21 @@ instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, g
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
   """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true; the rest of the 16 bytes becomes zero. Both
   are INDEXes; `step` has the bytes to add to `to` and to `source`, so that many addresses need only one register, as in `ldmatrix`. With
-  `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16, and the data are there after `wait_copies`. A statement."""
+  `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16, and the data are there after `wait_copies`. Returns a statement."""
   return statement("copy", to, source, integer(nbytes), gate, step=step, asynchronous=asynchronous)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Copies 4 bytes from `source` to `to`, both INDEXes, asynchronously, if `gate` is true. If `there` is false, it writes 0. A statement."""
+  """Copies 4 bytes from `source` to `to`, both INDEXes, asynchronously, if `gate` is true. If `there` is false, it writes 0. Returns a statement."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
-  """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (For a store of its own tinygrad would add a barrier.) A
-  statement."""
+  """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (For a store of its own tinygrad would add a barrier.)
+  Returns a statement."""
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(order:UOp) -> UOp:
-  """Makes one group of the copies started since the last `commit`. A statement."""
+  """Makes one group of the copies started since the last `commit`. Returns a statement."""
   return statement("commit", order)
 def wait_copies(order:UOp, but:int) -> UOp:
-  """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. A statement."""
+  """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. Returns a
+  statement."""
   return statement("wait", order, but=but)
 
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
@@ -138,7 +139,7 @@ def zero(order:UOp) -> UOp:
   """C fragment of zeros, made after `order`."""
   return emit("zero", F4, order)
 def clear(acc:UOp, *done:UOp) -> UOp:
-  """Sets all C fragments of a placeholder of registers to zero. A statement."""
+  """Sets all C fragments of a placeholder of registers to zero. Returns a statement."""
   return statement("clear", acc[0], *done, count=acc.max_numel())
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
   """Multiplies a lane's elements of one row in four neighbouring C fragments by a factor, and packs them into four pairs, rounded to nearest even."""

@@ -6,8 +6,8 @@ becomes the maximum of its scores so far, the accumulators are rescaled to it, a
 
 If |bias| would exceed LARGE, its rounding error would show in the result of one fma. Such a row has a NaN as its bias: then every trip takes the
 branch, which first subtracts the reference from the score. Every trip with a score that is NaN or +inf takes the branch too: correct, but slow. A row
-that has seen no key has the reference LOWEST: with it every score overflows to inf, and -inf gives 0. Natural (not base 2) scores of wide scores
-(kernels/parts/scores.py) would not all overflow in base 2, so there the bias of such a row is NaN.
+that has seen no key has the reference LOWEST: with it every score overflows to inf, and -inf gives 0. Wide scores (kernels/parts/scores.py) are kept
+as natural logarithms and not in base 2, so not all of them would overflow: for them the bias of such a row is NaN.
 """
 from __future__ import annotations
 import functools, operator
@@ -217,7 +217,7 @@ def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
   """Multiplies the accumulators of each tile by the factors of its rows, if any factor in the wave is not 1. Both operands are placeholders of
-  registers. A statement."""
+  registers. Returns a statement."""
   tiles = factors.max_numel()
   return statement("rescale", acc[0], factors[0], *done, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 

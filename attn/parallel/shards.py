@@ -18,7 +18,7 @@ from attn.problem import BYTES, ORDERS, DealtRows, Problem, Strided
 from attn.score.masks import hiding
 from attn.score.terms import goes_by_distance, score_terms
 
-REACH = 512     # rows before and after the visible keys of a block of queries that its tiles may also read, with those that are loaded ahead
+REACH = 512     # more rows than a block of queries may read before or after its visible keys, including tiles that are loaded ahead
 
 @dataclass(frozen=True)
 class SequencePiece:
@@ -111,7 +111,7 @@ def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequenceP
   return min(ways, key=len)
 
 def owners(device:int, count:int) -> tuple[int, ...]:
-  """Devices whose keys a device sees, in order: itself first, then the others in turn, so that two devices never read from the same one at a time."""
+  """Devices whose keys a device sees, in order: itself first, then the others, so that no two devices read from the same device at the same time."""
   return tuple((device + i) % count for i in range(count))
 
 @dataclass(frozen=True)
