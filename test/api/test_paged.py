@@ -211,8 +211,8 @@ def test_refused() -> None:
 
 @pytest.mark.parametrize("starts, there", (((14, -2), (14, 15, 16)), ((5, 16), (5, 6, 7))))
 def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[int, ...]) -> None:
-  """New rows beyond the table are dropped when only the device knows the lengths. Once, the append read behind the table's row for such a row: past
-  the table's end for the last sequence, and otherwise an entry of the next sequence, which reported two rows in one slot."""
+  """New rows beyond the table are dropped when only the device knows the lengths. Once, the append read behind the table's row for them: past the
+  table's end for the last sequence, and an entry of the next sequence for the others, which the emulator reported as two rows in one slot."""
   with emulated("gfx942"):
     k, v = attn.empty_paged_cache(4, 8, HKV, D, device="EMU")
     new = draw(2, HKV, 3, D)

@@ -212,7 +212,7 @@ def test_the_version_is_checked_before_tinygrad_is_imported() -> None:
   assert imported == ["from __future__ import annotations", "import importlib.metadata"]
   assert "tinygrad==" + version.TINYGRAD_VERSION in (ROOT/"pyproject.toml").read_text()
 
-# ***** a tinygrad that only calls itself so *****
+# ***** another tinygrad with the same version number *****
 
 def test_what_the_probe_asks_for_is_what_is_pinned() -> None:
   stars = str.maketrans("", "", "*=")
@@ -226,7 +226,7 @@ def test_another_tinygrad_of_this_version_is_refused_in_one_sentence(changed:str
   assert "\n" not in str(e.value)
 
 def test_workers_know_what_this_process_knows() -> None:
-  """tinygrad with SPEC=2 types each AST of a compile worker anew, and must find our vector types there."""
+  """A compile worker knows attn's vector types, which it needs with SPEC=2: tinygrad then computes the type of each UOp anew."""
   script = ("import attn\nfrom tinygrad import Tensor\nif __name__ == '__main__':\n  q = Tensor.rand(1, 2, 20, 16).half().realize()\n"
             "  Tensor.realize(attn.attention(q, q, q, causal=True), attn.attention(q, q, q, softcap=2.0))")
   with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
