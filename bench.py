@@ -1,20 +1,19 @@
-"""Flash attention on a GPU, or on the emulator where there is none: checks the result and prints what it took. Settings come from the environment.
+"""Runs flash attention on a GPU, or on the emulator if there is none: checks the result and prints its time. Settings come from the environment.
 
-    DEV=EMU::gfx950 B=2 H=8 HKV=2 N=300 D=64 CAUSAL=1 DTYPE=bf16 python bench.py
+  DEV=EMU::gfx950 B=2 H=8 HKV=2 N=300 D=64 CAUSAL=1 DTYPE=bf16 python bench.py
 
 DEV        AMD, CUDA, CL, CPU, EMU::...  B, H, HKV  batch, query heads, key/value heads   N, SK    queries, keys     D, DV  head dimensions
-DTYPE      float16, bfloat16, float32    OUT_DTYPE  the same or float32                   LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
+DTYPE      float16, bfloat16, float32    OUT_DTYPE  as DTYPE, or float32                  LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
-VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; what is set holds for all
+VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; settings hold for all
 ISA        1: bounds and a prediction, from the machine code                              CSV      a file for the table
-TUNE       1: on a device, times every tile that the kernel, with BWD=1 each of the two, may have instead, and keeps the fastest for dispatch in the
-           user's cache directory: AMD's kernels, and those of plain UOps (float32, D above 256, DEV=CL, DEV=CPU)
-COMPARE    1: on an NVIDIA GPU, times PyTorch's SDPA (FlashAttention-2, cuDNN, of float32 memory-efficient) and tinygrad's too; with SWEEP=1 over a
-           list of shapes, with DTYPE=float32 another
-PLOT       with COMPARE=1, a picture of it (needs matplotlib)
-BWD        1: the gradients of q, k and v: their rate counts 2.5 times the operations of forward, and beside it all seven products that are computed
-FIGURES    1: the README's figures about the emulator's speed, and nothing else
-"""
+TUNE       1: on a device, times every tile that the kernel may have (with BWD=1 both kernels), and keeps the fastest for dispatch in the user's cache
+           directory: for AMD's kernels, and those of plain UOps (float32, D above 256, DEV=CL, DEV=CPU)
+COMPARE    1: on an NVIDIA GPU, also times PyTorch's SDPA (FlashAttention-2, cuDNN, in float32 memory-efficient) and tinygrad's; with SWEEP=1 over
+           a list of shapes, with DTYPE=float32 another list
+PLOT       with COMPARE=1, a picture file (needs matplotlib)
+BWD        1: the gradients of q, k and v: the rate counts 2.5 times the operations of forward, and a second rate all seven products computed
+FIGURES    1: the README's figures about the emulator's speed, and nothing else"""
 from __future__ import annotations
 import csv, importlib, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
@@ -58,8 +57,8 @@ SWEEP: list[dict[str, Any]] = [
   {"D": 64}, {"D": 128}, {"D": 256}, {"D": 80}, {"CAUSAL": "1"}, {"CAUSAL": "top-left", "N": 100, "SK": 333}, {"N": 1, "SK": 777},
   {"H": 8, "HKV": 2}, {"H": 7, "HKV": 1, "CAUSAL": "1"}, {"WINDOW": "64,0"}, {"LAYOUT": "bshd"}, {"DTYPE": "bfloat16"},
   {"DTYPE": "bfloat16", "OUT_DTYPE": "float32"}]
-SAMPLE = 1 << 24   # scores that VERIFY=1 computes in float64, at most
-MOST_SCORES = 1 << 26     # of one head of keys, that are in memory for the gradients in float64
+SAMPLE = 1 << 24   # most scores that VERIFY=1 computes in float64
+MOST_SCORES = 1 << 26     # most scores of one key head, which are all in memory for the gradients in float64
 
 class BadSetting(Exception): pass
 
@@ -94,7 +93,7 @@ def pair(name:str, default:str) -> tuple[int, int]:
   return left, right
 
 def settings(default:Mapping[str, Any]) -> Settings:
-  """What the environment asks for, over `default`."""
+  """The problem that the environment asks for, with `default` for settings that it lacks."""
   B, H, N, D = (number(name, default[name]) for name in ("B", "H", "N", "D"))
   HKV, SK, DV = number("HKV", default.get("HKV", H)), number("SK", default.get("SK", N)), number("DV", default.get("DV", D))
   dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
@@ -108,21 +107,21 @@ def settings(default:Mapping[str, Any]) -> Settings:
                  layout=layout)
   found = Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0),
                    choice("VERIFY", "1", {"0": 0, "1": 1, "2": 2}), flag("BWD"))
-  if found.backward and lse: raise BadSetting("LSE=1 with BWD=1: the gradient is that of o, for which lse is written in any case")
+  if found.backward and lse: raise BadSetting("LSE=1 with BWD=1: the gradient is that of o, and forward writes lse for it in any case; leave LSE unset")
   return found
 
 def check_verified(s:Settings) -> None:
-  """Raises BadSetting where gradients are to be computed again that take too much memory for that."""
+  """Raises BadSetting if checking the gradients would take too much memory."""
   p = s.problem
   if s.backward and s.verify and (scores := p.H//p.Hkv*p.Sq*p.Sk) > MOST_SCORES:
     raise BadSetting(f"VERIFY={s.verify} with BWD=1: a head of keys has {scores} scores, of which {MOST_SCORES} at most are computed again; "
                      "VERIFY=0 checks none")
 
 def find_device() -> str:
-  """DEV, or AMD where there is such a GPU, or the emulator."""
+  """DEV if it is set, else AMD if there is such a GPU, else the emulator."""
   if not (device := getenv("DEV", "")):
     try: return Device["AMD"].device
-    except Exception:   # whatever its absence looks like on this system
+    except Exception:   # a missing GPU raises another exception on each system
       print("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942")
     return "EMU::gfx942"
   if Device.DEFAULT not in PLAIN_DEVICES:
@@ -137,7 +136,7 @@ def find_device() -> str:
 # ***** tensors *****
 
 def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> list[tuple[int, ...]]:
-  """Of q, k, v, o and lse."""
+  """Shapes of q, k, v, o and lse."""
   four = [(B, H, N, D), (B, HKV, SK, D), (B, HKV, SK, DV), (B, H, N, DV)]
   return [arrange(np.empty(x, np.bool_), layout).shape for x in four] + [(B*H, N) if layout == "nsd" else (B, H, N)]
 
@@ -153,7 +152,8 @@ def to_array(t:Tensor) -> np.ndarray:
 # ***** one problem *****
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Holds the outputs (o, or o and lse) to the law; all arrays begin (B, H). The worse verdict, and the part of the rows that was looked at."""
+  """Compares the outputs (o, or o and lse) with the law; all arrays begin (B, H). Returns the worse verdict and the share of the rows that was
+  checked."""
   (q, k, v), rows = inputs, max(1, min(p.Sq, SAMPLE//4//p.Sk))
   parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
   step = 1 if everything else math.ceil(len(parts)/max(1, SAMPLE//(rows*p.Sk)))
@@ -174,7 +174,7 @@ def operands(s:Settings) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
   return inputs, [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], outs
 
 def bench(s:Settings) -> dict[str, Any]:
-  """Runs one problem; a row of the table."""
+  """Runs one problem and returns a row of the table."""
   p, arch, (inputs, tensors, outs) = s.problem, device_arch(), operands(s)
   start = time.perf_counter()
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
@@ -201,12 +201,12 @@ def bench(s:Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Backward:
-  """What the backward kernels of a problem are given, and each of them."""
+  """The inputs of the backward kernels of a problem, and the kernels."""
   arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
-  tensors: dict[str, Tensor]     # with o and lse
+  tensors: dict[str, Tensor]     # the inputs, o and lse
   launches: dict[str, BackwardLaunch]
   def run(self, name:str) -> dict[str, Tensor]:
-    """The tensors with what one of them writes, not computed yet; a gradient in parts is added up."""
+    """The tensors and what kernel `name` writes, not computed yet; a gradient in parts is added up."""
     shapes = self.launches[name].shapes
     given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
              for n, (shape, dtype) in shapes.items()]
@@ -214,7 +214,7 @@ class Backward:
     return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENTS else t for n, t in found.items()}
 
 def backward_of(s:Settings, arch:Chip) -> Backward:
-  """Runs forward. Raises BadSetting where no kernels compute the gradients."""
+  """Runs forward, and prepares the backward kernels. Raises BadSetting if no kernel computes the gradients."""
   p, (inputs, tensors, _) = replace(s.problem, return_lse=True), operands(s)
   if isinstance(reason := can_differentiate(p, arch), str):
     raise BadSetting(f"BWD=1: no kernels compute the gradients of {describe(s)}: {reason}")
@@ -227,7 +227,7 @@ def backward_of(s:Settings, arch:Chip) -> Backward:
 GRADIENTS = ("dq", "dk", "dv")
 
 def bench_backward(s:Settings) -> dict[str, Any]:
-  """Runs forward and both backward kernels of one problem; a row of the table."""
+  """Runs forward and both backward kernels of one problem and returns a row of the table."""
   p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
   call, start, seconds, lowering = backward_of(s, arch), time.perf_counter(), dict[str, float](), 0.0
   for name in ("dq", "dkdv"):
@@ -257,8 +257,8 @@ def bench_backward(s:Settings) -> dict[str, Any]:
   return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text}
 
 def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Holds dq, dk and dv to the law, a head of keys after another; all arrays begin (B, H). The worst verdict, and the part of the heads that was
-  looked at."""
+  """Compares dq, dk and dv with the law, one key head after another; all arrays begin (B, H). Returns the worst verdict and the share of the heads
+  that was checked."""
   group = p.H//p.Hkv
   heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
   step = 1 if everything else max(1, math.ceil(len(heads)*group*p.Sq*p.Sk/SAMPLE))
@@ -292,7 +292,7 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 # ***** bounds *****
 
 def show_bounds(s:Settings) -> None:
-  """What the machine code of the kernel and the chip's data sheet allow."""
+  """Prints what the kernel's machine code and the chip's data sheet allow."""
   from attn.isa import report, roofline, table
   from attn.isa.timing.predict import Division, predict
   from attn.isa.timing.trips import timing_of
@@ -318,7 +318,7 @@ def show_bounds(s:Settings) -> None:
 # ***** tuning by time *****
 
 def device_timer(s:Settings) -> Seconds:
-  """The fastest of the runs of a kernel on the device."""
+  """Timer of a kernel on the device: the fastest of its runs."""
   _, tensors, outs = operands(s)
   def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
@@ -326,7 +326,7 @@ def device_timer(s:Settings) -> Seconds:
   return seconds
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
-  """The fastest of its runs on the device; without parts, which another tile would divide in another way."""
+  """Timer of a backward kernel on the device: the fastest of its runs. Gradients are not in parts, which would differ from tile to tile."""
   call = backward_of(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:
@@ -370,8 +370,8 @@ def show_figures() -> None:
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
 def compare_all(x:Task) -> list[dict[str, Any]]:
-  """Rows of COMPARE=1."""
-  if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA")
+  """The table's rows for COMPARE=1."""
+  if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA only")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
   if not torch.cuda.is_available(): raise BadSetting("COMPARE=1 needs a PyTorch with CUDA")
@@ -383,7 +383,7 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   for s in todo:
     p = s.problem
     if p.layout != "bhsd" or p.Sq != p.Sk or p.Dv != p.D or s.window != (-1, -1) or p.return_lse or p.dtype != p.out_dtype:
-      raise BadSetting(f"COMPARE=1 of {describe(s)}: the peers have layout bhsd, N = SK, D = DV and no WINDOW, LSE or OUT_DTYPE")
+      raise BadSetting(f"COMPARE=1 of {describe(s)}: the peers need LAYOUT=bhsd, N = SK, D = DV and no WINDOW, LSE or OUT_DTYPE")
   rows = []
   for s in tqdm(todo, unit="shape", disable=not x.sweep):
     p = s.problem
@@ -393,13 +393,13 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   return rows
 
 def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
-  """The same of the gradients."""
+  """The table's rows for COMPARE=1 with BWD=1."""
   from attn.measure import backward, peers
   if x.sweep: todo = backward.problems(["float32"]*(choice("DTYPE", "float16", NAMES) == "float32"))
   else:
     s = settings(ON_A_GPU)
     if s.problem.layout != "bhsd" or s.problem.Dv != s.problem.D or s.window != (-1, -1) or s.problem.dtype != s.problem.out_dtype:
-      raise BadSetting(f"COMPARE=1 BWD=1 of {describe(s)}: the peers have layout bhsd, D = DV and no WINDOW or OUT_DTYPE")
+      raise BadSetting(f"COMPARE=1 BWD=1 of {describe(s)}: the peers need LAYOUT=bhsd, D = DV and no WINDOW or OUT_DTYPE")
     if s.causal and s.problem.Sq != s.problem.Sk:
       raise BadSetting(f"COMPARE=1 BWD=1 of {describe(s)}: the peers' CAUSAL needs N = SK")
     todo = [(replace(s.problem, top_left=bool(s.causal), num_splits=1, return_lse=True), bool(s.causal))]
@@ -411,7 +411,7 @@ def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Task:
-  """The settings that say what is to be done with the problems."""
+  """The settings that say what to do with the problems."""
   figures: bool
   sweep: bool
   tune: bool
@@ -422,20 +422,20 @@ class Task:
   backward: bool
 
 def task() -> Task:
-  """As the environment has it. Raises BadSetting for what can't be done, before anything is."""
+  """The task that the environment asks for. Raises BadSetting for an impossible one before anything runs."""
   x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"), flag("BWD"))
   chosen = [name for name in ("FIGURES", "TUNE", "COMPARE", "ISA") if getattr(x, name.lower())]
-  if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: one of them at a time")
+  if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: only one of them may be set")
   if x.backward and (x.figures or x.isa):
-    raise BadSetting(f"BWD=1 with {chosen[0]}=1: it is for forward; python -m attn.isa has bounds of the backward kernels")
-  if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: it is a picture of COMPARE=1, which is not set")
+    raise BadSetting(f"BWD=1 with {chosen[0]}=1: it is for forward only; python -m attn.isa has bounds of the backward kernels")
+  if x.plot and not x.compare: raise BadSetting(f"PLOT={x.plot!r}: needs COMPARE=1, whose results it draws")
   if x.csv and chosen and chosen[0] in ("FIGURES", "TUNE"):
-    raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: there is no such table")
+    raise BadSetting(f"CSV={x.csv!r} with {chosen[0]}=1: {chosen[0]}=1 has no table to write; CSV must not be set")
   if x.isa: importable("ISA=1", "attn.isa.table", "the extra isa has it: run pip install '.[isa]' in a clone of attn")
   return x
 
 def file_for(name:str) -> str:
-  """The path of a file that can be written, or nothing."""
+  """The path of a file that can be written, "" if the setting is not there."""
   if not (path := getenv(name, "")): return ""
   folder = os.path.dirname(os.path.abspath(path))
   if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
@@ -457,7 +457,7 @@ def main() -> int:
     todo = [settings({**default, **x}) for x in shapes_of]
     for s in todo: check_verified(s)
     if todo_with.isa and device_arch().unit.mma:
-      raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {device_arch()}")
+      raise BadSetting(f"ISA=1: there are bounds for AMD's chips, and none for {device_arch().name}")
     if todo_with.tune:
       tune_all(todo)
       return 0
@@ -469,7 +469,7 @@ def main() -> int:
     for s in todo if todo_with.isa else []: show_bounds(s)
   if todo_with.csv:
     with open(todo_with.csv, "w", newline="") as f:
-      writer = csv.DictWriter(f, list(dict.fromkeys(name for row in rows for name in row)))     # a peer may refuse some shape
+      writer = csv.DictWriter(f, list(dict.fromkeys(name for row in rows for name in row)))     # a peer that refused a shape is missing in its row
       writer.writeheader()
       writer.writerows(rows)
   return int(any(row.get("verdict", "ok") != "ok" for row in rows))

@@ -4,14 +4,17 @@ For every element, in every draw, whatever the kernel:
 
   |out - exact| <= 6 sigma + slack
 
-`exact` is the float64 computation on the inputs as they are rounded to their dtype (attn/reference.py). `sigma` is a standard deviation, to first
-order, of what the types force: P, and in the backward dS, rounded to the type of the inputs where they are factors; O rounded to the type of the
-output, also within delta; the gradient rounded to its own type. A rounding to nearest of x has at most the standard deviation u |x|/sqrt(3), u the
-roundoff of the type. Roundings of different numbers are independent; those of equal numbers are one and the same, and delta, of which a row has one,
-moves all dS of the row together. `slack` is what fp32 adds, and what weights lose below the normal numbers of float16.
+`exact` is the float64 computation on the inputs as rounded to their dtype (attn/reference.py).
 
-Where slack < sigma/4, the root of the mean square of error/sigma is at most 1, over 10^4 elements or more. NaN and inf are where `exact` has them.
-"""
+`sigma` is a standard deviation, to first order, of the roundings that the dtypes force: P, and in the backward dS, are rounded to the inputs' dtype
+where they are factors; O is rounded to the output's dtype, also inside delta; a gradient is rounded to its own dtype. Rounding x to nearest has a
+standard deviation of at most u |x|/sqrt(3), u the roundoff of the dtype. Roundings of different numbers are independent. Roundings of equal numbers
+are equal. A row has one delta, whose error moves all dS of the row together.
+
+`slack` is what fp32 adds, and what weights lose below the normal numbers of float16.
+
+Where slack < sigma/4, the root mean square of error/sigma is at most 1, over 10^4 elements or more. NaN and inf stand exactly where `exact` has
+them."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
@@ -22,49 +25,49 @@ from attn.ops.numerics import ROUNDOFF
 from attn.reference import (PLAIN, Array, Options, TermStep, with_heads, batch_options, finished_scores, slope_of, softmax_of, summed_to, term_steps,
                             exact, exact_backward)
 
-SIGMAS = 6.0                    # of what is random, an element may be off by so many standard deviations
-ENOUGH_ELEMENTS = 10**4                  # elements for a root of a mean square
+SIGMAS = 6.0                    # standard deviations of the random part by which an element may be off
+ENOUGH_ELEMENTS = 10**4                  # elements that a root mean square needs
 FP32 = ROUNDOFF["float32"]
-SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # normal number
-VANISHING = 2.0**-96            # fp32 below its normal numbers, 2^-126, times what inputs and their number may be
-MOST = 700.0                    # exponent of e: float64 holds nothing larger
+SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # normal numbers
+VANISHING = 2.0**-96            # error below the normal numbers of fp32, 2^-126, times the largest size and number of inputs
+MOST = 700.0                    # exponent of e: beyond it float64 overflows
 STEP = 16                       # keys, or elements of a row, that a matrix instruction adds at a time
-SHORT_CAP = 64.0                # up to this softcap kernels of 16-bit inputs take tanh as 1 - 2/(1 + exp(2x)), everywhere
+SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs compute tanh as 1 - 2/(1 + exp(2x)), everywhere
 
 @dataclass(frozen=True)
 class Law:
-  """What each element of an output is held to. `alike`: some of its roundings are of equal numbers, so they are few, or those of other elements too,
-  or it lies below the normal numbers of its type: no root of a mean square says anything about them."""
+  """The limit for each element of an output. `alike` marks elements for which a root mean square means nothing: roundings of equal numbers make
+  their errors few or shared with other elements, or they lie below the normal numbers of their dtype."""
   exact: Array
   sigma: Array
   slack: Array
   alike: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """The law of what such a change of shape, or choice of elements, makes of the output."""
+    """The law of the output after a change of shape, or for a selection of its elements."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Has some elements be those of another."""
+    """Replaces the law of some elements."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Adds another result, whose errors are its own, to some elements."""
+    """Adds the law of another result, with independent errors, to some elements."""
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
     self.alike[at] |= law.alike
   def rounded_to(self, dtype:str) -> Law:
-    """The law of the output when it is rounded once more, to `dtype`."""
+    """The law of the output after one more rounding, to `dtype`."""
     return replace(self, sigma=np.hypot(self.sigma, _largest_error(_finite(self.exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 
 def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
-  """What is exactly this."""
+  """The law of an output that must be exactly `value`."""
   return Law(np.full(shape, value), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
 
 @dataclass(frozen=True)
 class Laws:
-  """The law of each gradient, None for one that there is not."""
+  """The law of each gradient, None for one that is not there."""
   q: Law
   k: Law
   v: Law
@@ -76,9 +79,11 @@ class Laws:
 
 @dataclass(frozen=True)
 class Verdict:
-  """How an output stands to its law: `error`, `limit` and `sigma` of the element that comes nearest to its limit, or is furthest beyond; where it is;
-  `rms`, the root of the mean square of error/sigma over the `resolved` elements, whose slack is below sigma/4 and none of whose roundings are alike,
-  and `furthest`, the largest error/sigma of those; of how many elements it is; and in `pattern` what NaN or inf is out of place."""
+  """How an output compares with its law.
+
+  `error`, `limit`, `sigma` and `where` are of the element nearest to its limit, or furthest beyond it. `rms` is the root mean square of
+  error/sigma over the `resolved` elements, whose slack is below sigma/4 and which are not `alike`; `furthest` is their largest error/sigma.
+  `count` is the number of elements. `pattern` says which NaN or inf is out of place."""
   error: float
   limit: float
   sigma: float
@@ -90,11 +95,11 @@ class Verdict:
   pattern: str = ""
   @property
   def ratio(self) -> float:
-    """The error as a part of the limit; at most 1."""
+    """The error divided by the limit; at most 1 within the law."""
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Whether the elements on the whole are further off than their sigma."""
+    """Whether the root mean square of error/sigma is above 1."""
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -104,7 +109,7 @@ class Verdict:
             f"rms of error/sigma {self.rms:.2f} over {self.resolved} elements")
 
 def judge(out:Array, law:Law) -> Verdict:
-  """Holds `out` to its law."""
+  """Compares `out` with its law."""
   assert out.shape == law.exact.shape, (out.shape, law.exact.shape)
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(law.exact)).any():
@@ -124,18 +129,18 @@ def judge(out:Array, law:Law) -> Verdict:
 # ***** roundings *****
 
 def _finite(x:Array) -> Array:
-  """x, or where it has others, with 0 in place of what is not finite."""
+  """x with 0 in place of NaN and inf."""
   return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
 
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
 
 def _largest_error(x:Array, dtype:str) -> Array:
-  """Largest error of rounding x to `dtype`: the roundoff of its size, or of the smallest normal number."""
+  """Largest error of rounding x to `dtype`: the roundoff at the size of x, or at the smallest normal number."""
   return ROUNDOFF[dtype]*np.maximum(np.abs(x), SMALLEST[dtype])
 
 @dataclass(frozen=True)
 class _Moments:
-  """The variance and the slack of a result before it is stored, and whether it has roundings of equal numbers."""
+  """Variance and slack of a result before it is stored, and whether it has roundings of equal numbers."""
   variance: Array
   slack: Array
   alike: Array
@@ -147,16 +152,17 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
-  """The law of a result when it is stored as `dtype`. Below its normal numbers errors are as large as the law has them, and not 0.73 of that."""
+  """The law of a result stored as `dtype`. An element below the normal numbers is `alike`: its errors may all be as large as the law allows,
+  instead of 0.73 of that."""
   finite = _finite(x)
   sigma, slack = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING
   return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool) -> tuple[Array, Array|None]:
-  """(the largest error of w rounded to `dtype`, what it loses). Below the normal numbers of float16 the error is that of the smallest of them. In
-  its last two bits that is no longer random: weights may be too small to count however many they are. There it is not an error but a loss, which is
-  added up: as much as w at most. A unit that `flushes` loses all that is below the normal numbers. float32 is not rounded. bfloat16 ends where
-  exponentials do."""
+  """(the largest error of w rounded to `dtype`, what w loses). Below the normal numbers of float16 the error is that of the smallest normal
+  number. In the last two bits of these it is no longer random: weights may be too small to count, however many they are. There it is not an error
+  but a loss, which is added up, at most w itself. A unit that `flushes` loses everything below the normal numbers. float32 is not rounded.
+  bfloat16 reaches as far down as exponentials, so it loses nothing."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype != "float16": return np.minimum(size, largest), None
@@ -167,24 +173,25 @@ def _rounding(w:Array, dtype:str, flushes:bool) -> tuple[Array, Array|None]:
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """The sum over j of (r_j (factor_j x_j - centre))^2, of a row of r each."""
+  """The sum over j of (r_j (factor_j x_j - centre))^2, for each row of r."""
   found, of_x = r*r, r*r if factor is None else r*r*factor
   total = (of_x if factor is None else of_x*factor) @ (x*x)
   if centre is not None: total += centre*(centre*found.sum(-1, keepdims=True) - 2*(of_x @ x))
   return np.maximum(total, 0)
 
-EQUAL, NOTHING = 1e-11, 1e-12    # float64 may add up what is equal in other orders
-TOGETHER = 2**21                # numbers of rows that are grouped at a time
+EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal numbers in different orders
+TOGETHER = 2**21                # numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Whether each row has two values that are equal in size and not nothing beside the largest."""
+  """Whether each row has two values of equal size that are not negligible beside its largest."""
   size = np.sort(np.abs(values), axis=-1)
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """`total` (..., n, columns), in which rows that have groups of equal `values` (..., n, m) get the sum over groups of the square of the sum of
-  terms; and which rows those are (..., n, 1). `terms(rows, order)` gives the terms of some rows (count, m, columns), in this order (count, m)."""
+  """Corrects `total` (..., n, columns) for rows with groups of equal `values` (..., n, m): such a row gets the sum over groups of the square of
+  the group's sum of terms. Also returns which rows these are (..., n, 1). `terms(rows, order)` gives the terms of some rows (count, m, columns),
+  in the order (count, m)."""
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
@@ -201,8 +208,8 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """The sum over groups of keys of equal `values` of (the sum of r_j (factor_j x_j - centre))^2: their roundings are one and the same. And which rows
-  have such."""
+  """The sum over groups of keys with equal `values` of (the group's sum of r_j (factor_j x_j - centre))^2, because their roundings are equal; and
+  which rows have such groups."""
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
     def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]
@@ -213,8 +220,8 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """The largest sizes that the sum of w_j factor_j x_j has on its way over j, and that of w_j (factor_j x_j - centre): at the ends of blocks of j,
-  and between them as of a random walk, the root of the sum of squares."""
+  """The largest sizes that the sums over j of w_j factor_j x_j, and of w_j (factor_j x_j - centre), reach on the way: exact at the ends of blocks
+  of j, and between these as for a random walk, the root of the sum of squares."""
   m = w.shape[-1]
   running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
   largest = np.sqrt(_squares(w, x, factor))
@@ -230,17 +237,17 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Limit of what fp32 makes of a sum over w, in roundoffs of the largest sum on the way: a matrix instruction adds STEP terms and may cut off, a
-  chain of multiply-adds rounds each term to nearest. w has as many terms as are not 0."""
+  """Limit of the error of an fp32 sum over w, in roundoffs of the largest partial sum. A matrix instruction adds STEP terms and may truncate; a
+  chain of multiply-adds rounds each term to nearest. Only nonzero elements of w count as terms."""
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
 def _added(w:Array, largest:Array) -> Array:
-  """Limit of what fp32 makes of a sum of products with w, whose largest sum on the way is `largest`."""
+  """Limit of the error of an fp32 sum of products with w, whose largest partial sum is `largest`."""
   return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
-  """The standard deviation of a dot product of n terms that is added up in fp32, of this size, with this sum of squares of its terms."""
+  """Standard deviation of the error of a dot product of n terms in fp32, from its size and the sum of squares of its terms."""
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
 # ***** the pairs of queries and keys *****
@@ -249,10 +256,10 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """What float64 knows of each query and key, (..., H, Sq, Sk): the `raw` product of both, scaled; the weights P; the slope of the terms, and its
-  error; 1/(1 - dropout_p) or 0, as dropout keeps it, or None; and the standard deviation of the error of a score in fp32, `off`, and that of what
-  comes after the product, its `own`. Of each row (..., H, Sq, 1) lse and what it is off by. And `_rounding` of the weights of forward. q, k and v
-  have as many heads all three."""
+  """What float64 knows of each pair of a query and a key, (..., H, Sq, Sk): `raw`, their scaled product; `p`, the weight P; `slope`, that of the
+  terms, with its error `slope_off`; `factor`, 1/(1 - dropout_p) or 0 as dropout keeps the pair, None without dropout; `off`, the standard
+  deviation of the score's error in fp32, and `own`, the part of it that arises after the product. Of each row (..., H, Sq, 1): lse and its error
+  `lse_off`. `rounding` is `_rounding` of the forward's weights. q, k and v all have the same number of heads."""
   dtype: str
   flushes: bool
   scale: float
@@ -270,7 +277,7 @@ class _Pairs:
   lse_off: Array
   rounding: tuple[Array, Array|None]
   def kept(self, a:Array) -> Array:
-    """What dropout leaves of it."""
+    """`a` after dropout."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -278,8 +285,8 @@ def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Arr
   off = off*step.slope + 4*FP32*capped + (0 if dtype == "float32" else 2*FP32*min(x.softcap, SHORT_CAP))
   return off, 4*FP32 + 2*capped*off/x.softcap**2
 
-# terms that don't add, by the option that each goes by: of the standard deviation of the scores' error before one it makes that after it, and the
-# error of its slope, at most
+# terms that do more than add to a score, by the name of their option: a function from the standard deviation of the scores' error before the term
+# to that after it, and to a limit of the error of the term's slope
 BENT: dict[str, Callable[[Array, TermStep, Options, str], tuple[Array, Array]]] = {"softcap": _off_by_the_cap}
 
 def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, x:Options, dtype:str, flushes:bool) -> _Pairs:
@@ -294,7 +301,7 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
     p, lse = (_finite(a) for a in softmax_of(s, x))
     top = _finite(np.fmax.reduce(s, axis=-1, initial=-np.inf))[..., None]
     none_bent: dict[str, Any] = dict.fromkeys(BENT, 0.0)
-    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])     # what is added to scores
+    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])     # what terms add to scores
   lse = lse[..., None]
   off, size, slope_off = scale*_dot_error(q.shape[-1], raw/scale, (q*q) @ (turned*turned)), np.abs(raw), np.zeros_like(raw)
   for step in term_steps(raw, offset, x):
@@ -306,7 +313,7 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   off = np.minimum(off + own, 1)
   lse_off = SIGMAS*np.sqrt(_grouped(raw, p*off, np.ones((p.shape[-1], 1)))[0]) + FP32*(
     3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + _roundings(p))
-  above = np.exp(np.minimum(lse - top, MOST))      # forward's weights lie relative to the row's largest score, or to one below: then they are larger
+  above = np.exp(np.minimum(lse - top, MOST))      # forward's weights are relative to the row's largest score, or to a lower one
   r, lost = _rounding(p*above, dtype, flushes)
   factor = None if x.kept is None else np.broadcast_to(np.where(x.kept, 1/(1 - x.dropout_p), 0), p.shape)
   return _Pairs(dtype, flushes, scale, q, k, v, raw, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, own, lse, lse_off,
@@ -316,8 +323,8 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False) -> tuple[Law, Law]:
-  """The laws of (o, lse), of inputs of this `dtype`; the arguments are those of `reference.exact`. `flushes`: the matrix unit takes numbers of 16
-  bits below the normal ones for zero, as CDNA2 does."""
+  """The laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes`: the matrix unit takes 16-bit
+  numbers below the normal ones for zero, as CDNA2 does."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
@@ -333,15 +340,15 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
 def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
-  """All batches together; or where each has a number of keys of its own, one after another: which it is, its keys, by how much they move the
-  diagonal, and its options."""
+  """Yields (batches, number of keys, shift of the diagonal, options): all batches together, or each batch alone if batches have different numbers
+  of keys."""
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
     for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """What fp32 makes of each score, one error for all keys of equal products, and another for those of equal weights; what adding up does; what
-  happens to keys before a new reference but not to those after it; and what is lost."""
+  """The slack of o: the fp32 error of each score (one error for all keys with equal products, another for those with equal weights), the error of
+  adding up, the error of rescaling keys before a new reference but not those after it, and lost weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0] + _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)[0])
@@ -355,8 +362,8 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """Laws of the gradients of `reference.exact_backward`, whose arguments these are, of inputs of this `dtype` and a bias of that one; `do` is of an o
-  of `out_dtype`, and has the values of `dtype`."""
+  """The laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of `reference.exact_backward`.
+  `do` belongs to an o of `out_dtype`, and has values of `dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
@@ -383,8 +390,9 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """What float64 knows of the gradients: of each pair (..., H, Sq, Sk) dS before and after the terms' slope, and the variances of their errors in
-  fp32; of each row (..., H, Sq, 1) delta, the variance of its error, and that of fp32 alone."""
+  """What float64 knows of the gradients. Of each pair (..., H, Sq, Sk): dS before (`ds`) and after (`capped`) the slope of the terms, and the
+  variances of their errors in fp32 (`off`, `capped_off`). Of each row (..., H, Sq, 1): delta, the variance of its error, and the part of it that
+  fp32 causes."""
   t: _Pairs
   do: Array
   heads: int
@@ -414,21 +422,21 @@ class _Gradients:
     return _Gradients(t, do, heads, ds, ds*t.slope, off, off*np.square(t.slope) + np.square(ds*t.slope_off), p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
-    """Pairs as rows of keys, with all queries of the heads that share them: (..., Hkv, Sk, rows)."""
+    """Pairs with keys as rows, over all queries of the heads that share them: (..., Hkv, Sk, rows)."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
     """The queries that share keys: (..., Hkv, rows, D)."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array) -> _Moments:
-    """Variance of w @ x, where w is rounded to be a factor, and has an error of its own before that."""
+    """Moments of w @ x, where w has an error of its own and is then rounded to be a factor."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes)
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
 
   def of_q(self) -> _Moments:
     x, scale = self.product(self.capped, self.capped_off, self.t.k), self.t.scale
-    moved = np.square((self.t.p*self.t.slope) @ self.t.k)          # by an error of delta, which moves all dS of a row
+    moved = np.square((self.t.p*self.t.slope) @ self.t.k)          # an error of delta moves all dS of a row
     slack = x.slack + SIGMAS*np.sqrt(self.fp32*moved) + self.t.lse_off*np.abs(self.capped @ self.t.k)
     return _Moments((x.variance + self.variance*moved)*scale**2, slack*abs(scale), x.alike | self.alike)
 
@@ -442,7 +450,7 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Of sums of weights (Sq, Sk) times dS, in fp32, each over what was broadcast from `shape` to (B, H, Sq, Sk)."""
+    """Moments of fp32 sums of weights (Sq, Sk) times dS, each over the elements that were broadcast from `shape` to (B, H, Sq, Sk)."""
     mass = weights*self.t.p
     if shape[-1] == 1: mass = mass.sum(-1, keepdims=True)
     def total(a:Array) -> Array: return summed_to(a, shape)

@@ -1,10 +1,9 @@
-"""Attention by the textbook, in numpy: what it is exactly, and what the roundings that the dtypes force make of it.
+"""Textbook attention in numpy: the exact result, and the result with the roundings that the dtypes force.
 
-`exact` is the float64 computation on the inputs as they are rounded to their dtype, which every kernel is held to by the law of attn/accuracy.py.
-`same` is FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. A pair that a mask hides adds exactly 0, whatever is in its rows:
-where kernels cannot have that, docs/attention.md says how far a NaN reaches. Gradients likewise, `exact_backward` and `same_backward`, both of dO as
-it is rounded to the dtype of q, k and v, in which it is a factor.
-"""
+`exact` computes in float64 on the inputs as rounded to their dtype. The law of attn/accuracy.py holds every kernel to it. `same` is
+FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. `exact_backward` and `same_backward` are the gradients, of dO as rounded to
+the dtype of q, k and v, in which it is a factor. A pair that a mask hides adds exactly 0, even if its rows are NaN; docs/attention.md says how far
+a NaN reaches in kernels that cannot do this."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable
@@ -23,12 +22,12 @@ def rounded(x:Array, dtype:str) -> Array:
   return widen(bits, dtype)
 
 def arrange(x:Array, layout:str) -> Array:
-  """(B, H, S, D) in `layout`."""
+  """A tensor (B, H, S, D) in `layout`."""
   if layout == "thd": return x[0].swapaxes(0, 1)
   return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
 
 def restore(x:Array, layout:str, shape:tuple[int, ...]) -> Array:
-  """What `arrange` was given, of this shape."""
+  """The tensor of this shape that `arrange` was given."""
   return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
@@ -38,11 +37,14 @@ def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
 
 @dataclass(frozen=True)
 class Options:
-  """What may change the scores, or which keys there are; the arrays broadcast to (B, H, Sq, Sk). See attn.problem.Problem for the formula.
+  """Options that change the scores or the number of keys. Arrays broadcast to (B, H, Sq, Sk). attn.problem.Problem has the formula.
 
-  softcap: 0 for none; alibi_slopes (H) or (B, H); bias (B|1, H|1, Sq|1, Sk|1); sinks (H); kv_lengths (B), which moves the diagonal unless `top_left`.
-  kept: bool (B, H, Sq, Sk), the elements of P that dropout keeps, with 1/(1 - dropout_p) times their size; None for all as they are.
-  """
+    softcap       0: none
+    alibi_slopes  (H) or (B, H)
+    bias          (B|1, H|1, Sq|1, Sk|1)
+    sinks         (H)
+    kv_lengths    (B); moves the diagonal unless `top_left`
+    kept          bool (B, H, Sq, Sk): elements of P that dropout keeps, multiplied by 1/(1 - dropout_p); None: no dropout"""
   softcap: float = 0.0
   alibi_slopes: Array|None = None
   bias: Array|None = None
@@ -55,28 +57,28 @@ class Options:
 PLAIN = Options()
 
 def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN) -> tuple[Array, Array]:
-  """(o, lse) of q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv) in float64. A row that sees no key gives 0 and -inf."""
+  """Returns (o, lse) in float64 for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A row that sees no key gives 0 and -inf."""
   return _attention(q, k, v, scale, window, offset, np.float64, None, options)
 
 def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
          out_dtype:str) -> tuple[Array, Array]:
-  """The textbook computation (FlashAttention-2, arXiv 2307.08691, algorithm 1, in a single tile of keys) in fp32: P = exp(S - max S) rounded to
-  `dtype`, and O to `out_dtype`. O is divided by the sum of P before its rounding, or where `out_dtype` is finer than `dtype`, after it."""
+  """Textbook attention in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 1, with all keys in one tile): P = exp(S - max S) rounded to
+  `dtype`, O rounded to `out_dtype`. O is divided by the sum of P before rounding, or, if `out_dtype` is finer than `dtype`, after rounding."""
   o, lse = _attention(q, k, v, scale, window, offset, np.float32, (dtype, out_dtype), options)
   return rounded(o, out_dtype), lse
 
 def batch_options(x:Options, b:int, keys:int) -> Options:
-  """The options of batch b, which has so many keys."""
+  """The options of batch b alone, which has `keys` keys."""
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
   if bias is not None and bias.shape[-1] > 1: bias = bias[..., :keys]
   return replace(x, kv_lengths=None, alibi_slopes=slopes, bias=bias, kept=None if x.kept is None else x.kept[b:b+1, ..., :keys])
 
 def _dropped(p:Array, x:Options) -> Array:
-  """What dropout leaves of P, or of its gradient."""
+  """P, or its gradient, after dropout."""
   return p if x.kept is None else np.where(x.kept, p/p.dtype.type(1 - x.dropout_p), p.dtype.type(0))
 
-Types = tuple[str, str]     # what P and dS are rounded to, and what O is
+Types = tuple[str, str]     # the dtypes to which P and dS, and O, are rounded
 
 def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, types:Types|None,
                x:Options) -> tuple[Array, Array]:
@@ -101,12 +103,12 @@ def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
   return _of_visible(_dropped(weights, x), v, seen)/np.where(total == 0, 1, total)
 
 def with_heads(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
-  """q, k and v in the type of the computation, with as many heads all three."""
+  """q, k and v in the dtype of the computation, k and v repeated to as many heads as q."""
   ratio = q.shape[-3]//k.shape[-3]
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
 
 def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
-  """weights @ rows, to which a pair that a mask hides (not `seen`) adds exactly 0, whatever its weight and its row have."""
+  """weights @ rows, in which a pair that a mask hides (not `seen`) adds exactly 0, even if its weight or row is NaN."""
   nothing, weights = weights.dtype.type(0), np.where(seen, weights, 0)
   odd = np.asarray(~np.isfinite(rows).all(-1, keepdims=True))
   total = np.asarray(weights @ np.where(odd, nothing, rows))
@@ -115,11 +117,11 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
     total += np.where(seen[:, j:j + 1], weights[..., j:j + 1]*row, nothing)
   return total
 
-# ***** what happens to a score *****
+# ***** terms: from raw scores to the softmax's *****
 
 @dataclass(frozen=True)
 class TermStep:
-  """A term by the textbook, taken: the scores before it and after it, and its slope at each, None where that is 1."""
+  """One term applied: the scores before it and after it, and its slope at each score, None if the slope is 1."""
   name: str
   before: Array
   after: Array
@@ -139,7 +141,7 @@ def _biased(s:Array, x:Options, offset:int) -> tuple[Array, Array|None]:
   assert x.bias is not None
   return s + x.bias.astype(s.dtype.type), None
 
-# in their order, by the option that each goes by: of scores, the options and the offset, the scores after it, and its slope
+# terms in order, by the name of their option: (scores, options, offset) -> (scores after the term, its slope)
 TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] = {"softcap": _capped, "alibi_slopes": _moved, "bias": _biased}
 
 def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
@@ -152,7 +154,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """The slope of all terms together, or of those after one, at each score."""
+  """The slope of all terms together, or of those after the term `after`, at each score."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -162,12 +164,12 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
-  """The scores that the softmax takes, of raw ones: -inf where a query does not see a key; and the terms that they went through."""
+  """The scores that the softmax takes, from raw ones, and the terms applied to them. Scores are -inf where a query does not see a key."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   return np.where(visible(Sq, Sk, window, offset), steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
-  """(P before it is divided, the sink's, what both are relative to) of scores."""
+  """(P before division, the sink's weight, the number subtracted in the exponent) of scores."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -184,7 +186,7 @@ def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Gradients:
-  """Of a loss, for each input in the shape of that input; None for one that there is not."""
+  """The gradient of a loss for each input, in that input's shape; None for an input that is not given."""
   q: Array
   k: Array
   v: Array
@@ -194,22 +196,23 @@ class Gradients:
 
 def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                    options:Options=PLAIN) -> Gradients:
-  """The gradients of a loss whose gradients for o and for lse of `exact` are `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq), None for 0, in float64.
-  `do` has the values of the dtype of q, k and v: where o has a wider one, those that it is rounded to.
+  """Gradients of a loss in float64. `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq) are its gradients for o and lse of `exact`; None is 0. `do` has
+  values of the dtype of q, k and v; if o has a wider dtype, it was rounded to that.
 
-  A row that sees no key adds exactly 0 to each, and gets 0; keys beyond kv_lengths get 0."""
+  A row that sees no key adds exactly 0 to each gradient, and gets 0. Keys beyond kv_lengths get 0."""
   return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None)
 
 def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                   options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32") -> Gradients:
-  """The textbook computation (FlashAttention-2, arXiv 2307.08691, algorithm 2) in fp32, with the roundings that the dtypes force:
+  """Textbook gradients in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 2), with the roundings that the dtypes force:
 
-    P = exp(S - lse), where lse is that of fp32 scores and of the sum of P before it is rounded
+    P = exp(S - lse), where lse is of fp32 scores and of the sum of P before rounding
     delta = rowsum(dO * O) - dLSE, with O as `same` rounds it to `out_dtype`
     dS = P * (dP - delta), dP = dO V^T
 
-  P and dS are rounded to `dtype` before they are multiplied with dO, K and Q; the gradients of q, k and v to `dtype`, that of the bias, a sum of dS
-  in fp32, to `bias_dtype`, that of the sinks stays in fp32. Dropout is of P as a factor of V and of dO, before it is rounded, and of dP."""
+  P and dS are rounded to `dtype` before they are multiplied with dO, K and Q. The gradients of q, k and v are rounded to `dtype`. The bias's
+  gradient, an fp32 sum of dS, is rounded to `bias_dtype`. The sinks' gradient stays in fp32. Dropout applies to P as a factor of V and of dO,
+  before rounding, and to dP."""
   found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, (dtype, out_dtype))
   bias = None if found.bias is None else rounded(found.bias, bias_dtype)
   return Gradients(rounded(found.q, dtype), rounded(found.k, dtype), rounded(found.v, dtype), bias, found.sinks)
@@ -220,7 +223,7 @@ def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:f
   if dlse is None: dlse = np.zeros(q.shape[:-1], work)
   if x.kv_lengths is not None: return _backward_by_batch(q, k, v, do, dlse, scale, window, offset, x, work, types)
   seen = visible(q.shape[-2], k.shape[-2], window, offset)
-  groups = (k.shape[-3], q.shape[-3]//k.shape[-3])         # query heads that share keys lie side by side
+  groups = (k.shape[-3], q.shape[-3]//k.shape[-3])         # query heads with the same keys are neighbours
   do, dlse, (q, k, v) = do.astype(work), dlse.astype(work), with_heads(q, k, v, work)
   def operand(a:Array) -> Array: return a if types is None else rounded(a, types[0])
   def of_group(a:Array) -> Array: return a.reshape(*a.shape[:-3], *groups, *a.shape[-2:]).sum(-3)
@@ -228,7 +231,7 @@ def _backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:f
     s, steps = _scores(q, k, scale, window, offset, x)
     o, lse = _output(s, v, seen, x, types), softmax_of(s, x)[1]
     if types is not None: o = rounded(o, types[1])
-    safe = np.where(lse == -np.inf, work(0), lse)        # of a row that sees no key: all its scores are -inf
+    safe = np.where(lse == -np.inf, work(0), lse)        # a row that sees no key has only scores of -inf
     p = np.where(seen, np.exp(s - safe[..., None]), work(0))
     delta = (do*o).sum(-1) - np.where(lse == -np.inf, work(0), dlse)
     ds = np.where(s == -np.inf, work(0), p*(_dropped(do @ v.swapaxes(-1, -2), x) - delta[..., None]))
@@ -245,13 +248,13 @@ def _of_slopes(ds:Array, offset:int, shape:tuple[int, ...]) -> Array:
   return -summed_to((ds*away).sum((-1, -2)), shape)
 
 def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
-  """What was broadcast from `shape`, summed back to it."""
+  """The sum of `a` over the dimensions that were broadcast from `shape`."""
   a = a.sum(tuple(range(a.ndim - len(shape))))
   return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
 
 def _backward_by_batch(q:Array, k:Array, v:Array, do:Array, dlse:Array, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
                        types:Types|None) -> Gradients:
-  """Each batch by itself, with the keys it has; those beyond get 0."""
+  """Gradients batch by batch, each with the keys it has. Keys beyond get 0."""
   assert x.kv_lengths is not None
   dq, dk, dv = (np.zeros(a.shape, work) for a in (q, k, v))
   dbias, dsinks, dslopes = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks, x.alibi_slopes))

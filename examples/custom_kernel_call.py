@@ -1,4 +1,4 @@
-"""Flash attention in three lines. Without DEV it runs on the emulated MI300X; with DEV=AMD on the GPU."""
+"""Calls flash attention in three lines: on the GPU with DEV=AMD, without DEV on an emulated MI300X."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np

@@ -1,4 +1,5 @@
-"""Decoding with a key/value cache under TinyJit: one compiled step for every length, and at every position the same token as without a cache."""
+"""Decodes with a key/value cache under TinyJit. One compiled step serves every length, and gives at every position the same token as without a
+cache."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np
@@ -18,14 +19,14 @@ def project(x:Tensor) -> list[Tensor]: return [(x @ w).reshape(1, x.shape[1], -1
 def logits(x:Tensor, o:Tensor) -> Tensor: return ((x + o.reshape(1, -1, H*D) @ to_out)[:, -1] @ head).float()
 
 def without_cache(tokens:list[int]) -> np.ndarray:
-  """Scores of the token that follows, all of it anew."""
+  """Scores of the next token, computed from all tokens."""
   x = Tensor(np.stack([embedding.numpy()[t] + places.numpy()[i] for i, t in enumerate(tokens)])[None])
   return logits(x, attn.attention(*project(x), causal=True, layout="bshd")).numpy()[0]
 
 captures: list[UOp] = []
 @TinyJit
 def step(token:Tensor, position:UOp) -> Tensor:
-  """Scores of the token that follows `token` (1, 1), which stands at `position`."""
+  """Scores of the next token after `token` (1, 1), which is at `position`."""
   captures.append(position)
   x = embedding[token] + places[position:position + 1].reshape(1, 1, WIDTH)
   q, k, v = project(x)
@@ -37,5 +38,5 @@ for i in range(TOKENS):
   got, want = step(Tensor([[tokens[i]]], dtype=dtypes.int).realize(), position.bind(i)).numpy()[0], without_cache(tokens)
   assert np.abs(got - want).max() < 0.02 and int(got.argmax()) == int(want.argmax()), f"position {i} differs"
   tokens.append(int(got.argmax()))
-assert len(captures) == 2   # run once as it is, once to capture: later steps only replay
+assert len(captures) == 2   # the first step runs without a graph, the second one is captured, later ones replay it
 print(f"{TOKENS} tokens on {Device.DEFAULT}, the same with the cache as without, position by position, by one compiled step: {tokens}")

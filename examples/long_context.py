@@ -1,7 +1,7 @@
-"""A causal layer over a sequence that two devices share: rows dealt out in zigzag, keys and values passed around, gradients back to their owners.
+"""Runs and trains a causal layer on a sequence that two devices share: rows are dealt out in zigzag, keys and values are passed around, and gradients
+return to their devices.
 
-On the emulator in seconds, less with GRADIENT=0; `DEV=CUDA S=65536 D=128 python examples/long_context.py` on two GPUs.
-"""
+Takes seconds on the emulator, less with GRADIENT=0. On two GPUs: `DEV=CUDA S=65536 D=128 python examples/long_context.py`."""
 import os
 from typing import Any
 os.environ.setdefault("DEV", "EMU::gfx942")
@@ -19,7 +19,7 @@ x, target = (Tensor(rng.standard_normal((S, WIDTH), np.float32).astype(np.float1
 weights = [drawn(WIDTH, heads*D) for heads in (H, HKV, HKV)] + [drawn(WIDTH, WIDTH)]
 
 def layer(x:Tensor, wq:Tensor, wk:Tensor, wv:Tensor, wo:Tensor, **shared:Any) -> Tensor:
-  """x (rows, WIDTH): of a device its own rows, each of which is projected where it is."""
+  """The layer on x (rows, WIDTH). Each device projects the rows that it has."""
   q, k, v = ((x @ w).reshape(1, x.shape[0], -1, D) for w in (wq, wk, wv))
   o = attn.attention(q, k, v, causal=True, layout="bshd", **shared)
   return x + o.reshape(x.shape[0], WIDTH) @ wo
@@ -28,8 +28,8 @@ def layer(x:Tensor, wq:Tensor, wk:Tensor, wv:Tensor, wo:Tensor, **shared:Any) ->
 dealt, goal = (attn.shard_sequence(t, DEVICES, 0).realize() for t in (x, target))
 on_both = [w.shard(DEVICES).realize() for w in weights]
 y = layer(dealt, *on_both, sequence_order="zigzag", sequence_lengths=(S, S))
-there = attn.shard_sequence(Tensor.ones(S, 1, dtype=dtypes.half), DEVICES, 0)     # 0 where a number of rows is padded
-dwk, = ((y - goal)*there).float().square().sum().gradient(on_both[1])     # computed where it is asked for, below
+there = attn.shard_sequence(Tensor.ones(S, 1, dtype=dtypes.half), DEVICES, 0)     # 1 in real rows, 0 in padding
+dwk, = ((y - goal)*there).float().square().sum().gradient(on_both[1])     # computed below, where it is used
 
 # ***** on one *****
 y_one = layer(x, *weights)

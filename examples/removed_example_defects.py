@@ -1,10 +1,9 @@
-"""Three ways in which a flash attention kernel was wrong and passed its test, each put into a small kernel of our own, and what finds them.
+"""Plants three defects in a small kernel, one at a time, and shows what finds each: flash attention kernels with these defects passed their test.
 
-tinygrad carried an example kernel, extra/gemm/amd_flash_attention.py, whose test was: inputs uniform in [0, 1), mean squared error below 1e-2.
-Versions of it (1) multiplied by V transposed inside each 64x64 tile, (2) did not scale P by exp(m_tile - m_new), and (3) let a fast wave store V over
-the K that a slow wave still reads. Kernels with these defects pass that test; attn's checks stop each one.
-It prints a table, for which it needs the extra bench (pip install '.[bench]').
-"""
+tinygrad once had an example kernel, extra/gemm/amd_flash_attention.py. Its test was: inputs uniform in [0, 1), mean squared error below 1e-2.
+Versions of the kernel (1) multiplied by V transposed inside each 64x64 tile, (2) did not scale P by exp(m_tile - m_new), and (3) let a fast wave
+store V over the K that a slow wave still read. Kernels with these defects pass that test; attn's checks stop each one.
+Prints a table. Needs the extra bench (pip install '.[bench]')."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import inspect
@@ -24,7 +23,7 @@ with needs("bench", "examples/removed_example_defects.py", __name__):
 N, D = 128, 16   # keys and queries; the head dimension, which is also the keys of a tile, so that a tile of V can be transposed
 SCALE = D**-0.5
 
-# A defect is one line of the textbook kernel as it stands there, and as a wrong kernel has it.
+# A defect: one line of the textbook kernel, and the same line in a wrong kernel.
 DEFECTS = {
   "1: V transposed in its tile": (
     "values = [[v[b, kv_head, row, d].float() for row in rows] for d in range(p.Dv)]",
@@ -45,7 +44,8 @@ def planted(right:str, wrong:str) -> Callable[..., UOp]:
 KERNELS = {"right": textbook.textbook(block_n=D)} | {name: planted(*defect) for name, defect in DEFECTS.items()}
 
 def two_tiles(barrier:bool) -> Callable[..., UOp]:
-  """K and then V through the same LDS, in a workgroup of two waves that read what the other stored: o[t] = k[t']*v[t'], t' a wave further."""
+  """K and then V go through the same LDS, in a workgroup of two waves that read what the other wave stored: o[t] = k[t']*v[t'], with t' in the
+  other wave."""
   def kernel(o:UOp, k:UOp, v:UOp) -> UOp:
     t = UOp.range(N, 0, AxisType.LOCAL)
     lds, kept = UOp.placeholder((N,), dtypes.float, 0, AddrSpace.LOCAL), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
@@ -60,7 +60,7 @@ def run(fxn:Callable[..., UOp], *inputs:np.ndarray) -> np.ndarray:
   return Tensor.empty(*inputs[0].shape, dtype=dtypes.float).custom_kernel(*map(Tensor, inputs), fxn=fxn)[0].numpy()
 
 def mean_square(fxn:Callable[..., UOp]) -> float:
-  """The mean squared error on uniform inputs, which the removed example was judged by."""
+  """The mean squared error on uniform inputs, the measure of the removed example's test."""
   q, k, v = np.random.default_rng(0).random((3, 1, 1, N, D)).astype(np.float16)
   return float(((run(fxn, q, k, v) - exact(q, k, v, SCALE)[0])**2).mean())
 

@@ -1,12 +1,11 @@
-"""Serving: requests of different lengths come and go, and in each step all that are under way take one token, over one paged cache.
+"""Serves requests of different lengths that come and go, over one paged cache. In each step every running request gets one token.
 
-A small transformer with random weights. `Pages` hands out the pages of the cache; requests that begin with the same tokens share the pages of what
-they have in common. `Server.step` first computes the prompt of a request that has just come, in chunks, then a token of every request: a batch of a
-fixed size under TinyJit, whose empty places have length 0. By batch_invariant=True the text of a request is the same, whatever is served beside it:
-in the end each request is served again, alone.
+The model is a small transformer with random weights. `Pages` hands out the pages of the cache; requests whose prompts begin with the same tokens
+share pages. `Server.step` first computes the prompts of new requests, in chunks, then one token for every request: a batch of a fixed size under
+TinyJit, in which an empty place has length 0. With batch_invariant=True a request gets the same text whatever is served beside it. At the end each
+request is served again, alone, to show that.
 
-  REQUESTS=8 LAYERS=2 WIDTH=64 BATCH=4 python examples/serve.py;  on a GPU: DEV=CUDA WIDTH=1024 LAYERS=8 HEADS=16 KV_HEADS=4 REQUESTS=64 BATCH=32
-"""
+REQUESTS=8 LAYERS=2 WIDTH=64 BATCH=4 python examples/serve.py;  on a GPU: DEV=CUDA WIDTH=1024 LAYERS=8 HEADS=16 KV_HEADS=4 REQUESTS=64 BATCH=32"""
 from __future__ import annotations
 import os, time
 os.environ.setdefault("DEV", "EMU::gfx942")
@@ -24,12 +23,12 @@ assert PAGE % CHUNK == 0, "a chunk of a prompt lies in one page"
 rng = np.random.default_rng(0)
 
 class Pages:
-  """The pages of a cache: which are free, and which of those in use hold the beginning of a prompt that others may share."""
+  """The pages of a cache: which are free, and which hold the beginning of a prompt that other requests may share."""
   def __init__(self, count:int) -> None:
     self.free, self.users, self.prefixes, self.shared = list(range(count)), [0]*count, dict[tuple[int, ...], int](), 0
   def take(self, tokens:list[int], length:int) -> tuple[list[int], int]:
-    """Pages for a sequence that begins with `tokens` and will have `length`: those of full pages that are there already, and new ones; and how many
-    rows are there. The last token is always computed: it is what the first new one follows from."""
+    """Takes pages for a sequence that begins with `tokens` and will have `length` tokens: shared full pages that exist, and new ones. Returns them
+    and the number of rows that they hold already. The last token is always computed anew, because the first new token follows from it."""
     shared = list[int]()
     while (end := (len(shared) + 1)*PAGE) < len(tokens) and (page := self.prefixes.get(tuple(tokens[:end]))) is not None: shared.append(page)
     if (more := -(-length//PAGE) - len(shared)) > len(self.free): raise MemoryError(f"{more} pages wanted, {len(self.free)} free")
@@ -38,7 +37,7 @@ class Pages:
     self.shared += len(shared)
     return found, len(shared)*PAGE
   def remember(self, tokens:list[int], pages:list[int]) -> None:
-    """The full pages of a prompt that has been computed."""
+    """Remembers the full pages of a prompt that has been computed, for other requests."""
     for i in range(len(tokens)//PAGE): self.prefixes.setdefault(tuple(tokens[:(i + 1)*PAGE]), pages[i])
   def give_back(self, pages:list[int]) -> None:
     for page in pages:
@@ -51,11 +50,11 @@ class Pages:
 class Request:
   prompt: list[int]
   wanted: int
-  tokens: list[int] = field(default_factory=list)     # that were found
+  tokens: list[int] = field(default_factory=list)     # the tokens generated
   pages: list[int] = field(default_factory=list)
   @property
   def rows(self) -> int:
-    """In the cache: of all tokens but the newest."""
+    """Number of rows in the cache: one for each token but the newest."""
     return len(self.prompt) + len(self.tokens) - 1
 
 def weight(rows:int, columns:int) -> Tensor: return Tensor((rng.standard_normal((rows, columns))*rows**-.5).astype(np.float16)).realize()
@@ -66,7 +65,7 @@ class Layer:
     self.up, self.down = weight(WIDTH, 2*WIDTH), weight(2*WIDTH, WIDTH)
     self.cache = attn.empty_paged_cache(pages, PAGE, HKV, D)
   def __call__(self, x:Tensor, filled:Tensor, table:Tensor) -> Tensor:
-    """x (B, S, WIDTH), whose rows go to the cache from `filled` (B) on."""
+    """The layer on x (B, S, WIDTH). Its keys and values go to the cache from row `filled` (B) on."""
     qkv = (x.layernorm().cast(x.dtype) @ self.qkv).reshape(*x.shape[:2], H + 2*HKV, D)
     q, k, v = qkv.split([H, HKV, HKV], dim=2)
     o = attn.attention_with_kv_cache(q, k, v, *self.cache, filled, layout="bshd", block_table=table, batch_invariant=True)
@@ -77,25 +76,26 @@ class Server:
   def __init__(self, pages:int) -> None:
     self.embedding, self.places, self.head = weight(VOCABULARY, WIDTH), weight(CAPACITY, WIDTH), weight(WIDTH, VOCABULARY)
     self.pages, self.layers = Pages(pages), [Layer(pages + BATCH) for _ in range(LAYERS)]
-    self.nobodys = [pages + i for i in range(BATCH)]       # a page for what an empty place of the batch appends
+    self.nobodys = [pages + i for i in range(BATCH)]       # pages for the rows that empty places of the batch append
     self.places_taken = list[Request|None]([None]*BATCH)
     self.steps = {n: TinyJit(self.forward) for n in (1, CHUNK)}
 
   def forward(self, tokens:Tensor, filled:Tensor, table:Tensor) -> Tensor:
-    """The token that follows each of `tokens` (B, S)."""
+    """The next token after each of `tokens` (B, S)."""
     at = (filled.reshape(-1, 1) + Tensor.arange(tokens.shape[1], dtype=dtypes.int)).minimum(CAPACITY - 1)
     x = (self.embedding[tokens] + self.places[at]).realize()
     for layer in self.layers: x = layer(x, filled, table)
     return (x @ self.head).float().argmax(-1).realize()
 
   def run(self, rows:list[list[int]], filled:list[int], pages:list[list[int]]) -> np.ndarray:
-    """`forward` of so many sequences, each its own batch place; shorter rows are filled up, and what is theirs beyond is overwritten later."""
+    """Runs `forward` on some sequences, each in its own place of the batch. Shorter ones are padded; later rows overwrite the padding in the
+    cache."""
     def int32(x:list[list[int]]|list[int]) -> Tensor: return Tensor(np.array(x, np.int32)).realize()
     table = [p + [own]*(MOST_PAGES - len(p)) for p, own in zip(pages, self.nobodys)]
     return self.steps[len(rows[0])](int32(rows), int32(filled), int32(table)).numpy()
 
   def admit(self, request:Request) -> None:
-    """Computes the prompt, in chunks, but for what other requests have computed."""
+    """Computes the prompt of a request in chunks, except the pages that it shares with other requests."""
     request.pages, done = self.pages.take(request.prompt, len(request.prompt) + request.wanted)
     self.places_taken[self.places_taken.index(None)] = request
     while done < len(request.prompt):
@@ -106,7 +106,7 @@ class Server:
     self.pages.remember(request.prompt, request.pages)
 
   def step(self) -> None:
-    """One more token of every request."""
+    """Computes one more token of every request."""
     under_way = [r for r in self.places_taken if r is not None]
     rest = BATCH - len(under_way)
     newest, pages = [[r.tokens[-1]] for r in under_way], [r.pages for r in under_way]
@@ -119,7 +119,7 @@ class Server:
     self.places_taken[self.places_taken.index(request)] = None
 
 def serve(server:Server, requests:list[Request]) -> float:
-  """All of them, as soon as there is a place and pages for each; the seconds that it took."""
+  """Serves all requests, each as soon as there is a place and pages for it. Returns the seconds that it took."""
   waiting, start = list(requests), time.perf_counter()
   while waiting or any(server.places_taken):
     while waiting and None in server.places_taken and len(server.pages.free) >= MOST_PAGES: server.admit(waiting.pop(0))
@@ -127,7 +127,7 @@ def serve(server:Server, requests:list[Request]) -> float:
   return time.perf_counter() - start
 
 def main() -> None:
-  common = list(map(int, rng.integers(1, VOCABULARY, PAGE + 1)))       # what half of the prompts begin with
+  common = list(map(int, rng.integers(1, VOCABULARY, PAGE + 1)))       # the beginning of half of the prompts
   requests = [Request((common if i % 2 else []) + list(map(int, rng.integers(1, VOCABULARY, int(rng.integers(1, PAGE))))), TOKENS)
               for i in range(REQUESTS)]
   server = Server(pages=(BATCH + 1)*MOST_PAGES)

@@ -1,4 +1,5 @@
-"""The HIP program that tinygrad's renderer prints for a kernel; needs no GPU and no compiler. An argument, such as gfx1201, names another chip."""
+"""Prints the HIP program that tinygrad's renderer makes for a kernel; needs no GPU and no compiler. An argument, for example gfx1201, selects the
+chip."""
 import sys
 from tinygrad import UOp, dtypes
 from attn import flash_attention_fn

@@ -1,11 +1,10 @@
-"""The attention of Stable Diffusion's VAE (the block in the middle of AutoencoderKL): one head of 512 over the 64 x 64 positions of an image of
-512 x 512. tinygrad's own has the whole score matrix in memory, 64 MB here and 1 GB for an image of 1024 x 1024; the kernel `tiled` has none of it.
+"""Runs the attention of Stable Diffusion's VAE (the middle block of AutoencoderKL): one head of 512 over the 64 x 64 positions of a 512 x 512 image.
+tinygrad's own attention keeps the whole score matrix in memory, 64 MB here and 1 GB for a 1024 x 1024 image. The kernel `tiled` keeps none of it.
 
-    DEV=CUDA python examples/stable_diffusion_vae_attention.py
-    DEV=CL SIDE=32 python examples/stable_diffusion_vae_attention.py         an image of 256 x 256, on any OpenCL device
+  DEV=CUDA python examples/stable_diffusion_vae_attention.py
+  DEV=CL SIDE=32 python examples/stable_diffusion_vae_attention.py         a 256 x 256 image, on any OpenCL device
 
-SIDE: positions of a side (64; on the emulator 8). HALF=1: float16, not float32. First calls compile, and are not timed.
-"""
+SIDE: positions along a side (64; on the emulator 8). HALF=1: float16 instead of float32. First calls compile and are not timed."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx1030")
 from typing import Any, Callable
@@ -24,7 +23,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 most, allocate = 0, Buffer.allocate
 def watched(self:Buffer, *args:Any, **kwargs:Any) -> Buffer:
-  """Buffer.allocate, which also notes the most memory that was taken at a time."""
+  """Buffer.allocate, which also records the most memory in use at a time."""
   global most
   found = allocate(self, *args, **kwargs)
   most = max(most, GlobalCounters.mem_used)
@@ -32,7 +31,7 @@ def watched(self:Buffer, *args:Any, **kwargs:Any) -> Buffer:
 Buffer.allocate = watched   # type: ignore[method-assign]
 
 def called(attention:Attention, q:Tensor, k:Tensor, v:Tensor) -> tuple[np.ndarray, float, int]:
-  """(its result, milliseconds of its kernels on the device, bytes that it took beside inputs and output)."""
+  """(result, milliseconds of the kernels on the device, bytes used beside inputs and output)"""
   global most
   before = most = GlobalCounters.mem_used
   out = attention(q, k, v).realize()
@@ -40,7 +39,7 @@ def called(attention:Attention, q:Tensor, k:Tensor, v:Tensor) -> tuple[np.ndarra
   schedule = compiled(attention(q, k, v))
   return result, 1e3*min(device_seconds(schedule) for _ in range(1 if emulated else 5)), taken
 
-# what the block's three 1 x 1 convolutions give, (batch, channels, height, width), as heads: (batch, 1, positions, channels)
+# outputs of the block's three 1 x 1 convolutions, (batch, channels, height, width), as heads: (batch, 1, positions, channels)
 Tensor.manual_seed(0)
 images = [Tensor.randn(1, CHANNELS, SIDE, SIDE).cast(DTYPE) for _ in range(3)]
 q, k, v = (x.reshape(1, 1, CHANNELS, SIDE*SIDE).transpose(2, 3).contiguous().realize() for x in images)

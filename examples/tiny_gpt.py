@@ -1,4 +1,4 @@
-"""A tiny GPT, written as one does in tinygrad, generates with tinygrad's own attention and, under `attn.installed()`, with these kernels."""
+"""Generates text with a tiny GPT in plain tinygrad: once with tinygrad's own attention and once, under `attn.installed()`, with these kernels."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np

@@ -1,10 +1,8 @@
-"""A small GPT learns to repeat what it has read, 50 steps of Adam: once with tinygrad's own attention and once under `attn.installed()` with these
-kernels, forward and backward, from the same weights on the same batches. The two loss curves have to agree within TOLERANCE of the
-first loss at every step.
+"""Trains a small GPT to repeat what it has read, for 50 steps of Adam: once with tinygrad's own attention and once, under `attn.installed()`, with
+these kernels, forward and backward. Weights and batches are the same. At every step the two losses must agree within TOLERANCE of the first loss.
 
-PLOT=curves.svg draws them (needs matplotlib). Other settings make it as large as one likes: the sizes of a GPT-2 are
-  DEV=CUDA LAYERS=12 WIDTH=768 HEADS=12 LENGTH=1024 BATCH=8 VOCABULARY=50304 LR=0.0003 python examples/train_gpt.py
-"""
+PLOT=curves.svg draws the losses (needs matplotlib). Settings scale the model up; the size of a GPT-2 is
+DEV=CUDA LAYERS=12 WIDTH=768 HEADS=12 LENGTH=1024 BATCH=8 VOCABULARY=50304 LR=0.0003 python examples/train_gpt.py"""
 import gc, os, time
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np
@@ -15,9 +13,9 @@ import attn
 
 VOCABULARY, WIDTH, HEADS, LAYERS = getenv("VOCABULARY", 16), getenv("WIDTH", 32), getenv("HEADS", 2), getenv("LAYERS", 2)
 LENGTH, BATCH, STEPS, LR = getenv("LENGTH", 32), getenv("BATCH", 4), getenv("STEPS", 50), getenv("LR", 1e-2)
-PERIOD, KINDS = LENGTH//4, 16    # of the tokens
-TOLERANCE = 0.02    # of the first loss
-FIRST = 3           # steps that are not timed: in these TinyJit captures
+PERIOD, KINDS = LENGTH//4, 16    # tokens before a sequence repeats; different tokens
+TOLERANCE = 0.02    # share of the first loss
+FIRST = 3           # first steps, which are not timed because TinyJit captures in them
 
 def times(x:Tensor, weight:Tensor) -> Tensor: return x.half().matmul(weight.half(), dtype=dtypes.float)
 
@@ -32,12 +30,12 @@ class Layer:
     return x + times(times(x.layernorm(), self.up).relu(), self.down)
 
 def batches() -> list[np.ndarray]:
-  """Sequences that repeat their first PERIOD tokens, which are of the first KINDS."""
+  """Batches of sequences that repeat their first PERIOD tokens, drawn from the first KINDS of the vocabulary."""
   rng = np.random.default_rng(1)
   return [np.tile(rng.integers(0, KINDS, (BATCH, PERIOD)), LENGTH//PERIOD).astype(np.int32) for _ in range(STEPS)]
 
 def train() -> tuple[list[float], float, int]:
-  """The loss of each step, seconds of a step, and the most bytes on the device."""
+  """Returns the loss of each step, the seconds per step, and the most bytes in use on the device."""
   rng = np.random.default_rng(0)
   layers = [Layer(rng) for _ in range(LAYERS)]
   token, place, head = (Tensor((rng.standard_normal(s)*s[0]**-0.5).astype(np.float32)).realize()
@@ -50,7 +48,7 @@ def train() -> tuple[list[float], float, int]:
     h = times(one_hot, token) + place
     for layer in layers: h = layer(h)
     guess = times(h.layernorm(), head).log_softmax(-1)
-    loss = -(guess[:, PERIOD-1:-1]*one_hot[:, PERIOD:]).sum(-1).mean()     # of the tokens that can be known
+    loss = -(guess[:, PERIOD-1:-1]*one_hot[:, PERIOD:]).sum(-1).mean()     # loss on the tokens that are predictable
     loss.backward()
     return loss.realize(*optimizer.schedule_step())
   losses, ends, most = list[float](), list[float](), 0

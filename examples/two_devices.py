@@ -1,4 +1,5 @@
-"""Attention on two devices: sharded along batch or heads nothing is communicated; sharded along the keys the parts are merged by their logsumexp."""
+"""Runs attention on two devices. Sharded along batch or heads, the devices exchange nothing; sharded along keys, their results are merged by
+logsumexp."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np
@@ -19,6 +20,6 @@ for name, axis_q, axis_kv in (("batch", 0, 0), ("heads", 1, 1), ("keys", None, 2
   o = attn.attention(*shards, causal=True)
   assert o.device == shards[0].device and o.uop.axis == axis_q
   if name != "keys": assert all(call.src[0].op.name != "COPY" for call in attn.attention(*shards, causal=True).schedule_linear().src)
-  verdict = judge(o.to(DEVICES[0]).float().numpy(), law)   # one device's: tinygrad would gather several on the CPU
+  verdict = judge(o.to(DEVICES[0]).float().numpy(), law)   # the result of one device, because tinygrad would gather a sharded one on the CPU
   print(f"{name:6s}{verdict}")
   assert verdict.ok

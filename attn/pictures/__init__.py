@@ -1,5 +1,4 @@
-"""The pictures of docs/algorithm.md, drawn from the tables and functions that the kernels themselves use: `python -m attn.pictures`.
+"""Draws the pictures of docs/algorithm.md from the tables and functions that the kernels use: `python -m attn.pictures`.
 
-Nothing here says where an element lies or which keys a block walks over. It calls what the kernels call, and draws the answer; a test draws the
-pictures again and compares them with the files in docs/pictures.
-"""
+This package does not say itself where an element lies or which keys a block walks over. It calls the kernels' functions and draws their answers. A
+test draws the pictures again and compares them with the files in docs/pictures."""

@@ -1,18 +1,18 @@
-"""`python -m attn.pictures [FOLDER]` draws every picture into FOLDER, which is docs/pictures where none is given."""
+"""`python -m attn.pictures [FOLDER]` draws every picture into FOLDER, by default docs/pictures."""
 from __future__ import annotations
 import argparse, sys
 from pathlib import Path
 from attn.pictures import key_ranges, matrices, shared_memory, zigzag
 
 def pictures() -> dict[str, str]:
-  """The text of each file by its name."""
+  """File name -> text of the picture."""
   found = {**matrices.of_instructions(), **key_ranges.of_key_ranges(), **shared_memory.of_shared_memory(), **zigzag.of_zigzag()}
   return {f"{name}.svg": drawing.svg() for name, drawing in found.items()}
 
 def main(arguments:list[str]|None=None) -> int:
   description = "Draws the pictures of docs/algorithm.md and docs/sharding.md from the kernels' own tables."
   parser = argparse.ArgumentParser("python -m attn.pictures", description=description)
-  parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/pictures"), help="where to, docs/pictures where it is not given")
+  parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/pictures"), help="folder for the pictures, by default docs/pictures")
   folder = parser.parse_args(arguments).folder
   if not folder.is_dir(): parser.error(f"{folder} is not a folder: give one, or run the command at the root of the repository")
   for name, text in pictures().items(): (folder/name).write_text(text, encoding="utf-8")

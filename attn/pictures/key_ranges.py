@@ -1,4 +1,4 @@
-"""Which key tiles a block of queries walks over, by `blocks_seen` itself, beside what its queries see."""
+"""Draws which key tiles a block of queries walks over, as `blocks_seen` says, beside the keys that its queries see."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ CASES: dict[str, Problem] = {
 
 @dataclass(frozen=True)
 class KeyRange:
-  """`Blocks` as numbers."""
+  """`Blocks` with numbers in place of expressions."""
   begin: int
   full_begin: int
   full_end: int

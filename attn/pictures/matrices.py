@@ -1,4 +1,4 @@
-"""Lane and element: where each element of A, B and C of a matrix instruction lies, as the kernels use it."""
+"""Draws which lane holds which element of A, B and C of a matrix instruction, as the kernels use it."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ from attn.kernels.parts.lanes import units_of
 from attn.pictures.svg import FAINT, INK, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp
 
-UNIT = CDNA3.matrix["float16"][0].unit    # elements of 16 bytes
+UNIT = CDNA3.matrix["float16"][0].unit    # elements in 16 bytes
 
 SHOWN_LANE = 5     # the lane whose elements are numbered
 
 @dataclass(frozen=True)
 class Holder:
-  """Who holds an element: the lane, the instruction of the contraction (A and B), and the number of the element in the lane's registers."""
+  """The holder of an element: its lane, the instruction that multiplies it (A and B), and the element's number in the lane's registers."""
   lane: int
   step: int
   element: int
 
-Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> its holders: one, or two where lanes are duplicated
+Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> its holders: one, or two if lanes are duplicated
 
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Index along the contraction -> (instruction, element) of lane group h, over as many as take every lane group's units once."""
+  """Index along the contraction -> (instruction, element) of lane group h, for as many instructions as take the units of every lane group once."""
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 
 def operand_cells(mat:Matrix) -> Cells:
-  """A[row][index along the contraction] (K); B is its mirror image (Q^T)."""
+  """Holders of A[row][index along the contraction] (K). B (Q^T) is its mirror image."""
   cells: Cells = {}
   for h in range(mat.groups):
     for d, (step, element) in steps_of(mat, h).items():
@@ -40,7 +40,7 @@ def operand_cells(mat:Matrix) -> Cells:
   return cells
 
 def accumulator_cells(mat:Matrix) -> Cells:
-  """C[row][column] (S^T: row a key, column a query)."""
+  """Holders of C[row][column] (S^T: a row is a key, a column a query)."""
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
@@ -51,13 +51,13 @@ def key_order(mat:Matrix) -> list[tuple[int, int]]:
 # ldmatrix (PTX ISA 9.7.14.5.15): lanes 8j..8j+7 give the addresses of the eight rows of matrix j, and lane 4r + c gets elements 2c and 2c+1 of row r.
 
 def loaded(addresses:list[tuple[int, int]]) -> Cells:
-  """(row, column) of memory -> who gets it, from the (row, unit) that each lane gives as its address."""
+  """(row, column) in memory -> the lanes that get it, if each lane's address is this (row, unit)."""
   return {(row, unit*UNIT + column): [Holder(n % UNIT*4 + column//2, 0, n//UNIT*2 + column % 2)]
           for n, (row, unit) in enumerate(addresses) for column in range(UNIT)}
 
 def mma_a(mat:Mma) -> Cells: return loaded([mat.a_address(lane) for lane in range(mat.wave)])
 def mma_b(mat:Mma) -> Cells:
-  """B[index along the contraction][key], of the first of the two tiles that one ldmatrix reads."""
+  """Holders of B[index along the contraction][key], for the first of the two tiles that one ldmatrix reads."""
   cells = loaded([mat.b_address(lane) for lane in range(mat.wave)])
   return {(d, key): holders for (key, d), holders in cells.items() if key < mat.N}
 def mma_c(mat:Mma) -> Cells:
@@ -70,7 +70,7 @@ def mirrored(cells:Cells) -> Cells: return {(column, row): holders for (row, col
 
 def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[int], int], outlined:set[int],
                 number_lanes:bool=False) -> None:
-  """A matrix of cells. The lanes `outlined` have the element's number in theirs, the others where wanted the lane's."""
+  """Draws a matrix of cells. In the lanes `outlined` a cell has the element's number; in other lanes, where wanted, the lane's number."""
   d.cells((x + (column + i/len(holders))*size, y + row*size, size/len(holders), size, TINTS[colour(holder.lane)])
           for (row, column), holders in sorted(cells.items()) for i, holder in enumerate(holders))
   for (row, column), holders in sorted(cells.items()):
@@ -87,24 +87,24 @@ def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Cal
       if not same(row + down, column + across): d.line(list(side), STRONG[0], 1.8)
 
 def legend(d:Drawing, y:float, colours:list[str], words:list[str]) -> None:
-  """What colours and outlines mean, in the corner that A, B and C leave free."""
+  """Explains colours and outlines, in the corner that A, B and C leave free."""
   for n, meaning in enumerate(colours):
     d.box(20, y + n*18, 12, 12, TINTS[n])
     d.text(38, y + n*18 + 6, meaning)
   for n, line in enumerate(words): d.text(20, y + 18*len(colours) + 12 + n*16, line, fill=FAINT)
 
 def strip(d:Drawing, x:float, y:float, width:float, colour:int, keys:list[int], words:str) -> None:
-  """Some keys in a row, in a frame with words below."""
+  """Draws keys in a row, in a frame with words below."""
   d.cells((x + n*width, y, width, 22, TINTS[colour]) for n in range(len(keys)))
   for n, key in enumerate(keys):
     d.text(x + (n + 0.5)*width, y + 11, key, min(11, width*0.5), "middle")
   d.box(x, y, len(keys)*width, 22, "none", INK, 1.2)
   d.text(x + len(keys)*width/2, y + 34, words, 10, "middle", FAINT)
 
-TOP, GAP = 100, 44     # of the first matrix, and between the matrices
+TOP, GAP = 100, 44     # top of the first matrix, and the gap between matrices
 
 def draw_amd(mat:Matrix, chips:str) -> Drawing:
-  """B above C, A to the left of C, as a product is written; below, the order of keys in which V^T lies in LDS."""
+  """Draws B above C and A to the left of C, as a product is written; below them the order of keys in which V^T lies in LDS."""
   a, b, c, depth = operand_cells(mat), mirrored(operand_cells(mat)), accumulator_cells(mat), contraction(mat, 1)
   size = min(18, 640//(depth + mat.N))
   a_x, b_y = 110, TOP
@@ -142,7 +142,7 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
   return d
 
 def draw_nvidia(mat:Mma) -> Drawing:
-  """The same with the query as a row: B above C, A to the left of C; below, the keys of P as the A operand of the second product."""
+  """Draws B above C and A to the left of C, with a query as a row; below them the keys of P as the A operand of the second product."""
   a, b, c, size = mma_a(mat), mma_b(mat), mma_c(mat), 22
   a_x, b_y = 110, TOP
   c_x, c_y = a_x + mat.K*size + GAP, b_y + mat.K*size + GAP
@@ -163,7 +163,7 @@ def draw_nvidia(mat:Mma) -> Drawing:
   for h in range(mat.groups): strip(d, 20 + h*(n*44 + 8), below + 60, 44, h, [mat.key_of(h, i) for i in range(n)], f"lane % 4 = {h}")
   return d
 
-# What is drawn, by the name of its file. The second instruction of CDNA4, 16x16x32, has the rows of 16x16x16 and the units of 32x32x16.
+# Pictures by file name. CDNA4's second instruction, 16x16x32, has no picture: it has the rows of 16x16x16 and the units of 32x32x16.
 DRAWN: dict[str, tuple[Matrix, str]] = {
   "mfma_32x32x8": (CDNA3.matrix["float16"][0], "gfx942"), "mfma_16x16x16": (CDNA3.matrix["float16"][1], "gfx942"),
   "mfma_32x32x16": (CDNA4.matrix["float16"][0], "gfx950"), "wmma_rdna3": (RDNA3.matrix["float16"][0], "RDNA3 (gfx11xx)"),

@@ -1,4 +1,4 @@
-"""Where the pieces of a tile lie in LDS (shared memory), and in which banks, by the layouts of the kernels themselves."""
+"""Draws where the pieces of a tile lie in LDS (shared memory), and in which banks, from the kernels' own layouts."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from attn.pictures.svg import FAINT, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp
 
 Piece = tuple[int, int]      # row and column: a unit of 16 bytes, or half of one
-HEIGHT = 18                  # of a cell, in pixels
+HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """What some lanes of a wave read or write in the same phase: the pieces must lie in different banks."""
+  """The pieces that some lanes of a wave read or write in the same phase; they must lie in different banks."""
   words: str
   pieces: list[Piece]
 
 @dataclass(frozen=True)
 class Panel:
-  """A part of a tile: `rows` of `columns` pieces, of which `place` gives the number of piece that it is in LDS, and `groups` fill all banks once."""
+  """A part of a tile: `rows` rows of `columns` pieces. `place` gives a piece's number in LDS; `groups` pieces fill all banks once."""
   title: str
   words: tuple[str, ...]
   rows: int
@@ -37,7 +37,7 @@ class Panel:
   accesses: tuple[Access, ...]
   width: float = 24
   def group(self, piece:Piece) -> int:
-    """The banks of a piece."""
+    """The group of banks that holds a piece."""
     x = self.place(*piece)
     return (x if isinstance(x, int) else int(x.simplify().vmin)) % self.groups
 
@@ -76,8 +76,8 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """A transposing load: of 16 lanes, four read a row each of four keys, 4 elements a lane, and the lanes of a row are those that will hold rows of
-  V^T four apart."""
+  """A transposing load. Of 16 lanes, four read a row for each of four keys, 4 elements per lane. The lanes of one row will hold rows of V^T that
+  are four apart."""
   def piece(lane:int) -> Piece:
     m = lane//16%2*16 + lane%4*4
     d = next(d for d in range(mat.M) if mat.row_of(d) == m)

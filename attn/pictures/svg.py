@@ -1,9 +1,9 @@
-"""A drawing of boxes, lines and words as SVG: the same text on every machine, which is what lets a test compare it."""
+"""Drawings of boxes, lines and words as SVG. The text is equal on every machine, so a test can compare it."""
 from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
-# The colours of Okabe and Ito (jfly.uni-koeln.de/color), which are told apart with any kind of colour vision, mixed with white to be written on.
+# Colours of Okabe and Ito (jfly.uni-koeln.de/color), distinct for every kind of colour vision, mixed with white so that text on them is legible.
 TINTS = ("#9dcbe6", "#f7d28a", "#8fd6bf", "#f0b899", "#cfe6f7", "#f8f3b0", "#e8c6d9", "#d9d9d9")
 INK, FAINT, GRID, PAPER, EMPTY = "#1a1a1a", "#5a5a5a", "#b8b8b8", "#ffffff", "#f2f2f2"
 STRONG = ("#d55e00", "#0072b2")     # outlines
@@ -11,7 +11,7 @@ STRONG = ("#d55e00", "#0072b2")     # outlines
 def number(x:float) -> str: return f"{x:.2f}".rstrip("0").rstrip(".")
 
 class Drawing:
-  """Coordinates are in pixels, from the top left. Later shapes lie over earlier ones."""
+  """An SVG drawing. Coordinates are in pixels from the top left. Later shapes lie over earlier ones."""
   def __init__(self, width:float, height:float, title:str):
     self.width, self.height, self.title, self.shapes = width, height, title, list[str]()
     self.box(0, 0, width, height, PAPER, "none")
@@ -23,7 +23,7 @@ class Drawing:
   def box(self, x:float, y:float, width:float, height:float, fill:str="none", stroke:str=GRID, stroke_width:float=0.6) -> None:
     self._add("rect", x=x, y=y, width=width, height=height, fill=fill, stroke=stroke, stroke_width=stroke_width)
   def cells(self, boxes:Iterable[tuple[float, float, float, float, str]]) -> None:
-    """Boxes (x, y, width, height, fill) with white lines between: one shape for each colour, which keeps the file small."""
+    """Draws boxes (x, y, width, height, fill) with white lines between them. All boxes of a colour are one shape, which keeps the file small."""
     colours:dict[str, str] = {}
     for x, y, width, height, fill in boxes:
       sides = f"M{number(x)} {number(y)}h{number(width)}v{number(height)}h{number(-width)}z"
@@ -32,7 +32,7 @@ class Drawing:
   def line(self, points:list[tuple[float, float]], stroke:str=INK, stroke_width:float=1.2) -> None:
     self._add("polyline", points=" ".join(f"{number(x)},{number(y)}" for x, y in points), fill="none", stroke=stroke, stroke_width=stroke_width)
   def text(self, x:float, y:float, words:str|int, size:float=11, anchor:str="start", fill:str=INK, bold:bool=False) -> None:
-    """Words whose middle line is at `y`; `anchor`: "start", "middle" or "end"."""
+    """Draws words with their middle line at `y`. `anchor`: "start", "middle" or "end"."""
     more = {"text_anchor": anchor} if anchor != "start" else {}
     if fill != INK: more["fill"] = fill
     if bold: more["font_weight"] = "bold"

@@ -1,4 +1,5 @@
-"""Which keys the devices' queries see where a causal sequence is dealt out, by the problems that they compute, of `SequenceShards.dealt`."""
+"""Draws which keys each device's queries see if a causal sequence is sharded over devices, from the devices' own problems
+(`SequenceShards.dealt`)."""
 from __future__ import annotations
 import itertools
 import numpy as np
@@ -7,7 +8,7 @@ from attn.pictures.svg import EMPTY, FAINT, INK, PAPER, TINTS, Drawing
 from attn.problem import ORDERS, Problem
 from attn.reference import Array, visible
 
-DEVICES, PIECE = 4, 6       # rows of a piece of zigzag, as small as will show a diagonal
+DEVICES, PIECE = 4, 6       # PIECE: rows of a zigzag piece, few but enough to show a diagonal
 LENGTH = DEVICES*ORDERS["zigzag"]*PIECE
 CELL = 7.5                  # pixels of a row
 
@@ -18,7 +19,7 @@ def shards_in(order:str) -> SequenceShards:
   return SequenceShards(DEVICES, order, held, held)
 
 def computed(order:str) -> tuple[Array, list[int]]:
-  """(the device that computes each pair of a query and a key, -1 for none; the pairs of each device)."""
+  """(device that computes each pair of a query and a key, -1 for none; number of pairs per device)"""
   owner, pairs = np.full((LENGTH, LENGTH), -1), [0]*DEVICES
   for device in range(DEVICES):
     p = shards_in(order).dealt(causal(), device, (0, 1))
@@ -49,7 +50,7 @@ def draw_order(d:Drawing, x:float, y:float, order:str) -> None:
     d.text(x + 18, y + side + 34 + 19*device, words)
 
 def runs_of(row:Array) -> list[tuple[int, int]]:
-  """Where neighbours are the same: (first, end)."""
+  """(first, end) of each run of equal neighbours."""
   ends = [0, *(int(n) + 1 for n in np.flatnonzero(np.diff(row))), len(row)]
   return list(itertools.pairwise(ends))
 
