@@ -107,7 +107,7 @@ def settings(default:Mapping[str, Any]) -> Settings:
                  layout=layout)
   found = Settings(replace(p, B=B, H=H, Hkv=HKV), causal, window, number("CNT", default["CNT"]), number("SEED", 0, 0),
                    choice("VERIFY", "1", {"0": 0, "1": 1, "2": 2}), flag("BWD"))
-  if found.backward and lse: raise BadSetting("LSE=1 with BWD=1: the gradient is that of o, and forward writes lse for it in any case; leave LSE unset")
+  if found.backward and lse: raise BadSetting("LSE=1 with BWD=1: the gradient is that of o, which needs lse in any case; leave LSE unset")
   return found
 
 def check_verified(s:Settings) -> None:

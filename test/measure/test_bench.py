@@ -97,7 +97,7 @@ def test_bounds(bench_here:Callable[..., int], capsys:pytest.CaptureFixture[str]
   ({"CSV": "."}, "CSV='.': must be a file"),
   ({"ISA": "x"}, "ISA='x': must be one of 0, 1"),
   ({"ISA": "1", "DEV": "EMU::sm_80"}, "ISA=1: there are bounds for AMD's chips"),
-  ({"ISA": "1", "COMPARE": "1"}, "COMPARE=1 and ISA=1: one of them at a time"),
+  ({"ISA": "1", "COMPARE": "1"}, "COMPARE=1 and ISA=1: only one of them may be set"),
   ({"PLOT": "x.png"}, "PLOT='x.png': it is a picture of"),
   ({"FIGURES": "1", "CSV": "x.csv"}, "CSV='x.csv' with FIGURES=1"),
 ])
