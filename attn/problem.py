@@ -492,7 +492,7 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported."""
   layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
   varlen, top_left, paged, extras = layout == "thd", causal == "top-left", pages is not None, extras or {}
-  if causal and window[1] > 0: raise ValueError(f"causal={causal!r} with window={window!r}: causal allows no key on the right")
+  if causal and window[1] > 0: raise ValueError(f"causal={causal!r} with window={window!r}: right must be -1 or 0, causal hides keys there")
   if not varlen and (max_seqlen_q is not None or max_seqlen_k is not None):
     raise ValueError(f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are for layout='thd' only, not {layout!r}")
   if varlen and paged and max_seqlen_k is not None:

@@ -17,7 +17,7 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
   """(q, k, v) with four dimensions, the options of `attention`, and the shape of the output."""
   dropout_p = check_dropout_p("dropout_p", dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
-  if is_causal and mask is not None: raise RuntimeError("attn_mask with is_causal=True: cannot set attn_mask when is_causal=True")
+  if is_causal and mask is not None: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
   types = []
   for name, t in (("query", q), ("key", k), ("value", v)):
     types.append(values.dtype_name(name, values.tensor(name, t).dtype, values.FLOATS))

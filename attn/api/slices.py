@@ -44,7 +44,7 @@ def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
   """(window, top_left) of the problem."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
-  if is_causal: raise RuntimeError("attn_mask with is_causal=True: cannot set attn_mask when is_causal=True")
+  if is_causal: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
   if is_causal_mask(values.tensor("attn_mask", mask), n_q, n_k): return (-1, 0), False
   raise NotImplementedError(f"attn_mask of shape {values.shown_shape(mask.shape)} with keys of symbolic length: only the causal mask is known, "
                             "Tensor.full(shape, -inf).triu(keys - queries + 1)")

@@ -75,12 +75,12 @@ def said_of(row:UpTo[Any]) -> dict[str, Any]:
 
 def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
   """Reads the tile of an entry of the file as a row; None stands for dispatch's own choice. Raises ValueError if the entry has no valid tile."""
-  if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile")
+  if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None
   limits, needed = LIMITS[kind], {f.name for f in fields(kind) if f.default is MISSING}         # type: ignore[arg-type]
   if not isinstance(tile, dict): raise ValueError(f"tile={values.shown(tile)}: must be null, or the fields of a tile")
   if unknown := tile.keys() - limits.keys(): raise ValueError(f"{min(unknown)}: a tile has no such field")
-  if missing := [name for name in limits if name in needed - tile.keys()]: raise ValueError(f"a tile without {missing[0]}")
+  if missing := [name for name in limits if name in needed - tile.keys()]: raise ValueError(f"a tile without {missing[0]}: needs that field")
   tile = {name: tuple(x) if isinstance(x, list) else x for name, x in tile.items()}      # JSON has no tuples
   for name, value in tile.items():
     if type(value) is not type(limits[name][0]) or value not in limits[name]:
@@ -158,7 +158,8 @@ def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str=""
   """Writes the fastest tile for the class of `p` to the file; None stands for dispatch's own choice. Raises ValueError if `p` belongs to no class,
   OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
-  if kind is None: raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class for which a tile is kept")
+  if kind is None:
+    raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class for which tiles are kept: TUNE=1 is for problems without that")
   entry = {"tile": said_of(row) if row is not None else None, "seconds": seconds, "stamp": stamp()}
   with user_cache.only_one(file):         # so that processes that tune at the same time don't overwrite each other's tiles
     found = load()

@@ -225,7 +225,8 @@ def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
   """The kernel that was chosen for `p`, a function of the placeholders that `tensors.arguments(p)` names."""
   program = KERNELS[choice.kernel].program
-  if program is None or choice.arch is None: raise NotImplementedError(f"{choice.kernel} is no single kernel")
+  if program is None or choice.arch is None:
+    raise NotImplementedError(f"{choice.kernel} is no single kernel: use attn.attention, which runs it as tensor operations")
   return program(p, choice.arch, choice.work.tile)
 
 def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:

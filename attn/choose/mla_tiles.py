@@ -29,7 +29,8 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   for name, parts in (("key_parts", tile.key_parts), ("weight_parts", tile.weight_parts)):
-    if tile.block_n//parts % tile.matrix.least_keys: raise ValueError(f"{name}={parts}: no parts of {tile.block_n} keys")
+    if tile.block_n//parts % (least := tile.matrix.least_keys):
+      raise ValueError(f"{name}={parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:

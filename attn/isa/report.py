@@ -160,7 +160,7 @@ def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
   """The kernel whose name contains `name`, or without a name the kernel with the most matrix instructions."""
   if not kernels: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
   if (found:=next((k for k in kernels if name is None or name in k.name), None)) is None:
-    raise ValueError(f"no kernel named {name!r}: there are {', '.join(k.name for k in kernels)}")
+    raise ValueError(f"no kernel has {name!r} in its name: there are {', '.join(k.name for k in kernels)}")
   return found
 
 def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 2*(products[0]*d + products[1]*(dv or d))

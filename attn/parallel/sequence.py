@@ -43,7 +43,7 @@ def shard_sequence(x:Tensor, devices:str|Sequence[str], axis:int, order:str="zig
   Raises ValueError for a tensor on several devices, an axis that x does not have, devices that don't exist or are given twice, and an unknown order.
   """
   x, names, order = values.tensor("x", x), device_names("devices", devices), check_order("order", order)
-  if isinstance(x.device, tuple): raise ValueError(f"x is on {x.device}: must be on one device, such as what attn.unshard_sequence returns")
+  if isinstance(x.device, tuple): raise ValueError(f"x is on {x.device}: must be on one device, as attn.unshard_sequence returns it")
   axis = check_axis(x, axis)
   rows = static_shape("x", x.shape)[axis]
   if not rows: raise ValueError(f"x has shape {values.shown_shape(x.shape)}: axis {axis} must have at least one row")
@@ -61,7 +61,7 @@ def unshard_sequence(x:Tensor, axis:int, length:int, order:str="zigzag") -> Tens
   x, order, given = values.tensor("x", x), check_order("order", order), axis
   axis = check_axis(x, given)
   rows, count = static_shape("x", x.shape)[axis], len(x.device) if isinstance(x.device, tuple) else 1
-  if count > 1 and x.uop.axis != axis: raise ValueError(f"axis={given}: x is sharded along axis {x.uop.axis}")
+  if count > 1 and x.uop.axis != axis: raise ValueError(f"axis={given}: x is sharded along axis {x.uop.axis}; must be that")
   length = values.whole_number("length", length, 1, rows, f"a number of rows, 1..{rows}")
   if rows % (pieces := count*ORDERS[order]):
     raise ValueError(f"order={order!r} with x of shape {values.shown_shape(x.shape)}: axis {axis} must be a multiple of its {pieces} pieces")

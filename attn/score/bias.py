@@ -52,7 +52,8 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
 
 def _of_four_dimensions(name:str, bias:Tensor) -> Tensor:
   if bias.dtype == dtypes.bool:
-    raise ValueError(f"{name} has dtype bool: must be added to scores; scaled_dot_product_attention takes a mask of bools")
+    raise ValueError(f"{name} has dtype bool: must be numbers that are added to scores, {', '.join(FLOATS)}; "
+                     "attn.scaled_dot_product_attention takes a mask of bools")
   values.dtype_name(name, bias.dtype, FLOATS)
   if bias.ndim > 4: raise ValueError(f"{name} has shape {values.shown_shape(bias.shape)}: must broadcast to (B, H, Sq, Sk)")
   return bias.reshape(*[1]*(4 - bias.ndim), *values.static_shape(name, bias.shape))

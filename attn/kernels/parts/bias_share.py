@@ -66,8 +66,7 @@ class BiasShare:
   def check_parts(self, parts:int) -> None:
     """Raises ValueError for more parts than trips."""
     if not 0 <= parts <= self.trips:
-      raise ValueError(f"parts={parts}: a workgroup walks over {self.trips} blocks of queries of heads, and there may be as many parts, or 0 for no "
-                       "parts")
+      raise ValueError(f"parts={parts}: must be 0 (no parts) to {self.trips}, the blocks of queries that a workgroup walks over")
 
 @dataclass(frozen=True)
 class BiasPart:
