@@ -73,7 +73,7 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
 def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
   """Whether V is part of K. Raises ValueError if neither v nor v_dim is given, or both are."""
   if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: give v as a Tensor, or v_dim, the number of columns of k that are V")
-  if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with a Tensor v: v_dim says that V is k[..., :v_dim], so v must be None")
+  if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: v_dim says that V is k[..., :v_dim], so v must be None")
   return v is None
 
 def columns_of(shape:tuple[int, ...], v_dim:int) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:P
   if entries is None or counts is None or isinstance(counts, UOp) or (np.ndim(counts) and np.shape(counts) != entries.shape[:1]): return
   used = np.arange(pages.most) < -(-np.reshape(counts, (-1, 1))//pages.size)
   if (wrong := entries[np.broadcast_to(used, entries.shape) & (entries != 0)]).size:
-    raise ValueError(f"block_table has an entry {wrong[0]} among the rows that {lengths_name} counts: must be 0, there is only one page")
+    raise ValueError(f"block_table has an entry {wrong[0]} for rows that {lengths_name} counts: there is one page, so it must be 0")
 
 def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str, str, str]=("q", "k", "v")) -> Placement:
   """Where q and pages lie: on one device, or on several that share the heads, like the shards of a model. Raises NotImplementedError for any other

@@ -269,12 +269,12 @@ def test_refused() -> None:
     def call(**more:Any) -> Any: return lambda: flash_attn.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=n, **more)
     varlen, wide, short = flash_attn.flash_attn_varlen_func, draw(SK, 9, dtype="float32"), cos[:SK - 1]
     for what, text in (
-      (call(rotary_cos=cos), "rotary_sin=None: one is given without the other"),
+      (call(rotary_cos=cos), "rotary_sin=None: must both be Tensors"),
       (call(rotary_cos=cos, rotary_sin=cos[:3]), r"shapes \(16, 4\) and \(3, 4\)"),
       (call(rotary_cos=cos[:, :0], rotary_sin=cos[:, :0]), r"rotary_cos has shape \(16, 0\): both dimensions must be at least 1"),
       (call(rotary_cos=cos.to("EMU:1"), rotary_sin=cos), "rotary_cos is on EMU:1 but q on EMU"),
       (call(rotary_cos=short, rotary_sin=short), rf"rotary_cos has {SK - 1} positions: must have at least {SK}"),
-      (call(rotary_cos=wide, rotary_sin=wide), r"q has 16 columns, which are fewer than 18"),
+      (call(rotary_cos=wide, rotary_sin=wide), r"its second size must be at most half of the 16 columns of q"),
       (lambda: flash_attn.flash_attn_with_kvcache(q, *cache, cache_seqlens=n, rotary_cos=cos, rotary_sin=cos), "rotary_cos without new rows"),
       (call(cache_batch_idx=int32(0)), r"cache_batch_idx has shape \(1,\): must be \(2,\)"),
       (call(cache_batch_idx=int32(0, 5)), r"cache_batch_idx=\[0, 5\]: must lie in 0..1, the batches of k_cache"),

@@ -332,7 +332,7 @@ def test_output_type_compiles(dtype:str, out:str) -> None:
   (dict(extras=dict(kv_lengths=ints(1, 2))), "kv_lengths has shape (2,)"),
   (dict(extras=dict(kv_lengths=floats(1))), "kv_lengths has shape (1,) and dtype float32"),
   (dict(extras=dict(cu_seqlens_q=ints(0, 1))), "cu_seqlens_q with layout='bhsd'"),
-  (dict(extras=dict(nothing=floats(1))), "nothing: no such tensor"),
+  (dict(extras=dict(nothing=floats(1))), "nothing is not an optional tensor"),
   (dict(max_seqlen_q=3), "max_seqlen_q=3"),
   (dict(sk_variable=Count((("n", -1, 64),))), "sk_variable=Count(variables=(('n', -1, 64),), constant=0): must be at least 0"),
   (dict(sk_variable=Count((("n", 1, 64),)), extras=dict(kv_lengths=ints(4))), "constant=0) with kv_lengths"),

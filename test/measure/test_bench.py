@@ -98,7 +98,7 @@ def test_bounds(bench_here:Callable[..., int], capsys:pytest.CaptureFixture[str]
   ({"ISA": "x"}, "ISA='x': must be one of 0, 1"),
   ({"ISA": "1", "DEV": "EMU::sm_80"}, "ISA=1: there are bounds for AMD's chips"),
   ({"ISA": "1", "COMPARE": "1"}, "COMPARE=1 and ISA=1: only one of them may be set"),
-  ({"PLOT": "x.png"}, "PLOT='x.png': it is a picture of"),
+  ({"PLOT": "x.png"}, "PLOT='x.png': needs COMPARE=1"),
   ({"FIGURES": "1", "CSV": "x.csv"}, "CSV='x.csv' with FIGURES=1"),
 ])
 def test_bad_setting(bench_here:Callable[..., int], settings:dict[str, str], line:str, capsys:pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ class Predicted:
     """Predicts the problem on each card of the chip whose clock is known, or on one card. Raises ValueError for a card that does not have the
     chip."""
     known = {c.name: c for c in self.timing.chip.cards}
-    if card is not None and card not in known: raise ValueError(f"--card {card}: the cards with {self.timing.chip.name} are {', '.join(known)}")
+    if card is not None and card not in known: raise ValueError(f"--card {card}: the cards of {self.timing.chip.name} are {', '.join(known)}")
     if self.problem is None or self.division is None: return []
     chosen = [known[card]] if card is not None else [c for c in known.values() if c.cus and (c.ghz or ghz)]
     return [predict(self.problem, self.timing, self.division, c, ghz) for c in chosen]
