@@ -68,7 +68,7 @@ def check_plan(p:Problem, s:SequenceShards) -> None:
   np.testing.assert_array_equal(counted(p, s), visible(p.Sq, p.Sk, p.window, p.offset))
 
 def posed(Sq:int, Sk:int, window:tuple[int, int], offset:int, alibi:bool=False) -> Problem:
-  return Problem(1, 1, 1, Sq, Sk, 8, 8, window=window, offset=offset, alibi=alibi, softmax_scale=1.0)
+  return Problem(1, 1, 1, Sq, Sk, 8, 8, window=window, offset=offset, alibi=(True,) if alibi else None, softmax_scale=1.0)
 
 def drawn(count:int) -> Iterator[tuple[Problem, SequenceShards]]:
   rng = random.Random(5)
