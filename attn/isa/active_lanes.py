@@ -113,7 +113,7 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
   return known
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
-  """For each instruction of each block, whether all lanes of a wave are known to be active. None for a block that no path leads to."""
+  """Tells for each instruction of each block whether all lanes of a wave are known to be active. None for a block that no path leads to."""
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()
   for block, facts in zip(blocks, facts_of(blocks, whole)):

@@ -42,7 +42,7 @@ def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """For each loop, how many of the instructions in `wanted` (by identity) one trip has, without inner loops."""
+  """Counts for each loop the instructions of one trip that are in `wanted` (by identity), without those of inner loops."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     own = {b for b in _trip(blocks, loop) if _innermost(loops, b) is loop}

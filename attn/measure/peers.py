@@ -50,7 +50,7 @@ def on_the_host(x:Any) -> np.ndarray:
 def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-  """By name: a function that computes attention, and its output. A backend that refuses the problem is left out."""
+  """Functions that compute attention, and their outputs, by the name of PyTorch's backend. A backend that refuses the problem is left out."""
   import torch
   from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:

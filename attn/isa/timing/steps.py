@@ -103,8 +103,8 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """For each instruction of a trip in the steady state, the distances to the accesses that it waits for. s_waitcnt waits for the accesses it
-  names; an access waits for those without which its counter would overflow."""
+  """Distances to the accesses that each instruction of a trip waits for, in the steady state. s_waitcnt waits for the accesses it names; an access
+  waits for those without which its counter would overflow."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):

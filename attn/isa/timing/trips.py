@@ -1,4 +1,4 @@
-"""From assembly text to a prediction in cycles: the waves of a compute unit walk through a kernel's hot loop, and a trip is timed."""
+"""Times a kernel's hot loop: from assembly text to a prediction in cycles. The waves of a compute unit walk through the loop, and a trip is timed."""
 from __future__ import annotations
 import math, re
 from bisect import bisect_right
@@ -102,7 +102,7 @@ def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:
 def _instructions(blocks:Sequence[Block], path:Sequence[int]) -> list[Instruction]: return [x for b in path for x in blocks[b].instructions]
 
 def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool]:
-  """For each instruction of a path, whether it is a taken branch. A `closed` path returns to its beginning."""
+  """Tells for each instruction of a path whether it is a taken branch. A `closed` path returns to its beginning."""
   found = list[bool]()
   for b, after in zip(path, [*path[1:], path[0] if closed else -1]):
     found += [False]*len(blocks[b].instructions)
@@ -224,7 +224,7 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   return LoopTiming(label, found.cycles, _use(found), scores, flops, steps, _stalls(found, steps), found, conflicts, unknowns)
 
 def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
-  """For each access to LDS, the cycles that the banks take without a conflict."""
+  """Bank cycles of each access to LDS without a conflict; None for other instructions."""
   rate = {"lds_read": chip.pipes.lds_read, "lds_write": chip.pipes.lds_write}
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 
