@@ -7,7 +7,7 @@ from attn import values
 
 DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
-CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "the same",
+CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "as True",
           "top-left": "query i sees keys j <= i"}
 ORDERS = {"contiguous": 1, "zigzag": 2}     # orders in which devices hold a sequence, and how many pieces of it each device has
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # size of an element
@@ -253,7 +253,7 @@ class Problem:
       check_together(self)
 
   @property
-  def itemsize(self) -> int: return BYTES[self.dtype]            # of q, k and v
+  def itemsize(self) -> int: return BYTES[self.dtype]            # bytes of an element of q, k and v
   @property
   def out_itemsize(self) -> int: return BYTES[self.out_dtype]
   @property

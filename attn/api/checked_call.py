@@ -120,7 +120,7 @@ def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_
   return PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards)
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """Finds where q lies, and k and v that are pages. On one device the shapes of k and v are (sequences, Hkv, rows that a sequence may have,
+  """Finds where q lies, and where the pages k and v lie. On one device the shapes of k and v are (sequences, Hkv, rows that a sequence may have,
   width)."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None

@@ -109,11 +109,11 @@ def default_arch() -> str:
   return target.arch
 
 def chip_of(name:str, device:str) -> Chip:
-  """Chip `name` as the compiler of `device` serves it. A real device may use tiles that TUNE=1 found."""
+  """Chip `name` with the compiler that `device` uses. On a real device it may have tiles that TUNE=1 found."""
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def named_chip(name:str) -> Chip:
-  """Chip `name` as the compiler of tinygrad's default device serves it. No device is needed to make a kernel."""
+  """Chip `name` with the compiler that tinygrad's default device uses. A kernel can be made without any device."""
   try: device = Device.DEFAULT
   except RuntimeError: return get_chip(name)
   return compiled_on(get_chip(name), device)

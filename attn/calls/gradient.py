@@ -36,7 +36,7 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Gradients by the name of their output. tinygrad passes only the existing ones, in order; o is told from lse by its one more axis."""
+  """Gradients by the name of their output. tinygrad passes those that exist, in order; o has one more axis than lse, which tells them apart."""
   of_rank = {len(u.shape): name for name, u in outputs.items()}
   found = {of_rank.get(len(g.shape), ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
@@ -118,15 +118,15 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   return found
 
 def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
-  """The parts of each device. There is at least one part if several devices have the same keys, or the same tensor of a term: their gradients are
-  then added."""
+  """Into how many fp32 parts each device writes each gradient. There is at least one part if several devices have the same keys, or the same
+  tensor of a term, because these parts are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   summed = [tensor.name for tensor in TERM_TENSORS.values() if tensor.summed and tensor.name in inputs]
   return replace(parts, dkdv=least("k", parts.dkdv), dbias=max([parts.dbias, *(least(name, parts.dbias) for name in summed)]))
 
 def added(gradient:UOp, of:UOp) -> UOp:
-  """The gradient of `of`; if it is in parts, their sum."""
+  """The gradient of `of`, which is the sum of its parts if it is in parts."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:

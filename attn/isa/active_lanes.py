@@ -48,7 +48,8 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """The facts after an operation has written `out`. While the old value of `out` is still needed, the new register is called ""."""
+  """The facts about scalar registers after an operation has written register `out`. While the old value of `out` is still needed, the new value is
+  called ""."""
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
     made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(wanted, chosen)), (operands[x] for x in but)) - {"0"}

@@ -27,7 +27,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Panel:
-  """A part of a tile: `rows` rows of `columns` pieces. `place` gives a piece's number in LDS; `groups` pieces fill all banks once."""
+  """A part of a tile: `rows` rows of `columns` pieces. `place` gives a piece's number in LDS; `groups` neighbouring pieces fill all banks once."""
   title: str
   words: tuple[str, ...]
   rows: int

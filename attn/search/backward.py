@@ -69,7 +69,7 @@ def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARI
   return found._replace(predicted=round(found.predicted*needed), serial=round(found.serial*needed), issued=round(found.issued*needed))
 
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
-  """The tiles of a class that don't spill in any variant, by the worst of their bounds, the greatest first."""
+  """Backward tiles for head dimensions up to `d` that don't spill in any variant, sorted by the worst of their bounds, greatest first."""
   found = candidates = backward_candidates(get_chip(arch), d, kernel == "dkdv")
   worst: dict[UpTo[BackwardShape], Bound] = {}
   for dtype, mask in VARIANTS:

@@ -135,7 +135,7 @@ def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
   return bound_of(text, kernel, analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec)), tile)
 
 def why_none(arch:str, d:int) -> str:
-  """Why a class has no tile, as far as its first tile tells: clang's message for it."""
+  """Why a class of head dimensions has no tile, as far as its first tile tells: clang's message for it."""
   chip = get_chip(arch)
   if not (space := candidates(chip, d)): return "none of those looked at fits"
   spec = Spec(arch, d)
@@ -168,7 +168,7 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """The rows of a class: the best tile, and if that one is larger, the best tile of at most SMALL_TILE queries."""
+  """The table rows for a class of head dimensions: the best tile, and if that one is larger, the best tile of at most SMALL_TILE queries."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
@@ -183,9 +183,9 @@ class Class:
   rows: tuple[RankedTile, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """Searches one class. Costlier parts of the space are tried only if earlier ones have no good tile: first tiles without prefetch, then tiles too
-  heavy for ENOUGH waves. A second buffer changes little else, so it is tried on the LEADING tiles, and on the LEADING ones of at most SMALL_TILE
-  queries."""
+  """Searches the tiles for head dimensions up to `d` on a chip. Costlier parts of the space are tried only if earlier ones have no good tile:
+  first tiles without prefetch, then tiles too heavy for ENOUGH waves. A second buffer changes little else, so it is tried on the LEADING tiles,
+  and on the LEADING ones of at most SMALL_TILE queries."""
   chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
   def look(tiles:list[UpTo[ForwardShape]]) -> list[RankedTile]:
@@ -201,7 +201,7 @@ def search_class(arch:str, d:int, each:Each=map) -> Class:
   return Class(arch, d, tuple(ranked), tuple(rows))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
-  """Searches every class of every chip in `jobs` processes, with a progress line."""
+  """Searches every class of head dimensions on every chip in `jobs` processes, with a progress line."""
   kinds = list(itertools.product(archs, classes))
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
     for arch, d in (bar := tqdm(kinds, unit="class")):
@@ -236,7 +236,7 @@ def file_of(family:str) -> Path:
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
-  """The lines of the table in a family's text. Raises ValueError if there is none."""
+  """The lines of the tile table in the text of a family's file. Raises ValueError if it has no table."""
   if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
@@ -249,7 +249,7 @@ def all_tables() -> TableRows:
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
-  """The tiles in some lines, without figures and releases."""
+  """The tiles in some lines of a table, without figures and releases."""
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
@@ -266,7 +266,7 @@ def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
   return rows
 
 def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
-  """A family's text with these rows in place of its own."""
+  """The text of a family's file with these rows in its tile table."""
   lines = "".join(f"{line}\n" for key in sorted(rows) for line in rows[key])
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
