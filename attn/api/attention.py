@@ -122,8 +122,11 @@ def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
   """Prints and returns which kernel, tile and split `attention` takes with these arguments, and why not the others.
 
-  With `backward` it also prints what computes the gradients, and returns that. On an AMD GPU it also prints which compiler the kernel gets
-  (docs/compilers.md). `arch` may be any chip, so no GPU is needed."""
+    attn.explain(q, k, v, causal=True)                                # for the device of q
+    attn.explain(q, k, v, causal=True, arch="gfx942", backward=True)  # for any chip, without a GPU; also what computes the gradients
+
+  The options are those of `attention`. With `backward` it also prints what computes the gradients, and returns that instead. On an AMD GPU it also
+  prints which compiler the kernel gets (docs/compilers.md)."""
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
   if call.shards is not None: print(f"  {call.shared_rows.told}")

@@ -258,7 +258,7 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:T
     causal   True is bottom-right: the last query sees every row
     options  those of `attention`, except dropout and those that say where rows lie
 
-  Returns what `attention` returns. Raises for a wrong argument before a row is appended.
+  Returns what `attention` returns. A wrong argument raises an error before any row is appended.
   Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
   MLA: with v_dim, v_new and v_cache are None, and V is k_cache[..., :v_dim] (D=576, v_dim=512: one cache for keys and values).
   Pages: with block_table the caches are pages, as in `append_kv`.
