@@ -61,7 +61,7 @@ SHOWN = 5     # tiles of a backward kernel that are printed without --all
 @click.option("--gradient", type=click.Choice(BACKWARD), help="Search a backward kernel's tiles; its table is written by hand.")
 def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool, gradient:str|None) -> None:
   """Choose the tiles of the forward kernel by a search over predictions from machine code. Nothing is measured, and no GPU is needed."""
-  if write and check: raise click.UsageError("--write and --check exclude each other: give one of them")
+  if write and check: raise click.UsageError("give --write or --check, not both")
   if gradient is not None:
     if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: tables of backward kernels are written by hand")
     tables = [backward_table(arch, int(d), gradient, jobs, everything) for arch in archs or SEARCHED for d in classes or map(str, CLASSES)]

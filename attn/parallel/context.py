@@ -107,7 +107,7 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   rows = shapes["q"][axis], shapes["k"][axis]
   for name, have, want, least in zip(("Sq", "Sk"), rows, lengths or rows, (rows[0] if at.shared == "keys" else 1, 1)):
     if not least <= want <= have:
-      raise ValueError(f"sequence_lengths={lengths}: {name} must lie in {least}..{have}, the rows {'that q has' if name == 'Sq' else 'there are'}")
+      raise ValueError(f"sequence_lengths={lengths}: {name} must lie in {least}..{have}, the rows of {'q' if name == 'Sq' else 'k'}")
   pieces = at.count*ORDERS[order]
   for name, have in zip(("q", "k") if at.shared == "rows" else ("k",), rows if at.shared == "rows" else rows[1:]):
     if have % pieces: raise ValueError(f"{name} has {have} rows: sequence_order={order!r} on {at.count} devices needs a multiple of {pieces}, "

@@ -45,10 +45,10 @@ def method_of_tinygrad(name:str) -> FunctionType|None:
   method, own = getattr(Tensor, name), next(vars(of)[name] for of in Tensor.__mro__[1:] if name in vars(of))
   return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
 
-INSIDE = (str(Path(__file__).parents[1]), str(Path(helpers.__file__).parent))     # the folders of attn and of tinygrad
+INSIDE = (str(Path(__file__).parents[1]), str(Path(helpers.__file__).parent))     # folders of attn and of tinygrad
 
 def levels_to_caller() -> int:
-  """Counts the frames from its caller to the first one outside attn and tinygrad: the `stacklevel` by which a warning names the user's line."""
+  """Number of frames from the caller to the first frame outside attn and tinygrad: the `stacklevel` with which a warning names the user's line."""
   frame, level = sys._getframe(1), 1
   while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE): frame, level = frame.f_back, level + 1
   return level

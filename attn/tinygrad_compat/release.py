@@ -1,11 +1,10 @@
-"""Probe of tinygrad at import. A git checkout may call itself the version that this package is written for, and be older or newer than the
-release."""
+"""Check of tinygrad's signatures at import. A git checkout may have the version number that attn requires, but be older or newer than the release."""
 from __future__ import annotations
 import importlib, inspect
 from typing import Any
 from attn.tinygrad_compat.version import TINYGRAD_VERSION
 
-# What kernels are made with, which changes most: module:name -> names of its parameters. test/tinygrad_compat/test_compat.py pins all the rest.
+# functions that make kernels, which change most often: module:name -> names of the parameters. test/tinygrad_compat/test_compat.py checks all others.
 RELEASED = {
   "tinygrad.uop.ops:UOp": ("op", "dtype", "src", "arg", "tag", "metadata", "_buffer"),
   "tinygrad.uop.ops:UOp.call": ("self", "srcs", "ret_dtype", "grad_fxn", "name", "precompile", "precompile_backward", "aux"),
@@ -14,7 +13,7 @@ RELEASED = {
   "tinygrad.codegen:full_rewrite_to_sink": ("ast", "ren", "optimize"), "tinygrad.codegen.late.linearizer:linearize": ("sink",)}
 
 def difference(name:str, parameters:tuple[str, ...]) -> str|None:
-  """Says how tinygrad's `name` differs from the release, or returns None."""
+  """Returns a text that tells how tinygrad's `name` differs from the release, or None if it does not."""
   module, path = name.split(":")
   try:
     found:Any = importlib.import_module(module)
@@ -24,10 +23,10 @@ def difference(name:str, parameters:tuple[str, ...]) -> str|None:
   return None if names == parameters else f"{name} takes ({', '.join(names)}) and not ({', '.join(parameters)})"
 
 def check_release() -> None:
-  """Raises ImportError, in one sentence, where the installed tinygrad is not the release that its version says."""
+  """Raises ImportError, in one sentence, if the installed tinygrad differs from the release with its version number."""
   for name, parameters in RELEASED.items():
     if (found := difference(name, parameters)) is not None:
-      raise ImportError(f"attn needs tinygrad {TINYGRAD_VERSION} as it was released, and the installed one calls itself so but is another: {found}; "
-                        f"python -m pip install --force-reinstall tinygrad=={TINYGRAD_VERSION} installs it")
+      raise ImportError(f"attn needs tinygrad {TINYGRAD_VERSION} as it was released; the installed one has that version number but differs: {found}; "
+                        f"to install the release: python -m pip install --force-reinstall tinygrad=={TINYGRAD_VERSION}")
 
 check_release()

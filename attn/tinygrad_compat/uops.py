@@ -21,7 +21,7 @@ def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None)
 class VectorDType(DType):
   """dtype of a register vector. It is a separate class, so that a compile worker that unpickles one imports this module."""
   def __repr__(self) -> str: return f"VectorDType({self.name!r})"
-  def __reduce__(self) -> Any: return vector_dtype, VECTORS[self]     # a worker that unpickles one must know what this process knows of it
+  def __reduce__(self) -> Any: return vector_dtype, VECTORS[self]     # a worker that unpickles a dtype adds it to VECTORS too
 
 VECTORS: dict[DType, tuple[str, int]] = {}   # dtype -> (numpy element type, lanes)
 _ELEMENT = {"float32": "float", "uint32": "uint"}
