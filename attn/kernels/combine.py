@@ -57,7 +57,7 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}
   at = MergedRow.of(p, arch, new)
-  row, vec = at.number, at.vec
+  row, vec = at.index, at.vec
   parts = given["o_partial"].bitcast(ops.f32(vec)) if vec > 1 else given["o_partial"]
   top, total, acc = (new.registers(1, ops.f32(n)) for n in (1, 1, vec))
   def lse_of(g:UOp) -> UOp: return given["lse_partial"][g*p.rows + row].load()
@@ -65,7 +65,7 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
     return weight_of(lse_of(g), reference, given["lse_rest_partial"][g*p.rows + row].load() if p.wide_scores else None)
 
   # ***** the largest LSE *****
-  sink = given["sinks"][at.place[1]].load() if "sinks" in given else None
+  sink = given["sinks"][at.coordinates[1]].load() if "sinks" in given else None
   start = UOp.group(top[0].store(UOp.const(NEG_INF, dtypes.float) if sink is None else sink), total[0].store(UOp.const(0.0, dtypes.float)),
                     acc[0].store(ops.splat(0.0, vec)))
   before = start

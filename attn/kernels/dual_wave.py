@@ -117,7 +117,7 @@ class DualWave:
   @functools.cached_property
   def q_operands(self) -> list[UOp]:
     in_block = self.at.wave*self.mat.N + self.at.n
-    return [self.group.rows("q").load_units(self.group.first_row, self.tile.block_m, in_block, u) for u in self.units]
+    return [self.group.rows_of("q").load_units(self.group.first_row, self.tile.block_m, in_block, u) for u in self.units]
 
   # ***** the algorithm *****
   def program(self) -> UOp:
@@ -188,7 +188,7 @@ class DualWave:
     following, exps, units = list[UOp](), list[UOp](), len(self.units)
     for kt in range(self.k_tiles):
       following += self.products([s.k[j].load() for j in range(kt*units, (kt + 1)*units)])
-      exps += s.softmax.weights([x[kt]], s.softmax.bias[0].load(), scores.to_log2)
+      exps += s.softmax.weights([x[kt]], s.softmax.addend[0].load(), scores.to_log2)
       # packed, P takes half as many registers; a mask takes more, which are there only if the scheduler is free
       if masked is None and kt < self.k_tiles - 1: s = s.sync(amd.sched_barrier(following[-1], ops.pack_weights(exps[-1], self.sums.dtype), s.done))
     # the row sum begins beside the last products, and the branch comes after them
@@ -229,8 +229,8 @@ class DualWave:
     softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.sums, self.tile.rescale_above, correct, *before, s.done)
     return replace(s, statements=s.statements.ran(corrected[0])), softmax.operands(self.at, 0, self.k_tiles, Kept(self.at))
 
-  def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows("k"), K_LAYOUT, to.buffer, t)
-  def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows("v"), V_LAYOUT, to.buffer, t)
+  def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("k"), K_LAYOUT, to.buffer, t)
+  def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("v"), V_LAYOUT, to.buffer, t)
   def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
     """A wave's part of tile t starts on its way to LDS: a lane fetches the unit whose place is its own."""
     lane, rows = self.at.lane, layout.chunk

@@ -33,7 +33,7 @@ def part_size(p:Problem, rows:int) -> int:
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
   """(elements of o, LSE, its rest of wide scores) that a part has of a thread's row: 0 and -inf where the row is none of its rows."""
-  p, (batch, head, query) = at.p, at.place
+  p, (batch, head, query) = at.p, at.coordinates
   inside, own = rows.has(query) & at.there, query - rows.first
   sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)
   values = ops.load_where(part[batch*sb + head*sh + own*ss + at.column], inside, 4*at.vec)
@@ -60,8 +60,8 @@ def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[R
   nothing = UOp.const(NEG_INF, dtypes.float)
   sink = None
   if p.sinks:
-    of_row = functools.reduce(UOp.__or__, [rows.has(at.place[2]) for rows in there], UOp.const(False))
-    sink = of_row.where(given["sinks"][at.place[1]].load(), nothing)
+    of_row = functools.reduce(UOp.__or__, [rows.has(at.coordinates[2]) for rows in there], UOp.const(False))
+    sink = of_row.where(given["sinks"][at.coordinates[1]].load(), nothing)
 
   # ***** the largest LSE *****
   largest = functools.reduce(ops.max_, [lse for _, lse, _ in found], nothing if sink is None else sink)

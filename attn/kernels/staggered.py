@@ -91,7 +91,7 @@ class Staggered:
     softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
     stores = self.store(s, t)
     following = self.load(s.after(self.statements.do(amd.sched_barrier(), *stores)), t + 1)
-    first = one.products.column_operands(self.trips.in_lds(s, t, "v").columns, self.tile.block_n, 0)
+    first = one.products.column_operands(self.trips.in_lds(s, t, "v").column_tile, self.tile.block_n, 0)
     done = self.statements.do(amd.made_here(*[softmax.p[i].load() for i in range(softmax.p.max_numel())]))
     halfway = workgroup_barrier(UOp.group(done, *stores, following, self.statements.do(amd.sched_barrier(*first))))
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
@@ -101,7 +101,7 @@ class Staggered:
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
     accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]
-    o_tiles = one.products.with_columns(self.trips.in_lds(s, t, "v").columns, self.tile.block_n, [weights], [accs], first)[0]
+    o_tiles = one.products.with_columns(self.trips.in_lds(s, t, "v").column_tile, self.tile.block_n, [weights], [accs], first)[0]
     fence = self.statements.do(amd.sched_barrier(o_tiles[min(K_READ_AFTER, len(o_tiles) - 1)]))
     scores = one.raw_scores(s.lds_after(fence), t + 1)[0]
     made = self.statements.do(amd.made_here(*o_tiles, *scores))

@@ -143,9 +143,9 @@ def _clear_beyond(c:Any, x:Value, first:Value, last:Value, *, offsets:tuple[int,
   return c.beyond(x, offsets, first, last, c.number(0.0))
 
 @compound("weights")
-def _weights(c:Any, scores:Value, bias:Value, *, rows:int, scale:float) -> Value:
+def _weights(c:Any, scores:Value, addend:Value, *, rows:int, scale:float) -> Value:
   n = c.length(scores)//rows
-  return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(bias, r)))) for r in range(rows)])
+  return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(addend, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """Sets the elements whose offset is above the limit to -inf."""
@@ -167,9 +167,9 @@ def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   """Distances of the offsets from the first one. Most vectors have the same distances, so that one printed function serves them all."""
   return tuple(x - offsets[0] for x in offsets)
-def weights(scores:UOp, bias:UOp, scale:float) -> UOp:
-  """P = exp2(scores*scale + bias). The vector of scores holds its rows one after another; `bias` has one number for each row."""
-  return emit("weights", scores.dtype, scores, bias, rows=length(bias), scale=scale)
+def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
+  """P = exp2(scores*scale + addend). The vector of scores holds its rows one after another; `addend` has one number for each row."""
+  return emit("weights", scores.dtype, scores, addend, rows=length(addend), scale=scale)
 
 # ***** memory *****
 

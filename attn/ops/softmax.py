@@ -1,13 +1,13 @@
 """Correction of the online softmax: the rare branch that raises the reference values of a wave's rows, written once for all matrix units.
 
-Each row has a reference m, and P = exp2(S*scale + bias) with bias = -m*scale. No P is negative. So if a sum of P is at most 2^above, no P in it
+Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most 2^above, no P in it
 exceeds 2^above: m still holds, and no maximum is computed. If a sum is larger, inf or NaN in any lane of the wave, then the reference of every row
 becomes the maximum of its scores so far, the accumulators are rescaled to it, and P and its sums are computed again.
 
-If |bias| would exceed LARGE, its rounding error would show in the result of one fma. Such a row has a NaN as its bias: then every trip takes the
+If |addend| would exceed LARGE, its rounding error would show in the result of one fma. Such a row has a NaN as its addend: then every trip takes the
 branch, which first subtracts the reference from the score. Every trip with a score that is NaN or +inf takes the branch too: correct, but slow. A row
 that has seen no key has the reference LOWEST: with it every score overflows to inf, and -inf gives 0. Wide scores (kernels/parts/scores.py) are kept
-as natural logarithms and not in base 2, so not all of them would overflow: for them the bias of such a row is NaN.
+as natural logarithms and not in base 2, so not all of them would overflow: for them the addend of such a row is NaN.
 """
 from __future__ import annotations
 import functools, operator
@@ -21,7 +21,7 @@ from attn.ops.operation import Value, Variable
 from attn.ops.operation import emit, statement
 from attn.tinygrad_compat import UOp
 
-LARGE = 2.0**14                             # a larger |bias| (in powers of two) has a rounding error that shows in exp2
+LARGE = 2.0**14                             # a larger |addend| (in powers of two) has a rounding error that shows in exp2
 LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite score
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class RowLanes:
   steps: tuple[int, ...]
   exchange: str = "shuffle"
 
-def first_bias(scale:float) -> float:
-  """First bias of a row, before it has seen a key: exp2(s*scale + bias) is inf for a finite score s and 0 for -inf."""
+def first_addend(scale:float) -> float:
+  """First addend of a row, before it has seen a key: exp2(s*scale + addend) is inf for a finite score s and 0 for -inf."""
   return -LOWEST*min(scale, 1.0)
 
 def parts(c:Any, x:Value, rows:int) -> list[Value]:
@@ -48,11 +48,11 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
     for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
   return top.value
 
-def raise_reference(c:Any, rows:RowLanes, m:Value, bias:Value, scores:list[Value],
+def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises the references of one tile's rows to their maxima so far. Returns the new m, the new bias, the factors that rescale the accumulators, and
-  the function that computes P from scores with the new references."""
-  split, tops, biases, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
+  """Raises the references of one tile's rows to their maxima so far. Returns the new m, the new addend, the factors that rescale the accumulators,
+  and the function that computes P from scores with the new references."""
+  split, tops, addends, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
     top = highest(c, old, [x[r] for x in split])
@@ -62,12 +62,12 @@ def raise_reference(c:Any, rows:RowLanes, m:Value, bias:Value, scores:list[Value
     far = c.let("far", ~(c.abs(found) <= LARGE))
     shifts.append(c.let("shift", c.select(far, top, c.number(0.0))))
     nears.append(c.let("rest", c.select(far, c.number(0.0), found)))
-    biases.append(c.let("next", c.select(top == old, c.element(bias, r), c.select(far, c.nan, found))))
+    addends.append(c.let("next", c.select(top == old, c.element(addend, r), c.select(far, c.nan, found))))
     tops.append(top)
   def weigh(x:Value) -> Value:
     each = [c.exp2(c.let("x", c.fma(y - shifts[r], c.number(scale), nears[r]))) for r, y in enumerate(parts(c, x, rows.rows))]
     return c.let("weights", c.join(*each))
-  return c.vector(*tops), c.vector(*biases), factors, weigh
+  return c.vector(*tops), c.vector(*addends), factors, weigh
 
 def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
   """Multiplies each row of x by its factor."""
@@ -112,10 +112,10 @@ def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 @compound("weigh", suffix="_{count}")
-def _weigh(c:Any, reference:Value, bias:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
+def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
            tiles:int, stride:int, count:int, together:int, scale:float) -> Value:
   def weights(t:int, i:int) -> Value:
-    x, b = c.load(scores, t*stride + i), c.load(bias, t)
+    x, b = c.load(scores, t*stride + i), c.load(addend, t)
     return c.let("weights", c.join(*[c.exp2(c.let("x", c.fma(y, c.number(scale), c.element(b, r)))) for r, y in enumerate(parts(c, x, rows.rows))]))
   def weigh_all() -> None:
     for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together)
@@ -141,7 +141,7 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
   if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
 
 @compound("correct", suffix="_{count}")
-def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *,
+def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *,
              rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
              scale:float, above:float) -> Value:
   def grown(t:int) -> Value:
@@ -153,9 +153,9 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
   def correct_all() -> None:
     for t in range(tiles): correct_tile(t)
   def correct_tile(t:int) -> None:
-    m, next_bias, factors, weigh = raise_reference(c, rows, c.load(reference, t), c.load(bias, t),
+    m, next_addend, factors, weigh = raise_reference(c, rows, c.load(reference, t), c.load(addend, t),
                                                    [c.load(scores, t*stride + i) for i in range(count)], scale)
-    c.store(bias, t, next_bias)
+    c.store(addend, t, next_addend)
     c.store(reference, t, m)
     for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))
     for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
@@ -163,26 +163,26 @@ def _correct(c:Any, reference:Value, bias:Value, l:Value, acc:Value, p:Value, sc
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   return c.number(0.0)
 
-def weigh(reference:UOp, bias:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
+def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float) -> UOp:
   """Computes P of one trip and its sums from the rows' references, as one statement. If no row of the wave has seen a key yet, there is no reference:
   the sums are then inf, and `correct` computes P. The operands are the same as in `correct`."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
-  return statement("weigh", *[x[0] for x in (reference, bias, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles,
-                   stride=stride, count=stride, together=together, scale=scale)
+  return statement("weigh", *[x[0] for x in (reference, addend, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
+                   tiles=tiles, stride=stride, count=stride, together=together, scale=scale)
 
-def correct(reference:UOp, bias:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
+def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
   """Corrects P of one trip if a reference no longer holds. This is one statement, because tinygrad has no branch around stores to registers.
 
-  All operands are placeholders of registers with the same number of elements for each tile of queries: `reference` and `bias` of the rows, `l` the
+  All operands are placeholders of registers with the same number of elements for each tile of queries: `reference` and `addend` of the rows, `l` the
   running sums, `acc` the accumulators of O, `p` the trip's P, packed to `dtype`, `scores` the trip's scores, and `part` the trip's sums, one kind of
   `sums` after another. In each tile, `count` vectors of scores from `first` on are used. With above = 0 the scores are compared with the reference,
   and it follows every larger maximum."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
-  operands = [x[0] for x in (reference, bias, l, acc)] + [p[first//together], scores[first], part[0]]
+  operands = [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
   return statement("correct", *operands, *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
                    count=stride if count is None else count, accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
 

@@ -183,8 +183,8 @@ def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> An
   """Faulty `weigh` that sums only the kept elements of P."""
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
-  softmax, biases = s.softmax.biases(self.dual)
-  weights = [kept.numbers(softmax.weights(x, bias, scores.to_log2)) for kept, x, bias in zip(left, tiles, biases, strict=True)]
+  softmax, addends = s.softmax.addends(self.dual)
+  weights = [kept.numbers(softmax.weights(x, addend, scores.to_log2)) for kept, x, addend in zip(left, tiles, addends, strict=True)]
   softmax = softmax.correct(weights, tiles, scores.to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
   return replace(s, softmax=softmax), None
 

@@ -256,12 +256,12 @@ def wrong(monkeypatch:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any],
 
 def a_ring_of_two(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_backward, "RING", 2)
 def before_a_tile_is_there(m:pytest.MonkeyPatch) -> None:
-  def early(work:Any) -> Any: return lambda s, tile: work(s, replace(tile, place=replace(tile.place, index=tile.place.index + 1)))
+  def early(work:Any) -> Any: return lambda s, tile: work(s, replace(tile, ring_place=replace(tile.ring_place, index=tile.ring_place.index + 1)))
   wrong(m, WgmmaBackward, "walk", lambda walk: lambda self, s, work: walk(self, s, early(work)))
 def waits_for_one_less(m:pytest.MonkeyPatch) -> None:
   wrong(m, hopper, "wait_products", lambda wait: lambda acc, order, but=0: wait(acc, order, but + 1))
 def numbers_of_the_next_tile(m:pytest.MonkeyPatch) -> None:
-  wrong(m, WgmmaTrip, "numbers", lambda numbers: lambda self, s, kind: numbers(replace(self, place=self.of.next(self.place)), s, kind))
+  wrong(m, WgmmaTrip, "numbers", lambda numbers: lambda self, s, kind: numbers(replace(self, ring_place=self.of.next(self.ring_place)), s, kind))
 def another_head(m:pytest.MonkeyPatch) -> None:
   wrong(m, WgmmaBackward, "next", lambda next_: lambda self, place: replace(next_(self, place), turn=place.turn))
 def mask_of_first_head(m:pytest.MonkeyPatch) -> None: m.setattr(WarpRows, "of_head", lambda self, head: self)
@@ -444,7 +444,7 @@ BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and ke
 def cap_slope_of_bias(m:pytest.MonkeyPatch) -> None:
   for of in (AmdTrip, WarpTrip): wrong(m, of, "ds", lambda ds: lambda self, *args: ds(self, *args[:-1]))
 def without_first_trip(m:pytest.MonkeyPatch) -> None:
-  wrong(m, BiasPart, "place", lambda place: lambda self, i: place(self, i.maximum(1)))
+  wrong(m, BiasPart, "grid_of_trip", lambda grid: lambda self, i: grid(self, i.maximum(1)))
 def of_rows_that_are_not_there(m:pytest.MonkeyPatch) -> None:
   m.setattr(Exponent, "where", lambda self, there: self)
 

@@ -207,7 +207,7 @@ def test_prefetch(arch:str, prefetch:int, case:str) -> None:
 @pytest.mark.usefixtures("without_places")
 def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
   """A trip that stores to the buffer that it reads races with waves that still read."""
-  monkeypatch.setattr(LdsTile, "number", lambda self, i: self)
+  monkeypatch.setattr(LdsTile, "nth", lambda self, i: self)
   with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
 
 @amd_in_turn("prefetch", (0, 1, 2))

@@ -71,7 +71,7 @@ class AmdBackward:
   wanted: tuple[str, ...]
   head: UOp
   known: tuple[Exponent, UOp]|None = None      # of the lane's query: its exponent, and delta
-  number: UOp|None = None      # of the trip around those over tiles, where the tile is the same in all of them
+  outer_trip: UOp|None = None      # of the trip around those over tiles, where the tile is the same in all of them
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBackward:
@@ -100,7 +100,7 @@ class AmdBackward:
     def one(wanted:tuple[str, ...]) -> AmdBackward:
       q = StagedTile.of(mat, n, tile.threads, at.thread, q_rows, q_columns if "dk" in wanted else None)
       do = StagedTile.of(mat, n, tile.threads, at.thread, do_rows if "dk" in wanted else None, do_columns if "dv" in wanted else None)
-      acc = new.registers(sum(round_up(group.rows(name).width, mat.M)//mat.M for name in wanted), ops.f32(mat.accumulator))
+      acc = new.registers(sum(round_up(group.rows_of(name).width, mat.M)//mat.M for name in wanted), ops.f32(mat.accumulator))
       return AmdBackward(tile, new, statements, QueriesState(q, do, numbers, acc, TripStores()), group, at, own, wanted, group.first_head)
     return [one(wanted) for wanted in PASSES[tile.passes]]
 
@@ -118,16 +118,16 @@ class AmdBackward:
   def scores(self) -> Scores: return self.group.scores.of_head(self.head) if self.tile.keys else self.group.scores
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
-  def part(self, name:str) -> range:
+  def accumulators(self, name:str) -> range:
     """Which accumulators a gradient has."""
-    tiles = [round_up(self.group.rows(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in self.wanted]
+    tiles = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in self.wanted]
     first = sum(tiles[:self.wanted.index(name)])
     return range(first, first + tiles[self.wanted.index(name)])
   @functools.cached_property
   def delta(self) -> UOp:
     """rowsum(dO * O) - dLSE, over the lanes that share a query; of dO as dP is made of it, rounded to the inputs' dtype."""
     group, mat, of_do = self.group, self.tile.matrix, self.own[1]
-    rows, total = ((group.rows("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
+    rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
     kept = [x.kept.buffer for x in self.own if x.lds is not None]
     for some in of_do.together:
       fence = [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
@@ -167,7 +167,7 @@ class AmdBackward:
     mat, p = self.tile.matrix, self.group.p
     known = self.row.index < self.group.sequence.n_k if self.tile.keys and p.kv_lengths else None
     factor = 1.0 if name == "dv" else p.softmax_scale
-    columns = [(self.at.h*mat.accumulator + i*mat.M, where_known(known, s.acc[j].load(), factor)) for i, j in enumerate(self.part(name))]
+    columns = [(self.at.h*mat.accumulator + i*mat.M, where_known(known, s.acc[j].load(), factor)) for i, j in enumerate(self.accumulators(name))]
     return self.group.gradient(name, self.row, columns)
 
   def deltas(self, s:Any) -> list[UOp]:
@@ -199,8 +199,8 @@ class AmdTrip:
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
     """`start` + the tile's rows of one of the two tensors times the own ones, a column of C fragments."""
-    number = self.t if self.of.number is None else self.of.number      # by it own rows that are not kept in registers are read anew
-    return self.of.products.with_rows(self.lds(s, self.of.walked[which]).rows, self.count, self.of.own[which], number, [start])[0]
+    number = self.t if self.of.outer_trip is None else self.of.outer_trip      # by it own rows that are not kept in registers are read anew
+    return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 
   # ***** the steps *****
   def start(self, s:Any) -> Any: return s
@@ -216,8 +216,8 @@ class AmdTrip:
     return [self.left.packed(ops.pack_weights(x, self.of.group.p.dtype), i) for i, x in enumerate(weights.p)]
   def rounded(self, ds:list[UOp]) -> list[UOp]: return [ops.pack(x, self.of.group.p.dtype) for x in ds]
   def add(self, s:Any, name:str, weights:list[UOp]) -> Any:
-    of, places = self.of, self.of.part(name)
-    columns, operands = self.lds(s, WEIGHTED[name][0]).columns, fragment_operands(of.at, weights)
+    of, places = self.of, self.of.accumulators(name)
+    columns, operands = self.lds(s, WEIGHTED[name][0]).column_tile, fragment_operands(of.at, weights)
     found = of.products.with_columns(columns, of.tile.block_n, [operands], [[s.acc[i].load() for i in places]])[0]
     stores = [of.statements.do(amd.made_here(*found)), *[s.acc[i].store(x) for i, x in zip(places, found)]]
     return replace(s, stores=TripStores((*s.stores.found, *stores)))

@@ -31,7 +31,7 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
   other kernels keep in LDS are read from global memory in every trip."""
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
-  there = replace(of, group=group, own=(first, second), number=number)
+  there = replace(of, group=group, own=(first, second), outer_trip=number)
   return replace(there, known=(exponent_of(group, there.row).where(there.row.there), group.number("delta", there.row)))
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AmdBias:
     if (number := trip_count(count)) is None: return s
     r = self.of.new.range(number, AxisType.LOOP)
     i = (first + r).minimum(self.bias.share.trips - 1)
-    there = _queries_of(self.of, self.group.moved(self.bias.place(i)), i if self.bias.share.owns_keys else None)
+    there = _queries_of(self.of, self.group.moved(self.bias.grid_of_trip(i)), i if self.bias.share.owns_keys else None)
     done = self.over_keys(there, s.after(r), work)
     return s.after(self.of.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
@@ -98,7 +98,7 @@ class AmdBias:
   def sums(self, s:Any) -> list[UOp]:
     """The stores of what was summed: over keys in registers, over rows in LDS; or of 0 to tiles of keys that no query sees."""
     of, share = self.of, self.bias.share
-    if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.rows.buffer)]
+    if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
     ds = [s.acc[i].load() for i in range(s.acc.max_numel())]
     if share.broadcast[3]: ds = [sum_over_groups(functools.reduce(ops.add, map(element_sum, ds)), of.tile.matrix)]
     if share.broadcast[2]: return self.sums_of_rows(ds)

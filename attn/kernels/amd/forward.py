@@ -81,13 +81,13 @@ class AmdForward:
     """Operand B of S^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     lds = self.q_lds if self.tile.q_in_lds else None
-    return OwnRows(self.at, group.rows("q"), group.first_row, self.tile.block_m, self.in_block, units, lds)
+    return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, self.in_block, units, lds)
   @property
   def products(self) -> Products: return Products(self.at, FENCE_UNITS if self.tile.fenced else 0, self.statements)
 
   @functools.cached_property
   def trips(self) -> StagedTrips[ForwardState]:
-    return StagedTrips(self.tile, self.new, self.statements, self.state, {name: self.group.rows(name) for name in ("k", "v")})
+    return StagedTrips(self.tile, self.new, self.statements, self.state, {name: self.group.rows_of(name) for name in ("k", "v")})
 
   # ***** the steps *****
   def begin(self) -> ForwardState:
@@ -109,7 +109,7 @@ class AmdForward:
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
     weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
     accs = [[softmax.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)] for qt in q_tiles]
-    v_tile = self.trips.in_lds(s, t, "v").columns
+    v_tile = self.trips.in_lds(s, t, "v").column_tile
     o_tiles = [acc for column in self.products.with_columns(v_tile, self.tile.block_n, weights, accs) for acc in column]
     return UOp.group(self.statements.do(amd.made_here(*o_tiles)), *store_all(softmax.acc, o_tiles))
 
@@ -119,14 +119,14 @@ class AmdForward:
   # ***** what they are made of *****
   def raw_scores(self, s:ForwardState, t:UOp) -> list[list[UOp]]:
     """S^T = K Q^T of a key tile: for each query tile a column of C fragments."""
-    k_tile = self.trips.in_lds(s, t, "k").rows
+    k_tile = self.trips.in_lds(s, t, "k").row_tile
     return self.products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
     """P of a key tile, relative to a reference that it does not outgrow."""
     to_log2 = self.group.scores.to_log2
-    softmax, biases = softmax.biases(self.dual)
-    weights = [softmax.weights(x, bias, to_log2) for x, bias in zip(tiles, biases, strict=True)]
+    softmax, addends = softmax.addends(self.dual)
+    weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(tiles, addends, strict=True)]
     return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
 
   def outputs(self, softmax:Softmax) -> list[UOp]:

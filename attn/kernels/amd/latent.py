@@ -88,11 +88,11 @@ class AmdLatent:
   def q(self) -> OwnRows:
     """Operand B of S^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
-    return OwnRows(self.at, group.rows("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
+    return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
   @functools.cached_property
-  def trips(self) -> StagedTrips[LatentState]: return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": self.group.rows("k")})
+  def trips(self) -> StagedTrips[LatentState]: return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": self.group.rows_of("k")})
 
   # ***** the steps *****
   def begin(self) -> LatentState:
@@ -104,7 +104,7 @@ class AmdLatent:
 
   def scores(self, s:LatentState, t:UOp, masked:bool) -> tuple[LatentState, list[UOp]]:
     """S^T of the wave's keys and queries: a column of C fragments."""
-    return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.number(t), masked)
+    return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.tile_number(t), masked)
 
   def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
     """P, relative to a reference that it does not outgrow, and by what factor O is to be multiplied before it is added: all in LDS."""
@@ -122,7 +122,7 @@ class AmdLatent:
 
   def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     """O^T += V^T P^T of the wave's columns, the P of some keys after that of others."""
-    keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.trips.in_lds(s, t, "k").rows, self.mat, self.first_column), list[UOp]()
+    keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.k_tile(s, t), self.mat, self.first_column), list[UOp]()
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))
     accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
@@ -143,10 +143,14 @@ class AmdLatent:
     return self.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)])
 
   # ***** what they are made of *****
+  def k_tile(self, s:LatentState, t:UOp) -> LdsTile:
+    """Returns the rows of K of tile t as they lie in LDS."""
+    return self.trips.in_lds(s, t, "k").row_tile
+
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
     """S^T = K Q^T of the wave's keys and queries: a column of C fragments."""
     tiles = self.share.keys//self.mat.M
-    k = self.trips.in_lds(s, t, "k").rows.from_row(self.share.part*self.share.keys)
+    k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
     return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
 
   def highest(self, s:LatentState, top:UOp) -> UOp:

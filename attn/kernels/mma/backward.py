@@ -49,7 +49,7 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 @dataclass(frozen=True)
 class MmaBackward:
   """A kernel of one problem, or a pass of it, as a thread sees it: what is the same in all trips over the rows of a head."""
-  rows: WarpRows[SwizzledRows]
+  warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # at the start
   known: OwnNumbers|None = None      # of own queries
@@ -72,15 +72,15 @@ class MmaBackward:
 
   # ***** what there is *****
   @property
-  def group(self) -> Workgroup: return self.rows.warps.group
+  def group(self) -> Workgroup: return self.warp_rows.warps.group
   @property
-  def wanted(self) -> tuple[str, ...]: return self.rows.wanted
+  def wanted(self) -> tuple[str, ...]: return self.warp_rows.wanted
 
   # ***** shared memory *****
-  def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.rows.size
+  def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.warp_rows.size
   def walked(self, name:str, t:UOp) -> SwizzledRows:
     """Tile t of this tensor."""
-    return self.rows.lies(name, self.tile.block_n, self.stage(t))
+    return self.warp_rows.lies(name, self.tile.block_n, self.stage(t))
   def numbers(self, t:UOp) -> UOp:
     """Where those of tile t begin."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
@@ -92,7 +92,7 @@ class MmaBackward:
   def begin(self, s:MmaBackwardState|None=None, stores:list[UOp]|None=None) -> MmaBackwardState:
     if s is not None: return self.cleared(s.after(UOp.group(*(stores or []))))
     s = self.cleared(self.state)
-    return s.started(self.rows.copies(s.shared))
+    return s.started(self.warp_rows.copies(s.shared))
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
     def over_head(one:MmaBackward, s:MmaBackwardState) -> MmaBackwardState:
@@ -100,7 +100,7 @@ class MmaBackward:
       return s.arrived(0) if self.tile.keys else s      # when a head is done, so is all that was read and copied of it
     if (heads := self.group.walked_heads) == 1: return over_head(self, s)
     r = self.group.grid.allocator.range(heads, AxisType.LOOP)
-    of_head = replace(self, rows=self.rows.of_head(self.group.first_head + r))
+    of_head = replace(self, warp_rows=self.warp_rows.of_head(self.group.first_head + r))
     return s.after(over_head(of_head, s.after(r)).done.end(r))
 
   def over_tiles(self, s:MmaBackwardState, tiles:Blocks, work:MmaWork) -> MmaBackwardState:
@@ -113,20 +113,20 @@ class MmaBackward:
 
   def worked(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
     """Does the work on a tile, one part after another."""
-    parts, score = self.tile.block_n//self.tile.part_n, replace(self.rows.scores, block_n=self.tile.part_n)
-    for part in range(parts): s = work(s, MmaTrip(self.rows, score, t*parts + part, masked, self, t, part))
+    parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
+    for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
     return s
 
   def fetch(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
     """Tile t is on its way, and with queries their numbers."""
-    group, n, head = self.group, self.tile.block_n, self.rows.head
+    group, n, head = self.group, self.tile.block_n, self.warp_rows.head
     if self.tile.keys:
       numbers = [[group.numbers(name, head).load_number(t*n, n, i, i < n) for i in self.carried] for name in numbers_of_queries(group.p)]
       found = zip(*[shared_numbers(group.p, *of_query) for of_query in zip(*numbers)])
       s = s.store(store_all(s.numbers, [x for kind in found for x in kind]))
     there = (group.walked.end*n).minimum(group.scores.walk.count)
-    return s.started([x for name in self.rows.walked
-                      for x in self.rows.warps.copies(self.rows.walked_rows(name, head, there), s.shared, t*n, self.walked(name, t))])
+    return s.started([x for name in self.warp_rows.walked
+                      for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, t*n, self.walked(name, t))])
 
   def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
     """What of it came to registers goes to shared memory."""
@@ -138,11 +138,11 @@ class MmaBackward:
   @property
   def carried(self) -> list[UOp]:
     """The queries of a tile whose numbers this thread carries."""
-    return [self.rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
+    return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** the ends *****
-  def gradient(self, s:MmaBackwardState, name:str) -> list[UOp]: return self.rows.gradient(s.acc, name)
-  def deltas(self, s:MmaBackwardState) -> list[UOp]: return self.rows.kept_deltas()
+  def gradient(self, s:MmaBackwardState, name:str) -> list[UOp]: return self.warp_rows.gradient(s.acc, name)
+  def deltas(self, s:MmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
     return self.group.gradient_kernel(f"backward_{name}_mma", cleared, stores, count, self.tile.lds_bytes(self.group.p))
 
@@ -158,16 +158,16 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
     """The `shared_numbers` of this kind of the queries that a lane's columns are."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
-    first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.rows.warps.at.h
+    first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
     """`start` + A B: own rows times rows of the part, the contraction over their elements; C fragments of each tile of own rows."""
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
-    own, tile = self.rows.kept(self.rows.own[which]), self.of.walked(self.rows.walked[which], self.t)
-    (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.rows.warps.at.lane), mat.b_address(self.rows.warps.at.lane)
+    own, tile = self.warp_rows.kept(self.warp_rows.own[which]), self.of.walked(self.warp_rows.walked[which], self.t)
+    (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warp_rows.warps.at.lane), mat.b_address(self.warp_rows.warps.at.lane)
     for step in range(own.units*mat.unit//mat.K):
-      a = [s.read(own, self.rows.in_block[0] + a_row, a_unit, i*mat.M, 2*step) for i in row_tiles]
+      a = [s.read(own, self.warp_rows.in_block[0] + a_row, a_unit, i*mat.M, 2*step) for i in row_tiles]
       for pair in range(self.of.tile.part_n//mat.K):
         b = s.read(tile, b_row, b_unit, first + pair*mat.K, 2*step)
         for i, half in itertools.product(row_tiles, range(2)):
@@ -178,9 +178,9 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   def start(self, s:MmaBackwardState) -> MmaBackwardState: return s
   def lse(self, s:MmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
-    return self.lse_of_walked([Exponent(*xs) for xs in zip(*[self.numbers(s, kind) for kind in kinds_of_exponents(self.rows.p)])])
+    return self.lse_of_walked([Exponent(*xs) for xs in zip(*[self.numbers(s, kind) for kind in kinds_of_exponents(self.warp_rows.p)])])
   def scores(self, s:MmaBackwardState) -> tuple[MmaBackwardState, list[list[UOp]]]:
-    return s, self.product(s, 0, [[nv.zero(s.done)]*len(self.columns) for _ in self.rows.rows])
+    return s, self.product(s, 0, [[nv.zero(s.done)]*len(self.columns) for _ in self.warp_rows.of_lane])
   def dp(self, s:MmaBackwardState) -> tuple[MmaBackwardState, list[list[UOp]]]:
     known = self.of.known
     minus_delta = self.minus_delta_of_own(known) if known is not None else self.minus_delta_of_walked(self.numbers(s, 1))
@@ -189,10 +189,10 @@ class MmaTrip(WarpTrip[SwizzledRows]):
 
   def add(self, s:MmaBackwardState, name:str, weights:list[list[UOp]]) -> MmaBackwardState:
     mat, first, row_tiles = self.mat, self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
-    tile, (row, unit) = self.of.walked(WEIGHTED[name][0], self.t), mat.b_transposed_address(self.rows.warps.at.lane)
-    accs = [[s.acc[j].load() for j in self.rows.place(name, i)] for i in row_tiles]
-    for step, pair in itertools.product(range(self.of.tile.part_n//mat.K), range(self.rows.accs(name)//2)):
+    tile, (row, unit) = self.of.walked(WEIGHTED[name][0], self.t), mat.b_transposed_address(self.warp_rows.warps.at.lane)
+    accs = [[s.acc[j].load() for j in self.warp_rows.accumulators(name, i)] for i in row_tiles]
+    for step, pair in itertools.product(range(self.of.tile.part_n//mat.K), range(self.warp_rows.accs(name)//2)):
       b = s.read(tile, row, unit, first + step*mat.K, 2*pair, transposed=True)
       for i, half in itertools.product(row_tiles, range(2)):
         accs[i][2*pair + half] = nv.mma(mat, weights[i][step], b, half, accs[i][2*pair + half])
-    return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.rows.place(name, i), xs)])
+    return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.warp_rows.accumulators(name, i), xs)])

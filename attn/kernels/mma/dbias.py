@@ -27,9 +27,9 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
   """What is owned where the block has this part of the problem. P is 0 beyond the last query too, for it is summed where rows are."""
-  rows: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
-  exponents = [[x.where(row.there) for x, row in zip(own, of_rows)] for own, of_rows in zip(rows.exponents, rows.rows)]
-  return MmaBackward(rows, tile, state, OwnNumbers(exponents, [[group.number("delta", row) for row in own] for own in rows.rows]))
+  queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
+  exponents = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.exponents, queries.of_lane)]
+  return MmaBackward(queries, tile, state, OwnNumbers(exponents, [[group.number("delta", row) for row in rows] for rows in queries.of_lane]))
 
 @dataclass(frozen=True)
 class MmaBias:
@@ -52,7 +52,7 @@ class MmaBias:
   @property
   def share(self) -> BiasShare: return self.bias.share
   @property
-  def at(self) -> MmaLane: return self.of.rows.warps.at
+  def at(self) -> MmaLane: return self.of.warp_rows.warps.at
 
   # ***** the way over what is summed *****
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
@@ -63,12 +63,12 @@ class MmaBias:
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(number, AxisType.LOOP)
-    place = self.bias.place((first + r).minimum(self.share.trips - 1))
+    place = self.bias.grid_of_trip((first + r).minimum(self.share.trips - 1))
     there = _queries_of(self.group.moved(place), self.at, self.of.tile, self.of.state)
     return s.after(self.over_keys(there, s.after(r).arrived(0), work).done.end(r))
 
   def over_keys(self, of:MmaBackward, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
-    s = s.started(of.rows.copies(s.shared))
+    s = s.started(of.warp_rows.copies(s.shared))
     if not self.share.owns_keys: return of.over_tiles(s, self.bias.walked(of.group), work)
     return of.worked(of.fetch(s, self.bias.key_tile).arrived(0), self.bias.key_tile, True, work)
 
@@ -85,7 +85,7 @@ class MmaBias:
   # ***** the stores *****
   def of_rows(self, of:MmaBackward, tiles:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
     """C fragments of each tile of queries as the lane's rows and what it has of each: neighbouring keys at a time."""
-    return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.rows.rows, tiles) for r, row in enumerate(rows)]
+    return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, tiles) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, tiles:list[list[UOp]], part:int=0) -> list[UOp]:
     """Those of dS of tile t, from some part of it on."""
@@ -121,7 +121,7 @@ class MmaBias:
     to = s.shared.bitcast(dtypes.float)
     s = s.do(*[nv.put(to[at.wave*(pairs*n) + place], x, at.in_octet.eq(0) & (place < pairs*n)) for place, x in zip(places, numbers)])
     s = s.after(workgroup_barrier(s.done))
-    of_warps, stores, row = s.shared.bitcast(nv.F2), list[UOp](), self.of.rows.rows[0][0]
+    of_warps, stores, row = s.shared.bitcast(nv.F2), list[UOp](), self.of.warp_rows.of_lane[0][0]
     for begin in range(0, pairs, tile.threads):
       pair = at.thread + begin
       total = functools.reduce(ops.add, [of_warps[pair.minimum(pairs - 1) + warp*pairs].load() for warp in range(tile.waves)])

@@ -32,17 +32,17 @@ class Operands:
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
-  """What crosses trips: the accumulators of O and, per query tile, the reference m of its rows, bias = -m*Scores.to_log2 and the row sums l, of P as
-  it is rounded: O divided by those is a mean of V, whatever the rounding did. For the LSE, l has the lane's part of the exact sums besides. Within a
-  trip: the scores, P as the A operand of O, and its part of l. Shared memory, where statements are stored, and Q."""
+  """State that crosses trips: the accumulators of O and, per query tile, the reference m of its rows, addend = -m*Scores.to_log2, and the row sums l
+  of rounded P. O divided by these sums is a mean of V, whatever the rounding did. For the LSE, l also has the lane's part of the exact sums. Within a
+  trip: the scores, P as the A operand of O, and the trip's part of l. Shared memory, where statements are stored, and Q."""
   shared: UOp
   acc: UOp
   m: UOp
-  bias: UOp
+  addend: UOp
   l: UOp
   scores: UOp
   weights: UOp
-  part: UOp
+  l_of_trip: UOp
   statements: Statements
   q: Operands
 
@@ -107,7 +107,7 @@ class MmaForward:
   # ***** the steps *****
   def begin(self) -> MmaState:
     warps, s = self.warps, self.state
-    s = s.store([s.statements.first], warps.first_values(s.m, s.bias, s.l))
+    s = s.store([s.statements.first], warps.first_values(s.m, s.addend, s.l))
     s = s.do(nv.clear(s.acc, s.done))
     s = s.started(warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
     for i in range(self.tile.stages - 1): s = self.fetch(s, warps.group.walked.begin + i)
@@ -129,16 +129,16 @@ class MmaForward:
     for qt in range(q_tiles):
       packed, exact = list[UOp](), ops.splat(0.0, 2)
       for step in steps:
-        pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.bias[qt].load(), to_log2) for i in range(2)]
+        pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.addend[qt].load(), to_log2) for i in range(2)]
         packed.append(nv.pack_a(pair[0], pair[1], self.p.dtype))
         exact = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
         stores.append(s.weights[qt*self.k_tiles//2 + step].store(packed[-1]))
       rounded = rounded_sum(packed, ONES, self.mat, self.p.dtype, nv.ROWS, nv.zero(s.done))
-      stores += [s.part[kind*q_tiles + qt].store(y) for kind, y in enumerate((rounded, exact)[:kinds])]
+      stores += [s.l_of_trip[kind*q_tiles + qt].store(y) for kind, y in enumerate((rounded, exact)[:kinds])]
     s = s.store(stores)
-    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.weights, s.scores, s.part, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=(ONES, LANE)[:kinds],
+    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.weights, s.scores, s.l_of_trip, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=(ONES, LANE)[:kinds],
                      matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps)))
-    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(kinds*q_tiles)])), None
+    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(kinds*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
     """O += P V, of the P that dropout keeps."""
@@ -201,10 +201,10 @@ class MmaForward:
   # ***** global -> shared memory -> operands *****
   def k_rows(self, t:UOp) -> SwizzledRows:
     q, k, _ = self.tile.layouts(self.p)
-    return k.at(q.size + t%self.tile.stages*k.size)
+    return k.moved_to(q.size + t%self.tile.stages*k.size)
   def v_rows(self, t:UOp) -> SwizzledRows:
     q, k, v = self.tile.layouts(self.p)
-    return v.at(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
+    return v.moved_to(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
   def fetch(self, s:MmaState, t:UOp) -> MmaState: return s.started(self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:

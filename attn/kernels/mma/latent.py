@@ -96,7 +96,7 @@ class MmaLatent:
     """S of the warp's queries and keys: its C fragments. Later tiles start on their way while the tensor cores work."""
     s = self.raw_scores(s.arrived(self.tile.stages - 2), t)
     raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
-    scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.number(t), masked)
+    scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.tile_number(t), masked)
     return self.fetch(s, t + self.tile.stages - 1), scores
 
   def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
@@ -134,17 +134,17 @@ class MmaLatent:
   # ***** shared memory *****
   def k_rows(self, t:UOp) -> LongRows:
     q, k, _ = self.tile.layouts(self.p)
-    return k.at(q.size + t%self.tile.stages*k.size)
+    return k.moved_to(q.size + t%self.tile.stages*k.size)
   @property
   def weight_rows(self) -> SwizzledRows:
     q, k, weights = self.tile.layouts(self.p)
-    return weights.at(q.size + self.tile.stages*k.size)
+    return weights.moved_to(q.size + self.tile.stages*k.size)
   def told(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
     """Tells all waves a number of each of the lane's own two rows. Statements."""
     told, to = self.told(s), s.shared.bitcast(dtypes.float)
-    return [nv.put(to[told.at(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
+    return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
     """That number of the lane's two rows of the 16 from `first` on."""
     return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
@@ -154,7 +154,7 @@ class MmaLatent:
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
     there = (group.walked.end*block_n).minimum(group.sequence.n_k)
-    return s.started(self.warps.copies(replace(group.rows("k"), count=there), s.shared, t*block_n, self.k_rows(t)))
+    return s.started(self.warps.copies(replace(group.rows_of("k"), count=there), s.shared, t*block_n, self.k_rows(t)))
 
   # ***** products *****
   def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
@@ -195,7 +195,7 @@ class MmaLatent:
   def v_rows(self, t:UOp, line:int) -> LongRows:
     """The rows of K from a line of the warp's columns of V on. Where there is no such line, the last one: nobody will store what comes of it."""
     k = self.k_rows(t)
-    return k.at(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
+    return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
   # ***** after the last trip *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:

@@ -95,7 +95,7 @@ class BiasPart:
   @property
   def first_place(self) -> Grid:
     """Where the one trip of a part is, or the first one of all."""
-    return self.place(self.part if self.one_trip else UOp.const(0))
+    return self.grid_of_trip(self.part if self.one_trip else UOp.const(0))
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
@@ -106,7 +106,7 @@ class BiasPart:
     first = self.part*each
     return first, (trips - first).maximum(0).minimum(each)
 
-  def place(self, i:UOp) -> Grid:
+  def grid_of_trip(self, i:UOp) -> Grid:
     """By the numbers of the head and of the block of queries that it works on in trip i."""
     _, heads, blocks = self.share.walked
     batch, head = self.grid.head//self.share.owned[1] + i//(heads*blocks), self.grid.head%self.share.owned[1] + i//blocks%heads

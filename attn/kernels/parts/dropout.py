@@ -31,14 +31,14 @@ class Kept:
   def pairs(self) -> int:
     """Of neighbouring scores of a row, in a vector of scores."""
     return self.at.matrix.row_part//2
-  def place(self, n:int) -> tuple[int, int]:
+  def bit(self, n:int) -> tuple[int, int]:
     """Of a lane's n-th score of a row: which dword has its bit, and where."""
     word, row = divmod(self.at.matrix.key_of(0, n), WORD)
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
     """The dwords with the bits of some scores, (row, n), side by side, and the place of each score."""
-    found = [(r, *self.place(n)) for r, n in at]
+    found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 

@@ -166,7 +166,7 @@ class RowNumbers(InLds):
   def of(p:Problem, mat:Matrix, block_n:int, new:Allocator, buffers:int, thread:UOp) -> RowNumbers:
     return RowNumbers(p, mat, block_n, new.lds(buffers*units_of_numbers(p, block_n)), thread)
   def after(self, *deps:UOp) -> RowNumbers: return replace(self, buffer=self.buffer.after(*deps))
-  def number(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
+  def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
   def single(self) -> list[RowNumbers]:
     """The same with one item of a thread each: it has no more."""

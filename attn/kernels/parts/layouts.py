@@ -27,7 +27,7 @@ class SharedLayout:
   def place(self, row:UOp, unit:UOp) -> UOp:
     """Where a unit of a row lies."""
     raise NotImplementedError
-  def at(self, base:UOp|int) -> Self:
+  def moved_to(self, base:UOp|int) -> Self:
     """The same tile elsewhere."""
     return replace(self, base=base)
 
@@ -144,14 +144,14 @@ class LdsTile(InLds):
     """So many tiles of this layout."""
     return LdsTile(new.lds(buffers*layout.size), layout)
   def after(self, *deps:UOp) -> LdsTile: return replace(self, buffer=self.buffer.after(*deps))
-  def number(self, i:UOp) -> LdsTile: return replace(self, layout=self.layout.at(i*self.layout.size))
+  def nth(self, i:UOp) -> LdsTile: return replace(self, layout=self.layout.moved_to(i*self.layout.size))
   @property
   def halves(self) -> UOp:
     """The buffer in pieces of 8 bytes, of which a unit has two."""
     return self.buffer.bitcast(ops.u32(2))
   def from_row(self, row:UOp) -> LdsTile:
     """The rows from `row`, a multiple of 16, on."""
-    return replace(self, layout=self.layout.at(self.layout.place(row, UOp.const(0))))
+    return replace(self, layout=self.layout.moved_to(self.layout.place(row, UOp.const(0))))
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:

@@ -51,7 +51,7 @@ class MergedRow:
   @property
   def there(self) -> UOp: return self.unheld < self.p.rows
   @property
-  def number(self) -> UOp: return self.unheld.minimum(self.p.rows - 1)
+  def index(self) -> UOp: return self.unheld.minimum(self.p.rows - 1)
   @property
   def column(self) -> UOp: return self.thread%self.columns*self.vec
   @property
@@ -59,9 +59,9 @@ class MergedRow:
     """Rows of a head."""
     return self.p.total_q if self.p.varlen else self.p.Sq
   @property
-  def place(self) -> tuple[UOp, UOp, UOp]:
+  def coordinates(self) -> tuple[UOp, UOp, UOp]:
     """(batch, head, query)."""
-    return self.number//(self.p.H*self.length), self.number//self.length%self.p.H, self.number%self.length
+    return self.index//(self.p.H*self.length), self.index//self.length%self.p.H, self.index%self.length
 
 def reference_of(largest:UOp) -> UOp:
   """What exponents are taken relative to: the largest LSE, or 0 where no result has a key."""
@@ -74,7 +74,7 @@ def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
   """The stores of o, from the weighted sum `values` and the sum `weights`, and of lse and lse_rest where they are among the tensors `given`."""
-  p, (batch, head, query) = at.p, at.place
+  p, (batch, head, query) = at.p, at.coordinates
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)
   outputs = store_row(at.arch, given["o"], p.out_dtype, p.Dv, batch*sb + head*sh + query*ss, at.column, values, at.there)
@@ -82,5 +82,5 @@ def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp,
   for name, x, nothing in (("lse", log_sum.rounded, NEG_INF), ("lse_rest", log_sum.rest, 0.0)):
     if name not in given: continue
     if p.has_rows_of_none: x = largest.eq(OF_NO_SEQUENCE).where(nothing, x)
-    outputs.append(given[name][at.number.valid(at.there & at.column.eq(0))].store(x))
+    outputs.append(given[name][at.index.valid(at.there & at.column.eq(0))].store(x))
   return outputs

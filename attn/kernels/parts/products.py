@@ -21,7 +21,7 @@ class OwnRows:
   """The workgroup's own rows of a tensor, one a lane in each of its tiles: operand B of products that contract over their elements. A lane keeps the
   units that it reads in registers, or in LDS where those would not hold them."""
   at: Lane
-  rows: Rows
+  source: Rows
   first: UOp               # row of the tensor
   block_m: int
   in_block: list[UOp]      # a lane's rows, counted from there
@@ -38,7 +38,7 @@ class OwnRows:
     return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units, lds, statements=statements if sparing else None)
 
   def load(self, units:list[UOp], in_block:list[UOp], *after:UOp) -> list[list[UOp]]:
-    rows = self.rows.after(*after) if after else self.rows
+    rows = self.source.after(*after) if after else self.source
     return [[rows.load_units(self.first, self.block_m, i, u) for u in units] for i in in_block]
 
   @functools.cached_property
@@ -58,7 +58,7 @@ class OwnRows:
   def kept(self) -> LdsTile:
     assert self.lds is not None
     own, stores = self.at.h.eq(0) if self.at.matrix.duplicated else UOp.const(True), list[UOp]()
-    rows, sparing = self.in_block, self.statements is not None and self.rows.in_units
+    rows, sparing = self.in_block, self.statements is not None and self.source.in_units
     for units in self.together:
       fence = [self.statements.do(amd.sched_barrier(), *stores)] if self.statements is not None and stores else []
       found = self.load(units, rows, *fence)

@@ -63,16 +63,16 @@ class Section:
 class WhereItLies:
   """The left operand of one thread, in global memory, as it lies there or `turned`. For a row that the tensor does not have the last one is read: a
   mask takes its scores away, and where rows are summed it counts as 0."""
-  rows: GlobalRows
+  source: GlobalRows
   first: UOp
   turned: bool
   convert: Callable[[UOp], UOp]
   column: UOp|int = 0     # of the tensor, the first one
   def number(self, row:UOp, column:UOp) -> UOp:
     row, column = (column, row + self.column) if self.turned else (row, column + self.column)
-    begin = self.rows.start((self.first + row).minimum(self.rows.count - 1).maximum(0), UOp.const(0))
-    x = self.convert(self.rows.buffer[begin + column.minimum(self.rows.width - 1)].load())
-    return x if self.turned else (self.first + row < self.rows.count).where(x, 0.0)
+    begin = self.source.start((self.first + row).minimum(self.source.count - 1).maximum(0), UOp.const(0))
+    x = self.convert(self.source.buffer[begin + column.minimum(self.source.width - 1)].load())
+    return x if self.turned else (self.first + row < self.source.count).where(x, 0.0)
 
 @dataclass(frozen=True)
 class Portion:
@@ -140,7 +140,7 @@ class Rectangle:
   def items(self) -> list[UOp]:
     """The loop over heads, where there are no workgroups."""
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
-  def rows(self, tensor:str) -> GlobalRows: return self.group.rows(tensor, self.head)
+  def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
     """The first one of a thread's j-th quad of own rows, in the block."""
     return (self.at.x + j*self.tile.across)*QUAD
@@ -168,14 +168,14 @@ class Rectangle:
   def blocks(self, acc:UOp) -> int:
     """In which a thread goes through them."""
     return self.width(acc)//(self.tile.columns or self.width(acc))
-  def part(self, acc:UOp, block:UOp) -> list[UOp]:
+  def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
     """The registers of one of them."""
     count = acc.max_numel()//self.blocks(acc)
     return [acc[block*count + i] for i in range(count)]
   def cleared(self, acc:UOp) -> UOp:
     """The stores of 0 to a sum, a part after the other."""
     block, loop = self.loop(self.blocks(acc))
-    return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.part(acc.after(*loop), block)]).end(*loop)
+    return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
     """Numbers that lie row by row of what is walked over, in quads of own rows -> for each own row vectors of QUAD of what is walked over."""
     return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
@@ -190,14 +190,14 @@ class Rectangle:
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
     """The registers `to` with the products of the t-th walked rows and the own ones, of these tensors: a part of their elements at a time, of the own
     ones from the section `kept` where they stay in local memory."""
-    tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows(walked).width
+    tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows_of(walked).width
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.own_row(i) for i in range(tile.walked)]
     long = width > LONG_SUM
     zeroed = self.zeroed(to.after(*ready))
     acc = self.apart.after(self.zeroed(self.apart.after(*now))) if long else to.after(zeroed, *loop)
     if tile.alone:
-      where = WhereItLies(self.rows(walked), t*n, True, self.converted(walked), first)
+      where = WhereItLies(self.rows_of(walked), t*n, True, self.converted(walked), first)
       done = self.outer_products(acc, where, mine, self.section(kept, *now), first, depth)
     else:
       portion = Portion("walked", walked, t*n, first, n)
@@ -218,14 +218,14 @@ class Rectangle:
     to = self.some.after(*ready, *blocks) if tile.columns else acc
     if rescale is None and not tile.columns: begun = to
     else:
-      numbers = [x.load() for x in self.part(acc.after(*blocks), block)]
+      numbers = [x.load() for x in self.block_of(acc.after(*blocks), block)]
       if rescale is not None: numbers = [ops.mul(x, rescale[i%n]) for i, x in enumerate(numbers)]
       begun = to.after(UOp.group(*[y.store(x) for x, y in zip(numbers, self.all(to))]))
     own = [self.own_row(i) for i in range(self.width(to))]
     if tile.alone:
-      where, columns = WhereItLies(self.rows(tensor), t*tile.block_n, False, self.converted(tensor)), [block*tile.columns + x for x in own]
+      where, columns = WhereItLies(self.rows_of(tensor), t*tile.block_n, False, self.converted(tensor)), [block*tile.columns + x for x in own]
       done = self.outer_products(begun, where, columns, self.section(weights, *ready, *weighed), UOp.const(0), tile.block_n)
-      return UOp.group(*[x.store(y.load()) for x, y in zip(self.part(acc.after(*blocks), block), self.all(to.after(done)))]).end(*blocks)
+      return UOp.group(*[x.store(y.load()) for x, y in zip(self.block_of(acc.after(*blocks), block), self.all(to.after(done)))]).end(*blocks)
     step, loop = self.loop(parts := tile.block_n//tile.values)
     now, portion = [*ready, *loop], Portion("rows", tensor, t*tile.block_n + step*tile.values, UOp.const(0), tile.values)
     stores = self.brought(portion, replace(portion, first=portion.first + tile.values) if parts > 1 else None, now, ahead)
@@ -251,7 +251,7 @@ class Rectangle:
   def units(self, portion:Portion) -> int:
     """Quads of a row of what goes to local memory."""
     shape = self.sections.shapes[portion.section]
-    return (shape.rows if shape.turned else self.tile.width(self.rows(portion.tensor).width))//QUAD
+    return (shape.rows if shape.turned else self.tile.width(self.rows_of(portion.tensor).width))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
     """By each thread."""
@@ -266,7 +266,7 @@ class Rectangle:
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
     """The numbers of a thread's `item`-th quad of a portion, and the places of local memory where they go."""
-    to, rows, threads, units = self.section(portion.section), self.rows(portion.tensor), self.tile.threads, self.units(portion)
+    to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, convert = to.shape.turned, self.converted(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
     index = item*threads + self.at.thread

@@ -113,7 +113,7 @@ class Table:
     entry = self.entries[(self.first + row//self.size).valid(left_alone(there))].load()
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
-  def place(self, row:UOp, stride:int, there:UOp) -> UOp:
+  def start(self, row:UOp, stride:int, there:UOp) -> UOp:
     """Where a row begins, `stride` elements after the one before it in its page."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
@@ -131,17 +131,17 @@ class PagedRows(GlobalRows):
     assert self.table is not None
     return self.table
   def origin(self, first:UOp) -> UOp:
-    return self.base + self.pages.place(first, self.stride, first < self.count)
-  def place(self, first:UOp, row:UOp, there:UOp) -> UOp:
+    return self.base + self.pages.start(first, self.stride, first < self.count)
+  def start_in_pages(self, first:UOp, row:UOp, there:UOp) -> UOp:
     """Where a row begins, of a tile that may reach over several pages."""
-    return self.base + self.pages.place(self.begin + first + row, self.stride, there)
+    return self.base + self.pages.start(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
-    return super().start(first, row) if self.pages.whole else self.place(first, row, first + row < self.count)
+    return super().start(first, row) if self.pages.whole else self.start_in_pages(first, row, first + row < self.count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     if self.pages.whole: return super().load_units(first, rows, row, unit, gate)
     there = first + row < self.count if gate is None else gate & (first + row < self.count)
-    place = self.place(first, row, there) + unit*self.unit
+    place = self.start_in_pages(first, row, there) + unit*self.unit
     return self._unit_of(unit, there, lambda i, inside, nbytes: ops.load_where(self.buffer[place + i], inside, nbytes))
 
 @dataclass(frozen=True)

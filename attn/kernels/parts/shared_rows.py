@@ -26,9 +26,9 @@ class Share:
     """The keys of a trip whose scores it computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Those of the wave, among the scores of the workgroup: its tile number in trip t is `number(t)`."""
+    """Those of the wave, among the scores of the workgroup: its tile number in trip t is `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
-  def number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
+  def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
@@ -39,6 +39,7 @@ class RowScalars(InLds):
   @staticmethod
   def of(new:Allocator, rows:int, told:Told) -> RowScalars: return RowScalars(new.lds(told.units(rows)), rows)
   def after(self, *deps:UOp) -> RowScalars: return replace(self, buffer=self.buffer.after(*deps))
-  def at(self, i:int|UOp, row:UOp) -> UOp: return self.base*4 + i*self.rows + row
-  def load(self, i:int|UOp, row:UOp) -> UOp: return self.buffer.bitcast(dtypes.float)[self.at(i, row)].load()
-  def store(self, i:int|UOp, row:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer.bitcast(dtypes.float)[self.at(i, row).valid(gate)].store(value)
+  def place(self, i:int|UOp, row:UOp) -> UOp: return self.base*4 + i*self.rows + row
+  def load(self, i:int|UOp, row:UOp) -> UOp: return self.buffer.bitcast(dtypes.float)[self.place(i, row)].load()
+  def store(self, i:int|UOp, row:UOp, value:UOp, gate:UOp) -> UOp:
+    return self.buffer.bitcast(dtypes.float)[self.place(i, row).valid(gate)].store(value)

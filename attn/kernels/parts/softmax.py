@@ -49,16 +49,16 @@ class Sums:
 
 @dataclass(frozen=True)
 class Softmax(Carried):
-  """Its state in registers: O^T accumulators; per query tile the reference m that the exponents of scores are taken from, bias = -m*to_log2 (NaN
+  """Its state in registers: O^T accumulators; per query tile the reference m that the exponents of scores are taken from, addend = -m*to_log2 (NaN
   where that has too large a rounding error) and, of each kind of sum in turn, the lane's part of the row sum l; and of a trip the weights, packed,
   the scores, and its part of l."""
   acc: UOp
   m: UOp
-  bias: UOp
+  addend: UOp
   l: UOp
   p: UOp
   scores: UOp
-  part: UOp
+  l_of_trip: UOp
 
   @staticmethod
   def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, sums:Sums, new:Allocator) -> Softmax:
@@ -69,24 +69,24 @@ class Softmax(Carried):
     return Softmax(*[new.registers(n, dtype) for n, dtype in kinds])
 
   def start(self, scores:Scores) -> UOp:
-    begin = ((self.acc, 0.0), (self.m, LOWEST), (self.bias, math.nan if scores.natural else -LOWEST), (self.l, 0.0))
+    begin = ((self.acc, 0.0), (self.m, LOWEST), (self.addend, math.nan if scores.natural else -LOWEST), (self.l, 0.0))
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
-  def biases(self, dual:bool) -> tuple[Softmax, list[UOp]]:
+  def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
     """The bias of each query tile, as `weights` takes it. For instructions that issue at once (`dual`) those of two tiles lie side by side, or that
     of a single one and its copy."""
-    found = [self.bias[i].load() for i in range(self.bias.max_numel())]
+    found = [self.addend[i].load() for i in range(self.addend.max_numel())]
     if not dual: return self, found
     both = amd.side_by_side(ops.build(found[0], found[-1]))
-    kept = self.after(UOp.group(*[self.bias[i].store(ops.extract(both, i)) for i in range(len(found))]))
-    return kept, [kept.bias[i].load() for i in range(2)] if len(found) == 2 else [both]
+    kept = self.after(UOp.group(*[self.addend[i].store(ops.extract(both, i)) for i in range(len(found))]))
+    return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
-  def weights(self, scores:list[UOp], bias:UOp, to_log2:float) -> list[UOp]:
+  def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
     """P of a query tile, from the reference that there is. A bias and its copy are of the two halves of each vector of scores."""
-    if ops.length(bias) == 1: return [ops.weights(x, bias, to_log2) for x in scores]
+    if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
       n = ops.length(x)//2
-      return ops.concat(*[ops.fma(ops.slice_(x, i*n, n), to_log2, ops.splat(ops.extract(bias, i), n)) for i in range(2)])
+      return ops.concat(*[ops.fma(ops.slice_(x, i*n, n), to_log2, ops.splat(ops.extract(addend, i), n)) for i in range(2)])
     return [ops.exp2(amd.side_by_side(exponents(x))) for x in scores]
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
@@ -98,11 +98,11 @@ class Softmax(Carried):
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
     stores = [self.p[i].store(x) for i, x in enumerate(x for column in packed for x in column)]
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
-    s = self.after(UOp.group(*stores, *[self.part[i].store(x) for i, x in enumerate(parts)]))
+    s = self.after(UOp.group(*stores, *[self.l_of_trip[i].store(x) for i, x in enumerate(parts)]))
     rows = RowLanes(1, matrix.group_steps, matrix.exchange)
-    s = s.after(do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, *before, rows=rows, dtype=sums.dtype, sums=sums.kinds,
+    s = s.after(do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, *before, rows=rows, dtype=sums.dtype, sums=sums.kinds,
                            matrix=sums.matrix, scale=to_log2, above=above)))
-    return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.part[i].load())) for i in range(len(parts))]))
+    return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
     """The row sums over the lane groups, kind by kind."""

@@ -79,17 +79,17 @@ class StagedTile(InLds):
   def after(self, *deps:UOp) -> StagedTile:
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
-  def number(self, i:UOp) -> StagedTile:
+  def nth(self, i:UOp) -> StagedTile:
     """The i-th buffer."""
-    lies, turned = (x.number(i) if x is not None else None for x in (self.lies, self.turned))
+    lies, turned = (x.nth(i) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   @property
-  def rows(self) -> LdsTile:
+  def row_tile(self) -> LdsTile:
     """The rows as they lie: operand A of products that contract over their elements."""
     assert self.lies is not None
     return self.lies
   @property
-  def columns(self) -> LdsTile:
+  def column_tile(self) -> LdsTile:
     """The tile transposed: operand A of products that contract over its rows."""
     assert self.turned is not None
     return self.turned
@@ -114,7 +114,7 @@ class StagedTile(InLds):
   def store(self, parts:list[UOp]) -> list[UOp]:
     """The stores to LDS of what was fetched."""
     if self.turned is None:
-      return [self.rows.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
+      return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
     stores = []
     for j, (quad, unit, gate) in enumerate(self.items):
       four = parts[4*j:4*j + 4]

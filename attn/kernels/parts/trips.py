@@ -94,7 +94,7 @@ class StagedTrips(Generic[S]):
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
     """Returns the place of tile t."""
-    return getattr(s, name).number(t%self.tile.buffers)
+    return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
     """Brings the first tile to LDS, where a tile is loaded before its own trip."""

@@ -72,7 +72,7 @@ class WarpRows(Generic[L]):
     """The first rows of the warp's tiles."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
-  def rows(self) -> list[list[Row]]:
+  def of_lane(self) -> list[list[Row]]:
     """A lane's, of each tile."""
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
@@ -83,8 +83,8 @@ class WarpRows(Generic[L]):
   # ***** registers *****
   def accs(self, name:str) -> int:
     """Accumulators of a gradient, of a tile of rows."""
-    return fragments(self.warps.group.rows(name).width, self.mat)
-  def place(self, name:str, i:int=0) -> range:
+    return fragments(self.warps.group.rows_of(name).width, self.mat)
+  def accumulators(self, name:str, i:int=0) -> range:
     """Where those of the i-th tile are."""
     before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))
     first = i*sum(map(self.accs, self.wanted)) + before
@@ -94,7 +94,7 @@ class WarpRows(Generic[L]):
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
     """So many rows of this tensor, where those of both that are alike begin with unit `first`."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
-    return of_d.at(first) if name in ("q", "k") else of_dv.at(first + of_d.size)
+    return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
     """Own rows of this tensor."""
     return self.lies(name, self.tile.block_m, 0)
@@ -112,16 +112,16 @@ class WarpRows(Generic[L]):
 
   # ***** the numbers of own queries *****
   @property
-  def exponents(self) -> list[list[Exponent]]: return [[exponent_of(self.warps.group, row) for row in own] for own in self.rows]
+  def exponents(self) -> list[list[Exponent]]: return [[exponent_of(self.warps.group, row) for row in own] for own in self.of_lane]
   @functools.cached_property
   def deltas(self) -> list[list[UOp]]:
     return [[self.delta(first + self.mat.c_row(self.warps.at.lane, r), row) for r, row in enumerate(own)]
-            for first, own in zip(self.in_block, self.rows)]
+            for first, own in zip(self.in_block, self.of_lane)]
 
   def delta(self, in_block:UOp, row:Row) -> UOp:
     """rowsum(dO * O) - dLSE, over the lanes that share a query; of dO as dP is made of it, rounded to the inputs' dtype."""
     group, mat = self.warps.group, self.mat
-    rows = (group.rows("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
+    rows = (group.rows_of("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
     total = ops.splat(0.0, 4)
     for first in range(0, round_up(self.p.Dv, mat.K)//mat.unit, mat.groups):
       quads = [x.load_quads(group.first_row, self.tile.block_m, in_block, first + self.warps.at.h, dtype) for x, dtype in rows]
@@ -133,10 +133,10 @@ class WarpRows(Generic[L]):
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
     """The stores of a gradient, whose sums are in `acc`: 0 of keys beyond kv_lengths."""
     group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale
-    for i, own in enumerate(self.rows):
+    for i, own in enumerate(self.of_lane):
       for r, row in enumerate(own):
         known = row.index < group.sequence.n_k if self.tile.keys and self.p.kv_lengths else None
-        parts = [where_known(known, ops.slice_(acc[j].load(), 2*r, 2), scale) for j in self.place(name, i)]
+        parts = [where_known(known, ops.slice_(acc[j].load(), 2*r, 2), scale) for j in self.accumulators(name, i)]
         columns = [(self.warps.at.h*self.mat.block + n*self.mat.N, part) for n, part in enumerate(parts)]
         stores += group.gradient(name, row, columns)
     return stores
@@ -145,39 +145,40 @@ class WarpRows(Generic[L]):
     """The stores of delta."""
     group = self.warps.group
     to, x, first = flat(group.given["delta"]), group.sequence, self.warps.at.h.eq(0) & group.is_first_part
-    both = [pair for own, deltas in zip(self.rows, self.deltas) for pair in zip(own, deltas)]
+    both = [pair for own, deltas in zip(self.of_lane, self.deltas) for pair in zip(own, deltas)]
     return [to[place_of_row(self.p, x, row)[0].valid(row.there & first)].store(delta) for row, delta in both]
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
   """The steps of backward between its products, of some rows that are walked over: part `number` by the count of `score`."""
-  rows: WarpRows[L]
+  warp_rows: WarpRows[L]
   score: Scores
-  number: UOp
+  tile_number: UOp
   masked: bool
 
   @property
   def columns(self) -> range:
     """The C fragments of scores of a tile of own rows."""
-    return range(self.score.block_n//self.rows.mat.N)
+    return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
-  def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.number) for own in self.rows.rows]
+  def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
 
   def lse_of_own(self, numbers:OwnNumbers) -> Lse:
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.exponents]
-  def lse_of_walked(self, exponents:list[Exponent]) -> Lse: return [[exponents]*nv.ROWS for _ in self.rows.rows]
+  def lse_of_walked(self, exponents:list[Exponent]) -> Lse: return [[exponents]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnNumbers) -> list[list[UOp]]:
     """`scaled_delta` of the queries, as C fragments of each tile of own rows."""
-    return [[ops.concat(*[ops.splat(scaled_delta(x, self.rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
-  def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.rows.rows]
+    return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
+  def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
 
   def weights(self, scores:list[list[UOp]], lse:Lse) -> list[Weights]:
-    return [weights_of_rows(self.score, x, exponents, own, self.number, self.masked) for x, exponents, own in zip(scores, lse, self.rows.rows)]
+    tiles = zip(scores, lse, self.warp_rows.of_lane)
+    return [weights_of_rows(self.score, x, exponents, rows, self.tile_number, self.masked) for x, exponents, rows in tiles]
   def ds(self, weights:list[Weights], dp:list[list[UOp]], added:ScoreTerm|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, added) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
     """C fragments of a tile of own rows as operand A."""
-    return [nv.pack_a(a, b, self.rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
+    return [nv.pack_a(a, b, self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:
     return [[left.packed(x, 2*i) for i, x in enumerate(self.packed(w.p))] for left, w in zip(self.left, weights)]

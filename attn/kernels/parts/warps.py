@@ -16,7 +16,7 @@ from attn.kernels.parts.tensors import Shapes
 from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest, kv_head_in_group_fastest
 from attn.kernels.tiles.common import BlockTile
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.softmax import LOWEST, ONES, first_bias
+from attn.ops.softmax import LOWEST, ONES, first_addend
 from attn.problem import BYTES, Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
@@ -54,13 +54,13 @@ class Warps:
   # ***** global -> shared memory *****
   def copies_of_q(self, shared:UOp, to:CopiedLayout) -> list[UOp]:
     """The thread's part in copying the block's queries. Statements."""
-    return self.copies(self.group.rows("q"), shared, self.group.first_row, to)
+    return self.copies(self.group.rows_of("q"), shared, self.group.first_row, to)
 
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
     """The thread's part in copying tile t of K and of V, of the tiles that the block walks over, where `gate` holds. Statements."""
     group, block_n = self.group, self.group.tile.block_n
     there = (group.walked.end*block_n).minimum(group.sequence.n_k)
-    rows = [replace(group.rows(name), count=there) for name in ("k", "v")]
+    rows = [replace(group.rows_of(name), count=there) for name in ("k", "v")]
     return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, t*block_n, to, gate)]
 
   def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
@@ -94,10 +94,10 @@ class Warps:
     return statements
 
   # ***** the softmax's registers, O and LSE *****
-  def first_values(self, m:UOp, bias:UOp, l:UOp) -> list[UOp]:
+  def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
     """The stores that begin a sum over keys, of which none was seen; O begins with `nv.clear`."""
     scores = self.group.scores
-    begin = ((m, LOWEST), (bias, math.nan if scores.natural else first_bias(scores.to_log2)), (l, 0.0))
+    begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:

@@ -189,7 +189,7 @@ class Workgroup:
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
-  def rows(self, name:str, head:UOp|None=None) -> GlobalRows:
+  def rows_of(self, name:str, head:UOp|None=None) -> GlobalRows:
     """The rows of a tensor that the workgroup reads or writes: those of its sequence and head, or of the query head `head`; of q of all its heads."""
     p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
     within, whole_row = ("k", p.D) if name == "v" and p.v_in_k else (name, width)      # the tensor that has them, and how long its rows are
@@ -218,7 +218,7 @@ class Workgroup:
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
     """The rows of a tensor as `rows` has them, in the dtype of the matrix unit's inputs."""
-    rows, dtype = self.rows(name, head), self.p.shapes["o"][1]
+    rows, dtype = self.rows_of(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def numbers(self, name:str, head:UOp) -> GlobalRows:
@@ -270,7 +270,7 @@ class Workgroup:
   # ***** gradients *****
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
     """The stores of the parts of a row of a gradient that this lane has: (first column, values)."""
-    to = self.rows(name)
+    to = self.rows_of(name)
     begin = self.in_part(name) + to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
@@ -306,7 +306,7 @@ class Workgroup:
           number = place_of_row(p, replace(self.sequence, q_start=0), Row(self.batch, self.first_head, row, there))[0]
           found.append(flat(self.given[name])[number.valid(there & column.eq(0))].store(UOp.const(0.0, dtypes.float)))
         else:
-          to = self.rows(name)
+          to = self.rows_of(name)
           head = (self.kv_head if of_keys else self.first_head)*to.width
           found += self.store_gradient(to, self.in_part(name) + row*to.stride + head, column, ops.splat(0.0, vec), there)
       return found

@@ -152,7 +152,7 @@ class PlainBackward(Rectangle):
   def times(self, row:Row, first:UOp) -> UOp:
     """The part of rowsum(dO * O) that four elements of a query have; of dO as dP is made of it."""
     def elements(tensor:str) -> UOp:
-      rows, convert = self.rows(tensor), self.converted(tensor)
+      rows, convert = self.rows_of(tensor), self.converted(tensor)
       begin, inside = rows.start(UOp.const(0), row.index) + first, [first + (0 if rows.width % QUAD == 0 else i) < rows.width for i in range(QUAD)]
       return ops.build(*[convert(rows.buffer[(begin + i).valid(row.there & inside[i])].load()) for i in range(QUAD)])
     return element_sum(ops.mul(elements("o"), elements("do")))
@@ -162,7 +162,7 @@ class PlainBackward(Rectangle):
     """The stores of a gradient: 0 of keys beyond kv_lengths."""
     acc, n = s.sums[self.wanted.index(name)], len(self.quads)
     block, loop = self.loop(self.blocks(acc))
-    part, stores = self.part(acc.after(*loop), block), list[UOp]()
+    part, stores = self.block_of(acc.after(*loop), block), list[UOp]()
     columns = self.by_own_row([[part[i*n + j].load() for j in self.quads] for i in range(len(part)//n)])
     for row, column in zip(self.own_rows, columns):
       known = row.index < self.group.sequence.n_k if self.keys and self.p.kv_lengths else None

@@ -172,7 +172,7 @@ class PlainForward(Rectangle):
             for i, row in enumerate(self.queries)]
     stores = [x for row, (_, log_sum) in zip(self.queries, ends) for x in group.outputs(row, [], log_sum)]
     block, loop = self.loop(self.blocks(state.acc))
-    part, o = self.part(state.acc.after(*loop), block), []
+    part, o = self.block_of(state.acc.after(*loop), block), []
     columns = self.by_own_row([[part[i*n + j].load() for j in self.quads] for i in range(len(part)//n)])
     for row, (factor, _), column in zip(self.queries, ends, columns):
       for k, values in enumerate(column):

@@ -58,7 +58,7 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 @dataclass(frozen=True)
 class WgmmaBackward:
   """A kernel of one problem, or its `pass_number`-th pass, as a thread sees it: what is the same in all trips."""
-  rows: WarpRows[SwizzledPanels]
+  warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # at the start
   known: OwnNumbers|None = None      # of own queries
@@ -82,9 +82,9 @@ class WgmmaBackward:
 
   # ***** what there is *****
   @property
-  def group(self) -> Workgroup: return self.rows.warps.group
+  def group(self) -> Workgroup: return self.warp_rows.warps.group
   @property
-  def wanted(self) -> tuple[str, ...]: return self.rows.wanted
+  def wanted(self) -> tuple[str, ...]: return self.warp_rows.wanted
   @property
   def walked(self) -> Blocks: return self.group.walked
   @property
@@ -99,22 +99,22 @@ class WgmmaBackward:
   # ***** shared memory *****
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
     """The tile of this tensor."""
-    return self.rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.rows.size)
+    return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
   def numbers(self, place:RingPlace) -> UOp:
     """The unit where those of its queries begin."""
     p = self.group.p
-    return place.index%RING*self.tile.numbers(p) + (self.rows.size + RING*self.tile.stage(p))
+    return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p))
 
   # ***** the way over tiles *****
   def begin(self, s:WgmmaBackwardState|None=None, stores:list[UOp]|None=None) -> WgmmaBackwardState:
     if s is not None: s = s.after(UOp.group(*(stores or [])))
     else:      # the own rows and the first tile are on their way
       s = self.state.store([self.state.statements.first])
-      s = s.expected(self.rows.warps.at, self.tile.threads)
-      s = self.fetch(s.do(*self.rows.copies(s.shared)), self.place(self.walked.begin, 0))
+      s = s.expected(self.warp_rows.warps.at, self.tile.threads)
+      s = self.fetch(s.do(*self.warp_rows.copies(s.shared)), self.ring_at(self.walked.begin, 0))
     return s.store(store_all(s.acc, [nv.zero(s.done)]*s.acc.max_numel()))
 
-  def place(self, t:UOp, turn:UOp|int) -> RingPlace: return RingPlace(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
+  def ring_at(self, t:UOp, turn:UOp|int) -> RingPlace: return RingPlace(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
     """The tile after this one."""
     t, index = place.tile + 1, place.index + 1
@@ -124,12 +124,12 @@ class WgmmaBackward:
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
     """A tile, if there is one, is on its way, and with queries their numbers; this thread arrives when its part is there."""
-    group, n, i, floats = self.group, self.tile.block_n, self.rows.warps.at.thread, s.shared.bitcast(dtypes.float)
+    group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there = (self.walked.end*n).minimum(group.scores.walk.count)
     if self.turns > 1: there = (place.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
     head = group.first_head + place.turn%self.heads
-    copies = [x for name in self.rows.walked
-              for x in self.rows.warps.copies(self.rows.walked_rows(name, head, there), s.shared, place.tile*n, self.ring(name, place))]
+    copies = [x for name in self.warp_rows.walked
+              for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, place.tile*n, self.ring(name, place))]
     if self.tile.keys:
       first, row = self.numbers(place)*4 + i, place.tile*n + i
       rows = [group.numbers(name, head) for name in numbers_of_queries(group.p)]
@@ -139,22 +139,22 @@ class WgmmaBackward:
 
   def walk(self, s:WgmmaBackwardState, work:WgmmaWork) -> WgmmaBackwardState:
     """Goes over the tiles of one head after another, and what that has started is done."""
-    if self.heads == 1: s = self.over_head(s, self.rows, self.pass_number, work)
+    if self.heads == 1: s = self.over_head(s, self.warp_rows, self.pass_number, work)
     else:
       r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
-      s = s.after(self.over_head(s.after(r), self.rows.of_head(self.group.first_head + r), self.pass_number*self.heads + r, work).done.end(r))
+      s = s.after(self.over_head(s.after(r), self.warp_rows.of_head(self.group.first_head + r), self.pass_number*self.heads + r, work).done.end(r))
     return s.do(wgmma.wait_products(s.acc, s.done))
 
   def over_head(self, s:WgmmaBackwardState, rows:WarpRows[SwizzledPanels], turn:UOp|int, work:WgmmaWork) -> WgmmaBackwardState:
     def trip(s:WgmmaBackwardState, t:UOp, masked:bool) -> UOp:
-      place = self.place(t, turn)
+      place = self.ring_at(t, turn)
       s = s.do(wgmma.arrived(s.arrivals, place.index, s.done))
       return work(s, WgmmaTrip(rows, rows.scores, t, masked, self, place)).done
     return over_tiles(s, self.walked, self.group.grid.allocator, trip)
 
   # ***** the ends *****
-  def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]: return self.rows.gradient(s.acc, name)
-  def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.rows.kept_deltas()
+  def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]: return self.warp_rows.gradient(s.acc, name)
+  def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
     return self.group.gradient_kernel(f"backward_{name}_wgmma", cleared, stores, count, self.tile.lds_bytes(self.group.p))
 
@@ -162,22 +162,22 @@ class WgmmaBackward:
 class WgmmaTrip(WarpTrip[SwizzledPanels]):
   """The steps on a tile. Products are asynchronous: they are started, and waited for."""
   of: WgmmaBackward
-  place: RingPlace
+  ring_place: RingPlace
 
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
     """The numbers of this kind (see `numbers_of_queries`) of the queries that a lane's columns are."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
-    first = self.of.numbers(self.place)*2 + kind*n//2 + self.rows.warps.at.h
-    return [pairs[first + i*self.rows.mat.N//2].load() for i in self.columns]
+    first = self.of.numbers(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
+    return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int) -> WgmmaBackwardState:
     """The group's own rows times those of the tile, the contraction over their elements, are on their way to `acc`."""
-    a, b = self.rows.kept(self.rows.own[which]), self.of.ring(self.rows.walked[which], self.place)
-    first = s.shared[wgmma.group(self.rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
+    a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
+    first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
-    return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.rows.mat.unit//wgmma.K, panels, self.rows.p.dtype))
+    return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.warp_rows.mat.unit//wgmma.K, panels, self.warp_rows.p.dtype))
 
   # ***** the steps that WarpTrip has not *****
   def start(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
@@ -186,27 +186,27 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def lse(self, s:WgmmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
-    numbers = zip(*[self.numbers(s, kind) for kind in kinds_of_exponents(self.rows.p)])
-    return self.lse_of_walked([Exponent.joined([Exponent.of(self.rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build)
+    numbers = zip(*[self.numbers(s, kind) for kind in kinds_of_exponents(self.warp_rows.p)])
+    return self.lse_of_walked([Exponent.joined([Exponent.of(self.warp_rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build)
                                for xs in numbers])
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
     """S is waited for. The products of the trip before are done, too: nobody in the group reads the tile before, and the next one gets on its way."""
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(self.needs_dp)))
-    s = self.of.fetch(s, self.of.next(self.place))
+    s = self.of.fetch(s, self.of.next(self.ring_place))
     return s, [[s.scores[i].load() for i in self.columns]]
 
   def dp(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
     """dP is waited for, and not a product with P that was started after it."""
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
-    else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.rows.p) for x in self.numbers(s, 1)])[0]
+    else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.numbers(s, 1)])[0]
     dp, left = [s.dp[i].load() for i in self.columns], self.left[0]
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 
   def add(self, s:WgmmaBackwardState, name:str, weights:list[list[UOp]]) -> WgmmaBackwardState:
     """The product is started."""
     tensor, kind = WEIGHTED[name]
-    b = self.of.ring(tensor, self.place)
+    b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), weights[0]))
-    return s.do(wgmma.output(s.acc, getattr(s, kind), s.shared[b.base], s.done, UNIT_BYTES*b.panel, self.rows.p.dtype, self.rows.place(name)))
+    return s.do(wgmma.output(s.acc, getattr(s, kind), s.shared[b.base], s.done, UNIT_BYTES*b.panel, rows.p.dtype, rows.accumulators(name)))

@@ -38,17 +38,17 @@ def sums_of(p:Problem) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
-  """What crosses trips: the accumulators of O; the reference m of a lane's two rows, bias = -m*Scores.to_log2 and the row sums l. Within a trip: its
-  part of l, the scores, and P as the A operand of O. Shared memory, and where statements are stored."""
+  """State that crosses trips: the accumulators of O; the reference m of a lane's two rows, addend = -m*Scores.to_log2, and the row sums l. Within a
+  trip: the trip's part of l, the scores, and P as the A operand of O. Shared memory, and where statements are stored."""
   shared: UOp
   acc: UOp
   m: UOp
-  bias: UOp
+  addend: UOp
   l: UOp
   scores: UOp
   p: UOp
   statements: Statements
-  part: UOp
+  l_of_trip: UOp
 
 @dataclass(frozen=True)
 class WgmmaForward:
@@ -86,7 +86,7 @@ class WgmmaForward:
   # ***** the steps *****
   def begin(self) -> WgmmaState:
     warps, s = self.warps, self.state
-    s = s.store([s.statements.first], warps.first_values(s.m, s.bias, s.l))
+    s = s.store([s.statements.first], warps.first_values(s.m, s.addend, s.l))
     s = s.do(nv.clear(s.acc, s.done))
     if self.there is not wgmma.EVERYWHERE: s = s.do(nv.clear(s.scores, s.done))      # a warpgroup without queries computes none
     s = s.expected(warps.at, self.tile.threads)
@@ -107,9 +107,9 @@ class WgmmaForward:
     s = self.finished(s.do(wgmma.wait_products(s.scores, s.done)), t, masked)
     scores, mat = self.warps.group.scores, self.mat
     how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2}
-    s = s.do(weigh(s.m, s.bias, s.p, s.scores, s.part, s.done, **how))
-    s = s.do(correct(s.m, s.bias, s.l, s.acc, s.p, s.scores, s.part, **how, above=self.tile.rescale_above))
-    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.part[i].load()) for i in range(s.l.max_numel())]))
+    s = s.do(weigh(s.m, s.addend, s.p, s.scores, s.l_of_trip, s.done, **how))
+    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, **how, above=self.tile.rescale_above))
+    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(s.l.max_numel())]))
     if not self.p.dropout_p: return s, None
     left = kept_scores(scores, self.queries, t)
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
@@ -142,10 +142,10 @@ class WgmmaForward:
   def stage(self, t:UOp) -> UOp: return (t - self.warps.group.walked.begin)%self.stages
   def k_panels(self, t:UOp) -> SwizzledPanels:
     q, k, _ = self.tile.layouts(self.p)
-    return k.at(q.size + self.stage(t)*k.size)
+    return k.moved_to(q.size + self.stage(t)*k.size)
   def v_panels(self, t:UOp) -> SwizzledPanels:
     q, k, v = self.tile.layouts(self.p)
-    return v.at(q.size + self.stages*k.size + self.stage(t)*v.size)
+    return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Tile t is on its way; this thread arrives when its part is there. A tile that there is not becomes zeros, but where each has a place of its
     own, and none is left for it."""
