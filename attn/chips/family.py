@@ -76,7 +76,7 @@ class Family:
   agprs: bool = False     # accumulation registers lie behind a wave's vector registers, in one file
   mma: Mapping[str, Mma] = field(default_factory=dict)           # the same of NVIDIA's
   loads_to_lds: bool = False   # has direct loads to LDS of 16 bytes, and transposing ones from it
-  apart: tuple[str, ...] = ()  # input dtypes of kernels in which fp32 operations are better not packed (docs/timing.md)
+  apart: tuple[str, ...] = ()  # input dtypes of kernels in which fp32 operations are better not packed (docs/tried.md)
   packs_anew: bool = False     # clang packs a dword once more for each of its uses, unless told otherwise
   says_lds: bool = False       # a kernel says how much LDS it takes beside what its text declares
   # tiles, the first that fits is taken; where there is none, a cautious one (attn/chips/shapes.py)

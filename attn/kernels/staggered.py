@@ -8,7 +8,7 @@ two waves on a SIMD one is in the first half of its trip while the other is in t
 
 A barrier ends each half. There are three tiles of K and three of V in LDS: what a half stores either group reads a barrier later at the earliest, and
 what lay there before either read a barrier earlier at the latest. Packed fp32 excludes the matrix unit, on which the other half of the waves is, so
-the kernel has none (docs/timing.md).
+the kernel has none (docs/tried.md).
 """
 from __future__ import annotations
 from collections.abc import Iterator
