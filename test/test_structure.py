@@ -80,6 +80,14 @@ def test_no_kernel_imports_another() -> None:
   for path in (ROOT/"attn/kernels").glob("*.py"):
     assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
+def test_an_algorithm_knows_no_unit() -> None:
+  """The modules with the algorithms import nothing that computes their steps, directly or indirectly."""
+  of = {module_of(path): imports(path) for path in MODULES}
+  for name in ("forward", "backward"):
+    taken = {f"attn.kernels.{name}"}
+    while more := set().union(*(of[x] for x in taken)) - taken: taken |= more
+    assert not [x for x in taken if x.startswith(("attn.kernels.amd", "attn.kernels.mma", "attn.kernels.wgmma", "attn.kernels.plain"))]
+
 def test_forward_knows_nothing_of_backward() -> None:
   """Only kernels of gradients import modules named for gradients, directly or indirectly."""
   of = {module_of(path): imports(path) for path in MODULES}

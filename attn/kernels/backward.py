@@ -27,7 +27,7 @@ class BackwardTrip(Protocol[Carry]):
   def lse(self, s:Carry) -> Any: """The lse of the queries."""
   def scores(self, s:Carry) -> tuple[Carry, Any]: """S = Q K^T."""
   def weights(self, scores:Any, lse:Any) -> Any: """P = exp(S - lse) of S as terms and masks leave it, and the derivatives of the terms."""
-  def dp(self, s:Carry) -> tuple[Carry, Any]: """dP - delta, with dP = dO V^T, of which dropout keeps as much as of P."""
+  def dp(self, s:Carry) -> tuple[Carry, Any]: """dP - delta, where dP = dO V^T. What dropout takes from P it takes from dP."""
   def ds(self, weights:Any, dp:Any, added:ScoreTerm|None=None) -> Any:
     """dS = P * (dP - delta) of S as the product leaves it, less softmax_scale; or of what the term `added` adds."""
   def kept(self, weights:Any) -> Any: """P as an operand, rounded to the inputs' dtype: what dropout keeps of it."""
@@ -65,7 +65,7 @@ class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
 def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
   """A workgroup owns queries and walks over the keys."""
   def work(s:Any, tile:BackwardTrip[Any]) -> Any:
-    s = tile.start(s)
+    s = tile.start(s)                                        # S and dP, under way perhaps
     lse = tile.lse(s)
     s, scores = tile.scores(s)                               # S = Q K^T
     weights = tile.weights(scores, lse)                      # P = exp(S - lse)
@@ -82,7 +82,7 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   s, stores = None, list[UOp]()
   for unit in passes:
     def work(s:Any, tile:BackwardTrip[Any], wanted:tuple[str, ...]=unit.wanted) -> Any:
-      s = tile.start(s)
+      s = tile.start(s)                                      # S and dP, under way perhaps
       lse = tile.lse(s)
       s, scores = tile.scores(s)                             # S = Q K^T
       weights = tile.weights(scores, lse)                    # P = exp(S - lse)
@@ -101,7 +101,7 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
   """A workgroup owns a block of the bias and walks over all that shares it, always in the same order: batches, heads, queries and keys."""
   p = unit.group.p
   def work(s:Any, tile:BackwardTrip[Any]) -> Any:
-    s = tile.start(s)
+    s = tile.start(s)                                        # S and dP, under way perhaps
     lse = tile.lse(s)
     s, scores = tile.scores(s)                               # S = Q K^T
     weights = tile.weights(scores, lse)                      # P = exp(S - lse)
