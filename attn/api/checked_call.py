@@ -171,7 +171,7 @@ def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
   want = (*q.shape[:-1], width)
   if out.shape != want: raise ValueError(f"out has shape {out.shape}: must be {want}")
   if options.out_dtype not in (None, out.dtype):
-    raise ValueError(f"out_dtype={values.dtype_text(options.out_dtype)} but out has dtype {values.dtype_text(out.dtype)}")
+    raise ValueError(f"out_dtype={values.dtype_text(options.out_dtype)} but out has dtype {values.dtype_text(out.dtype)}: must be the same")
   if (out.device, out.uop.axis) != (q.device, q.uop.axis):
     raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
 

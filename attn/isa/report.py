@@ -174,7 +174,7 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
   for one in products:
     same = loops if len(products) == 1 else loops_with_part(blocks, loops, *(flops_of_score(x, d or 1, dv) for x in (one, max(products))))
-    if rank and rank >= len(same): raise ValueError(f"loop {rank} of {kernel.name}: it has {len(same)}, and the first one is loop 0")
+    if rank and rank >= len(same): raise ValueError(f"loop {rank} of {kernel.name}: must be less than {len(same)}, its loops with matrix work")
     if not same: return None
     loop = same[rank]
     path = sorted(loop.body) if every_block else usual_path(blocks, loop, float(flops_of_score(one, d, dv))*chip.wave if d else 0)

@@ -269,7 +269,7 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
   if grid is not None: groups = min(groups, -(-grid//max(1, chip.cus*chip.pipes.simds//simds)))
   if len(products) == 1: chosen = [loops[rank]]
   else: chosen = [loops_with_part(blocks, loops, *(flops_of_score(x, d or 1, dv) for x in (one, max(products))))[rank] for one in products]
-  if behind is not None and not 0 <= behind <= waves: raise ValueError(f"behind={behind}: a workgroup of {kernel.name} has {waves} waves")
+  if behind is not None and not 0 <= behind <= waves: raise ValueError(f"behind={behind}: a workgroup of {kernel.name} has only {waves} waves")
   lag = behind if behind is not None else _behind(blocks, _way(blocks, 0, chosen[0].header, set()), waves)
   shape = (groups, waves, simds, lag)
   timed = tuple(_loop_timing(blocks, (x, _beside(blocks, loops, x)), one, kernel, chip, shape, d, dv) for x, one in zip(chosen, products))
