@@ -27,7 +27,7 @@ from attn.kernels.parts.tensors import of_backward
 from attn.ops.plain import plain
 from attn.problem import ORDERS, DealtRows, Problem, Strided
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Ops, Tensor, UOp, copy_call, dtypes, remembered
+from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, copy_call, dtypes, remembered
 from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other is filled
@@ -272,7 +272,7 @@ class GatheringDevice:
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
     for name, u in slot.items() if pieces else ():
       kernel = ordering_kernel(p, shards.keys, pieces, first, self.launches[n][0], p.D if name == "k" else p.Dv)
-      self.ordered[n % SLOTS][name] = call = UOp.custom_kernel(u.after(*called), self.tensors[name], *before, fxn=kernel)[0].src[1]
+      self.ordered[n % SLOTS][name] = call = UOp.custom_kernel(also_after(u, *called), self.tensors[name], *before, fxn=kernel)[0].src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
     """Regions that `order_own` fills."""
@@ -286,11 +286,11 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   taken = list[tuple[GatheringDevice, str, UOp]]()
   for x, y, name, rows in copied:
     slot, before = x.slots[n % SLOTS], x.slots[(n - 1) % SLOTS].values() if n else ()
-    slot[name] = slot[name].after(y.ordered[n % SLOTS][name])
+    slot[name] = also_after(slot[name], y.ordered[n % SLOTS][name])
     call = copy_call(x.keys(n, name, rows), y.keys(n, name, rows), slot[name], *before)
     slot[name] = slot[name].after(call)
     taken.append((y, name, call))
-  for y, name, call in taken: y.slots[n % SLOTS][name] = y.slots[n % SLOTS][name].after(call)
+  for y, name, call in taken: y.slots[n % SLOTS][name] = also_after(y.slots[n % SLOTS][name], call)
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
   """Fills the `outputs` on each device by gathering, and returns the last CALL. A launch computes all queries of a device, for some heads, over all
@@ -307,7 +307,7 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
         x.order_own(n + 1)
         next_keys = x.own_keys(n + 1)
       (heads, p), slot = x.launches[n], x.slots[n % SLOTS] if x.slots else {}
-      if next_keys: slot |= {name: u.after(x.ordered[(n + 1) % SLOTS][name]) for name, u in slot.items()}
+      if next_keys: slot |= {name: also_after(u, x.ordered[(n + 1) % SLOTS][name]) for name, u in slot.items()}
       *results, q = (heads_in(p, name, u, heads, x.number) for name, u in (*states.items(), ("q", inputs["q"])))
       whole = [*(of_device(u, x.number) for u in states.values()), x.tensors["q"]]
       tensors = {name: Tensor(u) for name, u in (x.tensors | slot | {"q": q}).items()}

@@ -73,6 +73,11 @@ def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
   copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
+def also_after(u:UOp, *calls:UOp) -> UOp:
+  """A buffer after these CALLs and those that it comes after already. Of AFTERs one in another tinygrad 0.14.0 waits for the calls of the outermost
+  alone: where these don't read what the inner ones have left, nothing waits for it."""
+  return u.after(*dict.fromkeys((*(u.src[1:] if u.op is Ops.AFTER else ()), *calls)))
+
 def remembered(u:UOp) -> UOp:
   """Tags a buffer-after-a-kernel, so that it stays this value in every expression. When a value that depends on it is computed, tinygrad 0.14.0
   replaces it by the bare buffer in all expressions; a later write by another kernel would then be mistaken for this kernel's. tinygrad does not

@@ -1,8 +1,8 @@
 """Tests of sequences whose rows are spread over devices: what each launch sees, compared with the mask by true positions; results against float64;
 what is copied; what is refused."""
 from __future__ import annotations
-import itertools, math, random, re, zlib
-from collections.abc import Callable, Iterator
+import collections, itertools, math, random, re, zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from attn.parallel.shards import SequenceShards, head_chunks, pieces_of, rows_he
 from attn.problem import ORDERS, Problem
 from attn.reference import rounded, visible
 from attn.tinygrad_compat import Context, Device, Ops, Target, Tensor, TinyJit, UOp, cuda, dtypes, lower, with_selected_inputs
+import tinygrad.schedule
 from tinygrad.engine.jit import MultiGraphRunner
 from tinygrad.renderer.cstyle import ClangRenderer
 from api_cases import draw, emulated, extra, floats, whole
@@ -398,6 +399,32 @@ def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
   """Gradients that are read one by one are right on three devices with one buffer for other devices' keys, which these keys use in turn."""
   monkeypatch.setattr(context, "SLOTS", 1)
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
+
+class AnyOrder(collections.deque[Any]):
+  """The kernels that tinygrad's scheduler may take next, of which it takes any, and not the one that could be taken first."""
+  def __init__(self, ready:Iterable[Any], rng:random.Random) -> None:
+    super().__init__(ready)
+    self.rng = rng
+  def popleft(self) -> Any:
+    self.rotate(self.rng.randrange(len(self)))
+    return super().popleft()
+
+def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
+  """Has tinygrad schedule what is computed in a random one of the orders that its dependencies leave open, and anew each time."""
+  rng = random.Random(seed)
+  monkeypatch.setattr(tinygrad.schedule, "deque", lambda ready: AnyOrder(ready, rng))
+  return Context(SCACHE=0)
+
+@pytest.mark.parametrize("launches", (1, 3))
+@pytest.mark.parametrize("seed", (1, 2))
+def test_no_launch_is_before_the_keys_that_it_reads(monkeypatch:pytest.MonkeyPatch, seed:int, launches:int) -> None:
+  """Launches wait for every copy of keys to their device, and for their own, whatever else the scheduler could take first: no copy has to be the last
+  one."""
+  monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(head, p.Hkv//launches) for head in range(0, p.Hkv, p.Hkv//launches)])
+  with in_any_order(monkeypatch, seed): check(4, H=launches, Sq=16, D=16)
+
+def test_gradients_in_any_order(monkeypatch:pytest.MonkeyPatch) -> None:
+  with in_any_order(monkeypatch, 1): check_gradients(3, **SMALL)
 
 READ: dict[str, dict[str, Any]] = {
   "plain": {}, "causal": {"causal": True}, "grouped heads": {"softcap": 3.0, "Hkv": 1}, "bias": {"extras": {"bias": floats(1, 2, 80, 80)}},
