@@ -24,6 +24,7 @@ class Facts:
   dropout_p: float = 0.0
   v_dim: int = 0
   types: tuple[tuple[str, str], ...] = ()
+  flushes: bool = False
   def type_of(self, name:str) -> str: return {"o": self.out_dtype, "lse": "float32", **dict(self.types)}.get(name, self.dtype)
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   shape = x["q"].shape[:3]
   total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
   for s in sequences(x):
-    laws = law_of(*part(x, s), f.scale, f.window, s.offset(f), options_of(x, f, s), dtype=f.dtype, out_dtype=f.out_dtype)
+    laws = law_of(*part(x, s), f.scale, f.window, s.offset(f), options_of(x, f, s), dtype=f.dtype, out_dtype=f.out_dtype,
+                  flushes=f.flushes)
     for to, law in zip(total.values(), laws): to.put((slice(s.batch, s.batch + 1), slice(None), s.rows), law)
   return total
 
@@ -85,7 +87,7 @@ def backward(x:Arrays, f:Facts) -> dict[str, Law]:
     at, rows = slice(s.batch, s.batch + 1), (slice(s.batch, s.batch + 1), slice(None), s.rows)
     do = rounded(x["do"][rows], f.dtype) if "do" in x else None
     laws = law_of_gradients(*part(x, s), do, x["dlse"][rows] if "dlse" in x else None, f.scale, f.window, s.offset(f), options_of(x, f, s),
-                            dtype=f.dtype, out_dtype=f.out_dtype, bias_dtype=f.type_of("bias"))
+                            dtype=f.dtype, out_dtype=f.out_dtype, bias_dtype=f.type_of("bias"), flushes=f.flushes)
     places = {"q": rows, "k": (at, slice(None), s.keys), "v": (at, slice(None), s.keys)}
     for name, law in vars(laws).items():
       if name in places and name in total: total[name].add(places[name], law)

@@ -172,5 +172,5 @@ def whole(t:Tensor) -> Tensor:
 
 def read(results:dict[str, Tensor], order:Sequence[str], together:bool) -> dict[str, np.ndarray]:
   """Reads results as arrays, one after another in this order, or all at once if `together`. A gradient that depends on nothing is a constant 0."""
-  if together: Tensor.realize(*[results[name] for name in order if results[name].device is not None])
+  if together and (computed := [results[name] for name in order if results[name].device is not None]): Tensor.realize(*computed)
   return {name: array(whole(t)) if (t := results[name]).device is not None else np.zeros(t.shape, np.float32) for name in order}
