@@ -34,7 +34,7 @@ from attn.reference import rounded, visible
 from attn.score.term import LOG2E
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
-from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chips_in_turn, floats, in_turn, ints, normal, problem
+from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chip, chips_in_turn, floats, in_turn, ints, normal, problem
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -472,5 +472,5 @@ def test_gradient_of_a_bias(arch:str, case:str) -> None:
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
   sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
   extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)
-  if parts is None: parts = choose_parts(problem(extras=extras, **{x: y for x, y in parameters.items() if x != "dlse"}), get_chip(arch)).dbias
+  if parts is None: parts = choose_parts(problem(extras=extras, **{x: y for x, y in parameters.items() if x != "dlse"}), chip(arch)).dbias
   for n in (0, parts): check_backward_kernels(arch, only="dbias", parts=n, extras=extras, **parameters)
