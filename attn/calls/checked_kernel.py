@@ -59,7 +59,7 @@ def at_a_whole_unit(u:UOp) -> UOp:
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return u.clone()
 
-OF_NUMBERS = ("lse", "delta")       # outputs that kernels write number by number
+OF_NUMBERS = ("lse", "lse_rest", "delta")       # outputs that kernels write number by number
 WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # most threads of a workgroup, most workgroups: equal on AMD's and NVIDIA's chips
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 

@@ -261,6 +261,10 @@ def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dty
   monkeypatch.setattr(dealing, "REACH", 256)
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
+def test_wide_scores_of_an_odd_number_of_rows() -> None:
+  """What lse loses is a number a row: in a part of 5 rows it begins between two of the units by which kernels write rows of o."""
+  check(2, keys=True, H=1, Sq=5, Sk=12, D=16, extras={"bias": floats(1, 1, 1, 12)})
+
 @pytest.mark.thorough
 def test_a_bias_of_one_query() -> None:
   """A bias of one query is not taken for a bias that all queries share: the second device has no query, only rows of padding."""
