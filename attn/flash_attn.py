@@ -29,11 +29,12 @@ def _softcap(x:Any) -> Any:
   """FlashAttention's softcap as `attention` takes it: 0 or less is off."""
   return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
-def _options(**arguments:Any) -> dict[str, Any]:
-  """Options of `attention`, checked under the names that they have here."""
+def _options(arguments:dict[str, Any]) -> dict[str, Any]:
+  """Options of `attention` among the arguments of a function, checked under the names that they have here."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
-  options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()}
+  options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()
+             if _OURS.get(name, name) in checks}
   if options["causal"]: options["window"] = (options["window"][0], 0)     # causal wins over the window's right bound
   return options
 
@@ -51,9 +52,8 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
   """Attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H, Sq), None).
 
   Always deterministic, whatever `deterministic` says. dropout_p drops whenever it is not 0, with a seed from tinygrad's generator."""
+  options = _options(locals())
   values.truth("deterministic", deterministic)
-  options = _options(dropout_p=dropout_p, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
-                     alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
   return _result(attention(q, k, v, layout="bshd", **options), options["return_lse"])
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
@@ -80,10 +80,8 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
   return_attn_probs (out, softmax_lse (H, total_q), None).
 
   block_table: int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D), and cu_seqlens_k says how many rows each sequence has in them."""
+  options = _options(locals())
   values.truth("deterministic", deterministic)
-  options = _options(dropout_p=dropout_p, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
-                     alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-                     max_seqlen_k=max_seqlen_k, return_attn_probs=return_attn_probs, block_table=block_table)
   if options["block_table"] is not None: options |= {"cu_seqlens_k": None, "max_seqlen_k": None, "kv_lengths": _lengths(options["cu_seqlens_k"])}
   return _result(attention(q, k, v, layout="thd", **options), options["return_lse"])
 
@@ -164,8 +162,7 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
     rotary_interleaved  True: columns 0 and 1, 2 and 3 ... make pairs. False: columns 0 and rotary_dim/2, 1 and rotary_dim/2 + 1 ...
 
   A row that sees no key has lse -inf, where FlashAttention's is +inf."""
-  options = _options(causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-                     num_splits=num_splits, return_softmax_lse=return_softmax_lse)
+  options = _options(locals())
   k, v = values.tensor_or_none("k", k), values.tensor_or_none("v", v)
   for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
     if values.tensor(name, t).ndim != 4: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be (B, S, H, D)")
@@ -181,12 +178,11 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
     check_batches(cache_batch_idx, static_shape("k_cache", k_cache.shape)[0])
     options["block_table"] = cache_batch_idx.reshape(-1, 1)      # each batch of a cache serves as one page
     if cache_seqlens is None: cache_seqlens = int(k_cache.shape[1])
-  elif values.tensor_or_none("block_table", block_table) is not None: options["block_table"] = block_table
-  else: k_cache, v_cache = (_batches(name, t, int(q.shape[0])) for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))
+  elif block_table is None: k_cache, v_cache = (_batches(name, t, int(q.shape[0])) for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))
   if k is not None and v is not None:
     if cache_seqlens is None: raise ValueError("cache_seqlens=None with new rows k and v: must be the number of rows filled, after which they go")
     if rotary_cos is not None and rotary_sin is not None:
-      _check_positions(rotary_cos, k_cache, options.get("block_table"))
+      _check_positions(rotary_cos, k_cache, options["block_table"])
       moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
       of_q = placement_of(q, q, q, "bshd")
       if isinstance(at, Tensor): lengths(at, local_shape(q)[0], 0, of_q, "cache_seqlens")     # raises if `at` is not one length per batch
@@ -196,5 +192,5 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
     return attention_with_kv_cache(q, k, v, k_cache, v_cache, cache_seqlens, layout="bshd", **options)
   if cache_seqlens is not None: cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
   elif options["kv_starts"] is not None: cache_seqlens = int(k_cache.shape[1])
-  if "block_table" not in options: check_caches(q, k_cache, v_cache, "bshd")
+  if options["block_table"] is None: check_caches(q, k_cache, v_cache, "bshd")
   return attend(prepare(q, k_cache, v_cache, AttentionOptions(layout="bshd", kv_lengths=cache_seqlens, **options), "cache_seqlens", in_place=True))

@@ -474,9 +474,8 @@ def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int
 
 def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int], *, dtypes:Sequence[str],
                lse:Sequence[int]|None=None, causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None,
-               layout:str="bhsd", extras:GivenExtras|None=None, sk_variable:Count|None=None, max_seqlen_q:int|None=None,
-               max_seqlen_k:int|None=None, num_splits:int=1, dropout_p:float=0.0, views:tuple[Strided, Strided]|None=None,
-               pages:Pages|None=None, v_in_k:bool=False, **terms:Any) -> Problem:
+               layout:str="bhsd", extras:GivenExtras|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
+               views:tuple[Strided, Strided]|None=None, pages:Pages|None=None, v_in_k:bool=False, **others:Any) -> Problem:
   """Returns the Problem that the shapes of o, q, k, v (and lse) pose.
 
     dtypes        dtype names of (o, q, k, v[, lse])
@@ -486,8 +485,7 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
     views         Problem's k_view and v_view
     pages         k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv, pages.rows, Dv), whatever the layout
     v_in_k        v is the shape of the first columns of k
-    terms         Problem's numbers of terms and masks, such as softcap
-  The other options are Problem's.
+    others        other fields of Problem, such as softcap
 
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported."""
   layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
@@ -511,8 +509,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   if views is not None: options |= {"k_view": views[0], "v_view": None if v_in_k else views[1]}
   p = Problem(B, H, Hkv, Sq, Sk, D, Dv, dtypes[1], dtypes[0], layout,
               window=(window[0], 0) if causal else window, top_left=top_left, offset=0 if top_left else Sk - Sq,
-              softmax_scale=1/math.sqrt(max(D, 1)) if softmax_scale is None else softmax_scale, dropout_p=dropout_p,
-              return_lse=lse is not None, num_splits=num_splits, sk_variable=sk_variable, pages=pages, v_in_k=v_in_k, **options, **terms)
+              softmax_scale=1/math.sqrt(max(D, 1)) if softmax_scale is None else softmax_scale,
+              return_lse=lse is not None, pages=pages, v_in_k=v_in_k, **options, **others)
   for name, (shape, dtype) in extras.items(): _check_extra(p, name, tuple(shape), dtype)
   return p
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
-from attn.api.slices import is_sliced, sliced_call
+from attn.api.slices import SdpaCall, is_symbolic, sliced_call
 from attn.calls.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_caller, method_of_tinygrad
 from attn.values import static_shape
 
-def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
-               scale:float|None) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
+def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
   """(q, k, v) with four dimensions, the options of `attention`, and the shape of the output."""
-  dropout_p = check_dropout_p("dropout_p", dropout_p)
-  is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
+  q, k, v, mask = x.query, x.key, x.value, x.attn_mask
+  check_dropout_p("dropout_p", x.dropout_p)
+  is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
   if is_causal and mask is not None: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
   types = []
   for name, t in (("query", q), ("key", k), ("value", v)):
@@ -27,7 +27,7 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
   if len(set(types)) > 1: raise ValueError(f"query, key and value have dtypes {', '.join(types)}: all three must be the same")
   if k.shape[-1] != q.shape[-1]: raise ValueError(f"key has shape {k.shape}: its head dimension is {k.shape[-1]} but that of query is {q.shape[-1]}")
   if v.shape[-2] != k.shape[-2]: raise ValueError(f"value has shape {v.shape}: its length is {v.shape[-2]} but that of key is {k.shape[-2]}")
-  if scale is not None: scale = check_softmax_scale("scale", scale)
+  scale = None if x.scale is None else check_softmax_scale("scale", x.scale)
   rank = max(q.ndim, k.ndim, v.ndim, 4)
   q, k, v = (t.reshape(*[1]*(rank - t.ndim), *t.shape) for t in (q, k, v))
   batch = tuple(int(max(sizes)) for sizes in zip(*(t.shape[:-3] for t in (q, k, v))))
@@ -40,8 +40,8 @@ def _arguments(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, 
     except (ValueError, RuntimeError) as e:
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {(*batch, h)}"
                        + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head")) from e
-  options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": dropout_p if TRAINING else 0.0}
-  if isinstance(mask, Tensor) and not is_sliced(mask) and is_causal_mask(mask, q.shape[-2], k.shape[-2]):
+  options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": x.dropped}
+  if isinstance(mask, Tensor) and not is_symbolic(mask) and is_causal_mask(mask, q.shape[-2], k.shape[-2]):
     options["causal"], mask = "bottom-right", None
   if mask is not None:
     mask = values.tensor("attn_mask", mask)
@@ -74,10 +74,12 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
   A query that sees no key gives 0; tinygrad's own function gives NaN.
   key and value may be slices of a cache whose length a tinygrad Variable says: see `install`.
   Raises RuntimeError for attn_mask with is_causal, ValueError or NotImplementedError for other arguments that don't fit together."""
-  if is_sliced(query, key, value):
-    return sliced_call(query, key, value, attn_mask, dropout_p if TRAINING else 0.0, is_causal, enable_gqa, scale).run()
-  tensors, options, shape = _arguments(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
-  rank = max(query.ndim, key.ndim, value.ndim)
+  return attended(SdpaCall(**locals()))
+
+def attended(x:SdpaCall) -> Tensor:
+  if x.sliced: return sliced_call(x).run()
+  tensors, options, shape = _arguments(x)
+  rank = max(x.query.ndim, x.key.ndim, x.value.ndim)
   return attention(*tensors, **options).reshape(shape[-rank:] if rank < 4 else shape)
 
 # ***** in place of tinygrad's own *****
@@ -101,10 +103,10 @@ class Installed:
 
 installation = Installed()
 
-def _decide(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Decision:
-  if is_sliced(q, k, v): choice = sliced_call(q, k, v, *args, **kwargs).choice()
+def _decide(x:SdpaCall) -> Decision:
+  if x.sliced: choice = sliced_call(x).choice()
   else:
-    tensors, options, _ = _arguments(q, k, v, *args, **kwargs)
+    tensors, options, _ = _arguments(x)
     choice = choice_of(*tensors, **options)
   if choice.kernel == "three_pass": return Decision(None, "; ".join(f"{name}: {reason}" for name, reason in choice.refused))
   return Decision(choice.kernel, str(choice))
@@ -113,14 +115,14 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
                enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
   decision = Decision(None, "uninstalled, but another library still calls this function, which it found in place of tinygrad's own")
   if installation.active:
-    dropped = dropout_p if TRAINING else 0.0   # tinygrad's own function applies dropout in training only
-    try: decision = _decide(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale)
+    call = SdpaCall(self, key, value, attn_mask, dropout_p if TRAINING else 0.0, is_causal, enable_gqa, scale)
+    try: decision = _decide(call)
     except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
     decisions.append(decision)
     if decision.kernel is None and decision.reason not in installation.said:
       installation.said.add(decision.reason)
       warnings.warn(f"scaled_dot_product_attention goes to tinygrad's own: {decision.reason}", stacklevel=levels_to_caller())
-    if decision.kernel is not None: return scaled_dot_product_attention(self, key, value, attn_mask, dropped, is_causal, enable_gqa, scale=scale)
+    if decision.kernel is not None: return attended(call)
   if scale is not None: self = self*(scale*math.sqrt(self.shape[-1]))      # tinygrad's own has no such argument
   return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 

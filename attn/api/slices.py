@@ -11,8 +11,28 @@ from attn.calls.placement import Placement
 from attn.calls.views import Size, cache_of, count_of, is_causal_mask, most, same_size
 from attn.choose.dispatch import Choice
 from attn.problem import Problem, check_softmax_scale
-from attn.tinygrad_compat import Tensor, UOp
+from attn.tinygrad_compat import TRAINING, Tensor, UOp
 from attn.values import FLOATS, static_shape
+
+@dataclass(frozen=True, eq=False)
+class SdpaCall:
+  """The arguments of `scaled_dot_product_attention`."""
+  query: Tensor
+  key: Tensor
+  value: Tensor
+  attn_mask: Tensor|None
+  dropout_p: float
+  is_causal: bool
+  enable_gqa: bool
+  scale: float|None
+  @property
+  def dropped(self) -> float:
+    """Probability with which elements of P become 0: dropout is active only where tinygrad's TRAINING is set."""
+    return self.dropout_p if TRAINING else 0.0
+  @property
+  def sliced(self) -> bool:
+    """Whether any of the tensors has a size that a Variable says."""
+    return any(map(is_symbolic, (self.query, self.key, self.value)))
 
 @dataclass(frozen=True)
 class SlicedCall:
@@ -25,9 +45,9 @@ class SlicedCall:
     o, = run(self.call)
     return (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
 
-def is_sliced(*tensors:Any) -> bool:
-  """Whether any of these is a Tensor with a size that a Variable says."""
-  return any(isinstance(n, UOp) for t in tensors if isinstance(t, Tensor) for n in t.shape)
+def is_symbolic(t:Any) -> bool:
+  """Whether this is a Tensor with a size that a Variable says."""
+  return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
 def _dtype(q:Tensor, k:Tensor, v:Tensor) -> str:
   """Dtype of key and value. A float32 query is rounded to it, as the cache was."""
@@ -49,11 +69,11 @@ def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[i
   raise NotImplementedError(f"attn_mask of shape {values.shown_shape(mask.shape)} with keys of symbolic length: only the causal mask is known, "
                             "Tensor.full(shape, -inf).triu(keys - queries + 1)")
 
-def sliced_call(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float, is_causal:bool, enable_gqa:bool,
-                scale:float|None) -> SlicedCall:
+def sliced_call(x:SdpaCall) -> SlicedCall:
   """Checks the arguments of `scaled_dot_product_attention` and poses their problem. Raises ValueError, NotImplementedError or RuntimeError if they
   don't fit."""
-  is_causal, enable_gqa = values.truth("is_causal", is_causal), values.truth("enable_gqa", enable_gqa)
+  q, k, v = x.query, x.key, x.value
+  is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
   for name, t in (("query", q), ("key", k), ("value", v)):
     if values.tensor(name, t).ndim != 4:
       raise NotImplementedError(f"{name} has shape {values.shown_shape(t.shape)}: with a symbolic length only (B, H, S, D) is supported")
@@ -65,9 +85,9 @@ def sliced_call(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float,
   if (Bk, Dk, Bv) != (B, D, B) or not same_size(n_k, v.shape[2]):
     raise ValueError(f"query, key and value have shapes {', '.join(values.shown_shape(t.shape) for t in (q, k, v))}: must be (B, H, Sq, D), "
                      "(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv)")
-  if dropout_p: raise NotImplementedError(f"dropout_p={dropout_p} with a symbolic shape: attention over a cache has no dropout; must be 0")
+  if x.dropped: raise NotImplementedError(f"dropout_p={x.dropped} with a symbolic shape: attention over a cache has no dropout; must be 0")
   _heads(H, of_k, of_v, enable_gqa)
-  window, top_left = _mask(mask, is_causal, n_q, n_k)
+  window, top_left = _mask(x.attn_mask, is_causal, n_q, n_k)
   if (cache := cache_of(k, v)) is None:
     raise NotImplementedError(f"key has the symbolic shape {values.shown_shape(k.shape)} and key or value is no slice of a buffer with constant "
                               "strides: with a symbolic length both must be slices of a cache that is a buffer")
@@ -78,10 +98,10 @@ def sliced_call(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, dropout_p:float,
   (in_k, in_v), Sq = cache, most(n_q)
   Sk = min(in_k.rows, in_v.rows)
   p = Problem(B, H, of_k//in_k.group, Sq, Sk, D, Dv, dtype, values.dtype_text(q.dtype), "bshd", window, 0 if top_left else Sk - Sq,
-              D**-.5 if scale is None else check_softmax_scale("scale", scale), top_left=top_left, sk_variable=keys[0],
+              D**-.5 if x.scale is None else check_softmax_scale("scale", x.scale), top_left=top_left, sk_variable=keys[0],
               sq_variable=None if isinstance(n_q, int) else queries[0], k_view=in_k.places, v_view=in_v.places, num_splits=0)
   rows = q.cast(FLOATS[dtype]).transpose(1, 2)
   if not isinstance(n_q, int): rows = rows.pad_to((B, Sq, H, D))
-  variables = tuple({x.src[0].expr: x for x in (*keys[1], *queries[1])}.values())
+  variables = tuple({u.src[0].expr: u for u in (*keys[1], *queries[1])}.values())
   device = str(q.device)
   return SlicedCall(CheckedCall(p, {"q": rows, "k": k, "v": v}, arch_of(device), Placement(device), None, variables), n_q)
